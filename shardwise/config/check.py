@@ -1,0 +1,103 @@
+"""Rules that join several fields or several tables: what pydantic cannot see one field at a time.
+
+Each rule returns the problems it finds, in the user's words: the key, what was given, what would work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shardwise.config.schema import Data, Layout, Model, Section, Train
+
+NOT_YET = ("pipeline", "context", "tensor", "expert")
+
+
+def problems_across(sections: Mapping[str, Section]) -> list[str]:
+    """Every broken rule among the sections that are valid in themselves."""
+    model, data, train, layout = (sections.get(name) for name in ("model", "data", "train", "layout"))
+    found: list[str] = []
+    if isinstance(model, Model):
+        found += _model(model)
+    if isinstance(data, Data):
+        found += _data(data)
+    if isinstance(train, Train):
+        found += _train(train)
+    if isinstance(layout, Layout):
+        found += _layout(layout)
+    if isinstance(model, Model) and isinstance(data, Data):
+        found += _positions(model, data)
+    if isinstance(train, Train) and isinstance(layout, Layout) and layout.data > 0:
+        found += problems_of_batch(train, layout)
+    return found
+
+
+def _model(model: Model) -> Iterator[str]:
+    if model.heads % model.kv_heads:
+        yield (
+            f"model.kv_heads = {model.kv_heads}: does not divide model.heads = {model.heads}; "
+            f"use one of {', '.join(map(str, divisors(model.heads)))}"
+        )
+    if model.positions == "rotary" and model.head_dim % 2:
+        yield f"model.head_dim = {model.head_dim}: rotary positions need an even head_dim"
+
+
+def _data(data: Data) -> Iterator[str]:
+    if data.source is None and not data.sources:
+        yield "data.source: missing; give a text, JSONL or Parquet file, a folder, or prepared shards"
+    if data.source is not None and data.sources:
+        yield "data.source and data.sources are both given; keep one"
+
+
+def _train(train: Train) -> Iterator[str]:
+    if isinstance(train.recompute, float) and not 0 <= train.recompute <= 1:
+        yield f"train.recompute = {train.recompute}: a memory budget lies between 0 (recompute all) and 1 (keep all)"
+    if train.precision == "float64" and train.state_dtype not in ("auto", "float64"):
+        yield f"train.state_dtype = {train.state_dtype!r}: float64 precision keeps float64 states; leave it out"
+    if train.precision != "float64" and train.state_dtype == "float64":
+        yield f"train.state_dtype = 'float64': only with train.precision = 'float64' (given {train.precision!r})"
+    if train.precision in ("float32", "float16") and train.state_dtype == "bfloat16":
+        yield f"train.state_dtype = 'bfloat16': needs train.precision = 'bfloat16' (given {train.precision!r})"
+    if not all(0 <= beta < 1 for beta in train.betas):
+        yield f"train.betas = {list(train.betas)}: both must be at least 0 and below 1"
+
+
+def _layout(layout: Layout) -> Iterator[str]:
+    for axis in NOT_YET:
+        degree = getattr(layout, axis)
+        if degree > 1:
+            yield f"layout.{axis} = {degree}: this version runs the replica and data axes only; use layout.data instead"
+    if layout.data == 0:
+        yield "layout.data = 0: give a number of devices, or -1 for the rest of them"
+    if layout.offload and layout.zero == 0:
+        yield "layout.offload = true: only sharded states can be offloaded; use layout.zero = 1, 2 or 3"
+
+
+def _positions(model: Model, data: Data) -> Iterator[str]:
+    if data.sequence_length > model.max_positions:
+        yield (
+            f"data.sequence_length = {data.sequence_length}: longer than model.max_positions = {model.max_positions}; "
+            "shorten the sequence or raise model.max_positions"
+        )
+
+
+def problems_of_batch(train: Train, layout: Layout) -> Iterator[str]:
+    """The batch must split evenly over the data-parallel devices and into micro-batches."""
+    size = layout.data_parallel
+    if train.global_batch % size:
+        below, above = train.global_batch // size * size, -(-train.global_batch // size) * size
+        nearest = " or ".join(str(value) for value in (below, above) if value)
+        yield (
+            f"train.global_batch = {train.global_batch}: does not divide over {size} data-parallel devices "
+            f"(replica {layout.replica} x data {layout.data}); use {nearest}"
+        )
+    elif train.micro_batch and (train.global_batch // size) % train.micro_batch:
+        share = train.global_batch // size
+        yield (
+            f"train.micro_batch = {train.micro_batch}: does not divide a device's share of {share} sequences; "
+            f"use one of {', '.join(map(str, divisors(share)))}"
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """Every divisor, ascending."""
+    return [value for value in range(1, number + 1) if number % value == 0]

@@ -1,0 +1,56 @@
+"""Named model shapes. Their parameter counts equal the published ones to the unit (tests/plan/test_parameters.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LLAMA = {"norm_epsilon": 1e-5, "rope_theta": 500000.0, "vocabulary": 128256, "max_positions": 131072, "head_dim": 128}
+_QWEN = {"norm_epsilon": 1e-6, "rope_theta": 1000000.0, "vocabulary": 151936, "max_positions": 40960, "qk_norm": True,
+         "head_dim": 128, "kv_heads": 8}  # fmt: skip
+_GPT = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "tied": True, "vocabulary": 50257,
+        "max_positions": 1024}  # fmt: skip
+
+
+def _llama(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+    return {**_LLAMA, "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": 8, "ffn": ffn, **more}
+
+
+def _qwen(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+    return {**_QWEN, "layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, **more}
+
+
+def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> dict[str, Any]:
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "head_dim": hidden // heads}
+    return {**_GPT, **shape, "ffn": 4 * hidden, **more}
+
+
+def _bytes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
+    """Small shapes for the byte tokenizer: laptops, tests, first steps."""
+    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": hidden // heads}
+    return {**shape, "ffn": ffn, "vocabulary": 257, "max_positions": 2048, "tied": False}
+
+
+_SCALED = {"rope_scale": 8.0, "rope_original": 8192}  # Llama 3.1
+_SMALL = {"rope_scale": 32.0, "rope_original": 8192, "tied": True}  # Llama 3.2
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "bytes-400k": _bytes(2, 128, 4, 2, 336),
+    "bytes-2m": _bytes(4, 192, 6, 2, 512),
+    "bytes-10m": _bytes(6, 384, 6, 6, 1024),
+    "gpt2": _gpt(12, 768, 12),
+    "gpt2-medium": _gpt(24, 1024, 16),
+    "gpt2-large": _gpt(36, 1280, 20),
+    "gpt2-xl": _gpt(48, 1600, 25),
+    "gpt3-175b": _gpt(96, 12288, 96, max_positions=2048),
+    "llama3-1b": _llama(16, 2048, 32, 8192, head_dim=64, **_SMALL),
+    "llama3-3b": _llama(28, 3072, 24, 8192, **_SMALL),
+    "llama3-8b": _llama(32, 4096, 32, 14336, **_SCALED),
+    "llama3-70b": _llama(80, 8192, 64, 28672, **_SCALED),
+    "llama3-405b": _llama(126, 16384, 128, 53248, **_SCALED),
+    "qwen3-0.6b": _qwen(28, 1024, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen(28, 2048, 16, 6144, tied=True),
+    "qwen3-4b": _qwen(36, 2560, 32, 9728, tied=True),
+    "qwen3-8b": _qwen(36, 4096, 32, 12288),
+    "qwen3-14b": _qwen(40, 5120, 40, 17408),
+    "qwen3-32b": _qwen(64, 5120, 64, 25600),
+}

@@ -1,0 +1,136 @@
+"""Reading a job: TOML plus command-line overrides in, one valid `Config` out, or every problem at once.
+
+Each table is validated on its own, so that a mistake in one does not hide a mistake in another; then the checks that span
+tables (config/check.py) run over the tables that were valid.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from shardwise.config.check import problems_across
+from shardwise.config.presets import PRESETS
+from shardwise.config.schema import Config, Section
+from shardwise.errors import ConfigError, UserError
+
+Tables = dict[str, dict[str, Any]]
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation for name, field in Config.model_fields.items() if isinstance(field.annotation, type)
+}
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The job in a TOML file, with `section.key=value` overrides laid over it."""
+    path = Path(path)
+    problems: list[str] = []
+    tables = _tables(_load(path), problems)
+    for override in overrides:
+        _apply(override, tables, problems)
+    return _validate(tables, str(path), problems)
+
+
+def from_tables(tables: Tables, source: str = "configuration") -> Config:
+    """The job in a dictionary of tables, checked as a file would be."""
+    return _validate(tables, source, [])
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file. Give the path of a job file, for example examples/quickstart.toml.") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder. Give the path of a TOML job file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from None
+
+
+def _tables(raw: dict[str, Any], problems: list[str]) -> Tables:
+    tables: Tables = {}
+    for name, table in raw.items():
+        if name == "layout" and table == "auto":
+            continue
+        if not isinstance(table, dict):
+            problems.append(f"{name} = {table!r}: expected a table; write [{name}] and its keys below it")
+        else:
+            tables[name] = dict(table)
+    return tables
+
+
+def _apply(override: str, tables: Tables, problems: list[str]) -> None:
+    key, equals, text = override.partition("=")
+    section, dot, field = key.strip().partition(".")
+    if not equals or not dot or not field:
+        problems.append(f"override {override!r}: write it as section.key=value, for example train.steps=100")
+        return
+    tables.setdefault(section, {})[field] = _parse(text.strip())
+
+
+def _parse(text: str) -> Any:
+    """A TOML value; anything that is not one is a plain string, so that quotes are optional."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _validate(tables: Tables, source: str, problems: list[str]) -> Config:
+    sections: dict[str, Section] = {}
+    for name in tables.keys() - SECTIONS.keys():
+        problems.append(f"[{name}]: unknown section{_suggest(name, SECTIONS)}")
+    for name, kind in SECTIONS.items():
+        table = tables.get(name, {})
+        if name == "model":
+            table = _with_preset(table, problems)
+        try:
+            sections[name] = kind.model_validate(table)
+        except ValidationError as error:
+            problems.extend(_explain(name, kind, detail) for detail in error.errors())
+    problems.extend(problems_across(sections))
+    if problems:
+        raise ConfigError(source, problems)
+    return Config.model_validate(sections)
+
+
+def _with_preset(table: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    preset = table.get("preset")
+    if not isinstance(preset, str):
+        return table
+    if preset not in PRESETS:
+        problems.append(f"model.preset = {preset!r}: unknown preset{_suggest(preset, PRESETS)}")
+        return table
+    return {**PRESETS[preset], **table}
+
+
+def _explain(section: str, kind: type[Section], detail: ErrorDetails) -> str:
+    place = [str(part) for part in detail["loc"] if not str(part).startswith(("literal", "float", "constrained", "function"))]
+    key = ".".join([section, *_without_union_tags(place, kind)])
+    given = f"{key} = {detail['input']!r}"
+    if detail["type"] == "extra_forbidden":
+        return f"{given}: unknown key{_suggest(place[-1], kind.model_fields, prefix=section + '.')}"
+    if detail["type"] == "missing":
+        return f"{key}: missing"
+    return f"{given}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+
+
+def _without_union_tags(place: list[str], kind: type[Section]) -> list[str]:
+    """pydantic appends the tried type of a union to the location; a user wants only the key."""
+    tags = {"int", "str", "bool", "float", "none"}
+    return [part for index, part in enumerate(place) if index == 0 or part not in tags]
+
+
+def _suggest(word: str, known: Any, prefix: str = "") -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    if close:
+        return f". Did you mean {prefix}{close[0]}?"
+    return f"; known are: {', '.join(known)}"

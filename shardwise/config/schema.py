@@ -1,0 +1,212 @@
+"""What a user may ask for: one frozen, typed section per table of the TOML file.
+
+These definitions are the single source of truth. Reading, validation, `shardwise train --help` and docs/configuration.md
+are all made from them, so a field is documented by its `description` here and nowhere else. No torch in this package.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Precision = Literal["float32", "bfloat16", "float16", "float64"]
+AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
+"""Mesh axes, outermost first: the order in which ranks are laid out. `expert` borrows ranks, it adds none."""
+
+_PEER_SPELLINGS = {
+    "pp": "pipeline",
+    "dp_replicate": "replica",
+    "dp_shard": "data",
+    "dp": "data",
+    "cp": "context",
+    "tp": "tensor",
+    "ep": "expert",
+}
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A table of the job file: unknown keys are refused, values never change after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Model(Section):
+    """The transformer. A preset gives every field; fields given beside it replace the preset's."""
+
+    preset: str | None = Field(None, description="a named shape, for example `llama3-8b`; listed in docs/configuration.md")
+    layers: Positive = Field(2, description="transformer blocks")
+    hidden: Positive = Field(128, description="width of the residual stream")
+    heads: Positive = Field(4, description="query heads")
+    kv_heads: Positive = Field(4, description="key and value heads; fewer than `heads` is grouped-query attention")
+    head_dim: Positive = Field(32, description="width of one head")
+    ffn: Positive = Field(512, description="inner width of the feed-forward layer")
+    vocabulary: Positive = Field(257, description="number of token ids; the byte tokenizer needs 257")
+    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm (Llama, Qwen) or LayerNorm with bias (GPT)")
+    norm_epsilon: float = Field(1e-5, gt=0, description="added to the variance in every norm")
+    positions: Literal["rotary", "learned"] = Field("rotary", description="rotary embedding or a learned table")
+    max_positions: Positive = Field(2048, description="longest sequence: rows of the learned table, limit of rotary")
+    rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
+    rope_scale: float = Field(1.0, ge=1, description="Llama 3.1 frequency scaling factor; 1 is off")
+    rope_original: Positive = Field(8192, description="sequence length the unscaled rotary frequencies were trained for")
+    qk_norm: bool = Field(False, description="RMSNorm over each query and key head (Qwen 3)")
+    activation: Literal["swiglu", "gelu"] = Field("swiglu", description="gated SiLU or tanh-approximated GELU")
+    bias: bool = Field(False, description="biases in the attention and feed-forward projections")
+    tied: bool = Field(False, description="use the embedding matrix as the output head")
+
+
+class Source(Section):
+    """One of several text sources, mixed by weight."""
+
+    path: str = Field(description="a file, a folder, a glob, or a folder made by `shardwise data prepare`")
+    weight: float = Field(1.0, gt=0, description="share of the training sequences, relative to the other sources")
+
+
+class Data(Section):
+    """What to train on."""
+
+    source: str | None = Field(None, description="a text, JSONL or Parquet file, a folder or glob of them, or prepared shards")
+    sources: tuple[Source, ...] = Field((), description="several sources with weights, instead of `source`")
+    tokenizer: str = Field("bytes", description="`bytes`, or the path of a Hugging Face tokenizer.json")
+    text_field: str = Field("text", description="the column holding the text in JSONL, Parquet and Arrow files")
+    sequence_length: Positive = Field(256, description="tokens a sequence")
+    held_out: float = Field(0.05, ge=0, lt=1, description="share of the sequences kept for evaluation, never trained on")
+    reset_attention: bool = Field(
+        False, description="tokens see only their own document, and no loss is taken across a document boundary"
+    )
+    cache: str = Field(".shardwise/data", description="where sources that are not prepared yet are tokenised to")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_to_tuples(cls, values: Any) -> Any:
+        if isinstance(values, dict) and isinstance(values.get("sources"), list):
+            values = {**values, "sources": tuple(values["sources"])}
+        return values
+
+
+class Train(Section):
+    """How to train."""
+
+    steps: Positive = Field(100, description="optimizer steps")
+    global_batch: Positive = Field(32, description="sequences an optimizer step sees, over all devices")
+    micro_batch: Positive | None = Field(
+        None, description="sequences one forward sees on one device; left out: the device's whole share"
+    )
+    learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
+    final_learning_rate: float = Field(0.1, ge=0, le=1, description="learning rate at the last step, as a share of the peak")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        "cosine", description="after warm-up: cosine, linear, warm-up-stable-decay, or constant"
+    )
+    warmup: NonNegative = Field(10, description="steps of linear warm-up")
+    decay: Positive | None = Field(None, description="steps of the final decay of `wsd`; left out: a fifth of the run")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments")
+    epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay, on matrices only (no norms, biases, embeddings)")
+    clip: float | None = Field(1.0, gt=0, description="largest global gradient norm; `false` for none")
+    precision: Precision = Field("float32", description="dtype of the computation; weights stay in `state_dtype`")
+    state_dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field(
+        "auto", description="dtype of weights and optimizer state; auto: float32, or float64 with float64 precision"
+    )
+    initial_scale: float = Field(65536.0, gt=0, description="first loss scale of float16")
+    scale_every: Positive = Field(2000, description="clean steps after which the float16 loss scale doubles")
+    recompute: Literal["none", "selective", "full"] | float = Field(
+        "none",
+        description="activations recomputed in backward: `none`, `selective` (keeps matmul and attention outputs), `full`, "
+        "or a number from 0 (recompute all) to 1 (keep all)",
+    )
+    compile: Literal["auto"] | bool = Field("auto", description="torch.compile each block; auto: on GPUs")
+    evaluate_every: NonNegative = Field(0, description="steps between evaluations on the held-out split; 0: only at the end")
+    evaluate_sequences: Positive = Field(256, description="held-out sequences an evaluation reads, at most")
+    seed: NonNegative = Field(0, description="decides the weights and the order of the data")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _friendly_values(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            values = dict(values)
+            if values.get("clip") is False:
+                values["clip"] = None
+            if isinstance(values.get("betas"), list):
+                values["betas"] = tuple(values["betas"])
+        return values
+
+
+class Layout(Section):
+    """Who computes what. `replica x data` is the data-parallel size; states are sharded over `data`."""
+
+    pipeline: Positive = Field(1, description="pipeline stages")
+    replica: Positive = Field(1, description="copies of the sharded model (hybrid sharding)")
+    data: int = Field(-1, ge=-1, description="data-parallel devices that share sharded states; -1: the rest of the devices")
+    context: Positive = Field(1, description="devices that split one sequence")
+    tensor: Positive = Field(1, description="devices that split each matrix")
+    expert: Positive = Field(1, description="devices that split the experts, borrowed from data, context and tensor")
+    zero: Literal[0, 1, 2, 3] | None = Field(
+        None,
+        description="what is sharded over `data`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights; "
+        "left out: 3 where `replica` is above 1, else chosen by memory",
+    )
+    offload: bool = Field(False, description="keep sharded states in host memory (needs zero = 1, 2 or 3 and a GPU)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _peer_spellings(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {_PEER_SPELLINGS.get(key, key): value for key, value in values.items()}
+
+    @property
+    def fixed(self) -> int:
+        """Devices used by every axis but `data`."""
+        return self.pipeline * self.replica * self.context * self.tensor
+
+    @property
+    def world(self) -> int:
+        """Devices in all; only when `data` is a number."""
+        assert self.data > 0, "resolve the layout first"
+        return self.fixed * self.data
+
+    @property
+    def data_parallel(self) -> int:
+        """Devices (or groups of devices) that read different sequences."""
+        return self.replica * self.data
+
+
+class Checkpoint(Section):
+    """When to save, and what to start from."""
+
+    every: NonNegative = Field(0, description="steps between saves; 0: only at the end and on Ctrl-C")
+    keep: Positive = Field(2, description="newest checkpoints kept")
+    resume: Literal["auto", "never"] | str = Field(
+        "auto", description="`auto`: the newest in the run folder, if any; `never`; or the path of a checkpoint"
+    )
+
+
+class Observe(Section):
+    """What to show and keep."""
+
+    tensorboard: bool = Field(False, description="write TensorBoard event files (needs the `tensorboard` extra)")
+    wandb: str | None = Field(None, description="Weights & Biases project to log to (needs the `wandb` extra)")
+    sample: str | None = Field(None, description="text that the trained model continues at the end of the run")
+    sample_tokens: Positive = Field(200, description="length of that continuation")
+    trace: NonNegative = Field(0, description="write a torch profiler trace of this step; 0: none")
+
+
+class Run(Section):
+    """Where results go."""
+
+    folder: str = Field("runs/default", description="config, plan, metrics, logs and checkpoints of the run")
+
+
+class Config(Section):
+    """A job: everything shardwise needs to know to train a model."""
+
+    model: Model = Field(default_factory=Model, description="the transformer")  # type: ignore[arg-type]
+    data: Data = Field(default_factory=Data, description="what to train on")  # type: ignore[arg-type]
+    train: Train = Field(default_factory=Train, description="how to train")  # type: ignore[arg-type]
+    layout: Layout = Field(default_factory=Layout, description="who computes what; left out: chosen")  # type: ignore[arg-type]
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")  # type: ignore[arg-type]
+    observe: Observe = Field(default_factory=Observe, description="what to show and keep")  # type: ignore[arg-type]
+    run: Run = Field(default_factory=Run, description="where results go")  # type: ignore[arg-type]
