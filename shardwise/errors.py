@@ -13,6 +13,14 @@ from collections.abc import Sequence
 class UserError(Exception):
     """What is wrong, where, and what to do about it."""
 
+    status = 2
+
+
+class RunFailed(UserError):
+    """The job was well formed, but the run could not go on (a non-finite loss, a dead worker)."""
+
+    status = 1
+
 
 class ConfigError(UserError):
     """Every problem found in one configuration, reported together."""

@@ -1,0 +1,164 @@
+"""Save and load through torch's Distributed Checkpoint: each rank writes the shards it holds.
+
+State is one flat dictionary from names to tensors: `model.NAME`, and `optimizer.NAME.MOMENT` for each parameter. Names are the
+plain model's, never a rank's or a wrapper's, and sharded tensors are DTensors that know their place in the whole, so the same
+dictionary can be loaded under another layout.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from shardwise.checkpoint.folder import Manifest, checksum, prune
+from shardwise.errors import UserError
+from shardwise.mesh import Mesh
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor a run consists of, by name; moments that do not exist yet are made as zeros."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        state[f"model.{name}"] = parameter.detach()
+        moments = optimizer.state[parameter]
+        if not moments:
+            moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            moments.update({moment: torch.zeros_like(parameter.detach()) for moment in MOMENTS})
+        state.update({f"optimizer.{name}.{key}": value for key, value in moments.items()})
+    return state
+
+
+def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
+    """The random generators of this rank."""
+    state = {f"random.{rank}.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state[f"random.{rank}.cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+class Checkpointer:
+    """Saves and loads a run's state. It talks over a gloo group of its own, so that it never mixes with training traffic."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.group = dist.new_group(backend="gloo") if mesh.worker.world > 1 else None
+
+    def save(self, run: Path, state: dict[str, Tensor], keep: int, manifest: Callable[[dict[str, Any]], Manifest]) -> Path:
+        """Write aside, checksum, then rename into place; an error anywhere leaves the older checkpoints as they were."""
+        step = manifest({}).step
+        target = run / "checkpoints" / f"step-{step}"
+        aside = run / "checkpoints" / f".step-{step}.writing"
+        try:
+            self._on_main(lambda: _fresh(aside))
+            with _quiet():
+                dcp.save(
+                    {**state, **random_state(self.mesh.worker.rank, self.mesh.device)},
+                    storage_writer=dcp.FileSystemWriter(aside, sync_files=True),
+                    process_group=self.group,
+                    no_dist=self.group is None,
+                )
+            files = self._gathered(self._own_files(aside))
+            self._on_main(lambda: _commit(manifest(files), aside, target))
+        except (OSError, dcp.CheckpointException) as error:
+            self._on_main_quietly(lambda: shutil.rmtree(aside, ignore_errors=True))
+            raise UserError(f"the checkpoint of step {step} could not be written to {aside.parent}: {_cause(error)}") from None
+        self._on_main(lambda: prune(run, keep))
+        return target
+
+    def load(self, folder: Path, state: dict[str, Tensor], same_world: bool) -> None:
+        """Fill `state` in place."""
+        random = random_state(self.mesh.worker.rank, self.mesh.device) if same_world else {}
+        try:
+            with _quiet():
+                dcp.load(
+                    {**state, **random},
+                    storage_reader=dcp.FileSystemReader(folder),
+                    process_group=self.group,
+                    no_dist=self.group is None,
+                )
+        except (OSError, dcp.CheckpointException) as error:
+            raise UserError(f"{folder} could not be loaded: {_cause(error)}") from None
+        if random:
+            torch.set_rng_state(random[f"random.{self.mesh.worker.rank}.cpu"])
+
+    def _own_files(self, folder: Path) -> dict[str, dict[str, int]]:
+        """Checksums of what this rank wrote; the main rank also answers for the metadata."""
+        mine = sorted(folder.glob(f"__{self.mesh.worker.rank}_*"))
+        if self.mesh.is_main:
+            mine.append(folder / ".metadata")
+        return {path.name: checksum(path) for path in mine}
+
+    def _gathered(self, files: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+        if self.group is None:
+            return files
+        everyone: list[Any] = [None] * self.mesh.worker.world
+        dist.all_gather_object(everyone, files, group=self.group)
+        return {name: facts for part in everyone for name, facts in part.items()}
+
+    def _on_main(self, action: Callable[[], None]) -> None:
+        """Run on the main rank; all ranks learn of its failure, so that none goes on or waits alone."""
+        failure: list[OSError | None] = [None]
+        if self.mesh.is_main:
+            try:
+                action()
+            except OSError as error:
+                failure = [error]
+        if self.group is not None:
+            dist.broadcast_object_list(failure, src=0, group=self.group)
+        if failure[0] is not None:
+            raise failure[0]
+
+    def _on_main_quietly(self, action: Callable[[], None]) -> None:
+        if self.mesh.is_main:
+            action()
+
+
+def _fresh(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _commit(manifest: Manifest, aside: Path, target: Path) -> None:
+    manifest.write(aside)
+    _flush(aside / "checkpoint.json")
+    _flush(aside)
+    shutil.rmtree(target, ignore_errors=True)  # the same step saved again, after a resume
+    aside.rename(target)
+    _flush(target.parent)
+
+
+def _flush(path: Path) -> None:
+    """Make a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cause(error: BaseException) -> str:
+    """The first real cause inside a Distributed Checkpoint error."""
+    if isinstance(error, dcp.CheckpointException):
+        causes = [failure[0] if isinstance(failure, tuple) else failure for failure in error.failures.values()]
+        return str(causes[0]) if causes else str(error)
+    return str(error)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Distributed Checkpoint warns of things that are as we mean them (a single process, a private group)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

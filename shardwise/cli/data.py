@@ -1,0 +1,38 @@
+"""`shardwise data prepare`: tokenise once, train many times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+data = typer.Typer(no_args_is_help=True, help="Prepare training data.")
+
+
+@data.callback()
+def _group() -> None:
+    """Prepare training data."""
+
+
+@data.command()
+def prepare(
+    source: Annotated[str, typer.Argument(help="A text, JSONL, Parquet or Arrow file, a folder, or a quoted glob.")],
+    folder: Annotated[Path, typer.Argument(help="Where the shards go; give it to a job as data.source.")],
+    tokenizer: Annotated[str, typer.Option(help="`bytes`, or the path of a Hugging Face tokenizer.json.")] = "bytes",
+    text_field: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Tokenise SOURCE into memory-mapped shards in FOLDER. Interrupted, it goes on where it stopped."""
+    import json as json_module
+
+    from shardwise.cli.progress import preparing
+    from shardwise.data import prepare as prepare_shards
+
+    with preparing() as progress:
+        index = prepare_shards(source, tokenizer, folder, text_field, progress=progress)
+    facts = {"folder": str(folder), "tokens": index.tokens, "documents": index.documents, "shards": len(index.shards)}
+    if json:
+        print(json_module.dumps(facts))
+    else:
+        typer.echo(f"{index.tokens:,} tokens of {index.documents:,} documents in {len(index.shards)} shards: {folder}", err=True)

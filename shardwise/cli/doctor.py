@@ -1,0 +1,223 @@
+"""`shardwise doctor`: what this machine has and lacks, in words, with the line to type for what is missing.
+
+Nothing here imports torch: its version is read from the installed package's metadata, so the answer comes in a moment and
+also where torch is broken. GPUs are asked for through the driver's own tool.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+TORCH_OLDEST, TORCH_BELOW, TORCH_TESTED = (2, 11), (2, 14), "2.13.0"
+_CPU_WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
+_EXTRAS = {"parquet": "pyarrow", "tensorboard": "tensorboard", "wandb": "wandb"}
+_CACHE = ".shardwise"
+_GIB = 2**30
+
+State = Literal["good", "optional", "bad"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: is it there, and what it is or what to do."""
+
+    name: str
+    state: State
+    words: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as the driver names it."""
+
+    name: str
+    memory_gib: float
+
+
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False) -> None:
+    """What this machine has and lacks for training, and the install line for what is missing."""
+    findings = examine()
+    if json:
+        import json as json_format
+
+        answer = {
+            "ready": not _bad(findings),
+            "verdict": verdict(findings),
+            "findings": [asdict(finding) for finding in findings],
+        }
+        print(json_format.dumps(answer, indent=2))
+        return
+    _show(findings)
+
+
+def examine() -> list[Finding]:
+    """Everything looked at, in the order it is shown."""
+    gpus = _gpus()
+    return [
+        Finding("shardwise", "good", _version("shardwise") or _source_version()),
+        Finding("python", "good", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        _torch(gpus),
+        Finding("cores", "good", f"{_cores()} usable"),
+        Finding("memory", "good", f"{_memory_gib():.1f} GiB"),
+        _gpu(gpus),
+        _disk(),
+        _cache(),
+        _compiler(),
+        *(_extra(extra, package) for extra, package in _EXTRAS.items()),
+    ]
+
+
+def verdict(findings: list[Finding]) -> str:
+    """The whole examination in one line."""
+    bad = _bad(findings)
+    if bad:
+        return f"Not ready to train: see {', '.join(finding.name for finding in bad)} above."
+    return "Ready to train. Start with: shardwise train examples/quickstart.toml"
+
+
+def torch_problem() -> str | None:
+    """What is wrong with the installed torch and the line that mends it; None where it will do."""
+    installed = _version("torch")
+    range_words = f"{_dotted(TORCH_OLDEST)} up to, not including, {_dotted(TORCH_BELOW)}"
+    if installed is None:
+        return f"torch is not installed; shardwise needs {range_words}. {_install_lines()}"
+    found = re.match(r"(\d+)\.(\d+)", installed)
+    if not found or not TORCH_OLDEST <= (int(found[1]), int(found[2])) < TORCH_BELOW:
+        return f"torch {installed} is not supported; shardwise needs {range_words}. {_install_lines()}"
+    return None
+
+
+def _install_lines() -> str:
+    with_gpu = f"pip install torch=={TORCH_TESTED}"
+    if not sys.platform.startswith("linux"):
+        return f"Install it with: {with_gpu}"
+    return f"Install it with: {with_gpu}  (NVIDIA GPU), or: {with_gpu} {_CPU_WHEELS}  (CPU only, a smaller download)"
+
+
+def _torch(gpus: list[Gpu]) -> Finding:
+    problem = torch_problem()
+    if problem:
+        return Finding("torch", "bad", problem)
+    installed = _version("torch") or ""
+    if gpus and installed.endswith("+cpu"):
+        advice = f"cannot use the GPU here. Install the CUDA build: pip install --force-reinstall torch=={TORCH_TESTED}"
+        return Finding("torch", "bad", f"{installed} {advice}")
+    return Finding("torch", "good", installed)
+
+
+def _gpus() -> list[Gpu]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    pairs = [line.rsplit(",", 1) for line in lines if "," in line]
+    return [Gpu(name.strip(), float(memory) / 1024 if memory.strip().isdigit() else 0.0) for name, memory in pairs]
+
+
+def _gpu(gpus: list[Gpu]) -> Finding:
+    if gpus:
+        counts = {gpu: gpus.count(gpu) for gpu in gpus}
+        return Finding("GPU", "good", ", ".join(f"{n} x {gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu, n in counts.items()))
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return Finding("GPU", "bad", "an NVIDIA device is here, but nvidia-smi gives no answer: check the driver")
+    return Finding("GPU", "optional", "none found; training runs on the CPU cores")
+
+
+def _disk() -> Finding:
+    free = shutil.disk_usage(".").free / _GIB
+    words = f"{free:.1f} GiB free in this folder"
+    return Finding("disk", "good", words) if free >= 1 else Finding("disk", "bad", f"{words}; checkpoints will not fit")
+
+
+def _cache() -> Finding:
+    """The folder itself, or the nearest one above it that exists: that is where it would be made."""
+    place = Path(_CACHE).absolute()
+    while not place.exists():
+        place = place.parent
+    if os.access(place, os.W_OK):
+        return Finding("cache", "good", f"{_CACHE} can be written")
+    return Finding(
+        "cache", "bad", f"{place} cannot be written: work in another folder, or give data.cache=PATH and run.folder=PATH"
+    )
+
+
+def _compiler() -> Finding:
+    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if found:
+        return Finding("C compiler", "good", found)
+    return Finding("C compiler", "optional", "none; torch.compile needs one: install gcc, or train with train.compile=false")
+
+
+def _extra(extra: str, package: str) -> Finding:
+    installed = _version(package)
+    if installed:
+        return Finding(extra, "good", f"{package} {installed}")
+    return Finding(extra, "optional", f"not installed; pip install 'shardwise[{extra}]'")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _source_version() -> str:
+    import shardwise
+
+    return shardwise.__version__
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory_gib() -> float:
+    """What the machine has, or what the container we are in may use of it."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return (min(total, int(text)) if text.isdigit() else total) / _GIB
+
+
+def _bad(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.state == "bad"]
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    signs = {"good": ("ok", "green"), "optional": ("-", "yellow"), "bad": ("!!", "bold red")}
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for finding in findings:
+        sign, style = signs[finding.state]
+        grid.add_row(Text(sign, style=style), Text(finding.name, style="bold"), Text(finding.words))
+    console.print(grid)
+    console.print(Text("\n" + verdict(findings), style="bold red" if _bad(findings) else "bold green"))

@@ -1,0 +1,64 @@
+"""The command line. Words in, words out: each command lives in its own file and imports what is heavy only when it runs.
+
+A user's mistake ends in one message on standard error and the error's status, never in a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from shardwise import __version__
+from shardwise.cli.data import data
+from shardwise.cli.doctor import doctor
+from shardwise.cli.report import report
+from shardwise.cli.train import train
+from shardwise.errors import UserError
+
+app = typer.Typer(
+    name="shardwise",
+    help="Plan, prove and run distributed training of transformer models on PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(report)
+app.command()(doctor)
+app.add_typer(data, name="data")
+
+
+def _train_help() -> str:
+    from shardwise.config.reference import help_text
+
+    return "\b\n" + help_text().replace("\n\n", "\n\n\b\n")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version.")) -> None:
+    pass
+
+
+app.command(epilog=_train_help() if {"train", "--help"} <= set(sys.argv) else None)(train)
+
+
+def main() -> None:
+    """Run a command; turn a user's mistake into one message."""
+    try:
+        app(standalone_mode=False)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.status)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        print("stopped", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,102 @@
+"""`shardwise train JOB`: check everything that can be checked, then start the workers, or be one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from shardwise.config import Config
+    from shardwise.mesh import Launched, Worker
+
+
+def train(
+    job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, as section.key=value.")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Local workers; left out: one a GPU, or as many as the layout needs.")
+    ] = None,
+) -> None:
+    """Train a model. Starts its own local workers, or joins those that torchrun, srun or a PET_* operator started."""
+    from shardwise.cli.doctor import torch_problem
+    from shardwise.config import read
+    from shardwise.errors import UserError
+
+    config = read(job, overrides or ())
+    if problem := torch_problem():
+        raise UserError(problem)
+    _check_folder(Path(config.run.folder))
+
+    from shardwise.mesh.launched import Worker, launched
+
+    how = launched()
+    if isinstance(how, Worker):
+        raise typer.Exit(_be_worker(config, how))
+    _check_data(config)
+    raise typer.Exit(_start(config, [str(job), *(overrides or ())], how, workers))
+
+
+def _check_folder(folder: Path) -> None:
+    from shardwise.errors import UserError
+
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"run.folder = {str(folder)!r}: cannot be written ({error.strerror}). Give another, for example run.folder=runs/mine"
+        ) from None
+
+
+def _check_data(config: Config) -> None:
+    """Prepare the data and check what the job says against it, before any worker starts."""
+    from shardwise.checkpoint import to_resume
+    from shardwise.cli.progress import preparing
+    from shardwise.data import Dataset, check_vocabulary
+
+    with preparing() as progress:
+        dataset = Dataset.open(config.data, config.train.seed, progress)
+    check_vocabulary(dataset, config.model.vocabulary)
+    to_resume(config)
+
+
+def _start(config: Config, arguments: list[str], how: Launched, workers: int | None) -> int:
+    from shardwise.mesh import Node, Worker, device_memory, local_gpus
+    from shardwise.plan import choose
+    from shardwise.train.launch import launch
+
+    node = how if isinstance(how, Node) else None
+    nodes = node.nodes if node else 1
+    layout = config.layout
+    asked = workers or (node.workers if node else None)
+    here = asked or local_gpus() or (layout.world // nodes if layout.data > 0 else 1)
+    if asked is None and layout.data > 0 and nodes == 1:
+        here = layout.world
+    choose(config, here * nodes, device_memory(here))
+    if here * nodes == 1:
+        return _be_worker(config, Worker(0, 1, 0, 1, "localhost", 0, "this process"))
+    return launch(["train", *arguments], here, node, Path(config.run.folder) / "logs")
+
+
+def _be_worker(config: Config, worker: Worker) -> int:
+    from shardwise.train.launch import log_to, tell_failure
+    from shardwise.train.run import run
+
+    ours = worker.launcher == "shardwise"
+    logs = Path(config.run.folder) / "logs"
+    log_to(logs, worker.rank, redirect=ours and worker.rank != 0)
+    try:
+        return run(config, worker)
+    except Exception as error:
+        if not ours:
+            raise
+        # The launcher prints the first cause once; here it only needs to be known, with a status, and to end now: peers may
+        # be waiting inside a collective that will never complete.
+        tell_failure(logs, worker.rank, error)
+        sys.stdout.flush()
+        return getattr(error, "status", 1)

@@ -1,0 +1,74 @@
+"""The configuration in words, made from the definitions: for `shardwise train --help` and docs/configuration.md."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from shardwise.config.presets import PRESETS
+from shardwise.config.schema import Config, Source
+
+
+def help_text() -> str:
+    """Every key, its default and its meaning, in plain text."""
+    blocks = ["Any key of the job file can be given as section.key=value:"]
+    for name, section in _sections():
+        lines = [f"  {name}.{key} = {_default(field)}\n      {field.description}" for key, field in section.model_fields.items()]
+        blocks.append("\n".join([f"[{name}] {_summary(section)}", *lines]))
+    return "\n\n".join(blocks)
+
+
+def markdown() -> str:
+    """docs/configuration.md."""
+    blocks = [
+        "# Configuration",
+        "A job is one TOML file; any value can be overridden on the command line as `section.key=value`. "
+        "This page is made from the definitions in `shardwise/config/schema.py` by `python -m shardwise.config.reference`.",
+    ]
+    for name, section in [*_sections(), ("data.sources", Source)]:
+        rows = [f"| `{key}` | {_type(field)} | `{_default(field)}` | {field.description} |" for key, field in _fields(section)]
+        blocks.append("\n".join([f"## [{name}]", "", _summary(section), "", *_HEAD, *rows]))
+    shapes = [f"| `{name}` | {s['layers']} | {s['hidden']} | {s['heads']} | {s['kv_heads']} | {s['ffn']} | {s['vocabulary']:,} |"
+              for name, s in PRESETS.items()]  # fmt: skip
+    head = ["| preset | layers | hidden | heads | kv heads | ffn | vocabulary |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    blocks.append("\n".join(["## Presets", "", *head, *shapes]))
+    return "\n\n".join(blocks) + "\n"
+
+
+_HEAD = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+
+
+def _sections() -> list[tuple[str, type[BaseModel]]]:
+    return [(name, field.annotation) for name, field in Config.model_fields.items() if isinstance(field.annotation, type)]
+
+
+def _fields(section: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
+    return list(section.model_fields.items())
+
+
+def _summary(section: type[BaseModel]) -> str:
+    return (section.__doc__ or "").strip()
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value: Any = field.default
+    if value is None or value == ():
+        return "unset"
+    return {True: "true", False: "false"}.get(value, repr(value)) if isinstance(value, bool) else repr(value).replace("'", '"')
+
+
+def _type(field: FieldInfo) -> str:
+    text = str(field.annotation).replace("typing.", "")
+    text = re.sub(r"<class '([\w.]+)'>", r"\1", text)
+    text = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", text)
+    text = re.sub(r"shardwise\.config\.schema\.", "", text)
+    return text.replace(" | None", "").replace("|", "or").replace("Literal", "one of ").replace("'", '"')
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

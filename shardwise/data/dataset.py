@@ -1,0 +1,210 @@
+"""Training and held-out sequences, asked for by number.
+
+Each source's tokens, documents end to end, are cut into samples of `sequence_length` inputs and the same shifted by one
+as targets: sample k reads tokens [kS, kS + S]. Neighbours share one token, which is a target of the first and an input
+of the second, so every token but the very first is a target once an epoch, and nothing is padded. The last `held_out`
+share of each source's samples is never trained on.
+
+Step t of a run uses positions [t * global_batch, (t + 1) * global_batch) of the order (order.py). A rank asks for its
+rows of that batch by number; together the ranks read the same sequences whatever their number, and nothing is kept
+between steps.
+
+With `reset_attention`, `Rows.documents` numbers the documents inside a row so that attention can be kept within each,
+and no loss is taken where the input is a document's last token: what follows it is another document, and cannot be
+predicted from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.config import Data
+from shardwise.data.order import HELD_OUT, Integers, Order, key, permute
+from shardwise.data.prepare import Progress, prepared
+from shardwise.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from shardwise.data.tokens import Tokens
+from shardwise.errors import UserError
+
+IGNORED = -100
+"""Target where no loss is taken; torch's own convention."""
+
+UNIGRAM_TOKENS = 64 << 20
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sequences, one a row: (rows, sequence_length)."""
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    documents: NDArray[np.int32] | None
+
+    @property
+    def valid(self) -> int:
+        """Targets that count in the loss."""
+        return int(np.count_nonzero(self.targets != IGNORED))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a data set holds, over all its sources."""
+
+    sources: int
+    tokens: int
+    documents: int
+    samples: int
+    held_out: int
+    tokenizer: str
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One source: its tokens, and how its samples are split. Samples from `training` on are held out."""
+
+    tokens: Tokens
+    training: int
+    held_out: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The sequences of a job's sources, training and held out."""
+
+    streams: tuple[Stream, ...]
+    sequence_length: int
+    reset_attention: bool
+    seed: int
+
+    @classmethod
+    def open(cls, data: Data, seed: int, progress: Progress | None = None) -> Dataset:
+        """Open a job's data, preparing what is not prepared yet."""
+        streams = tuple(_stream(folder, weight, data) for folder, weight in prepared(data, progress))
+        _check_same_tokenizer(streams)
+        return cls(streams, data.sequence_length, data.reset_attention, seed)
+
+    def sequences(self, step: int, global_batch: int, start: int, count: int) -> Rows:
+        """Rows [start, start + count) of the global batch of a step; steps count from 0."""
+        assert 0 <= start <= start + count <= global_batch, "rows outside the batch"
+        positions = np.arange(start, start + count, dtype=np.int64) + step * global_batch
+        sources, samples, _ = self.order.at(positions)
+        return self._rows(sources, samples)
+
+    def held_out_rows(self, start: int, count: int) -> Rows:
+        """Held-out sequences [start, start + count), in an order that mixes the sources and is the same for every seed."""
+        assert 0 <= start <= start + count <= self.held_out_count, "rows outside the held-out split"
+        shuffled = permute(np.arange(start, start + count), max(1, self.held_out_count), key(HELD_OUT))
+        ends = np.cumsum([stream.held_out for stream in self.streams])
+        sources = np.searchsorted(ends, shuffled, side="right")
+        firsts = np.asarray([stream.training for stream in self.streams]) - np.concatenate([[0], ends[:-1]])
+        return self._rows(sources, shuffled + firsts[sources])
+
+    @cached_property
+    def order(self) -> Order:
+        """Which sample stands at which position of the training stream."""
+        sizes = tuple(stream.training for stream in self.streams)
+        return Order(sizes, tuple(stream.weight for stream in self.streams), self.seed)
+
+    @property
+    def held_out_count(self) -> int:
+        """Held-out sequences in all."""
+        return sum(stream.held_out for stream in self.streams)
+
+    @property
+    def vocabulary(self) -> int:
+        """One more than the largest token id."""
+        return self.streams[0].tokens.index.vocabulary
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer the data were made with, read when first asked for."""
+        tokens = self.streams[0].tokens
+        return load_tokenizer(BYTES if tokens.index.tokenizer == BYTES else tokens.folder)
+
+    def describe(self) -> Facts:
+        """Counts over all sources."""
+        indexes = [stream.tokens.index for stream in self.streams]
+        return Facts(
+            sources=len(self.streams),
+            tokens=sum(index.tokens for index in indexes),
+            documents=sum(index.documents for index in indexes),
+            samples=sum(stream.training for stream in self.streams),
+            held_out=self.held_out_count,
+            tokenizer=indexes[0].tokenizer,
+            vocabulary=self.vocabulary,
+        )
+
+    def _rows(self, sources: Integers, samples: Integers) -> Rows:
+        length = self.sequence_length
+        window = np.empty((len(samples), length + 1), dtype=np.int64)
+        ends = np.zeros((len(samples), length), dtype=bool)
+        for row, (source, sample) in enumerate(zip(sources.tolist(), samples.tolist(), strict=True)):
+            tokens = self.streams[source].tokens
+            window[row] = tokens.read(sample * length, length + 1)
+            if self.reset_attention:
+                ends[row, tokens.boundaries(sample * length, length)] = True
+        inputs, targets = window[:, :-1].copy(), window[:, 1:].copy()
+        if not self.reset_attention:
+            return Rows(inputs, targets, None)
+        targets[ends] = IGNORED
+        documents = np.cumsum(ends, axis=1, dtype=np.int32) - ends  # an end still belongs to the document it ends
+        return Rows(inputs, targets, documents)
+
+
+def check_vocabulary(dataset: Dataset, model_vocabulary: int) -> None:
+    """Token ids must be rows of the model's embedding."""
+    if dataset.vocabulary > model_vocabulary:
+        raise UserError(
+            f"model.vocabulary = {model_vocabulary}: the tokenizer has {dataset.vocabulary} ids. "
+            f"Set model.vocabulary to at least {dataset.vocabulary}, or use a smaller tokenizer (data.tokenizer)."
+        )
+
+
+def unigram_loss(dataset: Dataset) -> float:
+    """Cross-entropy in nats of the held-out targets when each token is predicted by its frequency alone.
+
+    The bar any language model must clear. Frequencies are counted on the training tokens (at most the first 64 Mi of each
+    source) with one added to each count, so that a token never seen there still has a probability.
+    """
+    if not dataset.held_out_count:
+        raise UserError("data.held_out = 0: nothing is held out to evaluate on. Set data.held_out, for example to 0.05.")
+    counts = np.ones(dataset.vocabulary, dtype=np.int64)
+    for stream in dataset.streams:
+        length = min(stream.training * dataset.sequence_length + 1, UNIGRAM_TOKENS)
+        for start in range(0, length, 1 << 20):
+            counts += np.bincount(stream.tokens.read(start, min(1 << 20, length - start)), minlength=len(counts))
+    surprise = np.log(counts.sum()) - np.log(counts)
+    total, number = 0.0, 0
+    for start in range(0, min(dataset.held_out_count, UNIGRAM_TOKENS // dataset.sequence_length + 1), 64):
+        targets = dataset.held_out_rows(start, min(64, dataset.held_out_count - start)).targets
+        valid = targets[targets != IGNORED]
+        total, number = total + float(surprise[valid].sum()), number + len(valid)
+    return total / number
+
+
+def _stream(folder: Path, weight: float, data: Data) -> Stream:
+    tokens = Tokens.open(folder)
+    samples = (len(tokens) - 1) // data.sequence_length
+    if samples < 1:
+        raise UserError(
+            f"data.sequence_length = {data.sequence_length}: longer than the data. {folder} holds {len(tokens)} tokens, one "
+            f"sequence needs {data.sequence_length + 1}. Shorten the sequence or give more text."
+        )
+    held_out = min(max(1, round(samples * data.held_out)), samples - 1) if data.held_out > 0 else 0
+    return Stream(tokens, samples - held_out, held_out, weight)
+
+
+def _check_same_tokenizer(streams: tuple[Stream, ...]) -> None:
+    first = streams[0].tokens
+    for other in (stream.tokens for stream in streams[1:]):
+        if other.index.tokenizer_fingerprint != first.index.tokenizer_fingerprint:
+            raise UserError(
+                f"data.sources: {first.folder} (tokenizer {first.index.tokenizer}) and {other.folder} (tokenizer "
+                f"{other.index.tokenizer}) were prepared with different tokenizers. Prepare all sources with one."
+            )

@@ -1,0 +1,244 @@
+"""Tokenise once: sources in, a folder of shards out (the format is in shards.py).
+
+Pieces of text go through the tokenizer in batches of a few MiB, which its Rust code spreads over all cores. Whenever a
+shard is full, the place reached (which file, how many of its pieces) is recorded beside it, so an interrupted run
+continues after the last whole shard and ends with the same bytes; what it loses is at most one shard of work. The
+record carries a fingerprint of the source files (paths, sizes, times), the tokenizer and the settings: when any of them
+changed, preparing starts over.
+
+A lock file makes it safe for all ranks of a machine to ask at once: one works, the others wait and find it done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.config import Data, Source
+from shardwise.data.shards import INDEX, VERSION, Index, Shard, ShardWriter, read_shard, token_dtype, write_whole
+from shardwise.data.sources import PIECE, Piece, SourceFile, find_files, read_pieces
+from shardwise.data.tokenizer import BYTES, FILE, Tokenizer, load_tokenizer, tokenizer_fingerprint
+from shardwise.errors import UserError
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of source done and the bytes in all."""
+
+SHARD_TOKENS = 64 << 20
+RECORD = "preparing.json"
+_BATCH_CHARACTERS = 8 << 20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """How far preparing has come: the whole shards, and the first piece that is in none of them."""
+
+    fingerprint: str
+    shards: tuple[Shard, ...] = ()
+    file: int = 0
+    piece: int = 0
+
+    def write(self, folder: Path) -> None:
+        write_whole(folder / RECORD, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def read(cls, folder: Path, fingerprint: str) -> _Place:
+        """The place recorded in the folder if it belongs to the same work, else the beginning."""
+        try:
+            values = json.loads((folder / RECORD).read_bytes())
+            found = cls(**{**values, "shards": tuple(read_shard(shard) for shard in values["shards"])})
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return cls(fingerprint)
+        return found if found.fingerprint == fingerprint else cls(fingerprint)
+
+
+def prepare(
+    sources: str | Path | Sequence[str | Path],
+    tokenizer: str | Path,
+    folder: str | Path,
+    text_field: str = "text",
+    shard_tokens: int = SHARD_TOKENS,
+    progress: Progress | None = None,
+) -> Index:
+    """Tokenise the sources into the folder, or continue, or find it done. Returns the folder's index."""
+    folder = Path(folder)
+    given = [sources] if isinstance(sources, str | Path) else list(sources)
+    files = [file for source in given for file in find_files(source)]
+    mark = fingerprint(files, tokenizer_fingerprint(tokenizer), text_field, shard_tokens)
+    if (index := _finished(folder, mark)) is not None:
+        return index
+    try:
+        with _locked(folder):
+            if (index := _finished(folder, mark)) is not None:  # by the process we waited for
+                return index
+            work = _Preparation(folder, files, load_tokenizer(tokenizer), text_field, shard_tokens, progress)
+            return work.run(mark)
+    except OSError as error:
+        raise UserError(
+            f"prepared data cannot be written to {folder}: {error.strerror or error}. Free some space or choose another "
+            "folder (data.cache); preparing continues where it stopped."
+        ) from None
+
+
+def prepared(data: Data, progress: Progress | None = None) -> list[tuple[Path, float]]:
+    """A prepared folder and a weight for each source of a job; sources that are not prepared yet are, into `data.cache`."""
+    if data.source is None and not data.sources:
+        raise UserError("data.source: missing; give a text, JSONL or Parquet file, a folder, or prepared shards")
+    sources = data.sources or (Source(path=str(data.source), weight=1.0),)
+    return [(_folder_of(source.path, data, progress), source.weight) for source in sources]
+
+
+def fingerprint(files: Sequence[SourceFile], tokenizer: str, text_field: str, shard_tokens: int) -> str:
+    """Equal only for equal work: the same files, unchanged, cut and tokenised in the same way."""
+    names = [[str(file.path.resolve()), file.size, file.modified] for file in files]
+    work = json.dumps([VERSION, PIECE, tokenizer, text_field, shard_tokens, names])
+    return hashlib.sha256(work.encode()).hexdigest()[:32]
+
+
+def _folder_of(path: str, data: Data, progress: Progress | None) -> Path:
+    folder = Path(path)
+    if (folder / RECORD).is_file() and not (folder / INDEX).is_file():
+        raise UserError(
+            f"{folder} is only half prepared. Run `shardwise data prepare` again; it continues where it stopped."
+        )
+    if (folder / INDEX).is_file():
+        _check_tokenizer(folder, data.tokenizer)
+        return folder
+    mark = fingerprint(find_files(path), tokenizer_fingerprint(data.tokenizer), data.text_field, SHARD_TOKENS)
+    cached = Path(data.cache) / mark
+    prepare(path, data.tokenizer, cached, data.text_field, progress=progress)
+    return cached
+
+
+def _check_tokenizer(folder: Path, tokenizer: str) -> None:
+    """`bytes` is the default, so with prepared data it means "the tokenizer they were made with"."""
+    if tokenizer != BYTES and Index.read(folder).tokenizer_fingerprint != tokenizer_fingerprint(tokenizer):
+        raise UserError(
+            f"{folder} was prepared with another tokenizer than data.tokenizer = {tokenizer!r}. Leave data.tokenizer out to "
+            "use the folder's own, or prepare the source again with this one."
+        )
+
+
+def _finished(folder: Path, mark: str) -> Index | None:
+    if not (folder / INDEX).is_file():
+        return None
+    index = Index.read(folder)
+    return index if index.source == mark else None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder against other processes; the system releases the lock if we die."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("waiting for another process that prepares %s", folder)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A piece, where the next one begins, and how many bytes of all sources are behind it."""
+
+    piece: Piece
+    file: int
+    next_piece: int
+    bytes_done: int
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    folder: Path
+    files: list[SourceFile]
+    tokenizer: Tokenizer
+    text_field: str
+    shard_tokens: int
+    progress: Progress | None
+
+    def run(self, mark: str) -> Index:
+        """All shards, then the index: with it the folder is whole, and the record of the way there is dropped."""
+        place = _Place.read(self.folder, mark)
+        if not place.shards:
+            self._clear()
+        shards = self._tokenise(place)
+        if not shards:
+            raise UserError(
+                f"{self.files[0].path}: no text in it (of {len(self.files)} files). Give a source that has some."
+            )
+        self.tokenizer.save(self.folder)
+        name = BYTES if self.tokenizer.name == BYTES else FILE
+        tokenizer = (name, self.tokenizer.fingerprint, self.tokenizer.vocabulary, self.tokenizer.end)
+        index = Index(mark, *tokenizer, token_dtype(self.tokenizer.vocabulary), tuple(shards))
+        index.write(self.folder)
+        (self.folder / RECORD).unlink(missing_ok=True)
+        return index
+
+    def _clear(self) -> None:
+        """Remove what an earlier source left here, the index first, so that it never vouches for other shards."""
+        if (self.folder / INDEX).exists():
+            _log.warning("%s was prepared from other or since changed files; preparing it again", self.folder)
+        for name in (INDEX, RECORD, FILE):
+            (self.folder / name).unlink(missing_ok=True)
+        for pattern in ("shard-*.bin", "shard-*.ends", "*.partial"):
+            for path in self.folder.glob(pattern):
+                path.unlink()
+
+    def _tokenise(self, place: _Place) -> list[Shard]:
+        shards, writer = list(place.shards), None
+        try:
+            for batch in _batches(self._items(place)):
+                encoded = self.tokenizer.encode_batch([item.piece.text for item in batch])
+                for item, ids in zip(batch, encoded, strict=True):
+                    writer = writer or ShardWriter(self.folder, len(shards), token_dtype(self.tokenizer.vocabulary))
+                    closed = item.piece.ends
+                    writer.append(np.append(ids, np.uint32(self.tokenizer.end)) if closed else ids, closed)
+                    if writer.tokens >= self.shard_tokens:
+                        shards.append(writer.finish())
+                        writer = None
+                        _Place(place.fingerprint, tuple(shards), item.file, item.next_piece).write(self.folder)
+                self._report(batch[-1].bytes_done)
+            return [*shards, writer.finish()] if writer else shards
+        except BaseException:
+            if writer:
+                writer.abandon()
+            raise
+
+    def _items(self, place: _Place) -> Iterator[_Item]:
+        """Every piece from a place on; pieces of the file before it are read again, but not tokenised."""
+        before = sum(file.size for file in self.files[: place.file])
+        for number, file in enumerate(self.files[place.file :], start=place.file):
+            skipped = place.piece if number == place.file else 0
+            pieces = islice(read_pieces(file, self.text_field), skipped, None)
+            for count, piece in enumerate(pieces, start=skipped + 1):
+                yield _Item(piece, number, count, before + piece.position)
+            before += file.size
+
+    def _report(self, done: int) -> None:
+        if self.progress is not None:
+            self.progress(done, sum(file.size for file in self.files))
+
+
+def _batches(items: Iterator[_Item]) -> Iterator[list[_Item]]:
+    """Items in groups of a few MiB of text: enough to keep every core busy, little enough to hold."""
+    batch: list[_Item] = []
+    characters = 0
+    for item in items:
+        batch.append(item)
+        characters += len(item.piece.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

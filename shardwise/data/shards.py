@@ -1,0 +1,167 @@
+"""Prepared tokens on disk: written once, memory-mapped ever after.
+
+A prepared folder holds
+
+    index.json          what is here: dtype, tokenizer, counts, and for each shard its checksums
+    shard-00000.bin     token ids, little-endian, uint16 where the vocabulary allows, else uint32
+    shard-00000.ends    int64: for each document that ends in this shard, the offset just after its last token
+    tokenizer.json      a copy, unless the tokenizer is `bytes`
+
+Shards join into one long row of tokens (`tokens.py` reads it); a document may run over into the next shard. Two bytes a
+token for vocabularies up to 65,536 ids, four above, and eight bytes a document. Every 1 MiB block has a CRC-32. A file
+is written beside its final name, synced and renamed: a crash never leaves half a shard looking whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import UserError
+
+VERSION = 1
+BLOCK = 1 << 20
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One pair of files and what they must hold."""
+
+    file: str
+    tokens: int
+    documents: int
+    blocks: tuple[int, ...]
+    ends_checksum: int
+
+    @property
+    def ends_file(self) -> str:
+        """The file of document ends beside the tokens."""
+        return self.file.removesuffix(".bin") + ".ends"
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a prepared folder says of itself."""
+
+    source: str
+    tokenizer: str
+    tokenizer_fingerprint: str
+    vocabulary: int
+    end: int
+    dtype: str
+    shards: tuple[Shard, ...]
+    version: int = VERSION
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all, end-of-document tokens included."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        """Documents in all."""
+        return sum(shard.documents for shard in self.shards)
+
+    def write(self, folder: Path) -> None:
+        """The last file to appear: with it, the folder is whole."""
+        totals = {"tokens": self.tokens, "documents": self.documents}
+        write_whole(folder / INDEX, json.dumps({**asdict(self), **totals}, indent=1).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> Index:
+        """The index of a folder; a `UserError` where it cannot be understood."""
+        path = folder / INDEX
+        try:
+            values = json.loads(path.read_bytes())
+            if values["version"] != VERSION:
+                raise UserError(
+                    f"{path} has format {values['version']}, this version reads {VERSION}. {prepare_again(folder)}"
+                )
+            values["shards"] = tuple(read_shard(shard) for shard in values["shards"])
+            return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is damaged ({error}). {prepare_again(folder)}") from None
+
+
+def read_shard(values: Mapping[str, Any]) -> Shard:
+    """A shard's entry, as JSON keeps it."""
+    return Shard(**{**values, "blocks": tuple(values["blocks"])})
+
+
+def token_dtype(vocabulary: int) -> str:
+    """The narrowest of the two dtypes that holds every id."""
+    return "<u2" if vocabulary <= 1 << 16 else "<u4"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Put a file in place so that it is there whole or not at all."""
+    aside = path.with_name(path.name + ".partial")
+    with open(aside, "wb") as file:
+        file.write(content)
+        _sync(file)
+    os.replace(aside, path)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def prepare_again(folder: Path) -> str:
+    """What to do about a damaged folder."""
+    return f"Delete the folder {folder} and prepare the data again."
+
+
+class ShardWriter:
+    """Writes one shard. Checksums are of what was meant, computed before the bytes reach the disk."""
+
+    def __init__(self, folder: Path, number: int, dtype: str) -> None:
+        self.tokens = 0
+        self._path = folder / f"shard-{number:05d}.bin"
+        self._aside = self._path.with_name(self._path.name + ".partial")
+        self._file = open(self._aside, "wb")  # noqa: SIM115  (closed by finish or abandon)
+        self._dtype = np.dtype(dtype)
+        self._buffer = bytearray()
+        self._ends: list[int] = []
+        self._blocks: list[int] = []
+
+    def append(self, ids: NDArray[Any], ends_document: bool) -> None:
+        """Add tokens, the last of which may close a document."""
+        self._buffer += ids.astype(self._dtype).tobytes()
+        self.tokens += len(ids)
+        if ends_document:
+            self._ends.append(self.tokens)
+        while len(self._buffer) >= BLOCK:
+            self._flush(BLOCK)
+
+    def finish(self) -> Shard:
+        """Sync and rename; only now does the shard exist."""
+        if self._buffer:
+            self._flush(len(self._buffer))
+        _sync(self._file)
+        self._file.close()
+        ends = np.asarray(self._ends, dtype="<i8").tobytes()
+        shard = Shard(self._path.name, self.tokens, len(self._ends), tuple(self._blocks), zlib.crc32(ends))
+        write_whole(self._path.with_name(shard.ends_file), ends)
+        os.replace(self._aside, self._path)
+        return shard
+
+    def abandon(self) -> None:
+        """Leave no trace of an unfinished shard."""
+        self._file.close()
+        self._aside.unlink(missing_ok=True)
+
+    def _flush(self, length: int) -> None:
+        block = bytes(self._buffer[:length])
+        self._file.write(block)
+        self._blocks.append(zlib.crc32(block))
+        del self._buffer[:length]

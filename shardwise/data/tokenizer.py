@@ -1,0 +1,167 @@
+"""Text to token ids and back.
+
+Two kinds are enough: raw bytes, which need no file and can represent any text (257 ids: the bytes and one
+end-of-document id), and any Hugging Face `tokenizer.json`, run by the `tokenizers` library, whose Rust code uses every
+core for a batch.
+
+Every document is closed by one end-of-document id, so a tokenizer without such a token is refused. A tokenizer is known
+by its `fingerprint`, a hash of its file: prepared data remember it, and are never mixed with ids of another tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import UserError
+
+BYTES = "bytes"
+FILE = "tokenizer.json"
+END_NAMES = (
+    "<|end_of_text|>",  # Llama 3
+    "<|endoftext|>",  # GPT-2, Qwen, SmolLM
+    "</s>",  # Llama 2, Mistral, T5
+    "<eos>",  # Gemma
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
+    "<|eos|>",
+    "[EOS]",
+    "<|im_end|>",  # last: where a base end token exists too, this one closes chat turns
+)
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package needs of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """`bytes`, or the path it was read from."""
+
+    @property
+    def vocabulary(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def end(self) -> int:
+        """The id that closes a document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers only if they give equal ids."""
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[np.uint32]]:
+        """The ids of each text, without any special token added."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids; ids that make no valid text become U+FFFD."""
+
+    def save(self, folder: Path) -> None:
+        """Leave in the folder what `load_tokenizer` needs to read it back."""
+
+
+class ByteTokenizer:
+    """Each byte of the UTF-8 text is its own id; 256 ends a document."""
+
+    name = BYTES
+    vocabulary = 257
+    end = 256
+    fingerprint = "bytes-257"
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[np.uint32]]:
+        """One id per UTF-8 byte."""
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The bytes as text; the end-of-document id has none."""
+        return bytes(int(identifier) for identifier in ids if int(identifier) < 256).decode("utf-8", errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Nothing to keep: there is only one."""
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`. Its own truncation, padding and special tokens are turned off: we pack documents ourselves."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._bytes = _read(path)
+        self._tokenizer = _parse(path, self._bytes)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocabulary = max(ids.values(), default=-1) + 1
+        self.end = _end(path, ids)
+        self.fingerprint = _hash(self._bytes)
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[np.uint32]]:
+        """Encoded on all cores, without the offsets that training never reads."""
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, special tokens included, so that the end of a document shows."""
+        return str(self._tokenizer.decode([int(identifier) for identifier in ids], skip_special_tokens=False))
+
+    def save(self, folder: Path) -> None:
+        """A copy of the file, byte for byte."""
+        (folder / FILE).write_bytes(self._bytes)
+
+
+def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
+    """`bytes`, a tokenizer.json, or a folder that holds one."""
+    if str(name_or_path) == BYTES:
+        return ByteTokenizer()
+    return HuggingFaceTokenizer(_locate(name_or_path))
+
+
+def tokenizer_fingerprint(name_or_path: str | Path) -> str:
+    """The fingerprint alone: reading a large vocabulary takes a second, and data that are prepared do not need it."""
+    if str(name_or_path) == BYTES:
+        return ByteTokenizer.fingerprint
+    return _hash(_read(_locate(name_or_path)))
+
+
+def _locate(name_or_path: str | Path) -> Path:
+    path = Path(name_or_path)
+    return path / FILE if path.is_dir() else path
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(
+            f"data.tokenizer: {path} does not exist. Give the path of a Hugging Face {FILE}, "
+            f"or {BYTES!r} for the built-in one."
+        ) from None
+    except OSError as error:
+        raise UserError(f"data.tokenizer: {path} cannot be read: {error.strerror or error}") from None
+
+
+def _parse(path: Path, content: bytes) -> Any:
+    from tokenizers import Tokenizer as Library
+
+    try:
+        return Library.from_str(content.decode("utf-8"))
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        raise UserError(
+            f"data.tokenizer: {path} is not a Hugging Face {FILE} ({error}). Give the {FILE} that came with the model."
+        ) from None
+
+
+def _end(path: Path, ids: dict[str, int]) -> int:
+    for name in END_NAMES:
+        if name in ids:
+            return ids[name]
+    raise UserError(
+        f"data.tokenizer: {path} has no end-of-text token; looked for {', '.join(END_NAMES)}. "
+        "Add one of them to its special tokens."
+    )
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]

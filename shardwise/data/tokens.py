@@ -1,0 +1,118 @@
+"""Reading prepared tokens: one long row, memory-mapped, whatever the shards.
+
+Files are mapped rather than read, so the ranks of one machine share the page cache, and opening a terabyte takes no
+time. Each 1 MiB block is checked against its CRC-32 the first time it is read; data of at most 256 MiB are checked
+whole when opened, so that a damaged file is known before training starts.
+"""
+
+from __future__ import annotations
+
+import zlib
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.data.shards import BLOCK, Index, Shard, prepare_again
+from shardwise.errors import UserError
+
+CHECKED_WHOLE = 256 << 20
+
+
+class _MappedShard:
+    """One shard, mapped when first touched."""
+
+    def __init__(self, folder: Path, shard: Shard, dtype: str) -> None:
+        self.shard = shard
+        self._folder = folder
+        self._dtype = np.dtype(dtype)
+        self._verified = np.zeros(len(shard.blocks), dtype=bool)
+        self._check_size(shard.file, shard.tokens * self._dtype.itemsize)
+        self._check_size(shard.ends_file, shard.documents * 8)
+
+    @cached_property
+    def _bytes(self) -> NDArray[np.uint8]:
+        return np.memmap(self._folder / self.shard.file, dtype=np.uint8, mode="r")
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Offsets just after the last token of each document, checked."""
+        path = self._folder / self.shard.ends_file
+        content = np.memmap(path, dtype="<i8", mode="r") if self.shard.documents else np.zeros(0, dtype="<i8")
+        if zlib.crc32(content.data) != self.shard.ends_checksum:
+            raise self._damaged(self.shard.ends_file, "its checksum is wrong")
+        return content
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens from start to stop, from checked blocks."""
+        size = self._dtype.itemsize
+        self.verify(start * size // BLOCK, -(-stop * size // BLOCK))
+        return self._bytes[start * size : stop * size].view(self._dtype)
+
+    def verify(self, first: int, last: int) -> None:
+        """Check the blocks of [first, last) that were not checked yet."""
+        for number in np.flatnonzero(~self._verified[first:last]) + first:
+            block = self._bytes[number * BLOCK : (number + 1) * BLOCK]
+            if zlib.crc32(block.data) != self.shard.blocks[number]:
+                raise self._damaged(self.shard.file, f"the checksum of MiB {number} is wrong")
+            self._verified[number] = True
+
+    def _check_size(self, name: str, expected: int) -> None:
+        try:
+            size = (self._folder / name).stat().st_size
+        except OSError as error:
+            raise self._damaged(name, f"it cannot be read: {error.strerror or error}") from None
+        if size != expected:
+            raise self._damaged(name, f"it has {size} bytes, not {expected}")
+
+    def _damaged(self, name: str, what: str) -> UserError:
+        return UserError(f"{self._folder / name} is damaged: {what}. {prepare_again(self._folder)}")
+
+
+class Tokens:
+    """All tokens of a prepared folder as one row, whatever the shards."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.folder = folder
+        self.index = index
+        self._shards = [_MappedShard(folder, shard, index.dtype) for shard in index.shards]
+        self._starts = np.cumsum([0, *(shard.tokens for shard in index.shards)], dtype=np.int64)
+
+    @classmethod
+    def open(cls, folder: Path) -> Tokens:
+        """Map a prepared folder, checking every size, and every checksum too where that takes no time."""
+        tokens = cls(folder, Index.read(folder))
+        if len(tokens) * np.dtype(tokens.index.dtype).itemsize <= CHECKED_WHOLE:
+            for mapped in tokens._shards:
+                mapped.verify(0, len(mapped.shard.blocks))
+                _ = mapped.ends
+        return tokens
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, start: int, length: int) -> NDArray[Any]:
+        """The tokens from `start` on, across shards. A view of the file where one shard holds them all."""
+        parts = [shard.read(first, last) for shard, _, first, last in self._overlaps(start, length)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def boundaries(self, start: int, length: int) -> NDArray[np.int64]:
+        """Places in the window, counted from `start`, of the tokens that close a document."""
+        found = [np.zeros(0, dtype=np.int64)]
+        for shard, base, first, last in self._overlaps(start, length):
+            low, high = np.searchsorted(shard.ends, [first, last], side="right")
+            found.append(shard.ends[low:high] + (base - 1 - start))
+        return np.concatenate(found)
+
+    def _overlaps(self, start: int, length: int) -> list[tuple[_MappedShard, int, int, int]]:
+        """For each shard under the window: the shard, its first token's place in the row, and the part of it covered."""
+        stop = start + length
+        assert 0 <= start < stop <= len(self), "window outside the tokens"
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        last = int(np.searchsorted(self._starts, stop, side="left"))
+        covered = []
+        for shard, base in zip(self._shards[first:last], self._starts[first:last].tolist(), strict=True):
+            covered.append((shard, base, max(start - base, 0), min(stop - base, shard.shard.tokens)))
+        return covered

@@ -1,0 +1,137 @@
+"""Who started this process, and who are its peers.
+
+This is the only module that reads environment variables. Three situations exist:
+
+- *alone*: someone typed a command. We start the local workers ourselves.
+- *node*: something started one process on each node (srun with one task a node, or a Kubernetes operator that sets PET_*
+  for torchrun). We start the local workers and meet the other nodes.
+- *worker*: one process a device already runs (torchrun, srun with one task a device, or our own launcher). We only join.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.errors import UserError
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker among its peers, as the launcher numbered it."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    address: str
+    port: int
+    launcher: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node of several; its workers are ours to start."""
+
+    nodes: int
+    node_rank: int
+    workers: int | None
+    address: str
+    port: int
+    run_id: str
+    launcher: str
+
+
+OURS = "SHARDWISE_WORKER"
+"""Set for the workers that our own launcher starts."""
+
+ALONE: Literal["alone"] = "alone"
+Launched = Worker | Node | Literal["alone"]
+
+
+def launched(environment: Mapping[str, str] | None = None) -> Launched:
+    """How this process was started."""
+    env = os.environ if environment is None else environment
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return _torchrun(env)
+    if "SLURM_STEP_ID" in env and "SLURM_PROCID" in env:
+        return _slurm(env)
+    if "PET_NNODES" in env or "PET_MASTER_ADDR" in env or "PET_RDZV_ENDPOINT" in env:
+        return _pet(env)
+    return ALONE
+
+
+def _torchrun(env: Mapping[str, str]) -> Worker:
+    return Worker(
+        rank=_number(env, "RANK"),
+        world=_number(env, "WORLD_SIZE"),
+        local_rank=_number(env, "LOCAL_RANK", 0),
+        local_world=_number(env, "LOCAL_WORLD_SIZE", 1),
+        address=env.get("MASTER_ADDR", "localhost"),
+        port=_number(env, "MASTER_PORT", 29500),
+        launcher="shardwise" if OURS in env else "torchrun",
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> Worker | Node:
+    tasks = _number(env, "SLURM_NTASKS", 1)
+    nodes = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1))
+    port = _number(env, "MASTER_PORT", 20000 + _number(env, "SLURM_JOB_ID", 0) % 20000)
+    hosts = env.get("SLURM_STEP_NODELIST", env.get("SLURM_NODELIST", "localhost"))
+    address = env.get("MASTER_ADDR", first_host(hosts))
+    if tasks == nodes:
+        run_id = f"slurm-{env.get('SLURM_JOB_ID', '0')}-{env['SLURM_STEP_ID']}"
+        return Node(nodes, _number(env, "SLURM_NODEID", 0), None, address, port, run_id, "srun, one process a node")
+    return Worker(
+        rank=_number(env, "SLURM_PROCID"),
+        world=tasks,
+        local_rank=_number(env, "SLURM_LOCALID", 0),
+        local_world=max(1, tasks // nodes),
+        address=address,
+        port=port,
+        launcher="srun, one process a device",
+    )
+
+
+def _pet(env: Mapping[str, str]) -> Node:
+    nodes = env.get("PET_NNODES", "1").split(":")[-1]
+    address, _, port = env.get("PET_RDZV_ENDPOINT", "").partition(":")
+    workers = env.get("PET_NPROC_PER_NODE", "")
+    return Node(
+        nodes=int(nodes),
+        node_rank=_number(env, "PET_NODE_RANK", 0),
+        workers=int(workers) if workers.isdigit() else None,
+        address=address or env.get("PET_MASTER_ADDR", "localhost"),
+        port=int(port) if port.isdigit() else _number(env, "PET_MASTER_PORT", 29400),
+        run_id=env.get("PET_RDZV_ID", "shardwise"),
+        launcher="PET_* variables",
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list such as `gpu[003-006,9],login1`."""
+    match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\])?", nodes)
+    return f"{match[1]}{match[2] or ''}" if match else nodes
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.lstrip("-").isdigit():
+        raise UserError(f"environment variable {name} = {text!r}: expected a number; the launcher did not set it properly")
+    return int(text)
+
+
+def worker_environment(threads: int, shutdown_seconds: int) -> dict[str, str]:
+    """What our launcher adds to the environment of the workers it starts."""
+    return {
+        OURS: "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(shutdown_seconds),
+        # Restarted workers would otherwise find the dead peers' addresses in the store they share with the launcher.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }

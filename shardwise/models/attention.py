@@ -1,0 +1,114 @@
+"""Causal attention, and the choice of the kernel that computes it.
+
+Several query heads may share one key and value head (grouped-query attention, Ainslie et al. 2023): the keys and values
+shrink by that ratio, the arithmetic stays. Everything runs through `scaled_dot_product_attention`, whose fused kernels never
+write the (sequence × sequence) scores to memory.
+
+Which fused kernel matters: on Hopper GPUs cuDNN's is about 1.5 times as fast as the bundled flash attention at head size 64,
+yet torch prefers flash. So the caller enters `attention_backends` around the model's forward, which sets our order of
+preference; torch takes the first that supports the call. `describe_attention` tells which one that is.
+
+With a document mask the flash kernel drops out (it takes no mask), and each row of the batch has sequence² bytes of mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from shardwise.config import Model
+from shardwise.models.layers import Linear, RMSNorm
+from shardwise.models.rotary import Angles, rotate
+
+PREFERENCE = {
+    "cuda": (
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ),
+    "cpu": (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH),
+}
+
+
+class Attention(nn.Module):
+    """softmax(q kᵀ / sqrt(head_dim)) v, over this token and those before it."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.grouped = config.kv_heads < config.heads
+        query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.query = Linear(config.hidden, query, bias=config.bias)
+        self.key = Linear(config.hidden, key, bias=config.bias)
+        self.value = Linear(config.hidden, key, bias=config.bias)
+        self.output = Linear(query, config.hidden, bias=config.bias)
+        self.query_norm = RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
+        self.key_norm = RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, angles: Angles | None, mask: Tensor | None) -> Tensor:
+        """(batch, sequence, hidden) to the same; `mask` is (batch, 1, sequence, sequence), True where a token may look."""
+        query, key = self.query_norm(self._heads(self.query(x))), self.key_norm(self._heads(self.key(x)))
+        value = self._heads(self.value(x))  # each (batch, sequence, heads, head_dim)
+        if angles is not None:
+            query, key = rotate(query, angles), rotate(key, angles)
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=self.grouped,
+        )
+        result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return result
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """From document numbers (batch, sequence): True where a token may look, which is back within its own document."""
+    same = documents[:, :, None] == documents[:, None, :]
+    return same.tril().unsqueeze(1)  # (batch, 1 for all heads, sequence, sequence)
+
+
+@contextmanager
+def attention_backends(device_type: str) -> Iterator[None]:
+    """Our order of attention kernels while the model's forward runs; the backward follows its forward by itself."""
+    with sdpa_kernel(list(PREFERENCE.get(device_type, (SDPBackend.MATH,))), set_priority=True):
+        yield
+
+
+def describe_attention(
+    config: Model, device_type: str, dtype: torch.dtype, sequence_length: int, *, masked: bool = False
+) -> str:
+    """The kernel that attention will really use here, in words."""
+    if device_type == "cpu":
+        return "flash (CPU)"
+    if device_type != "cuda":
+        return "math"
+    parameters = _example_call(config, dtype, sequence_length, masked)
+    with attention_backends(device_type):
+        if torch.backends.cuda.can_use_cudnn_attention(parameters):
+            return "cuDNN"
+        if torch.backends.cuda.can_use_flash_attention(parameters):
+            return "flash"
+        return "memory-efficient" if torch.backends.cuda.can_use_efficient_attention(parameters) else "math (slow)"
+
+
+def _example_call(config: Model, dtype: torch.dtype, length: int, masked: bool) -> torch.backends.cuda.SDPAParams:
+    def projected(heads: int) -> Tensor:
+        rows = torch.empty(1, length, heads, config.head_dim, dtype=dtype, device="cuda", requires_grad=True)
+        return rows.transpose(1, 2)
+
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="cuda") if masked else None
+    key = projected(config.kv_heads)
+    return torch.backends.cuda.SDPAParams(
+        projected(config.heads), key, key, mask, 0.0, not masked, config.kv_heads < config.heads
+    )

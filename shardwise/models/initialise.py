@@ -1,0 +1,84 @@
+"""First values of the weights: a function of (seed, parameter name), and of nothing else.
+
+Each parameter has a random generator of its own, seeded by a hash of the run's seed and the parameter's name. So the values
+do not depend on how many processes there are, in which order modules were built, or which part of the model a process holds:
+any layout starts from the same bits. Values are drawn on the CPU in float32 whatever the dtype and device of the model, so
+that a float64 proof starts from the same numbers as the float32 run that it proves. At most one full-size parameter is in
+memory beside the model. The cost is time on the CPU, some seconds a billion parameters.
+
+The distribution is GPT-2's: normal with deviation 0.02, and the two matrices of a block that write to the residual stream
+divided by sqrt(2 · layers), so that the stream's variance does not grow with depth; norms one, biases zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.models.transformer import Transformer
+
+DEVIATION = 0.02
+WRITES_TO_STREAM = ("attention.output.weight", "feed_forward.down.weight")
+
+
+def _copy(parameter: Tensor, full: Tensor) -> None:
+    parameter.copy_(full)
+
+
+def _itself(parameter: Tensor) -> Tensor:
+    return parameter
+
+
+@torch.no_grad()
+def initialise(model: Transformer, seed: int, assign: Callable[[Tensor, Tensor], None] = _copy) -> None:
+    """Give every parameter and buffer its first value.
+
+    `assign(parameter, full)` stores a full-size float32 CPU tensor into a parameter; whoever has sharded the parameters
+    passes one that keeps this process's part.
+    """
+    for name, parameter in model.named_parameters():
+        assign(parameter, initial_value(name, tuple(parameter.shape), model.config.layers, seed))
+    model.fill_buffers()
+
+
+def initial_value(name: str, shape: tuple[int, ...], layers: int, seed: int) -> Tensor:
+    """The full first value of one parameter of a model with so many layers: float32, on the CPU."""
+    full = torch.empty(shape, dtype=torch.float32, device="cpu")
+    if name.endswith(".bias"):
+        return full.zero_()
+    if len(shape) == 1:
+        return full.fill_(1.0)  # the weight of a norm
+    deviation = DEVIATION / math.sqrt(2 * layers) if name.endswith(WRITES_TO_STREAM) else DEVIATION
+    return full.normal_(0.0, deviation, generator=_generator(seed, name))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@torch.no_grad()
+def check_values(model: nn.Module, local: Callable[[Tensor], Tensor] = _itself) -> None:
+    """Fail, naming the parameters, if any holds NaN or infinity, or a matrix holds only zeros: a value was never given.
+
+    One reduction a parameter and one read-back in all. `local(parameter)` gives the part that this process holds.
+    """
+    parts = {name: local(parameter.detach()) for name, parameter in model.named_parameters()}
+    parts = {name: part for name, part in parts.items() if part.numel()}
+    if not parts:
+        return
+    # The largest magnitude says it all: it is NaN or infinite if any value is, and zero only if all are.
+    peaks = torch.stack([torch.linalg.vector_norm(part, math.inf).double() for part in parts.values()]).tolist()
+    wrong = [fault for (name, part), peak in zip(parts.items(), peaks, strict=True) if (fault := _fault(name, part, peak))]
+    if wrong:
+        raise AssertionError("parameters without sound values: " + "; ".join(wrong))
+
+
+def _fault(name: str, part: Tensor, peak: float) -> str | None:
+    if not math.isfinite(peak):
+        return f"{name} holds NaN or infinity"
+    return f"{name} is all zero" if peak == 0 and part.ndim == 2 else None

@@ -1,0 +1,147 @@
+"""The output head and the cross-entropy as one operation that never holds the full logits.
+
+For 32k tokens and a vocabulary of 128k the logits are 8 GiB in bfloat16, 16 in float32, and plain autograd keeps several
+such copies: the largest tensors of the whole step, for the sake of one number. But the gradient of the loss with respect to
+the logits is known as soon as they are (softmax minus one-hot), so the head can be walked in chunks of tokens: compute a
+chunk's logits, its loss, overwrite the logits by their gradient, multiply that into the gradients of the hidden states and
+of the weight, and reuse the buffer. All three matmuls happen in the forward pass, none twice; backward only scales what was
+kept. (The idea is known from Liger Kernel and from "Cut Your Losses", Wijmans et al. 2024.)
+
+Kept from forward to backward: the gradient of the hidden states, as large as they, and one of the weight, accumulated in
+float32 (1 GiB at 128k × 2048). Nothing is read back to the host.
+
+float16: softmax tails lie under its smallest normal number, 6e-5, so there the gradient of the logits is written 1024 times
+larger (it is at most 1, so it cannot overflow), the gradient of the hidden states is kept in float32, and both shrink back
+in backward together with the loss scale. bfloat16 has float32's range and needs none of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+"""Target of a position that takes no part in the loss."""
+
+CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
+FLOAT16_GRADIENT_SCALE = 1024.0
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, compiled: bool = False
+) -> Tensor:
+    """Sum over tokens of the cross-entropy of `hidden @ weight.T`, exact, at most `chunk` rows of logits at a time.
+
+    `hidden` is (tokens, hidden), `weight` (vocabulary, hidden) in any dtype, `targets` (tokens) with -100 for none. The
+    matmuls run in the dtype of `hidden`, the softmax in float32 (or float64). Backward may run once.
+    """
+    chunk = chunk or chunk_rows(hidden.shape[0], weight.shape[0], hidden.dtype, hidden.device.type)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, chunk, compiled)  # type: ignore[no-untyped-call]
+        return loss
+    return _loss_alone(hidden, weight.to(hidden.dtype), targets, chunk)
+
+
+def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
+    """Tokens a chunk: as many as keep its logits within the budget, spread evenly over the chunks."""
+    budget = CHUNK_BYTES["cpu" if device_type == "cpu" else "cuda"]
+    at_most = max(1, budget // (vocabulary * dtype.itemsize))
+    chunks = max(1, -(-tokens // at_most))
+    return max(1, -(-tokens // chunks))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Forward computes the loss and, for a loss gradient of one, both gradients; backward multiplies by the real one."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, compiled: bool) -> Tensor:
+        scale = FLOAT16_GRADIENT_SCALE if hidden.dtype == torch.float16 else 1.0
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        hidden_gradient = torch.empty_like(hidden, dtype=_kept(hidden.dtype)) if wants_hidden else None
+        weight_gradient = torch.zeros_like(weight, dtype=_wide(hidden.dtype)) if wants_weight else None
+        used_weight = weight.to(hidden.dtype)
+        loss_and_gradient = _compiled() if compiled else _chunk_loss_and_gradient
+        loss = hidden.new_zeros((), dtype=_wide(hidden.dtype))
+        buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
+        for start in range(0, hidden.shape[0], chunk):
+            rows = hidden[start : start + chunk]
+            logits = torch.mm(rows, used_weight.t(), out=buffer[: rows.shape[0]])
+            loss += loss_and_gradient(logits, targets[start : start + chunk], scale)  # logits now hold their gradient
+            if hidden_gradient is not None:
+                _multiply(logits, used_weight, into=hidden_gradient[start : start + chunk])
+            if weight_gradient is not None:
+                _multiply_add(logits.t(), rows, into=weight_gradient)
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        ctx.scale, ctx.dtypes = scale, (hidden.dtype, weight.dtype)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        factor = loss_gradient / ctx.scale
+        # In place, so that no second copy exists; a second backward is then refused by autograd's version check.
+        hidden, weight = (
+            None if kept is None else kept.mul_(factor).to(dtype)
+            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return hidden, weight, None, None, None
+
+
+def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
+    """Summed loss of one chunk; the logits are overwritten by `scale` times their gradient.
+
+    Written for a compiler: one-hot is a comparison of indices, so everything fuses into a pass for the softmax statistics
+    and a pass that writes the gradient.
+    """
+    valid = targets != IGNORED
+    log_probabilities = torch.log_softmax(logits, dim=1, dtype=_wide(logits.dtype))
+    chosen = log_probabilities.gather(1, torch.where(valid, targets, 0).unsqueeze(1)).squeeze(1)
+    one_hot = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
+    gradient = log_probabilities.exp_().sub_(one_hot.to(log_probabilities.dtype))
+    logits.copy_(gradient.mul_(scale).masked_fill_(~valid.unsqueeze(1), 0.0))
+    return -torch.where(valid, chosen, 0.0).sum()
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, Tensor, float], Tensor]:
+    return torch.compile(_chunk_loss_and_gradient, fullgraph=True)
+
+
+def _loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    loss = hidden.new_zeros((), dtype=_wide(hidden.dtype))
+    for start in range(0, hidden.shape[0], chunk):
+        logits = (hidden[start : start + chunk] @ weight.t()).to(loss.dtype)
+        loss = loss + F.cross_entropy(logits, targets[start : start + chunk], ignore_index=IGNORED, reduction="sum")
+    return loss
+
+
+def _multiply(left: Tensor, right: Tensor, into: Tensor) -> None:
+    """into = left @ right, rounded only to the dtype of `into`."""
+    if left.dtype == into.dtype:
+        torch.mm(left, right, out=into)
+    elif left.is_cuda:
+        torch.mm(left, right, out_dtype=into.dtype, out=into)
+    else:
+        torch.mm(left.to(into.dtype), right.to(into.dtype), out=into)
+
+
+def _multiply_add(left: Tensor, right: Tensor, into: Tensor) -> None:
+    """into += left @ right, summed in the dtype of `into`: rounding each partial sum to 8 bits would lose the later ones."""
+    if left.dtype == into.dtype:
+        torch.addmm(into, left, right, out=into)
+    elif left.is_cuda:
+        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
+    else:
+        torch.addmm(into, left.to(into.dtype), right.to(into.dtype), out=into)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _kept(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.float16 else dtype

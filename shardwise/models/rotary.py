@@ -1,0 +1,78 @@
+"""Rotary positions (Su et al. 2021): turn each query and key by an angle that grows with its position.
+
+Pairs of channels are points in a plane; the pair i at position p is turned by p · theta^(-2i / head_dim). A query and a key
+then meet at the difference of their angles, so attention sees relative distance only. As in Hugging Face's checkpoints, a
+pair is channel i and channel i + head_dim / 2 ("half rotation"), not two neighbours.
+
+Llama 3.1 stretches the slow frequencies by `rope_scale`, so that a model trained on `rope_original` tokens reads longer
+text: waves that fit more than four times into the original length are kept, waves longer than it are slowed by the full
+factor, and those between are blended.
+
+Angles at position 100,000 have lost four decimal digits in float32 and are pure noise in bfloat16. So frequencies and angles
+are made in float64, once a forward for the whole model (sequence × head_dim numbers: nothing), and the rotation itself is
+computed in float32 inside one fused kernel, whatever the dtype of the queries.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import Model
+
+LOW_FREQUENCY_FACTOR = 1.0
+HIGH_FREQUENCY_FACTOR = 4.0
+
+Angles = tuple[Tensor, Tensor]
+"""cos and signed sin, each (sequence, 1, head_dim): the 1 is the heads, which all turn alike."""
+
+
+class Rotary(nn.Module):
+    """Holds the frequencies; gives the angles of a sequence."""
+
+    frequencies: Tensor
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("frequencies", rotary_frequencies(config), persistent=False)
+
+    def fill_buffers(self) -> None:
+        """Compute the frequencies again, on the device where the buffer is now, and in float64 again."""
+        self.frequencies = rotary_frequencies(self.config, device="cpu").to(self.frequencies.device)
+
+    def forward(self, sequence_length: int, dtype: torch.dtype) -> Angles:
+        """Angles of positions 0 to sequence_length - 1, for activations of this dtype."""
+        assert self.frequencies.dtype == torch.float64, "a cast of the model touched the rotary buffer: call fill_buffers()"
+        positions = torch.arange(sequence_length, device=self.frequencies.device, dtype=torch.float64)
+        angles = torch.outer(positions, self.frequencies).unsqueeze(1)  # (sequence, 1, head_dim / 2)
+        cos, sin = angles.cos(), angles.sin()
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        return torch.cat((cos, cos), -1).to(wide), torch.cat((-sin, sin), -1).to(wide)
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Turn (batch, sequence, heads, head_dim) by its angles.
+
+    The halves trade places by a flip rather than a slice and a concatenation: to a compiler that is index arithmetic inside
+    the same kernel, forward and backward.
+    """
+    cos, sin = angles
+    swapped = x.reshape(*x.shape[:-1], 2, -1).flip(-2).reshape(x.shape)
+    return (x * cos + swapped * sin).to(x.dtype)
+
+
+def rotary_frequencies(config: Model, device: torch.device | str | None = None) -> Tensor:
+    """Radians a position, for each pair of channels: float64, (head_dim / 2)."""
+    channels = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=device)
+    frequencies = config.rope_theta ** (-channels / config.head_dim)
+    return frequencies if config.rope_scale == 1.0 else _stretch(frequencies, config)
+
+
+def _stretch(frequencies: Tensor, config: Model) -> Tensor:
+    waves_in_original = config.rope_original * frequencies / (2 * math.pi)
+    kept = (waves_in_original - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
+    kept = kept.clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / config.rope_scale

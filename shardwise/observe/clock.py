@@ -1,0 +1,134 @@
+"""Where a step's time goes: its wall time split into named spans.
+
+A span's time is its own time only: what a span inside it takes is subtracted, so the waits for communication
+(`exposed_communication`) that happen in the middle of `forward_backward` are counted once, under their own name. The rest,
+`total` minus the spans, is what nobody claimed.
+
+On a GPU the host only queues work, so a host clock would measure the queueing. There a span is a pair of CUDA events on the
+current stream, and an event pair around "make this stream wait for the communication stream" is exactly the time the
+computation stood still: communication hidden behind computation costs nothing and is not counted. Events are read back only
+in `finish`, once a step, and are used again, so a span costs two event records (a few microseconds of host time) and never a
+synchronisation. `data` is host time everywhere: fetching a batch is host work. On a GPU it may overlap with device work that
+is still queued, so it is not subtracted from a span around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Literal, Protocol
+
+SPANS = ("data", "forward_backward", "exposed_communication", "optimizer")
+"""The spans every step has, in the order they are shown."""
+
+_HOST_SPANS = frozenset({"data"})
+
+
+class _Timer(Protocol):
+    """A way to mark moments, and to tell later how far apart two of them were."""
+
+    def mark(self) -> Any:
+        """This moment."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """From one moment to the other; may use the marks up."""
+
+
+class _HostTimer:
+    def mark(self) -> float:
+        return perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class _CudaTimer:
+    def __init__(self) -> None:
+        self._free: list[Any] = []
+
+    def mark(self) -> Any:
+        import torch
+
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        end.synchronize()  # returns at once when the caller has synchronised, as it should have
+        elapsed = float(start.elapsed_time(end)) / 1e3
+        self._free += (start, end)
+        return elapsed
+
+
+@dataclass(frozen=True)
+class _Span:
+    name: str
+    parent: str | None
+    start: Any
+    end: Any
+
+
+class StepClock:
+    """Splits each step into spans. One clock serves one step at a time, from whichever threads that step runs on.
+
+    Spans nest across threads on purpose: backward hooks run on autograd's thread while the thread that opened
+    `forward_backward` waits for it.
+    """
+
+    def __init__(self, device_type: Literal["cpu", "cuda"]) -> None:
+        self._host: _Timer = _HostTimer()
+        self._device: _Timer = _CudaTimer() if device_type == "cuda" else self._host
+        self._open: list[str] = []
+        self._closed: list[_Span] = []
+        self._added: dict[str, float] = {}
+        self._began = perf_counter()
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time the body under this name. May be entered many times a step."""
+        timer = self._timer(name)
+        parent = self._open[-1] if self._open else None
+        self._open.append(name)
+        start = timer.mark()
+        try:
+            yield
+        finally:
+            self._closed.append(_Span(name, parent, start, timer.mark()))
+            self._open.pop()
+
+    def add(self, name: str, seconds: float) -> None:
+        """Time measured elsewhere; it counts as spent inside the span that is open now, if one is."""
+        self._credit(name, self._open[-1] if self._open else None, seconds)
+
+    def finish(self) -> dict[str, float]:
+        """Seconds of each span since the last `finish`, and the wall time between them as `total`.
+
+        Call it after the device has been synchronised (reading the loss does that), or it waits for the device itself.
+        """
+        assert not self._open, f"finish() inside the span {self._open[-1]!r}"
+        for span in self._closed:
+            self._credit(span.name, span.parent, self._timer(span.name).seconds(span.start, span.end))
+        split = {name: max(0.0, self._added.get(name, 0.0)) for name in dict.fromkeys((*SPANS, *self._added))}
+        now = perf_counter()
+        split["total"] = now - self._began
+        self._reset(now)
+        return split
+
+    def restart(self) -> None:
+        """Forget what was measured and begin a step now: after an evaluation or a save, whose time is not a step's."""
+        self.finish()
+
+    def _timer(self, name: str) -> _Timer:
+        return self._host if name in _HOST_SPANS else self._device
+
+    def _credit(self, name: str, parent: str | None, seconds: float) -> None:
+        self._added[name] = self._added.get(name, 0.0) + seconds
+        if parent is not None and self._timer(parent) is self._timer(name):
+            self._added[parent] = self._added.get(parent, 0.0) - seconds
+
+    def _reset(self, now: float) -> None:
+        self._closed.clear()
+        self._added.clear()
+        self._began = now

@@ -1,0 +1,182 @@
+"""The report of a run as a person reads it: the loss drawn as a curve, the time as bars, the collectives as a table.
+
+`summarise` (observe/summary.py) makes the numbers, `render` only draws them, so `--json` and the terminal never disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console, JustifyMethod, OverflowMethod
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.observe import words
+from shardwise.observe.draw import bar, line_plot
+from shardwise.observe.summary import Summary, summarise
+
+__all__ = ["render", "summarise"]
+
+_BAR = 40
+_CROP: OverflowMethod = "crop"  # rich would end a cell that does not fit with a character that ASCII lacks
+_TIME_COLUMNS: tuple[JustifyMethod, ...] = ("left", "right", "left")
+_LABELS = {"forward_backward": "forward and backward", "exposed_communication": "exposed communication"}
+_COLOURS = {
+    "data": "yellow",
+    "forward_backward": "green",
+    "exposed_communication": "red",
+    "optimizer": "blue",
+    "other": "bright_black",
+}
+
+
+def render(summary: Summary, console: Console) -> None:
+    """Draw the summary of a run."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True, overflow=_CROP)
+    grid.add_column(overflow="fold")
+    for name, value in _facts(summary):
+        grid.add_row(Text(name), Text(value))
+    title = Text(summary["run"], style="bold", overflow=_CROP)
+    console.print(Panel(grid, title=title, title_align="left", border_style="cyan", expand=False))
+    _curve(summary, console)
+    _time(summary, console)
+    _collectives(summary["collectives"], console)
+
+
+def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
+    loss, speed, communication = summary["loss"], summary["tokens_per_second"], summary["communication"]
+    yield "steps", _progress(summary)
+    yield (
+        "loss",
+        f"{_loss(loss['first'])} to {_loss(loss['last'])}, lowest {_loss(loss['minimum'])} at step {loss['minimum_step']}",
+    )
+    if summary["held_out"]:
+        newest = summary["held_out"][-1]
+        yield "held-out loss", f"{_loss(newest['loss'])} at step {newest['step']}"
+    yield "speed", f"{_amount(speed['median'])} tokens/s (last step {_amount(speed['last'])})" + _samples(summary)
+    yield "MFU", _mfu(summary)
+    yield "peak memory", _memory(summary)
+    overlap = "" if communication["overlap"] is None else f", {words.share(communication['overlap'])} of it hidden"
+    yield "communication", f"{words.share(communication['efficiency'])} of a step does not wait for it{overlap}"
+    yield from _choices(summary)
+    yield "checkpoints", _checkpoints(summary["checkpoints"])
+    if summary["skipped_steps"]:
+        yield "skipped steps", ", ".join(map(str, summary["skipped_steps"]))
+    if summary["events"]:
+        yield "events", ", ".join(f"{name} {count}" for name, count in summary["events"].items())
+
+
+def _choices(summary: Summary) -> Iterator[tuple[str, str]]:
+    if summary["layout"]:
+        yield "layout", _layout(summary["layout"])
+    if summary["parameters"]:
+        yield "model", f"{words.amount(summary['parameters'])} parameters"
+    for name in ("precision", "device"):
+        if summary[name]:
+            yield name, str(summary[name])
+
+
+def _progress(summary: Summary) -> str:
+    planned = summary["planned_steps"]
+    of = f" of {planned:,}" if planned and planned != summary["steps"] else ""
+    return f"{summary['steps']:,}{of} in {words.duration(summary['seconds'])}, {words.amount(summary['tokens'])} tokens"
+
+
+def _samples(summary: Summary) -> str:
+    samples = summary["sequences_per_second"]
+    return "" if samples is None else f", {words.amount(samples)} samples/s"
+
+
+def _mfu(summary: Summary) -> str:
+    if summary["mfu"] is None:
+        return "n/a: this device's peak is not known"
+    convention = summary["flop_convention"]
+    return words.share(summary["mfu"]) + (f" ({convention})" if convention else "")
+
+
+def _memory(summary: Summary) -> str:
+    if summary["peak_memory_bytes"] is None:
+        return "n/a"
+    predicted = summary["predicted_memory_gib"]
+    notes = [summary["memory_kind"], None if predicted is None else f"predicted {words.size(predicted * 2**30)}"]
+    said = "; ".join(note for note in notes if note)
+    return words.size(summary["peak_memory_bytes"]) + (f" ({said})" if said else "")
+
+
+def _layout(layout: Mapping[str, Any]) -> str:
+    """Degrees above one and choices that are on: what tells this layout from one device."""
+    parts = [f"{name} {value}" for name, value in layout.items() if _telling(name, value)]
+    return ", ".join(parts) or "one device"
+
+
+def _telling(name: str, value: Any) -> bool:
+    if name == "zero":
+        return value is not None
+    return bool(value) if isinstance(value, bool) else value not in (None, 1, -1)
+
+
+def _checkpoints(checkpoints: Summary) -> str:
+    kept = checkpoints["kept_steps"]
+    names = ", ".join(f"step {step}" for step in kept) or "none"
+    return f"{checkpoints['saved']} saved; kept: {names}"
+
+
+def _curve(summary: Summary, console: Console) -> None:
+    marks = [(point["step"], point["loss"]) for point in summary["held_out"]]
+    width = max(20, min(60, console.width - 14))
+    ascii_only = console.options.ascii_only
+    lines = line_plot([(step, loss) for step, loss in summary["curve"]], marks, width, ascii_only=ascii_only)
+    if not lines:
+        return
+    key = f"{'o' if ascii_only else '●'} held-out" if marks else ""
+    _heading(console, "loss by step", key)
+    for line in lines:
+        text = Text(line)
+        text.highlight_regex(r"[⠀-⣿*]+", "green")
+        text.highlight_regex(r"●", "bold yellow")
+        console.print(Padding(text, (0, 0, 0, 2), expand=False))
+
+
+def _time(summary: Summary, console: Console) -> None:
+    step = summary["time"]["seconds_a_step"]
+    _heading(console, "where a step's time goes", f"{step:.3g} s a step")
+    grid = Table.grid(padding=(0, 2))
+    for justify in _TIME_COLUMNS:
+        grid.add_column(justify=justify, no_wrap=True, overflow=_CROP)
+    for name, part in summary["time"]["shares"].items():
+        drawn = bar(part, min(_BAR, max(10, console.width - 40)), console.options.ascii_only)
+        grid.add_row(Text(_LABELS.get(name, name)), Text(words.share(part)), Text(drawn, style=_COLOURS[name]))
+    console.print(Padding(grid, (0, 0, 0, 2), expand=False))
+
+
+def _collectives(collectives: Summary, console: Console) -> None:
+    if not collectives:
+        return
+    _heading(console, "collectives", "bytes of the full tensor")
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
+    for name in ("kind", "axis"):
+        table.add_column(name, overflow=_CROP)
+    for name in ("a step", "bytes a step", "in all", "bytes in all"):
+        table.add_column(name, justify="right", overflow=_CROP)
+    for key, one in collectives.items():
+        kind, _, axis = key.partition("/")
+        counts = (f"{one['count']:g}", words.size(one["bytes"]), f"{one['total_count']:,}", words.size(one["total_bytes"]))
+        table.add_row(kind.replace("_", " "), axis, *counts)
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+
+
+def _heading(console: Console, title: str, note: str = "") -> None:
+    console.print()
+    console.print(Text.assemble((title, "bold"), ("   " + note if note else "", "dim")))
+
+
+def _loss(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.4f}"
+
+
+def _amount(value: float | None) -> str:
+    return "n/a" if value is None else words.amount(value)

@@ -1,0 +1,144 @@
+"""Where measurements go: the run folder always, TensorBoard and Weights & Biases when asked for.
+
+The run folder is the truth (observe/files.py); the other two are views of the same records for people who live in those
+tools, are extras, and are imported only when the job asks for them. Their packages are looked for before anything in the
+run folder is touched, so a missing one costs nothing but the message.
+"""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardwise.errors import UserError
+from shardwise.observe.files import EventsFile, MetricsFile, Record, explained
+
+if TYPE_CHECKING:
+    from shardwise.config import Observe
+
+
+class View(Protocol):
+    """Somewhere else that the records of the steps are shown."""
+
+    def write(self, record: Record) -> None:
+        """Show the record of one step."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every number of a record with the path to it: `loss`, `spans/data`, `collectives/all_reduce/data/bytes`."""
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{key}", float(value)
+
+
+class TensorBoardSink:
+    """Scalars in `FOLDER/tensorboard`, through TensorBoard's own writer: it needs no torch."""
+
+    def __init__(self, folder: Path, resume_step: int = 0) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError:
+            raise _missing("observe.tensorboard = true", "tensorboard") from None
+        self._event, self._summary, self._log = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
+        self._folder = folder / "tensorboard"
+        with explained(self._folder):
+            self._writer = EventFileWriter(str(self._folder))
+        if resume_step:  # TensorBoard then drops what an interrupted run wrote from this step on
+            self._add(resume_step + 1, session_log=self._log(status=self._log.START))
+
+    def write(self, record: Record) -> None:
+        """One summary a step."""
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record) if tag != "step"]
+        self._add(record["step"], summary=self._summary(value=values))
+
+    def close(self) -> None:
+        """Write what is queued."""
+        with explained(self._folder):
+            self._writer.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        with explained(self._folder):  # it writes from a thread of its own and reports a failure at the next call
+            self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
+
+
+class WandbSink:
+    """A run in a Weights & Biases project. Resuming the folder continues the same run there."""
+
+    def __init__(self, folder: Path, project: str, resume_step: int = 0) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise _missing(f"observe.wandb = {project!r}", "wandb") from None
+        identity = folder / "wandb-id"
+        if not (resume_step and identity.exists()):
+            identity.write_text(wandb.util.generate_id())
+        self._run = wandb.init(
+            project=project, name=folder.name, id=identity.read_text(), resume="allow", dir=str(folder), config=_job(folder)
+        )
+
+    def write(self, record: Record) -> None:
+        """One row a step."""
+        self._run.log({tag: value for tag, value in scalars(record) if tag != "step"}, step=record["step"])
+
+    def close(self) -> None:
+        """Wait for the upload."""
+        self._run.finish()
+
+
+class Sinks:
+    """Every place the measurements of a run go, behind two verbs: `metrics` and `event`."""
+
+    def __init__(self, metrics: MetricsFile, events: EventsFile, views: tuple[View, ...] = ()) -> None:
+        self._metrics, self._events, self._views = metrics, events, views
+
+    def metrics(self, record: Record) -> None:
+        """The record of one step; its `step` counts from 1."""
+        self._metrics.write(record)
+        for view in self._views:
+            view.write(record)
+
+    def event(self, name: str, **facts: Any) -> None:
+        """Something that happened: `start`, `save`, `resume`, `evaluate`, `skip`, `stop`, …"""
+        self._events.write(name, **facts)
+
+    def close(self) -> None:
+        """No more records; views send what they still hold."""
+        self._metrics.close()
+        self._events.close()
+        for view in self._views:
+            view.close()
+
+
+def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0) -> Sinks:
+    """The sinks of a run that continues after step `resume_step` (0: a fresh run, whose metrics start empty)."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"run.folder = {str(folder)!r} cannot be made: {error.strerror}. Give a folder you may write to."
+        ) from None
+    views: list[View] = []
+    if observe.tensorboard:
+        views.append(TensorBoardSink(folder, resume_step))
+    if observe.wandb is not None:
+        views.append(WandbSink(folder, observe.wandb, resume_step))
+    return Sinks(MetricsFile(folder / "metrics.jsonl", resume_step), EventsFile(folder / "events.jsonl"), tuple(views))
+
+
+def _missing(setting: str, extra: str) -> UserError:
+    return UserError(f"{setting} needs a package that is not installed. Install it with: pip install 'shardwise[{extra}]'")
+
+
+def _job(folder: Path) -> dict[str, Any]:
+    path = folder / "config.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -1,0 +1,172 @@
+"""What happened in a run, read from its folder: a value that `render` draws and `--json` prints.
+
+Speeds and shares are taken over the steady steps, all but the first two, which compile, allocate and warm up; a speed is
+the median, so that a slow step here and there does not move it, and a share is a ratio of sums, so that the shares add up
+to one. Everything comes from four files (config.toml, plan.json, metrics.jsonl, events.jsonl); what a file does not say
+is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise.errors import UserError
+from shardwise.observe.clock import SPANS
+from shardwise.observe.files import Record, read_lines
+
+WARM_UP = 2
+"""Steps at the start that are left out of speeds and shares."""
+
+CURVE_POINTS = 240
+
+Summary = dict[str, Any]
+
+_T = TypeVar("_T")
+
+
+def summarise(folder: str | Path) -> Summary:
+    """The summary of the run in a folder; it may still be running."""
+    folder = Path(folder)
+    steps = _steps(folder)
+    config, plan, events = _table(folder), _plan(folder), _events(folder)
+    start = next((event for event in reversed(events) if event["event"] == "start"), {})
+    steady = steps[WARM_UP:] or steps
+    return {
+        "run": str(folder),
+        "steps": steps[-1]["step"],
+        "planned_steps": config.get("train", {}).get("steps"),
+        "seconds": math.fsum(step["seconds"] for step in steps),
+        "loss": _loss(steps),
+        "held_out": [{"step": s["step"], "loss": s["held_out_loss"]} for s in steps if "held_out_loss" in s],
+        "tokens": sum(step.get("tokens", 0) for step in steps),
+        "tokens_per_second": {"median": _median(steady, "tokens_per_second"), "last": steps[-1]["tokens_per_second"]},
+        "sequences_per_second": _median(steady, "sequences_per_second"),
+        "mfu": _median(steady, "mfu"),
+        "flop_convention": plan.get("flop_convention"),
+        "peak_memory_bytes": max((step["memory_bytes"] for step in steps if "memory_bytes" in step), default=None),
+        "memory_kind": start.get("memory_kind"),
+        "predicted_memory_gib": plan.get("memory_gib", {}).get("total"),
+        "time": _time(steady),
+        "communication": _communication(steady),
+        "collectives": _collectives(steps, steady),
+        "checkpoints": _checkpoints(folder, events),
+        "skipped_steps": [step["step"] for step in steps if step.get("skipped")],
+        "events": dict(Counter(event["event"] for event in events)),
+        "layout": plan.get("layout", config.get("layout")),
+        "precision": config.get("train", {}).get("precision"),
+        "device": start.get("device"),
+        "parameters": plan.get("parameters"),
+        "micro_batch": plan.get("micro_batch"),
+        "accumulation": plan.get("accumulation"),
+        "curve": _thinned([[step["step"], step["loss"]] for step in steps]),
+    }
+
+
+def _steps(folder: Path) -> list[Record]:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run folder. Give the folder of a run, the run.folder of its job.")
+    path = folder / "metrics.jsonl"
+    steps = _read(path, lambda: list(read_lines(path))) or []
+    if not steps:
+        raise UserError(f"{path}: no metrics yet. Nothing has been trained in {folder}, or its first step is not done.")
+    return steps
+
+
+def _table(folder: Path) -> Record:
+    path = folder / "config.toml"
+    return _read(path, lambda: tomllib.loads(path.read_text(encoding="utf-8"))) or {}
+
+
+def _plan(folder: Path) -> Record:
+    path = folder / "plan.json"
+    return _read(path, lambda: json.loads(path.read_bytes())) or {}
+
+
+def _events(folder: Path) -> list[Record]:
+    path = folder / "events.jsonl"
+    return _read(path, lambda: list(read_lines(path))) or []
+
+
+def _read(path: Path, load: Callable[[], _T]) -> _T | None:
+    try:
+        return load()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} cannot be read: {error}. It is written by `shardwise train`; restore or remove it."
+        ) from None
+
+
+def _loss(steps: Sequence[Record]) -> Summary:
+    finite = [step for step in steps if math.isfinite(step["loss"])]
+    lowest = min(finite, key=lambda step: float(step["loss"]), default={"loss": None, "step": None})
+    return {
+        "first": steps[0]["loss"],
+        "last": steps[-1]["loss"],
+        "minimum": lowest["loss"],
+        "minimum_step": lowest["step"],
+    }
+
+
+def _median(steps: Sequence[Record], key: str) -> float | None:
+    known = [step[key] for step in steps if step.get(key) is not None]
+    return statistics.median(known) if known else None
+
+
+def _time(steps: Sequence[Record]) -> Summary:
+    """Seconds a step, and each span's share of them; `other` is what no span claimed."""
+    seconds = math.fsum(step["seconds"] for step in steps)
+    spans = {name: math.fsum(step.get("spans", {}).get(name, 0.0) for step in steps) for name in SPANS}
+    spans["other"] = max(0.0, seconds - math.fsum(spans.values()))
+    return {
+        "seconds_a_step": statistics.median(step["seconds"] for step in steps),
+        "shares": {name: value / seconds if seconds else 0.0 for name, value in spans.items()},
+    }
+
+
+def _communication(steps: Sequence[Record]) -> Summary:
+    """Efficiency: the share of a step not spent waiting for communication. Overlap: the share of communication hidden.
+
+    Overlap needs the time the collectives took, hidden or not, which a run records as `communication_seconds` where it
+    measures it; elsewhere it is null.
+    """
+    seconds = math.fsum(step["seconds"] for step in steps)
+    exposed = math.fsum(step.get("spans", {}).get("exposed_communication", 0.0) for step in steps)
+    busy = math.fsum(step.get("communication_seconds", 0.0) for step in steps)
+    return {
+        "efficiency": 1 - exposed / seconds if seconds else None,
+        "overlap": max(0.0, 1 - exposed / busy) if busy else None,
+    }
+
+
+def _collectives(steps: Sequence[Record], steady: Sequence[Record]) -> Summary:
+    """Per kind and axis: what a typical (median) step does, and the run's total."""
+    nothing = {"count": 0, "bytes": 0}
+    found: Summary = {}
+    for key in sorted({key for step in steps for key in step.get("collectives", {})}):
+        typical = [step.get("collectives", {}).get(key, nothing) for step in steady]
+        every = [step.get("collectives", {}).get(key, nothing) for step in steps]
+        found[key] = {what: statistics.median(one[what] for one in typical) for what in nothing}
+        found[key] |= {f"total_{what}": sum(one[what] for one in every) for what in nothing}
+    return found
+
+
+def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:
+    kept = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdigit()]
+    return {"saved": sum(event["event"] == "save" for event in events), "kept_steps": sorted(kept)}
+
+
+def _thinned(points: list[list[float]]) -> list[list[float]]:
+    """Few enough points to draw and to read, the first and the last among them."""
+    if len(points) <= CURVE_POINTS:
+        return points
+    last = len(points) - 1
+    return [points[index * last // (CURVE_POINTS - 1)] for index in range(CURVE_POINTS)]

@@ -1,0 +1,45 @@
+"""AdamW in one fused kernel, with clipping, loss scale and the non-finite guard inside it.
+
+torch's fused AdamW takes two device scalars: it divides every gradient by `grad_scale`, and leaves weights and moments alone
+where `found_inf` is 1. So clipping (divide by norm / limit), float16 loss scaling (divide by the scale) and "a non-finite
+gradient never touches a weight" cost no pass over the gradients of their own, and no wait for the device: the host learns
+what happened when it reads the step's metrics.
+
+Decay is decoupled (Loshchilov & Hutter, 2019) and applies to matrices only; embeddings, norms and biases are left out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import Train
+
+
+def make_optimizer(model: nn.Module, train: Train) -> torch.optim.AdamW:
+    """AdamW over the model's parameters, in a group with decay and a group without."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    decayed = [parameter for name, parameter in named if is_decayed(name, parameter)]
+    plain = [parameter for name, parameter in named if not is_decayed(name, parameter)]
+    groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=train.learning_rate,
+        betas=train.betas,
+        eps=train.epsilon,
+        fused=True,
+    )
+
+
+def is_decayed(name: str, parameter: Tensor) -> bool:
+    """Matrices are decayed; embedding tables, norms and biases are not."""
+    return parameter.ndim >= 2 and not name.startswith(("embedding.", "positions."))
+
+
+def update(optimizer: torch.optim.AdamW, lr: float, divide_by: Tensor, skip: Tensor) -> None:
+    """One step with gradients divided by `divide_by`; no change at all where `skip` is 1. Both are float32 scalars."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.grad_scale = divide_by  # type: ignore[attr-defined]
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    optimizer.step()

@@ -1,0 +1,60 @@
+"""The exact global gradient norm, whatever the sharding.
+
+A gradient that is sharded over some axes is held in disjoint pieces, so its squares are summed over those axes and no others
+(a replicated gradient summed over its replicas would count several times). Parameters are grouped by the axes they are
+sharded over; each group costs one all-reduce of a single number.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise.comm import Traffic
+
+
+def global_norm(parameters: Iterable[nn.Parameter], traffic: Traffic) -> Tensor:
+    """The 2-norm of all gradients together, the same number on every rank, in float32 or better."""
+    pieces: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            pieces[sharded_axes(parameter.grad)].append(local(parameter.grad))
+    total = torch.zeros((), device=traffic.device)
+    for axes, gradients in pieces.items():
+        squares = _sum_of_squares(gradients)
+        for axis in axes:
+            traffic.all_reduce(squares, axis)
+        total = total + squares
+    return total.sqrt()
+
+
+def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
+    wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
+    norms = torch._foreach_norm(list(gradients), 2, dtype=wide)
+    return torch.stack(norms).square().sum()
+
+
+def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
+    """Names of the mesh axes a tensor is split over; none for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None, "every mesh of ours has named axes"
+    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if isinstance(placement, Shard))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The piece of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_non_finite(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
+    """The first parameter, in model order, whose gradient on this rank has a NaN or an infinity."""
+    for name, parameter in named:
+        if parameter.grad is not None and not torch.isfinite(local(parameter.grad)).all():
+            return name
+    return None

@@ -1,0 +1,32 @@
+"""Learning-rate schedules: pure functions of the step, so that resuming needs no state.
+
+Every schedule warms up linearly from `peak / warmup`, and ends at `final x peak` on the last step.
+`wsd` (warm-up, stable, decay; Hu et al., 2024) stays at the peak and then falls linearly, so that a run can be prolonged from
+any point of its stable part.
+"""
+
+from __future__ import annotations
+
+import math
+
+from shardwise.config import Train
+
+
+def learning_rate(train: Train, step: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 1."""
+    if step <= train.warmup:
+        return train.learning_rate * step / train.warmup
+    start = train.warmup
+    if train.schedule == "wsd":
+        start = max(start, train.steps - (train.decay or math.ceil(train.steps / 5)))
+    progress = min(1.0, max(0.0, (step - start) / max(1, train.steps - start)))
+    return train.learning_rate * _fall(train.schedule, progress, train.final_learning_rate)
+
+
+def _fall(schedule: str, progress: float, final: float) -> float:
+    """From 1 at progress 0 to `final` at progress 1."""
+    if schedule == "constant":
+        return 1.0
+    if schedule == "cosine":
+        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - (1 - final) * progress

@@ -1,0 +1,159 @@
+"""Data parallelism: every device computes on its own sequences, and gradients are summed.
+
+What differs between the ZeRO stages (Rajbhandari et al., 2020) is who keeps what between uses, and so when bytes move.
+With Ψ bytes of weights, and m micro-batches a step:
+
+| zero | engine | kept sharded                 | moves a step                                         |
+| ---- | ------ | ---------------------------- | ---------------------------------------------------- |
+| 0    | DDP    | nothing                      | all-reduce Ψ, in buckets while the last backward runs |
+| 1    | FSDP2  | master weights, moments      | all-gather Ψ once, reduce-scatter Ψ once              |
+| 2    | FSDP2  | and gradients                | all-gather Ψ once, reduce-scatter Ψ each micro-batch  |
+| 3    | FSDP2  | and computed weights         | all-gather 2Ψ and reduce-scatter Ψ each micro-batch   |
+
+With `replica` above 1 the shards live inside each replica, and an all-reduce of the sharded gradients (Ψ / data) joins the
+replicas once a step.
+
+plan/memory.py states what each stage costs in bytes held.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.comm import EXPOSED, CountedAllGather, CountedReduceScatter, GradientSum, Traffic
+from shardwise.config import Layout
+
+
+@dataclass
+class Alone:
+    """One device: nothing to exchange."""
+
+    model: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = self.model(*args, **kwargs)
+        return output
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Forward and backward of one micro-batch happen inside; `last` says that gradients must be complete after."""
+        yield
+
+    def settle(self) -> None:
+        """Give back whatever a forward without backward left in memory."""
+
+
+@dataclass
+class Replicated(Alone):
+    """zero = 0: torch's DistributedDataParallel, with our sum in its buckets."""
+
+    traffic: Traffic
+    axis: str
+    hook: GradientSum = field(init=False)
+    ddp: DistributedDataParallel = field(init=False)
+
+    def __post_init__(self) -> None:
+        group = self.traffic.mesh.data_parallel_group()
+        self.ddp = DistributedDataParallel(
+            self.model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False
+        )
+        self.hook = GradientSum(self.traffic, self.axis, group)
+        self.ddp.register_comm_hook(None, self.hook)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = self.ddp(*args, **kwargs)
+        return output
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Sum over devices only in the last backward."""
+        if not last:
+            with self.ddp.no_sync():
+                yield
+        else:
+            yield
+            self.hook.backward_ended()
+
+
+@dataclass
+class Sharded(Alone):
+    """zero = 1, 2, 3: torch's FSDP2, told when to gather and when to reduce."""
+
+    zero: int
+    units: list[FSDPModule]
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """See the table above for what each stage does in each micro-batch."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(self.zero >= 2 or last, recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)
+            # Below zero = 3 weights stay gathered through the step. They must not outlive it: the optimizer changes the
+            # shards, and a copy gathered before would be used, silently, in the next forward.
+            unit.set_reshard_after_backward(self.zero == 3 or last, recurse=False)
+            unit.set_is_last_backward(last)
+        yield
+
+    def settle(self) -> None:
+        """An evaluation leaves weights gathered below zero = 3; drop them so that parameters are shards again."""
+        for unit in self.units:
+            unit.reshard()
+
+
+def replicate(model: nn.Module, traffic: Traffic) -> Replicated:
+    """Copy the model on every data-parallel device."""
+    layout = traffic.mesh.layout
+    axis = "data" if layout.replica == 1 else "replica" if layout.data == 1 else "replica x data"
+    return Replicated(model, traffic, axis)
+
+
+def shard(
+    model: nn.Module, units: list[nn.Module], traffic: Traffic, compute: torch.dtype, reduce: torch.dtype
+) -> Sharded:
+    """Shard the model over `data`, one FSDP2 unit for each module given and one for what remains."""
+    layout = traffic.mesh.layout
+    options: dict[str, Any] = {
+        "mesh": traffic.mesh.sub("replica", "data") if layout.replica > 1 else traffic.mesh.sub("data"),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy() if layout.offload else OffloadPolicy(),
+        "reshard_after_forward": layout.zero == 3,
+    }
+    for unit in units:
+        fully_shard(unit, **options)
+    fully_shard(model, **options)
+    assert layout.zero is not None
+    sharded = Sharded(model, layout.zero, [unit for unit in model.modules() if isinstance(unit, FSDPModule)])
+    for unit in sharded.units:
+        _count(unit, traffic, layout)
+    return sharded
+
+
+def _count(unit: FSDPModule, traffic: Traffic, layout: Layout) -> None:
+    """Sum instead of average, and enter every collective in the ledger."""
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    scatter = CountedReduceScatter(traffic, "data")
+    unit.set_custom_all_gather(CountedAllGather(traffic, "data"))
+    unit.set_custom_reduce_scatter(scatter)
+    if layout.replica > 1:
+        unit.set_all_reduce_hook(_count_all_reduce(traffic, scatter))
+
+
+def _count_all_reduce(traffic: Traffic, scatter: CountedReduceScatter) -> Callable[[Tensor], None]:
+    """FSDP2 calls this right after it joined the replicas, which on CPU began when the reduce-scatter ended."""
+
+    def after(gradients: Tensor) -> None:
+        traffic.count("all_reduce", "replica", gradients)
+        if traffic.device.type == "cpu":
+            traffic.clock.add(EXPOSED, time.perf_counter() - scatter.ended)
+
+    return after

@@ -1,0 +1,116 @@
+"""From what was asked to what will run: a `Plan` is a complete layout with the numbers that justify it.
+
+The degrees that the user leaves open are filled in: `data` takes the devices that are left, `zero` is the lowest stage whose
+model states fit in the memory given (a lower stage communicates less). A Plan is plain data; a run keeps it as plan.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwise.config import Config, Layout, problems_of_batch
+from shardwise.errors import ConfigError
+from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
+from shardwise.plan.memory import StateBytes, state_bytes
+from shardwise.plan.parameters import count
+
+GIB = 2**30
+STATE_SHARE = 0.6
+"""Share of a device's memory that model states may take when `zero` is chosen; the rest is for activations."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout and the predictions that justify it."""
+
+    layout: Layout
+    micro_batch: int
+    accumulation: int
+    parameters: int
+    flops_per_token: float
+    state_bytes: StateBytes
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """What plan.json holds."""
+        memory = {name: value / GIB for name, value in asdict(self.state_bytes).items()}
+        return {
+            "layout": self.layout.model_dump(),
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "parameters": self.parameters,
+            "flops_per_token": self.flops_per_token,
+            "flop_convention": FLOP_CONVENTION,
+            "memory_gib": {**memory, "states": self.state_bytes.total / GIB},
+            "reason": self.reason,
+        }
+
+
+def choose(config: Config, devices: int, memory_bytes: float | None = None) -> Plan:
+    """The plan for this job on this many devices, each with this much memory (None: unknown)."""
+    layout = _with_data(config, devices)
+    problems = list(problems_of_batch(config.train, layout))
+    if problems:
+        raise ConfigError(f"the job on {devices} devices", problems)
+    share = config.train.global_batch // layout.data_parallel
+    micro_batch = config.train.micro_batch or share
+    accumulation = share // micro_batch
+    parameters = count(config.model)
+    zero, reason = _zero(config, layout, parameters, accumulation, memory_bytes)
+    return Plan(
+        layout=layout.model_copy(update={"zero": zero}),
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        parameters=parameters,
+        flops_per_token=flops_per_token(config.model, config.data.sequence_length),
+        state_bytes=state_bytes(parameters, config.train, zero, layout.data, accumulation),
+        reason=reason,
+    )
+
+
+def _with_data(config: Config, devices: int) -> Layout:
+    layout = config.layout
+    if layout.data == -1:
+        if devices % layout.fixed:
+            raise ConfigError(
+                f"the job on {devices} devices",
+                [f"layout: the other axes take {layout.fixed} devices, which does not divide {devices}"],
+            )
+        layout = layout.model_copy(update={"data": devices // layout.fixed})
+    if layout.world != devices:
+        raise ConfigError(
+            f"the job on {devices} devices",
+            [
+                f"layout: {_product(layout)} = {layout.world} devices, but {devices} are there; "
+                f"start {layout.world} workers (--workers {layout.world}), or write layout.data=-1 to use them all"
+            ],
+        )
+    return layout
+
+
+def _product(layout: Layout) -> str:
+    axes = ("pipeline", "replica", "data", "context", "tensor")
+    return " x ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1) or "data 1"
+
+
+def _zero(
+    config: Config, layout: Layout, parameters: int, accumulation: int, memory_bytes: float | None
+) -> tuple[int, str]:
+    if layout.data == 1:
+        return 0, "nothing to shard: the data axis has one device"
+    if layout.zero is not None:
+        return layout.zero, f"zero = {layout.zero} as asked"
+    if layout.replica > 1:
+        return 3, "zero = 3: replica is above 1, which asks for hybrid sharding"
+    if layout.offload:
+        return 3, "zero = 3: offload needs sharded states"
+    if memory_bytes is None:
+        return 0, "zero = 0: device memory unknown, so nothing is sharded unless asked"
+    room = STATE_SHARE * memory_bytes
+    for zero in range(4):
+        states = state_bytes(parameters, config.train, zero, layout.data, accumulation).total
+        if states <= room:
+            break
+    fits = f"states take {states / GIB:.3g} GiB of the {room / GIB:.3g} GiB meant for them on each device"
+    return zero, f"zero = {zero} is the lowest stage that fits: {fits}" if states <= room else f"zero = 3, yet {fits}"

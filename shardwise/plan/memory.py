@@ -1,0 +1,65 @@
+"""Bytes of model state a device holds: weights, gradients and optimizer state, under each ZeRO stage.
+
+With P parameters, N devices on the `data` axis, s bytes a stored value (4, float32), c bytes a computed value (2 for
+bfloat16) and r bytes a reduced gradient (4), at the fullest moment of a step:
+
+| zero | whole on each device                     | sharded over data          | bfloat16 mixed    |
+| ---- | ---------------------------------------- | -------------------------- | ----------------- |
+| 0    | weights s, gradients s, two moments 2s   |                            | 16P               |
+| 1    | computed weights c, gradients r          | weights s, moments 2s      | 6P + 12P/N        |
+| 2    | computed weights c                       | s + gradients s + 2s       | 2P + 16P/N        |
+| 3    |                                          | s + gradients s + 2s       | 16P/N             |
+
+The ZeRO paper (Rajbhandari et al., 2020) keeps gradients in 16 bits: 4P + 12P/N and 2P + 14P/N. Here gradients are summed
+over micro-batches and devices in float32, which costs 2 bytes more a gradient and keeps small contributions from being
+rounded away. ZeRO-1 with a single micro-batch needs no whole gradients, because each is reduced as soon as it is made; it
+then costs what ZeRO-2 does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.config import Train
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of model state on one device."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def state_dtype(train: Train) -> str:
+    """The dtype weights and optimizer state are stored in."""
+    if train.state_dtype != "auto":
+        return train.state_dtype
+    return "float64" if train.precision == "float64" else "float32"
+
+
+def reduce_dtype(train: Train) -> str:
+    """The dtype gradients are summed in, over micro-batches and over devices."""
+    return "float64" if train.precision == "float64" else "float32"
+
+
+def state_bytes(parameters: int, train: Train, zero: int, data: int, accumulation: int) -> StateBytes:
+    """The table above, for one device."""
+    stored, computed = BYTES[state_dtype(train)], BYTES[train.precision]
+    whole = parameters
+    shard = parameters / data
+    if zero == 0 or data == 1:
+        return StateBytes(stored * whole, stored * whole, 2 * stored * whole)
+    weights = stored * shard + (computed * whole if zero < 3 else 0)
+    gradients = stored * shard
+    if zero == 1 and accumulation > 1:
+        gradients = BYTES[reduce_dtype(train)] * whole
+    return StateBytes(weights, gradients, 2 * stored * shard)

@@ -1,0 +1,98 @@
+"""Every parameter of a model, by name and shape, worked out from its configuration alone.
+
+Memory, FLOPs and the bytes of every collective all follow from this one table, so the planner needs no torch and no model:
+a 405-billion-parameter shape is counted in microseconds. The names are exactly those of `models.Transformer`, which is
+what checkpoints and sharding tables use too; the tests hold the two together, and hold the totals to the published counts.
+
+A tied model has no `head.weight`: the embedding matrix serves twice and is counted once, as part of the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from shardwise.config import Model
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Where the parameters are. Biases belong to the matrix they follow; learned positions to the embedding."""
+
+    embedding: int
+    attention: int
+    feed_forward: int
+    norms: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All parameters, each counted once."""
+        return self.embedding + self.attention + self.feed_forward + self.norms + self.head
+
+
+def parameter_shapes(model: Model) -> dict[str, Shape]:
+    """Name to shape, in the order in which the module lists them. Matrices are (outputs, inputs)."""
+    shapes: dict[str, Shape] = {"embedding.weight": (model.vocabulary, model.hidden)}
+    if model.positions == "learned":
+        shapes["positions.weight"] = (model.max_positions, model.hidden)
+    for layer in range(model.layers):
+        shapes.update((f"blocks.{layer}.{name}", shape) for name, shape in _block(model))
+    shapes.update(_norm("norm", model))
+    if not model.tied:
+        shapes["head.weight"] = (model.vocabulary, model.hidden)
+    return shapes
+
+
+def count(model: Model) -> int:
+    """Number of parameters, the embedding of a tied model counted once."""
+    return sum(prod(shape) for shape in parameter_shapes(model).values())
+
+
+def count_by_part(model: Model) -> ParameterCount:
+    """The same number, split by what the parameters do."""
+    parts = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "head"), 0)
+    for name, shape in parameter_shapes(model).items():
+        parts[_part(name)] += prod(shape)
+    return ParameterCount(**parts)
+
+
+def _block(model: Model) -> Iterator[tuple[str, Shape]]:
+    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    yield from _norm("attention_norm", model)
+    yield from _linear("attention.query", query, model.hidden, model)
+    yield from _linear("attention.key", key, model.hidden, model)
+    yield from _linear("attention.value", key, model.hidden, model)
+    yield from _linear("attention.output", model.hidden, query, model)
+    if model.qk_norm:
+        yield "attention.query_norm.weight", (model.head_dim,)
+        yield "attention.key_norm.weight", (model.head_dim,)
+    yield from _norm("feed_forward_norm", model)
+    if model.activation == "swiglu":
+        yield from _linear("feed_forward.gate", model.ffn, model.hidden, model)
+    yield from _linear("feed_forward.up", model.ffn, model.hidden, model)
+    yield from _linear("feed_forward.down", model.hidden, model.ffn, model)
+
+
+def _linear(name: str, outputs: int, inputs: int, model: Model) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (outputs, inputs)
+    if model.bias:
+        yield f"{name}.bias", (outputs,)
+
+
+def _norm(name: str, model: Model) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.weight", (model.hidden,)
+    if model.norm == "layer":
+        yield f"{name}.bias", (model.hidden,)
+
+
+def _part(name: str) -> str:
+    module = name.split(".")[-2]
+    if module.endswith("norm"):
+        return "norms"
+    if module in ("embedding", "positions"):
+        return "embedding"
+    return "head" if module == "head" else name.split(".")[-3]

@@ -1,0 +1,63 @@
+"""What a run really does, in words: what was chosen, not what was asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.mesh import RANK_AXES, device_name
+from shardwise.models import describe_attention
+from shardwise.observe import peak_flops
+from shardwise.parallel import DTYPES, is_compiled
+from shardwise.plan import FLOP_CONVENTION, reduce_dtype, state_dtype
+from shardwise.train.build import Training
+
+
+def facts(training: Training) -> dict[str, str]:
+    """The lines of the header."""
+    config, plan, device = training.config, training.plan, training.mesh.device
+    train = config.train
+    seen = training.dataset.describe()
+    return {
+        "model": f"{config.model.preset or 'custom'}, {plan.parameters:,} parameters",
+        "data": f"{seen.tokens:,} tokens, {seen.documents:,} documents, {seen.held_out:,} sequences held out",
+        "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
+        "layout": f"{_layout(training)}; {plan.reason}",
+        "batch": f"{train.global_batch} sequences of {config.data.sequence_length}: {plan.layout.data_parallel} devices x "
+        f"{plan.accumulation} micro-batches of {plan.micro_batch}",
+        "precision": f"{train.precision} computation, {state_dtype(train)} weights and optimizer state, gradients summed in "
+        f"{reduce_dtype(train) if plan.layout.zero else state_dtype(train)}",
+        "attention": _attention(training),
+        "compile": "each block" if is_compiled(config, device) else "off",
+        "recompute": str(train.recompute),
+        "optimizer": "AdamW, fused kernel",
+        "MFU": FLOP_CONVENTION if peak_flops(device_name(device), train.precision) else "n/a: no known peak for this device",
+        **_without_effect(training),
+    }
+
+
+def _attention(training: Training) -> str:
+    config = training.config
+    dtype, masked = DTYPES[config.train.precision], config.data.reset_attention
+    kernel = describe_attention(config.model, training.mesh.device.type, dtype, config.data.sequence_length, masked=masked)
+    return f"{kernel}, within documents" if masked else kernel
+
+
+def _layout(training: Training) -> str:
+    layout = training.plan.layout
+    degrees = [f"{axis} {getattr(layout, axis)}" for axis in RANK_AXES if getattr(layout, axis) > 1]
+    return f"{' x '.join(degrees) or 'one device'}, zero {layout.zero}"
+
+
+def _threads(device: torch.device) -> str:
+    return f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
+
+
+def _without_effect(training: Training) -> dict[str, str]:
+    """Settings that change nothing here are named, never ignored in silence."""
+    layout, asked = training.plan.layout, training.config.layout
+    notes = []
+    if layout.offload and training.mesh.device.type == "cpu":
+        notes.append("layout.offload: states are in host memory already")
+    if asked.zero and layout.zero == 0:
+        notes.append(f"layout.zero = {asked.zero}: the data axis has one device")
+    return {"no effect": "; ".join(notes)} if notes else {}

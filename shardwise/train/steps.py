@@ -1,0 +1,151 @@
+"""The training step, as a generator of what happened.
+
+One step: forward and backward over the micro-batches, the exact global norm, the fused update, and one read of the numbers.
+The host waits for the device once, after everything is queued, so a GPU never runs dry between steps. A non-finite loss or
+gradient is noticed on the device, in time for the update to leave the weights alone; the host learns of it at that one read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.data.batches import Batch, Batches
+from shardwise.errors import RunFailed
+from shardwise.models import attention_backends
+from shardwise.observe import peak_memory
+from shardwise.optim import first_non_finite, global_norm, learning_rate, update
+from shardwise.train.build import Training
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step did; numbers are the same on every rank, spans and collectives are this rank's."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    spans: dict[str, float]
+    collectives: dict[str, dict[str, int]]
+    memory_bytes: int
+    loss_scale: float
+    skipped: bool
+    stop: bool
+
+
+def steps(training: Training, stop_asked: Callable[[], bool] = lambda: False) -> Iterator[Step]:
+    """Train from the step reached to the last one. Ends early, on all ranks together, once any rank is asked to stop."""
+    train = training.config.train
+    batches = Batches(
+        training.dataset,
+        global_batch=train.global_batch,
+        start_row=training.first_row,
+        rows=training.rows,
+        micro_batch=training.plan.micro_batch,
+        device=training.mesh.device,
+        first_step=training.step,
+    )
+    try:
+        training.traffic.clock.restart()
+        while training.step < train.steps:
+            with training.traffic.clock.span("data"):
+                batch = next(batches)
+            done = _step(training, batch, stop_asked())
+            yield done
+            if done.stop:
+                return
+    finally:
+        batches.close()
+
+
+def _step(training: Training, batch: list[Batch], stop_asked: bool) -> Step:
+    traffic, clock = training.traffic, training.traffic.clock
+    number = training.step + 1
+    tokens = count_tokens(training, batch)
+    with clock.span("forward_backward"):
+        loss = forward_backward(training, batch, tokens)
+        norm = global_norm(training.parallel.model.parameters(), traffic) / training.scale.value
+        shared = traffic.sum_over_data(torch.stack([loss, torch.full_like(loss, float(stop_asked))]))
+    lr = learning_rate(training.config.train, number)
+    with clock.span("optimizer"):
+        finite = torch.isfinite(norm) & torch.isfinite(shared[0])
+        update(training.optimizer, lr, _divisor(training, norm), (~finite).float())
+    mean_loss, stops, norm_read, tokens_read = torch.stack([*shared, norm.to(shared), tokens.to(shared)]).tolist()
+    overflowed = not (math.isfinite(norm_read) and math.isfinite(mean_loss))
+    if overflowed and not training.scale.dynamic:
+        _stop_non_finite(training, number, mean_loss)
+    training.optimizer.zero_grad()
+    scale = training.scale.value
+    training.scale = training.scale.after(overflowed)
+    training.step = number
+    spans = clock.finish()
+    return Step(
+        step=number,
+        loss=mean_loss,
+        gradient_norm=norm_read,
+        learning_rate=lr,
+        tokens=int(tokens_read),
+        seconds=spans.pop("total"),
+        spans=spans,
+        collectives=traffic.ledger.take(),
+        memory_bytes=peak_memory(traffic.device.type),
+        loss_scale=scale,
+        skipped=overflowed,
+        stop=stops > 0,
+    )
+
+
+def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
+    """Tokens that carry a loss in the whole global batch: what the loss is divided by, on every layout alike."""
+    config = training.config
+    if not config.data.reset_attention:  # then every token carries one, and no rank need ask the others
+        return torch.tensor(float(config.train.global_batch * config.data.sequence_length), device=training.mesh.device)
+    local = float(sum(micro_batch.valid for micro_batch in batch))
+    return training.traffic.sum_over_data(torch.tensor(local, device=training.mesh.device))
+
+
+def forward_backward(training: Training, batch: list[Batch], tokens: Tensor) -> Tensor:
+    """Gradients of the global mean loss, complete on this rank; returns this rank's part of that loss."""
+    total = torch.zeros((), device=training.mesh.device, dtype=_wide(training))
+    with attention_backends(training.mesh.device.type):
+        for index, micro_batch in enumerate(batch):
+            with training.parallel.micro_batch(last=index == len(batch) - 1):
+                loss = training.parallel(micro_batch.inputs, micro_batch.targets, micro_batch.documents) / tokens
+                (loss * training.scale.value).backward()
+                total += loss.detach()
+    return total
+
+
+def _wide(training: Training) -> torch.dtype:
+    return torch.float64 if training.config.train.precision == "float64" else torch.float32
+
+
+def _divisor(training: Training, norm: Tensor) -> Tensor:
+    """What gradients are divided by in the update: the loss scale, and more where the norm exceeds the limit."""
+    clip = training.config.train.clip
+    excess = torch.ones_like(norm) if clip is None else (norm / clip).clamp(min=1.0)
+    return (excess * training.scale.value).float()
+
+
+def _stop_non_finite(training: Training, step: int, loss: float) -> None:
+    """Say where the first non-finite number is, over all ranks, and end the run with the weights as they were."""
+    named = list(training.parallel.model.named_parameters())
+    names = [name for name, _ in named]
+    mine = first_non_finite(named)
+    place = torch.tensor(names.index(mine) if mine else len(names), device=training.mesh.device)
+    for axis in ("data", "replica"):
+        training.traffic.all_reduce(place, axis, op=torch.distributed.ReduceOp.MIN)
+    where = names[int(place)] if int(place) < len(names) else None
+    gradient = f"the gradient of {where} is the first that is not finite" if where else "all gradients are finite"
+    raise RunFailed(
+        f"step {step}: the loss is {loss} and {gradient}. The weights were not touched, and the last checkpoint is kept. "
+        "Lower train.learning_rate, add warm-up, or look at the data of this step; "
+        "then run the same command again to resume from the last checkpoint."
+    )

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.config import Model
+from shardwise.models import Transformer, check_values, initial_value, initialise
+
+CONFIG = Model(layers=8, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=256, vocabulary=300, qk_norm=True, bias=True)
+
+
+def make(dtype: torch.dtype = torch.float32, seed: int = 0, config: Model = CONFIG) -> Transformer:
+    module = Transformer(config).to(dtype)
+    initialise(module, seed)
+    return module
+
+
+def test_a_value_depends_on_seed_and_name_alone_whatever_else_exists_or_was_drawn() -> None:
+    values = dict(make().named_parameters())
+    torch.manual_seed(99)
+    for name in reversed(list(values)):  # another order
+        assert torch.equal(initial_value(name, tuple(values[name].shape), CONFIG.layers, seed=0), values[name])
+    untied, tied = values, dict(make(config=CONFIG.model_copy(update={"tied": True})).named_parameters())  # a subset
+    assert all(torch.equal(value, untied[name]) for name, value in tied.items())
+
+
+def test_the_global_random_state_is_left_alone() -> None:
+    module = Transformer(CONFIG)
+    before = torch.random.get_rng_state()
+    initialise(module, seed=0)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_values_differ_by_name_and_by_seed() -> None:
+    first, other = dict(make(seed=0).named_parameters()), dict(make(seed=1).named_parameters())
+    matrices = [name for name, value in first.items() if value.ndim == 2]
+    assert all(not torch.equal(first[name], other[name]) for name in matrices)
+    assert not torch.equal(first["blocks.0.attention.query.weight"], first["blocks.1.attention.query.weight"])
+    assert not torch.equal(first["blocks.0.attention.key.weight"], first["blocks.0.attention.value.weight"])
+
+
+def test_deviations_are_gpt2s() -> None:
+    for name, value in make().named_parameters():
+        if value.ndim == 2:
+            writes = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+            expected = 0.02 / math.sqrt(16) if writes else 0.02
+            assert value.std().item() == pytest.approx(expected, rel=4 / math.sqrt(2 * value.numel())), name
+            assert abs(value.mean().item()) < 4 * expected / math.sqrt(value.numel()), name
+        else:
+            assert torch.equal(value, torch.zeros_like(value) if name.endswith("bias") else torch.ones_like(value)), name
+
+
+def test_float64_starts_from_the_float32_numbers_and_bfloat16_from_their_rounding() -> None:
+    narrow, wide, low = (dict(make(dtype).named_parameters()) for dtype in (torch.float32, torch.float64, torch.bfloat16))
+    for name, value in narrow.items():
+        assert torch.equal(wide[name], value.double()), name
+        assert torch.equal(low[name], value.bfloat16()), name
+
+
+def test_the_caller_decides_how_a_full_value_is_stored() -> None:
+    stored: dict[int, Tensor] = {}
+    module = Transformer(CONFIG)
+    initialise(module, seed=0, assign=lambda parameter, full: stored.update({id(parameter): full}))
+    expected = dict(make().named_parameters())
+    assert all(torch.equal(stored[id(parameter)], expected[name]) for name, parameter in module.named_parameters())
+
+
+def test_fresh_values_pass_the_check() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        check_values(make(dtype))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_one_bad_value_is_caught_and_its_parameter_named(bad: float) -> None:
+    module = make()
+    with torch.no_grad():
+        module.blocks[3].feed_forward_norm.weight[7] = bad  # type: ignore[union-attr, operator]
+    with pytest.raises(AssertionError, match=r"blocks\.3\.feed_forward_norm\.weight holds NaN or infinity"):
+        check_values(module)
+
+
+def test_a_matrix_of_zeros_is_caught_but_zero_biases_are_right() -> None:
+    module = make()
+    torch.nn.init.zeros_(module.blocks[0].attention.key.weight)  # type: ignore[union-attr, arg-type]
+    with pytest.raises(AssertionError, match=r"blocks\.0\.attention\.key\.weight is all zero$"):
+        check_values(module)
+
+
+def test_the_check_looks_at_the_local_part_and_skips_an_empty_one() -> None:
+    module = make()
+    with torch.no_grad():
+        module.embedding.weight[150:] = float("nan")
+    check_values(module, local=lambda parameter: parameter[:150])
+    check_values(module, local=lambda parameter: parameter[:0])

@@ -1,0 +1,169 @@
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from shardwise.config import Observe
+from shardwise.errors import UserError
+from shardwise.observe import open_sinks, render, summarise
+
+GATHER, REDUCE = "all_gather/data", "all_reduce/data"
+
+
+def write_run(folder, records, plan=None):
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text('[train]\nsteps = 6\nprecision = "bfloat16"\n\n[layout]\ndata = 4\n')
+    if plan is not None:
+        (folder / "plan.json").write_text(json.dumps(plan))
+    sinks = open_sinks(folder, Observe())
+    sinks.event("start", device="4 x CPU", memory_kind="resident set of the process")
+    for record in records:
+        sinks.metrics(record)
+    sinks.event("save", step=6)
+    sinks.close()
+    (folder / "checkpoints" / "step-6").mkdir(parents=True)
+    (folder / "checkpoints" / "step-6.partial").mkdir()
+
+
+def record(step, loss, seconds, speed, exposed, **more):
+    return {
+        "step": step,
+        "loss": loss,
+        "gradient_norm": 1.0,
+        "learning_rate": 1e-3,
+        "tokens": 1000,
+        "tokens_per_second": speed,
+        "sequences_per_second": speed / 100,
+        "seconds": seconds,
+        "mfu": None,
+        "memory_bytes": 100 * step,
+        "spans": {"data": 0.0625, "forward_backward": 0.5, "exposed_communication": exposed, "optimizer": 0.125},
+        "collectives": {GATHER: {"count": 4, "bytes": 4000}},
+        **more,
+    }
+
+
+RECORDS = [
+    record(1, 6.0, 8.0, 125.0, 0.5),
+    record(2, 5.0, 2.0, 500.0, 0.5),
+    record(3, 4.0, 1.0, 1000.0, 0.25, held_out_loss=4.5),
+    record(4, math.nan, 1.0, 1001.0, 0.25, skipped=True),
+    record(5, 2.0, 1.0, 1010.0, 0.0),
+    record(6, 3.0, 1.0, 900.0, 0.0, held_out_loss=3.5),
+]
+RECORDS[5]["collectives"][REDUCE] = {"count": 1, "bytes": 8}
+PLAN = {
+    "layout": {"replica": 1, "data": 4, "zero": 3},
+    "parameters": 123456,
+    "micro_batch": 2,
+    "accumulation": 1,
+    "flop_convention": "6 N + attention",
+    "memory_gib": {"weights": 0.5, "total": 1.5},
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_run(tmp_path / "run", RECORDS, PLAN)
+    return tmp_path / "run"
+
+
+def test_a_summary_equals_the_values_worked_out_by_hand(run):
+    summary = summarise(run)
+    assert summary["steps"] == summary["planned_steps"] == 6
+    assert summary["seconds"] == 14.0
+    assert summary["tokens"] == 6000
+    assert summary["loss"] == {"first": 6.0, "last": 3.0, "minimum": 2.0, "minimum_step": 5}
+    assert summary["held_out"] == [{"step": 3, "loss": 4.5}, {"step": 6, "loss": 3.5}]
+    assert summary["tokens_per_second"] == {"median": 1000.5, "last": 900.0}
+    assert summary["sequences_per_second"] == pytest.approx(10.005)
+    assert summary["peak_memory_bytes"] == 600
+    assert summary["memory_kind"] == "resident set of the process"
+    assert summary["predicted_memory_gib"] == 1.5
+    assert summary["mfu"] is None
+    assert summary["flop_convention"] == "6 N + attention"
+    assert summary["skipped_steps"] == [4]
+    assert summary["events"] == {"start": 1, "save": 1}
+    assert summary["checkpoints"] == {"saved": 1, "kept_steps": [6]}
+    assert (summary["layout"], summary["precision"], summary["device"]) == (PLAN["layout"], "bfloat16", "4 x CPU")
+    assert [step for step, _ in summary["curve"]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_time_shares_are_of_the_steady_steps_and_add_up_to_one(run):
+    summary = summarise(run)
+    shares = summary["time"]["shares"]
+    assert shares == {
+        "data": 0.0625,
+        "forward_backward": 0.5,
+        "exposed_communication": 0.125,
+        "optimizer": 0.125,
+        "other": 0.1875,
+    }
+    assert sum(shares.values()) == 1
+    assert summary["time"]["seconds_a_step"] == 1.0
+    assert summary["communication"] == {"efficiency": 0.875, "overlap": None}
+
+
+def test_overlap_is_the_share_of_communication_that_was_hidden(tmp_path):
+    steps = [record(step, 1.0, 1.0, 1.0, 0.25, communication_seconds=1.0) for step in range(1, 6)]
+    write_run(tmp_path / "run", steps)
+    assert summarise(tmp_path / "run")["communication"] == {"efficiency": 0.75, "overlap": 0.75}
+
+
+def test_collectives_are_those_of_a_typical_step_and_of_the_whole_run(run):
+    assert summarise(run)["collectives"] == {
+        GATHER: {"count": 4, "bytes": 4000, "total_count": 24, "total_bytes": 24000},
+        REDUCE: {"count": 0, "bytes": 0, "total_count": 1, "total_bytes": 8},
+    }
+
+
+def test_mfu_is_the_median_of_the_steady_steps(tmp_path):
+    values = (0.01, 0.02, 0.4, 0.5, 0.43)
+    steps = [record(step, 1.0, 1.0, 1.0, 0.0, mfu=value) for step, value in enumerate(values, start=1)]
+    write_run(tmp_path / "run", steps)
+    assert summarise(tmp_path / "run")["mfu"] == 0.43
+
+
+def test_a_run_of_one_step_without_plan_or_config_is_still_summarised(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.5, "seconds": 0.5, "tokens_per_second": 10.0}\n{"step": 2, "lo'
+    )
+    summary = summarise(tmp_path)
+    assert (summary["steps"], summary["layout"], summary["peak_memory_bytes"]) == (1, None, None)
+    render(summary, Console(file=io.StringIO()))
+
+
+def test_a_long_run_keeps_few_points_with_both_ends(tmp_path):
+    write_run(tmp_path / "run", [record(step, 1.0 / step, 1.0, 1.0, 0.0) for step in range(1, 1001)])
+    curve = summarise(tmp_path / "run")["curve"]
+    assert len(curve) == 240
+    assert curve[0] == [1, 1.0]
+    assert curve[-1] == [1000, 0.001]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("width", [40, 100])
+def test_the_report_shows_the_numbers_and_fits_any_output(run, encoding, width):
+    raw = io.BytesIO()
+    out = Console(file=io.TextIOWrapper(raw, encoding=encoding, write_through=True), width=width, highlight=False)
+    render(summarise(run), out)
+    text = raw.getvalue().decode(encoding)
+    assert all(len(line) <= width for line in text.splitlines())
+    if width == 100:
+        for part in ("6.0000 to 3.0000, lowest 2.0000 at step 5", "3.5000 at step 6", "n/a", "data 4, zero 3", "1.50 GiB"):
+            assert part in text
+        assert "12.5 %" in text
+        assert "all gather" in text
+
+
+def test_what_is_not_a_run_is_the_users_mistake(tmp_path):
+    with pytest.raises(UserError, match="no such run folder"):
+        summarise(tmp_path / "absent")
+    with pytest.raises(UserError, match="no metrics yet"):
+        summarise(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "seconds": 0.5, "tokens_per_second": 10.0}\n')
+    (tmp_path / "plan.json").write_text("{not json")
+    with pytest.raises(UserError, match=r"plan\.json cannot be read"):
+        summarise(tmp_path)

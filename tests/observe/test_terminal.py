@@ -1,0 +1,153 @@
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from shardwise.observe import TrainingProgress, header, words
+from shardwise.observe.draw import Series, bar, line_plot, sparkline
+from shardwise.observe.terminal import shown_steps
+
+
+def record(step: int, **more):
+    return {
+        "step": step,
+        "loss": 5.0 / step,
+        "tokens_per_second": 41234.0,
+        "sequences_per_second": 161.0,
+        "seconds": 2.0,
+        "learning_rate": 3e-4,
+        "gradient_norm": 0.5,
+        "mfu": None,
+        "memory_bytes": 3 << 30,
+        "spans": {},
+        **more,
+    }
+
+
+def console(terminal: bool, width: int = 100) -> Console:
+    return Console(file=io.StringIO(), force_terminal=terminal, width=width, highlight=False, color_system=None)
+
+
+@pytest.mark.parametrize(("first", "steps"), [(1, 1), (1, 7), (1, 20), (1, 21), (1, 300), (11, 20), (501, 1000), (1, 10**6)])
+def test_plain_lines_are_about_twenty_with_the_first_and_the_last(first, steps):
+    shown = shown_steps(first, steps)
+    count = steps - first + 1
+    assert shown[0] == first
+    assert shown[-1] == steps
+    assert min(count, 10) <= len(shown) <= 22
+    assert all(first <= step <= steps for step in shown)
+
+
+def test_away_from_a_terminal_there_is_one_plain_line_a_shown_step():
+    plain = console(False)
+    with TrainingProgress(plain, steps=100) as progress:
+        for step in range(1, 101):
+            progress.update(record(step))
+    text = plain.file.getvalue()
+    lines = [line for line in text.splitlines() if line.startswith("step")]
+    assert len(lines) == len(shown_steps(1, 100)) == 21
+    assert "\x1b" not in text
+    assert "41.2k tokens/s  161 samples/s  MFU n/a  3 GiB" in lines[0]
+    assert lines[10].startswith("step  50/100  loss 0.1000  lr 3.00e-04  gradient 0.500")
+    assert lines[10].endswith("1:40 left")
+    assert lines[-1].endswith("done in 3:20")
+
+
+def test_messages_and_evaluations_are_lasting_lines_and_brackets_survive():
+    for terminal in (False, True):
+        shown = console(terminal)
+        with TrainingProgress(shown, steps=3) as progress:
+            progress.update(record(1, held_out_loss=1.23456))
+            progress.message("saved [runs/a/checkpoints/step-1]")
+        assert "step 1: held-out loss 1.2346" in shown.file.getvalue()
+        assert "saved [runs/a/checkpoints/step-1]" in shown.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_on_a_terminal_the_last_picture_shows_where_the_run_stands(width):
+    terminal = console(True, width)
+    with TrainingProgress(terminal, steps=40, first_step=11) as progress:
+        for step in range(11, 41):
+            progress.update(record(step, mfu=0.4311))
+    text = terminal.file.getvalue()
+    assert "40 / 40 steps" in text
+    assert "loss 0.1250" in text
+    assert width == 60 or "MFU 43.1 %  3 GiB" in text
+
+
+def test_a_run_that_never_stepped_closes_quietly():
+    plain = console(False)
+    with TrainingProgress(plain, steps=10):
+        pass
+    assert plain.file.getvalue() == ""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_header_shows_every_fact(terminal):
+    shown = console(terminal)
+    header(shown, "shardwise train [job]", {"layout": "data 4, zero 3", "attention": "cuDNN [flash]"})
+    text = shown.file.getvalue()
+    assert all(part in text for part in ("shardwise train [job]", "layout", "data 4, zero 3", "cuDNN [flash]"))
+
+
+def test_a_sparkline_follows_the_values():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([7, 7, 0, 0], 2) == "█▁"
+    assert sparkline([1, math.nan, 2], 3) == "▁ █"
+    assert sparkline([3, 3], 4) == "▁▁"
+    assert sparkline([], 4) == sparkline([math.nan], 4) == ""
+
+
+def test_a_long_series_stays_small_and_keeps_its_mean():
+    series = Series(capacity=64)
+    for value in range(4096):
+        series.add(float(value))
+    assert len(series.values) < 64
+    assert series.values == sorted(series.values)
+    stride = 4096 // len(series.values)
+    assert series.values[0] == pytest.approx(sum(range(stride)) / stride)
+
+
+def test_a_bar_is_drawn_to_an_eighth():
+    assert bar(0.5, 10) == "█████"
+    assert bar(1 / 80, 10) == "▏"
+    assert bar(0, 10) == ""
+    assert bar(2.0, 3) == "███"
+    assert bar(0.5, 10, ascii_only=True) == "#####"
+
+
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_a_falling_line_runs_from_the_top_left_to_the_bottom_right(ascii_only):
+    lines = line_plot([(1, 10.0), (100, 0.0)], [(100, 10.0)], width=30, height=6, ascii_only=ascii_only)
+    rows = [
+        line.split("+" if index in (0, 2, 5) else "|")[1] if ascii_only else line[4:] for index, line in enumerate(lines[:6])
+    ]
+    filled = [[x for x, cell in enumerate(row) if cell not in " ●o"] for row in rows]
+    centres = [sum(row) / len(row) for row in filled]
+    assert centres == sorted(centres)
+    assert rows[0].endswith("o" if ascii_only else "●")
+    assert lines[0].split()[0] == "10"
+    assert lines[5].split()[0].startswith("0")
+    assert lines[-1].split() == ["1", "50", "100"]
+    assert not ascii_only or "".join(lines).isascii()
+
+
+def test_a_plot_of_one_point_a_flat_line_or_nothing_does_not_fail():
+    assert line_plot([(1, math.nan)]) == []
+    assert len(line_plot([(1, 2.0)], height=4)) == 6
+    assert len(line_plot([(1, 0.0), (2, 0.0)], height=4)) == 6
+
+
+def test_numbers_read_as_people_write_them():
+    assert [words.amount(n) for n in (0, 950, 999.9, 41234, 1.24e6, 3.1e9)] == [
+        "0",
+        "950",
+        "1.00k",
+        "41.2k",
+        "1.24M",
+        "3.10B",
+    ]
+    assert [words.size(n) for n in (512, 1536, 12.3 * 2**30)] == ["512 B", "1.50 KiB", "12.3 GiB"]
+    assert [words.duration(s) for s in (7, 83, 7384, 273900)] == ["0:07", "1:23", "2:03:04", "3 d 04:05"]
+    assert [words.share(s) for s in (0.4311, None)] == ["43.1 %", "n/a"]

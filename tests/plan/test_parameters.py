@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from shardwise.config import PRESETS, Model
+from shardwise.models import Transformer
+from shardwise.plan.parameters import count, count_by_part, parameter_shapes
+
+# The numbers of the released checkpoints (model cards and safetensors indexes); GPT-3's from its published shape.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "gpt3-175b": 174_604_259_328,
+    "llama3-1b": 1_235_814_400,
+    "llama3-3b": 3_212_749_824,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_preset_has_the_published_number_of_parameters(preset: str) -> None:
+    assert count(Model(**PRESETS[preset])) == PUBLISHED[preset]
+
+
+def test_every_preset_of_a_released_model_is_checked() -> None:
+    assert {name for name in PRESETS if not name.startswith("bytes-")} == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_names_shapes_and_order_are_those_of_the_module(preset: str) -> None:
+    model = Model(**PRESETS[preset])
+    with torch.device("meta"):
+        module = Transformer(model)
+    named = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+    assert list(parameter_shapes(model).items()) == named
+    assert module.state_dict().keys() == parameter_shapes(model).keys()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_parts_add_up_and_a_tied_head_counts_once(preset: str) -> None:
+    model = Model(**PRESETS[preset])
+    parts = count_by_part(model)
+    assert parts.total == count(model)
+    assert parts.head == (0 if model.tied else model.vocabulary * model.hidden)
+
+
+def test_each_parameter_is_counted_under_what_it_does() -> None:
+    model = Model(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=6, vocabulary=5, max_positions=3, norm="layer",
+                  positions="learned", activation="gelu", bias=True, qk_norm=True)  # fmt: skip
+    parts = count_by_part(model)
+    assert parts.embedding == 5 * 8 + 3 * 8
+    assert parts.attention == 8 * 8 + 2 * 4 * 8 + 8 * 8 + (8 + 4 + 4 + 8)
+    assert parts.feed_forward == 2 * 6 * 8 + (6 + 8)
+    assert parts.norms == 3 * (8 + 8) + 2 * 4
+    assert parts.head == 5 * 8
+    assert parts.total == sum(math.prod(shape) for shape in parameter_shapes(model).values())
