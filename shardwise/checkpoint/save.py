@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from shardwise.checkpoint.folder import Manifest, checksum, prune
 from shardwise.errors import UserError
@@ -63,15 +66,15 @@ class Checkpointer:
         try:
             self._on_main(lambda: _fresh(aside))
             with _quiet():
-                dcp.save(
+                save_shards(
                     {**state, **random_state(self.mesh.worker.rank, self.mesh.device)},
-                    storage_writer=dcp.FileSystemWriter(aside, sync_files=True),
+                    storage_writer=FileSystemWriter(aside, sync_files=True),
                     process_group=self.group,
                     no_dist=self.group is None,
                 )
             files = self._gathered(self._own_files(aside))
             self._on_main(lambda: _commit(manifest(files), aside, target))
-        except (OSError, dcp.CheckpointException) as error:
+        except (OSError, CheckpointException) as error:
             self._on_main_quietly(lambda: shutil.rmtree(aside, ignore_errors=True))
             raise UserError(f"the checkpoint of step {step} could not be written to {aside.parent}: {_cause(error)}") from None
         self._on_main(lambda: prune(run, keep))
@@ -82,13 +85,13 @@ class Checkpointer:
         random = random_state(self.mesh.worker.rank, self.mesh.device) if same_world else {}
         try:
             with _quiet():
-                dcp.load(
+                load_shards(
                     {**state, **random},
-                    storage_reader=dcp.FileSystemReader(folder),
+                    storage_reader=FileSystemReader(folder),
                     process_group=self.group,
                     no_dist=self.group is None,
                 )
-        except (OSError, dcp.CheckpointException) as error:
+        except (OSError, CheckpointException) as error:
             raise UserError(f"{folder} could not be loaded: {_cause(error)}") from None
         if random:
             torch.set_rng_state(random[f"random.{self.mesh.worker.rank}.cpu"])
@@ -150,7 +153,7 @@ def _flush(path: Path) -> None:
 
 def _cause(error: BaseException) -> str:
     """The first real cause inside a Distributed Checkpoint error."""
-    if isinstance(error, dcp.CheckpointException):
+    if isinstance(error, CheckpointException):
         causes = [failure[0] if isinstance(failure, tuple) else failure for failure in error.failures.values()]
         return str(causes[0]) if causes else str(error)
     return str(error)

@@ -42,7 +42,9 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _options(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version.")) -> None:
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
     pass
 
 
@@ -52,7 +54,7 @@ app.command(epilog=_train_help() if {"train", "--help"} <= set(sys.argv) else No
 def main() -> None:
     """Run a command; turn a user's mistake into one message."""
     try:
-        app(standalone_mode=False)
+        status = app(standalone_mode=False)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.status)
@@ -62,3 +64,4 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         print("stopped", file=sys.stderr)
         sys.exit(130)
+    sys.exit(status if isinstance(status, int) else 0)

@@ -17,7 +17,8 @@ def train(
     job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, as section.key=value.")] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Local workers; left out: one a GPU, or as many as the layout needs.")
+        int | None,
+        typer.Option("--workers", min=1, help="Local workers; left out: one a GPU, or as many as the layout needs."),
     ] = None,
 ) -> None:
     """Train a model. Starts its own local workers, or joins those that torchrun, srun or a PET_* operator started."""

@@ -13,11 +13,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise._torch import all_gather_single, reduce_scatter_single
 from shardwise.mesh import Mesh
 from shardwise.observe import Ledger, StepClock
 
@@ -33,7 +35,7 @@ class Traffic:
     clock: StepClock = field(init=False)
 
     def __post_init__(self) -> None:
-        self.clock = StepClock(self.mesh.device.type)
+        self.clock = StepClock("cuda" if self.mesh.device.type == "cuda" else "cpu")
 
     @property
     def device(self) -> torch.device:
@@ -68,13 +70,15 @@ class GradientSum:
         self.traffic, self.axis, self.group = traffic, axis, group
         self._exposed = ExitStack()
 
-    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Start the sum of one bucket (a `dist.GradBucket`)."""
         buffer = bucket.buffer()
         self.traffic.count("all_reduce", self.axis, buffer)
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         if bucket.is_last():
             self._exposed.enter_context(self.traffic.clock.span(EXPOSED))
-        return work.get_future().then(_first)
+        summed: torch.futures.Future[Tensor] = work.get_future().then(_first)
+        return summed
 
     def backward_ended(self) -> None:
         """Call when backward has returned."""
@@ -110,7 +114,7 @@ class CountedAllGather(_Counted):
     ) -> dist.Work | None:
         self.traffic.count("all_gather", self.axis, output_tensor)
         started = time.perf_counter()
-        return self.timed(dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op), started)
+        return self.timed(all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op), started)
 
 
 class CountedReduceScatter(_Counted):
@@ -126,5 +130,5 @@ class CountedReduceScatter(_Counted):
     ) -> dist.Work | None:
         self.traffic.count("reduce_scatter", self.axis, input_tensor)
         started = time.perf_counter()
-        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        work = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         return self.timed(work, started)

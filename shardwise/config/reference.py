@@ -28,12 +28,16 @@ def markdown() -> str:
         "A job is one TOML file; any value can be overridden on the command line as `section.key=value`. "
         "This page is made from the definitions in `shardwise/config/schema.py` by `python -m shardwise.config.reference`.",
     ]
-    for name, section in [*_sections(), ("data.sources", Source)]:
+    sections: list[tuple[str, type[BaseModel]]] = [*_sections(), ("data.sources", Source)]
+    for name, section in sections:
         rows = [f"| `{key}` | {_type(field)} | `{_default(field)}` | {field.description} |" for key, field in _fields(section)]
         blocks.append("\n".join([f"## [{name}]", "", _summary(section), "", *_HEAD, *rows]))
-    shapes = [f"| `{name}` | {s['layers']} | {s['hidden']} | {s['heads']} | {s['kv_heads']} | {s['ffn']} | {s['vocabulary']:,} |"
-              for name, s in PRESETS.items()]  # fmt: skip
-    head = ["| preset | layers | hidden | heads | kv heads | ffn | vocabulary |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    keys = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
+    shapes = [f"| `{name}` | " + " | ".join(str(shape[key]) for key in keys) + " |" for name, shape in PRESETS.items()]
+    head = [
+        "| preset | layers | hidden | heads | kv heads | ffn | vocabulary |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     blocks.append("\n".join(["## Presets", "", *head, *shapes]))
     return "\n\n".join(blocks) + "\n"
 

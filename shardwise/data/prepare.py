@@ -107,9 +107,7 @@ def fingerprint(files: Sequence[SourceFile], tokenizer: str, text_field: str, sh
 def _folder_of(path: str, data: Data, progress: Progress | None) -> Path:
     folder = Path(path)
     if (folder / RECORD).is_file() and not (folder / INDEX).is_file():
-        raise UserError(
-            f"{folder} is only half prepared. Run `shardwise data prepare` again; it continues where it stopped."
-        )
+        raise UserError(f"{folder} is only half prepared. Run `shardwise data prepare` again; it continues where it stopped.")
     if (folder / INDEX).is_file():
         _check_tokenizer(folder, data.tokenizer)
         return folder
@@ -174,9 +172,7 @@ class _Preparation:
             self._clear()
         shards = self._tokenise(place)
         if not shards:
-            raise UserError(
-                f"{self.files[0].path}: no text in it (of {len(self.files)} files). Give a source that has some."
-            )
+            raise UserError(f"{self.files[0].path}: no text in it (of {len(self.files)} files). Give a source that has some.")
         self.tokenizer.save(self.folder)
         name = BYTES if self.tokenizer.name == BYTES else FILE
         tokenizer = (name, self.tokenizer.fingerprint, self.tokenizer.vocabulary, self.tokenizer.end)

@@ -83,9 +83,7 @@ class Index:
         try:
             values = json.loads(path.read_bytes())
             if values["version"] != VERSION:
-                raise UserError(
-                    f"{path} has format {values['version']}, this version reads {VERSION}. {prepare_again(folder)}"
-                )
+                raise UserError(f"{path} has format {values['version']}, this version reads {VERSION}. {prepare_again(folder)}")
             values["shards"] = tuple(read_shard(shard) for shard in values["shards"])
             return cls(**{name: values[name] for name in cls.__dataclass_fields__})
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -119,9 +119,7 @@ def _saved_to_disk(folder: Path) -> list[Path]:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         files = [folder / entry["filename"] for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{folder / 'state.json'} cannot be read: {error}. Save the data set again with save_to_disk."
-        ) from None
+        raise UserError(f"{folder / 'state.json'} cannot be read: {error}. Save the data set again with save_to_disk.") from None
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise UserError(f"{folder} was saved with an index of chosen rows; call flatten_indices() on it and save it again.")
     return files

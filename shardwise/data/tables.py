@@ -21,9 +21,7 @@ def text_of(value: object, field: str, where: str) -> str:
         return ""
     if isinstance(value, str):
         return value
-    raise UserError(
-        f"{where}: field {field!r} holds {type(value).__name__}, not text. Name another one with data.text_field."
-    )
+    raise UserError(f"{where}: field {field!r} holds {type(value).__name__}, not text. Name another one with data.text_field.")
 
 
 def no_field(field: str, present: Iterable[str], where: str) -> UserError:

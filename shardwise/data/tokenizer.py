@@ -135,8 +135,7 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         raise UserError(
-            f"data.tokenizer: {path} does not exist. Give the path of a Hugging Face {FILE}, "
-            f"or {BYTES!r} for the built-in one."
+            f"data.tokenizer: {path} does not exist. Give the path of a Hugging Face {FILE}, or {BYTES!r} for the built-in one."
         ) from None
     except OSError as error:
         raise UserError(f"data.tokenizer: {path} cannot be read: {error.strerror or error}") from None

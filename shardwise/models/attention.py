@@ -85,9 +85,7 @@ def attention_backends(device_type: str) -> Iterator[None]:
         yield
 
 
-def describe_attention(
-    config: Model, device_type: str, dtype: torch.dtype, sequence_length: int, *, masked: bool = False
-) -> str:
+def describe_attention(config: Model, device_type: str, dtype: torch.dtype, sequence_length: int, *, masked: bool = False) -> str:
     """The kernel that attention will really use here, in words."""
     if device_type == "cpu":
         return "flash (CPU)"

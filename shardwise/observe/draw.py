@@ -123,9 +123,7 @@ def _framed(cells: list[list[str]], vertical: Point, horizontal: Point, ascii_on
     height, width = len(cells), len(cells[0])
     label = {row: f"{high - (high - low) * row / (height - 1):.4g}" for row in (0, (height - 1) // 2, height - 1)}
     margin = max(map(len, label.values()))
-    lines = [
-        f"{label.get(row, ''):>{margin}} {tick if row in label else side}{''.join(line)}" for row, line in enumerate(cells)
-    ]
+    lines = [f"{label.get(row, ''):>{margin}} {tick if row in label else side}{''.join(line)}" for row, line in enumerate(cells)]
     start, middle, end = (f"{horizontal[0] + (horizontal[1] - horizontal[0]) * part:.0f}" for part in (0, 0.5, 1))
     under = f"{start}{middle:^{max(width - len(start) - len(end), len(middle))}}{end}"
     return [*lines, f"{'':>{margin}} {corner}{floor * width}", f"{'':>{margin}}  {under}"]

@@ -100,9 +100,7 @@ def _read(path: Path, load: Callable[[], _T]) -> _T | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read: {error}. It is written by `shardwise train`; restore or remove it."
-        ) from None
+        raise UserError(f"{path} cannot be read: {error}. It is written by `shardwise train`; restore or remove it.") from None
 
 
 def _loss(steps: Sequence[Record]) -> Summary:

@@ -52,11 +52,7 @@ def header(console: Console, title: str, facts: Mapping[str, str]) -> None:
 def shown_steps(first_step: int, steps: int) -> list[int]:
     """The steps that get a plain line: the first, the last, and about twenty evenly between them."""
     every = -(-(steps - first_step + 1) // _LINES)
-    return (
-        sorted({first_step, steps, *range(every * (first_step // every + 1), steps + 1, every)})
-        if steps >= first_step
-        else []
-    )
+    return sorted({first_step, steps, *range(every * (first_step // every + 1), steps + 1, every)}) if steps >= first_step else []
 
 
 class TrainingProgress:
@@ -85,7 +81,7 @@ class TrainingProgress:
         self.close()
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """One step is done. A `held_out_loss` in its record gets a lasting line of its own."""
+        """One step is done."""
         self._record = record
         self._losses.add(record["loss"])
         self._first_loss = record["loss"] if self._first_loss is None else self._first_loss
@@ -95,8 +91,6 @@ class TrainingProgress:
             self._redraw(now=record["step"] == self._steps)
         elif record["step"] in self._shown:
             self._print(Text(self._plain(record)))
-        if "held_out_loss" in record:
-            self.message(f"step {record['step']}: held-out loss {record['held_out_loss']:.4f}")
 
     def message(self, text: str) -> None:
         """A lasting line above the progress: a save, an evaluation, a skipped step."""

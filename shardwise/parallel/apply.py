@@ -34,7 +34,7 @@ def parallelise(config: Config, traffic: Traffic) -> Alone:
     recompute(model.blocks, train.recompute, compiled)
     if compiled:
         for block in model.blocks:
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     if layout.zero == 0 or layout.data == 1:
         materialise(model, traffic.device, train.seed)
         return Alone(model) if layout.data_parallel == 1 else replicate(model, traffic)

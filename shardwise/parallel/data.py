@@ -19,6 +19,7 @@ plan/memory.py states what each stage costs in bytes held.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,11 +64,14 @@ class Replicated(Alone):
 
     def __post_init__(self) -> None:
         group = self.traffic.mesh.data_parallel_group()
-        self.ddp = DistributedDataParallel(
-            self.model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False
-        )
-        self.hook = GradientSum(self.traffic, self.axis, group)
-        self.ddp.register_comm_hook(None, self.hook)
+        with warnings.catch_warnings():
+            # torch 2.13 renames broadcast_buffers, but its new name is unknown to 2.11.
+            warnings.simplefilter("ignore", FutureWarning)
+            self.ddp = DistributedDataParallel(
+                self.model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False
+            )
+        self.hook = hook = GradientSum(self.traffic, self.axis, group)
+        self.ddp.register_comm_hook(None, lambda state, bucket: hook.reduce(bucket))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.ddp(*args, **kwargs)
@@ -116,9 +120,7 @@ def replicate(model: nn.Module, traffic: Traffic) -> Replicated:
     return Replicated(model, traffic, axis)
 
 
-def shard(
-    model: nn.Module, units: list[nn.Module], traffic: Traffic, compute: torch.dtype, reduce: torch.dtype
-) -> Sharded:
+def shard(model: nn.Module, units: list[nn.Module], traffic: Traffic, compute: torch.dtype, reduce: torch.dtype) -> Sharded:
     """Shard the model over `data`, one FSDP2 unit for each module given and one for what remains."""
     layout = traffic.mesh.layout
     options: dict[str, Any] = {
@@ -129,11 +131,12 @@ def shard(
     }
     for unit in units:
         fully_shard(unit, **options)
-    fully_shard(model, **options)
+    # The root holds what is used last in forward and first in backward, so it stays gathered in between, as torch advises.
+    fully_shard(model, **{**options, "reshard_after_forward": None})
     assert layout.zero is not None
     sharded = Sharded(model, layout.zero, [unit for unit in model.modules() if isinstance(unit, FSDPModule)])
-    for unit in sharded.units:
-        _count(unit, traffic, layout)
+    for sharded_unit in sharded.units:
+        _count(sharded_unit, traffic, layout)
     return sharded
 
 
@@ -142,8 +145,8 @@ def _count(unit: FSDPModule, traffic: Traffic, layout: Layout) -> None:
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
     scatter = CountedReduceScatter(traffic, "data")
-    unit.set_custom_all_gather(CountedAllGather(traffic, "data"))
-    unit.set_custom_reduce_scatter(scatter)
+    unit.set_custom_all_gather(CountedAllGather(traffic, "data"))  # type: ignore[arg-type]
+    unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
     if layout.replica > 1:
         unit.set_all_reduce_hook(_count_all_reduce(traffic, scatter))
 

@@ -47,15 +47,13 @@ def recompute(blocks: nn.ModuleList, mode: str | float, compiled: bool) -> None:
 
 
 def _wrap(block: nn.Module, contexts: Callable[[], Any] | None) -> None:
-    more = {"context_fn": contexts} if contexts else {}
+    more: dict[str, Any] = {"context_fn": contexts} if contexts else {}
     # Replacing forward, rather than wrapping the module, keeps the parameters' names.
-    block.forward = functools.partial(  # type: ignore[method-assign]
-        checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **more
-    )
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **more)
 
 
 def _keep_products() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -94,9 +94,7 @@ def _product(layout: Layout) -> str:
     return " x ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1) or "data 1"
 
 
-def _zero(
-    config: Config, layout: Layout, parameters: int, accumulation: int, memory_bytes: float | None
-) -> tuple[int, str]:
+def _zero(config: Config, layout: Layout, parameters: int, accumulation: int, memory_bytes: float | None) -> tuple[int, str]:
     if layout.data == 1:
         return 0, "nothing to shard: the data axis has one device"
     if layout.zero is not None:

@@ -30,7 +30,7 @@ def held_out_loss(training: Training) -> float | None:
                 sums += torch.stack([loss.double(), torch.tensor(float(batch.valid), device=device).double()])
     training.parallel.settle()
     total, tokens = training.traffic.sum_over_data(sums).tolist()
-    return total / max(1.0, tokens)
+    return float(total / max(1.0, tokens))
 
 
 @torch.no_grad()

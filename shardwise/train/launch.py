@@ -85,7 +85,9 @@ def _explain(statuses: dict[int, int], told: list[Failure], logs: Path) -> int:
     if real:
         first = min(real, key=lambda failure: failure.at)
         if first.trace:
-            raise RunFailed(f"{first.trace.rstrip()}\nworker {first.rank} failed: {first.message}\nits log: {_log(logs, first.rank)}")
+            raise RunFailed(
+                f"{first.trace.rstrip()}\nworker {first.rank} failed: {first.message}\nits log: {_log(logs, first.rank)}"
+            )
         raise UserError(first.message) if first.status == 2 else RunFailed(first.message)
     if killed:
         rank, number = next(iter(killed.items()))

@@ -229,5 +229,3 @@ class _Voice(_Silence):
     def close(self) -> None:
         self.progress.close()
         self.sinks.close()
-
-

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.data.batches import Batch, Batches
 from shardwise.errors import RunFailed
 from shardwise.models import attention_backends
-from shardwise.observe import peak_memory
+from shardwise.observe import StepClock, peak_memory
 from shardwise.optim import first_non_finite, global_norm, learning_rate, update
 from shardwise.train.build import Training
 
@@ -40,9 +40,17 @@ class Step:
     stop: bool
 
 
+@dataclass(frozen=True)
+class _Queued:
+    """A step whose work is queued on the device: (mean loss, votes to stop, gradient norm, tokens), not yet read."""
+
+    numbers: Tensor
+    learning_rate: float
+
+
 def steps(training: Training, stop_asked: Callable[[], bool] = lambda: False) -> Iterator[Step]:
     """Train from the step reached to the last one. Ends early, on all ranks together, once any rank is asked to stop."""
-    train = training.config.train
+    train, clock = training.config.train, training.traffic.clock
     batches = Batches(
         training.dataset,
         global_batch=train.global_batch,
@@ -53,11 +61,13 @@ def steps(training: Training, stop_asked: Callable[[], bool] = lambda: False) ->
         first_step=training.step,
     )
     try:
-        training.traffic.clock.restart()
+        clock.restart()
+        batch: list[Batch] | None = None
         while training.step < train.steps:
-            with training.traffic.clock.span("data"):
-                batch = next(batches)
-            done = _step(training, batch, stop_asked())
+            batch = batch or _fetch(batches, clock)
+            queued = _queue(training, batch, stop_asked())
+            batch = _fetch(batches, clock) if training.step + 1 < train.steps else None  # while the device is busy
+            done = _read(training, queued)
             yield done
             if done.stop:
                 return
@@ -65,37 +75,47 @@ def steps(training: Training, stop_asked: Callable[[], bool] = lambda: False) ->
         batches.close()
 
 
-def _step(training: Training, batch: list[Batch], stop_asked: bool) -> Step:
+def _fetch(batches: Batches, clock: StepClock) -> list[Batch]:
+    with clock.span("data"):
+        return next(batches)
+
+
+def _queue(training: Training, batch: list[Batch], stop_asked: bool) -> _Queued:
+    """Hand all of a step's work to the device."""
     traffic, clock = training.traffic, training.traffic.clock
-    number = training.step + 1
     tokens = count_tokens(training, batch)
     with clock.span("forward_backward"):
         loss = forward_backward(training, batch, tokens)
         norm = global_norm(training.parallel.model.parameters(), traffic) / training.scale.value
         shared = traffic.sum_over_data(torch.stack([loss, torch.full_like(loss, float(stop_asked))]))
-    lr = learning_rate(training.config.train, number)
+    lr = learning_rate(training.config.train, training.step + 1)
     with clock.span("optimizer"):
         finite = torch.isfinite(norm) & torch.isfinite(shared[0])
         update(training.optimizer, lr, _divisor(training, norm), (~finite).float())
-    mean_loss, stops, norm_read, tokens_read = torch.stack([*shared, norm.to(shared), tokens.to(shared)]).tolist()
-    overflowed = not (math.isfinite(norm_read) and math.isfinite(mean_loss))
+    return _Queued(torch.stack([*shared, norm.to(shared), tokens.to(shared)]), lr)
+
+
+def _read(training: Training, queued: _Queued) -> Step:
+    """Wait for the device, once, and take stock."""
+    loss, stops, norm, tokens = queued.numbers.tolist()
+    number, scale = training.step + 1, training.scale.value
+    overflowed = not (math.isfinite(norm) and math.isfinite(loss))
     if overflowed and not training.scale.dynamic:
-        _stop_non_finite(training, number, mean_loss)
+        _stop_non_finite(training, number, loss)
     training.optimizer.zero_grad()
-    scale = training.scale.value
     training.scale = training.scale.after(overflowed)
     training.step = number
-    spans = clock.finish()
+    spans = training.traffic.clock.finish()
     return Step(
         step=number,
-        loss=mean_loss,
-        gradient_norm=norm_read,
-        learning_rate=lr,
-        tokens=int(tokens_read),
+        loss=loss,
+        gradient_norm=norm,
+        learning_rate=queued.learning_rate,
+        tokens=int(tokens),
         seconds=spans.pop("total"),
         spans=spans,
-        collectives=traffic.ledger.take(),
-        memory_bytes=peak_memory(traffic.device.type),
+        collectives=training.traffic.ledger.take(),
+        memory_bytes=peak_memory(training.mesh.device.type),
         loss_scale=scale,
         skipped=overflowed,
         stop=stops > 0,
@@ -118,7 +138,7 @@ def forward_backward(training: Training, batch: list[Batch], tokens: Tensor) -> 
         for index, micro_batch in enumerate(batch):
             with training.parallel.micro_batch(last=index == len(batch) - 1):
                 loss = training.parallel(micro_batch.inputs, micro_batch.targets, micro_batch.documents) / tokens
-                (loss * training.scale.value).backward()
+                (loss * training.scale.value).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
     return total
 

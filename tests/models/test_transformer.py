@@ -101,11 +101,9 @@ def test_one_document_a_row_is_the_same_as_no_documents() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("compute", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1), (torch.float16, 0.02), (torch.float64, 1e-6)]
+    ("compute", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 0.04), (torch.float16, 5e-3), (torch.float64, 2e-7)]
 )
-def test_float32_weights_train_in_any_compute_dtype_close_to_float64(
-    family: str, compute: torch.dtype, tolerance: float
-) -> None:
+def test_float32_weights_train_in_any_compute_dtype_close_to_float64(family: str, compute: torch.dtype, tolerance: float) -> None:
     inputs, targets = tokens(2, 24), tokens(2, 24, seed=1)
     module, exact = make(family, torch.float32), make(family)
     module.compute_dtype = compute
@@ -138,8 +136,7 @@ def test_a_cast_that_spoils_the_rotary_table_is_noticed() -> None:
         module(tokens(1, 8))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("family", "masked"), [("llama", True), ("qwen", False), ("gpt", False)])
 def test_a_block_is_one_graph_to_the_compiler(family: str, masked: bool) -> None:
     module, inputs = make(family), tokens(1, 24)
     documents = torch.tensor([[0] * 9 + [1] * 15]) if masked else None

@@ -112,9 +112,7 @@ def test_the_bundle_writes_metrics_and_events_to_the_run_folder(tmp_path):
 
 
 @pytest.mark.parametrize(("setting", "package"), [({"tensorboard": True}, "tensorboard"), ({"wandb": "p"}, "wandb")])
-def test_a_missing_extra_is_named_with_its_install_line_before_any_metrics_are_touched(
-    tmp_path, monkeypatch, setting, package
-):
+def test_a_missing_extra_is_named_with_its_install_line_before_any_metrics_are_touched(tmp_path, monkeypatch, setting, package):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     for name in list(sys.modules):
         if name.split(".")[0] == package:
