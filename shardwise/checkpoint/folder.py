@@ -8,6 +8,7 @@ previous one untouched.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -102,6 +103,16 @@ def _check_same_model(path: Path, manifest: Manifest, model: Model) -> None:
         )
 
 
+def set_aside(run: Path) -> Path | None:
+    """Move the checkpoints of an earlier run out of the way of a fresh start, so that neither touches the other."""
+    folder = run / "checkpoints"
+    if not folder.exists():
+        return None
+    moved = next(path for number in itertools.count(1) if not (path := run / f"checkpoints.old-{number}").exists())
+    folder.rename(moved)
+    return moved
+
+
 def checksum(path: Path) -> dict[str, int]:
     """Size and CRC-32 of a file."""
     crc = size = 0
@@ -112,6 +123,6 @@ def checksum(path: Path) -> dict[str, int]:
 
 
 def prune(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and leftovers of saves that never finished."""
+    """Remove all but the newest `keep` checkpoints."""
     for path in checkpoints(run)[:-keep]:
         shutil.rmtree(path, ignore_errors=True)

@@ -17,7 +17,7 @@ def help_text() -> str:
     blocks = ["Any key of the job file can be given as section.key=value:"]
     for name, section in _sections():
         lines = [f"  {name}.{key} = {_default(field)}\n      {field.description}" for key, field in section.model_fields.items()]
-        blocks.append("\n".join([f"[{name}] {_summary(section)}", *lines]))
+        blocks.append("\n".join([f"{name}: {_summary(section)}", *lines]))
     return "\n\n".join(blocks)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.checkpoint import to_resume
+from shardwise.checkpoint import set_aside, to_resume
 from shardwise.config import Config, to_toml
 from shardwise.data import Dataset, check_vocabulary, unigram_loss
 from shardwise.errors import UserError
 from shardwise.mesh import Worker, device_memory, device_name, leave
-from shardwise.observe import TrainingProgress, error_console, header, mfu, open_sinks, peak_flops
+from shardwise.observe import TrainingProgress, error_console, header, memory_kind, mfu, open_sinks, peak_flops
 from shardwise.plan import choose
 from shardwise.train.build import Training, build, restore, save
 from shardwise.train.evaluate import held_out_loss, sample
@@ -51,6 +52,9 @@ def run(config: Config, worker: Worker) -> int:
         voice = _Voice(training, folder) if training.mesh.is_main else _Silence()
         stack.callback(voice.close)
         voice.start(resumed_from)
+        if training.step >= config.train.steps:
+            voice.nothing_to_do()
+            return 0
         return _loop(training, voice, stop_asked)
 
 
@@ -69,8 +73,9 @@ def _loop(training: Training, voice: _Silence, stop_asked: Callable[[], bool]) -
         if done.stop and not last:
             voice.stopped()
             return INTERRUPTED
-        training.traffic.ledger.take()
-        training.traffic.clock.restart()
+        if evaluate or saved_at == training.step:  # their time and traffic are not the next step's
+            training.traffic.ledger.take()
+            training.traffic.clock.restart()
     assert saved_at == training.step, "a run ends with its last step saved"
     prompt = training.config.observe.sample
     voice.end(sample(training, prompt) if prompt else None)
@@ -139,6 +144,9 @@ class _Silence:
     def saved(self, path: Path) -> None:
         """A checkpoint is in place."""
 
+    def nothing_to_do(self) -> None:
+        """The checkpoint is at the last step already."""
+
     def stopped(self) -> None:
         """The run was asked to stop, and has saved."""
 
@@ -164,13 +172,23 @@ class _Voice(_Silence):
         training = self.training
         (self.folder / "config.toml").write_text(to_toml(training.config))
         (self.folder / "plan.json").write_text(json.dumps(training.plan.to_json(), indent=1) + "\n")
-        header(self.console, f"shardwise train → {self.folder}", facts(training))
-        world = training.mesh.worker.world
+        header(self.console, f"shardwise train, into {self.folder}", facts(training))
         if resumed_from:
-            self.sinks.event("resume", step=training.step, checkpoint=str(resumed_from), world=world)
+            self.sinks.event("resume", step=training.step, checkpoint=str(resumed_from), **self._machine())
             self.progress.message(f"resumed from {resumed_from}")
         else:
-            self.sinks.event("start", world=world, layout=training.plan.layout.model_dump())
+            if moved := set_aside(self.folder):
+                self.progress.message(f"a fresh start: earlier checkpoints are now in {moved}")
+            self.sinks.event("start", **self._machine())
+
+    def _machine(self) -> dict[str, Any]:
+        mesh = self.training.mesh
+        return {
+            "world": mesh.worker.world,
+            "device": device_name(mesh.device),
+            "memory_kind": memory_kind(mesh.device.type),
+            "layout": self.training.plan.layout.model_dump(),
+        }
 
     def step(self, done: Step, held_out: float | None) -> None:
         record = self._record(done)
@@ -190,6 +208,7 @@ class _Voice(_Silence):
         speed = done.tokens / done.seconds
         return {
             "step": done.step,
+            "time": time.time(),
             "loss": done.loss,
             "gradient_norm": done.gradient_norm,
             "learning_rate": done.learning_rate,
@@ -209,6 +228,13 @@ class _Voice(_Silence):
     def saved(self, path: Path) -> None:
         self.sinks.event("save", step=self.training.step, checkpoint=str(path))
         self.progress.message(f"saved {path}")
+
+    def nothing_to_do(self) -> None:
+        done, asked = self.training.step, self.training.config.train.steps
+        self.progress.message(
+            f"nothing to do: {self.folder} has reached step {done}, and train.steps is {asked}. Raise train.steps to go on, "
+            "use another run.folder, or start afresh with checkpoint.resume=never"
+        )
 
     def stopped(self) -> None:
         self.sinks.event("stop", step=self.training.step)

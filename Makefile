@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh machine with Python 3.11 or newer: `make quickstart` and `make test`.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: quickstart test test-full lint reference
+
+quickstart: .venv/.installed
+	rm -rf runs/quickstart
+	$(BIN)/shardwise train examples/quickstart.toml
+	$(BIN)/shardwise report runs/quickstart
+
+test: lint
+	$(BIN)/python -m pytest -m "not full"
+
+test-full: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+reference: .venv/.installed
+	$(BIN)/python -m shardwise.config.reference > docs/configuration.md
+
+.venv/.created:
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "shardwise needs Python 3.11 or newer; set PYTHON=…")'
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/.installed: .venv/.created pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[torch]'
+	touch $@
+
+.venv/.installed-dev: .venv/.installed
+	$(INSTALL) --editable '.[dev]'
+	touch $@

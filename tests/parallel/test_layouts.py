@@ -1,0 +1,87 @@
+"""The layout never changes the maths: every row of the table, in float64, against one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from ranks.jobs import GPT, LLAMA, job, on_one_device, train, worst_difference
+from ranks.pool import Pool
+
+from shardwise.config import Layout
+
+EXACT = 1e-9
+"""A correct layout differs from one device by rounding in float64, here about 1e-13; a wrong one by far more."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a layout and the choices that could go wrong together with it."""
+
+    layout: dict[str, Any]
+    micro_batch: int = 1
+    model: dict[str, Any] = field(default_factory=lambda: LLAMA)
+    recompute: str | float = "none"
+    reset: bool = False
+
+    def __str__(self) -> str:
+        layout = "-".join(f"{name}{value}" for name, value in self.layout.items())
+        family = "gpt" if self.model is GPT else "llama-tied" if self.model.get("tied") else "llama"
+        return f"{layout}-micro{self.micro_batch}-{family}-{self.recompute}{'-reset' if self.reset else ''}"
+
+
+TIED = {**LLAMA, "tied": True}
+LAYOUTS: list[dict[str, Any]] = [
+    *({"data": data, "zero": zero} for data in (4, 2) for zero in range(4)),
+    *({"replica": 2, "data": 2, "zero": zero} for zero in range(4)),
+    {"replica": 2, "data": 1},
+    {"replica": 4, "data": 1},
+]
+FOUR = [layout for layout in LAYOUTS if Layout(**layout).world == 4]
+ROWS = [
+    *(Row(layout, micro_batch=2) for layout in LAYOUTS),  # one micro-batch on four ranks, two on two
+    *(Row(layout, micro_batch=1) for layout in FOUR),  # two micro-batches
+    *(Row({"data": 4, "zero": zero}, model=TIED) for zero in range(4)),
+    *(Row({"replica": 2, "data": 2, "zero": zero}, model=GPT) for zero in range(4)),
+    *(Row({"data": 2, "zero": zero}, recompute=mode) for zero in (0, 3) for mode in ("selective", "full", 0.5)),
+    *(Row({"data": 4, "zero": zero}, reset=True) for zero in range(4)),
+    Row({"replica": 2, "data": 2, "zero": 3}, reset=True, recompute="selective"),
+    Row({"data": 4, "zero": 3, "offload": True}),
+]
+MATRIX = [
+    Row(layout, micro_batch, model, recompute, reset)
+    for layout, micro_batch, model, recompute, reset in product(
+        LAYOUTS, (1, 2), (LLAMA, TIED, GPT), ("none", "selective", "full", 0.5), (False, True)
+    )
+]
+
+
+def check(row: Row, ranks: Callable[[int], Pool], corpus: str) -> None:
+    tables = job(
+        corpus,
+        model=row.model,
+        data={"reset_attention": row.reset},
+        train={"micro_batch": row.micro_batch, "recompute": row.recompute},
+        layout=row.layout,
+    )
+    truth = on_one_device(tables)
+    found = ranks(Layout(**row.layout).world).run(train, tables)
+    assert worst_difference(found[0], truth) < EXACT
+    for rank in found[1:]:
+        assert (rank.losses, rank.norms) == (found[0].losses, found[0].norms), "ranks tell different numbers"
+        assert all(torch.equal(rank.weights[name], found[0].weights[name]) for name in rank.weights), "replicas drifted apart"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_layout_trains_as_one_device_does(row: Row, ranks: Callable[[int], Pool], corpus: str) -> None:
+    check(row, ranks, corpus)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [row for row in MATRIX if row not in ROWS], ids=str)
+def test_every_combination_trains_as_one_device_does(row: Row, ranks: Callable[[int], Pool], corpus: str) -> None:
+    check(row, ranks, corpus)

@@ -1,0 +1,162 @@
+"""Spawned ranks that stay alive between cases, so that a multi-rank test costs milliseconds and not an import of torch.
+
+A case is a module-level function `case(worker, *arguments)`. It runs on every rank of the pool at once, each with its own
+`Worker` (a fresh port, so that `build` or `join` meets the peers in a new process group), and the pool hands back what the
+ranks returned, in rank order. The process group of a case ends with the case.
+
+A rank that raises fails the test with the rank's own traceback; a case that takes too long fails with the stack of every
+rank. After either the ranks are replaced, because nobody knows what state they are in.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SECONDS = 120.0
+GRACE = 10.0
+"""How long the others may take to notice that a rank has failed."""
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died, or did not answer in time."""
+
+
+class Pool:
+    """The ranks of one world size. Started when first used."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._ranks: list[_Rank] = []
+
+    def run(self, case: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
+        """Run a case on every rank; what each returned, in rank order."""
+        self._ranks = self._ranks or [_Rank(rank, self.world) for rank in range(self.world)]
+        # Test modules are found by their folder, which pytest adds to the path as it collects.
+        task = (list(sys.path), _free_port(), seconds, pickle.dumps((case, arguments)))
+        for rank in self._ranks:
+            rank.pipe.send(task)
+        answers = self._answers(seconds)
+        if all(isinstance(answer, _Returned) for answer in answers.values()):
+            return [answers[rank].value for rank in range(self.world)]
+        report = self._report(answers)
+        self.close()
+        raise RankFailed(report)
+
+    def close(self) -> None:
+        """End the ranks."""
+        for rank in self._ranks:
+            rank.end()
+        self._ranks = []
+
+    def _answers(self, seconds: float) -> dict[int, Any]:
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + seconds
+        waiting = {rank.pipe: rank for rank in self._ranks}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), timeout=left):
+                rank = waiting.pop(pipe)
+                answers[rank.number] = rank.answer()
+                if not isinstance(answers[rank.number], _Returned):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return answers
+
+    def _report(self, answers: dict[int, Any]) -> str:
+        """The failures, the first to happen last, where a reader looks first."""
+        failures = [answer for answer in answers.values() if isinstance(answer, _Raised)]
+        lines = [f"rank {raised.rank}:\n{raised.trace}" for raised in sorted(failures, key=lambda one: -one.at)]
+        silent = [rank for rank in self._ranks if not isinstance(answers.get(rank.number), _Returned | _Raised)]
+        lines = [f"rank {rank.number} did not answer; its log:\n{rank.log.read_text()[-6000:]}" for rank in silent] + lines
+        return "\n".join(lines)
+
+
+class _Returned:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Raised:
+    def __init__(self, rank: int, error: BaseException) -> None:
+        self.rank, self.at = rank, time.time()
+        self.trace = "".join(traceback.format_exception(error))
+
+
+class _Rank:
+    """One spawned process, seen from the test."""
+
+    def __init__(self, number: int, world: int) -> None:
+        self.number = number
+        descriptor, name = tempfile.mkstemp(prefix=f"rank-{number}-of-{world}-", suffix=".log")
+        os.close(descriptor)
+        self.log = Path(name)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["shardwise.train.steps"])  # torch is imported once, and every rank forks from there
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(number, world, theirs, name), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def answer(self) -> Any:
+        try:
+            return pickle.loads(self.pipe.recv())
+        except EOFError:
+            return None
+
+    def end(self) -> None:
+        self.pipe.close()
+        self.process.kill()
+        self.process.join()
+        self.log.unlink(missing_ok=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(rank: int, world: int, pipe: Connection, log: str) -> None:
+    """What a rank does all day."""
+    stream = Path(log).open("a", buffering=1)
+    os.dup2(stream.fileno(), 1)
+    os.dup2(stream.fileno(), 2)
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()  # a collection after each case then looks at what the case made, not at all of torch
+    while True:
+        try:
+            path, port, seconds, task = pipe.recv()
+        except (EOFError, OSError):
+            return  # the tests are over
+        stream.truncate(0)
+        sys.path[:] = path
+        faulthandler.dump_traceback_later(seconds * 0.95, file=stream)
+        answer = _answer(rank, world, port, task)
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send(answer)
+
+
+def _answer(rank: int, world: int, port: int, task: bytes) -> bytes:
+    from shardwise.mesh import Worker, leave
+
+    try:
+        case, arguments = pickle.loads(task)
+        return pickle.dumps(_Returned(case(Worker(rank, world, rank, world, "127.0.0.1", port, "test"), *arguments)))
+    except BaseException as error:  # whatever it is, it belongs to the test
+        return pickle.dumps(_Raised(rank, error))
+    finally:
+        leave()  # peers that wait for this rank then fail at once
+        gc.collect()
