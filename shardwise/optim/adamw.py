@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Train
+from shardwise.optim.norm import local
 
 
 def make_optimizer(model: nn.Module, train: Train) -> torch.optim.AdamW:
@@ -37,9 +38,17 @@ def is_decayed(name: str, parameter: Tensor) -> bool:
 
 
 def update(optimizer: torch.optim.AdamW, lr: float, divide_by: Tensor, skip: Tensor) -> None:
-    """One step with gradients divided by `divide_by`; no change at all where `skip` is 1. Both are float32 scalars."""
+    """One step with gradients divided by `divide_by`; no change at all where `skip` is 1. Both are scalars, `skip` float32."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+    if divide_by.dtype == torch.float64:  # the kernel would read it as float32, which a proof in float64 would notice
+        _divide_gradients(optimizer, torch.where(skip > 0, 1.0, divide_by))
+        divide_by = torch.ones_like(skip)
     optimizer.grad_scale = divide_by  # type: ignore[attr-defined]
     optimizer.found_inf = skip  # type: ignore[attr-defined]
     optimizer.step()
+
+
+def _divide_gradients(optimizer: torch.optim.AdamW, divide_by: Tensor) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    torch._foreach_div_([local(parameter.grad) for parameter in parameters if parameter.grad is not None], divide_by)

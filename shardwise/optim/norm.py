@@ -25,7 +25,7 @@ def global_norm(parameters: Iterable[nn.Parameter], traffic: Traffic) -> Tensor:
             pieces[sharded_axes(parameter.grad)].append(local(parameter.grad))
     total = torch.zeros((), device=traffic.device)
     for axes, gradients in pieces.items():
-        squares = _sum_of_squares(gradients)
+        squares = _sum_of_squares(gradients).to(traffic.device)  # offloaded gradients are in host memory
         for axis in axes:
             traffic.all_reduce(squares, axis)
         total = total + squares

@@ -1,16 +1,22 @@
 """Data parallelism: every device computes on its own sequences, and gradients are summed.
 
 What differs between the ZeRO stages (Rajbhandari et al., 2020) is who keeps what between uses, and so when bytes move.
-With Ψ bytes of weights, and m micro-batches a step:
+With P parameters of s bytes stored, c bytes to compute with and r bytes a summed gradient (4, 2, 4 in bfloat16), R of them in
+the root unit, and m micro-batches a step:
 
-| zero | engine | kept sharded                 | moves a step                                         |
-| ---- | ------ | ---------------------------- | ---------------------------------------------------- |
-| 0    | DDP    | nothing                      | all-reduce Ψ, in buckets while the last backward runs |
-| 1    | FSDP2  | master weights, moments      | all-gather Ψ once, reduce-scatter Ψ once              |
-| 2    | FSDP2  | and gradients                | all-gather Ψ once, reduce-scatter Ψ each micro-batch  |
-| 3    | FSDP2  | and computed weights         | all-gather 2Ψ and reduce-scatter Ψ each micro-batch   |
+| zero | engine | kept sharded                 | moves a step                                                |
+| ---- | ------ | ---------------------------- | ----------------------------------------------------------- |
+| 0    | DDP    | nothing                      | all-reduce sP, in buckets while the last backward runs      |
+| 1    | FSDP2  | master weights, moments      | all-gather cP once, reduce-scatter rP once                  |
+| 2    | FSDP2  | and gradients                | all-gather cP once, reduce-scatter rP each micro-batch      |
+| 3    | FSDP2  | and computed weights         | all-gather c(2P - R), reduce-scatter rP, each micro-batch   |
 
-With `replica` above 1 the shards live inside each replica, and an all-reduce of the sharded gradients (Ψ / data) joins the
+A unit is what moves at once: a block, the embedding, and the root with all that remains (head, last norm, learned positions;
+in a tied model the embedding, which is the head). The root is used last in forward and first in backward, so it stays
+gathered between them and moves once. Rows that do not divide over `data` are padded until they do. tests/comm holds the
+ledger of real steps to this table, to the byte.
+
+With `replica` above 1 the shards live inside each replica, and an all-reduce of the summed shards (rP / data) joins the
 replicas once a step.
 
 plan/memory.py states what each stage costs in bytes held.
@@ -126,12 +132,13 @@ def shard(model: nn.Module, units: list[nn.Module], traffic: Traffic, compute: t
     options: dict[str, Any] = {
         "mesh": traffic.mesh.sub("replica", "data") if layout.replica > 1 else traffic.mesh.sub("data"),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
-        "offload_policy": CPUOffloadPolicy() if layout.offload else OffloadPolicy(),
+        # On a CPU the states are in host memory already, and there is no device to pin it for.
+        "offload_policy": CPUOffloadPolicy() if layout.offload and traffic.device.type != "cpu" else OffloadPolicy(),
         "reshard_after_forward": layout.zero == 3,
     }
     for unit in units:
         fully_shard(unit, **options)
-    # The root holds what is used last in forward and first in backward, so it stays gathered in between, as torch advises.
+    # None: torch keeps the root gathered from forward to backward.
     fully_shard(model, **{**options, "reshard_after_forward": None})
     assert layout.zero is not None
     sharded = Sharded(model, layout.zero, [unit for unit in model.modules() if isinstance(unit, FSDPModule)])

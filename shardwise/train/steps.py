@@ -151,7 +151,7 @@ def _divisor(training: Training, norm: Tensor) -> Tensor:
     """What gradients are divided by in the update: the loss scale, and more where the norm exceeds the limit."""
     clip = training.config.train.clip
     excess = torch.ones_like(norm) if clip is None else (norm / clip).clamp(min=1.0)
-    return (excess * training.scale.value).float()
+    return excess * training.scale.value
 
 
 def _stop_non_finite(training: Training, step: int, loss: float) -> None:

@@ -33,16 +33,16 @@ ALONE = Worker(rank=0, world=1, local_rank=0, local_world=64, address="", port=0
 
 
 def job(source: str, **sections: dict[str, Any]) -> Tables:
-    """A job on that source; sections are laid over the small defaults above."""
+    """A job on that source: the small model above or the one given, other sections laid over the defaults above."""
     base: Tables = {
-        "model": LLAMA,
         "data": {"source": source, "sequence_length": 24, "held_out": 0.1},
         "train": TRAIN,
         "layout": {},
         "checkpoint": {},
         "run": {},
     }
-    return {name: {**table, **sections.get(name, {})} for name, table in base.items()}
+    laid_over = {name: {**table, **sections.get(name, {})} for name, table in base.items()}
+    return {**laid_over, "model": sections.get("model", LLAMA)}
 
 
 def start(worker: Worker, tables: Tables) -> Training:

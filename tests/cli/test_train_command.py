@@ -1,0 +1,171 @@
+"""`shardwise train` from the outside: launching, layouts, stopping, resuming, dying."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+Shardwise = Callable[..., subprocess.CompletedProcess[str]]
+JOB = ["examples/quickstart.toml", "model.preset=bytes-400k", "observe.sample=", "train.evaluate_every=0"]
+
+
+def records(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [float(str(record["loss"])) for record in records(run)]
+
+
+def trained(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+
+
+@pytest.fixture(scope="module")
+def one_worker(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of 20 steps on one worker."""
+    run = tmp_path_factory.mktemp("one")
+    command = [sys.executable, "-m", "shardwise", "train", *JOB, "train.steps=20", "layout.data=1", f"run.folder={run}"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    return losses(run)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [[f"layout.data=4 layout.zero={zero} train.micro_batch=4"] for zero in range(4)] + [["layout.replica=2 layout.data=2"]],
+    ids=lambda value: value[0],
+)
+def test_the_losses_of_four_workers_equal_those_of_one(
+    shardwise: Shardwise, tmp_path: Path, one_worker: list[float], layout: list[str]
+) -> None:
+    done = shardwise("train", *JOB, "train.steps=20", *layout[0].split(), "--workers", "4", "run.folder=run")
+    trained(done)
+    assert losses(tmp_path / "run") == pytest.approx(one_worker, rel=1e-5)
+    assert len(one_worker) == 20
+
+
+def start(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "shardwise", "train", *JOB, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 90
+    while not ((run / "metrics.jsonl").exists() and len(records(run)) >= step):
+        assert time.monotonic() < deadline, f"step {step} never came"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("workers", "signal_sent"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)])
+def test_a_stopped_run_goes_on_with_the_same_losses_to_the_last_bit(
+    shardwise: Shardwise, tmp_path: Path, workers: int, signal_sent: signal.Signals
+) -> None:
+    arguments = ["train.steps=40", f"layout.data={workers}"]
+    trained(shardwise("train", *JOB, *arguments, "run.folder=whole"))
+    process = start(tmp_path, *arguments, "run.folder=halved")
+    children = []
+    wait_for_step(tmp_path / "halved", 5)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal_sent)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "stopped after step" in errors
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    reached = len(records(tmp_path / "halved"))
+    assert 5 <= reached < 40
+    trained(shardwise("train", *JOB, *arguments, "run.folder=halved"))
+    assert losses(tmp_path / "halved") == losses(tmp_path / "whole")
+
+
+def test_a_killed_worker_ends_the_run_with_its_name_and_the_way_to_go_on(shardwise: Shardwise, tmp_path: Path) -> None:
+    process = start(tmp_path, "train.steps=2000", "layout.data=2", "checkpoint.every=5", "run.folder=run")
+    wait_for_step(tmp_path / "run", 6)
+    workers = [child for child in psutil.Process(process.pid).children() if "shardwise" in " ".join(child.cmdline())]
+    assert len(workers) == 2
+    workers[1].kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "SIGKILL" in errors.splitlines()[-1]
+    assert "resume from the last checkpoint" in errors.splitlines()[-1]
+    assert "Traceback" not in errors
+    assert not any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers)
+    saved = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    trained(shardwise("train", *JOB, f"train.steps={saved + 2}", "layout.data=2", "run.folder=run"))
+
+
+def test_torchrun_starts_it(tmp_path: Path, one_worker: list[float]) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "shardwise", "train"]
+    command = [*launcher, *JOB, "train.steps=3", "layout.data=2", f"run.folder={tmp_path}/run"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == pytest.approx(one_worker[:3], rel=1e-2)
+
+
+def test_srun_with_a_task_a_device_starts_it(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    common = {
+        "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29731",
+    }  # fmt: skip
+    tasks = [
+        start(tmp_path, "train.steps=3", "layout.data=2", "run.folder=run", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **common)
+        for rank in range(2)
+    ]
+    for task in tasks:
+        _, errors = task.communicate(timeout=120)
+        assert task.returncode == 0, errors
+    assert len(losses(tmp_path / "run")) == 3
+
+
+def test_one_process_a_node_starts_its_workers(tmp_path: Path) -> None:
+    """What a Kubernetes operator sets for torchrun: two "nodes", here on one machine, with one worker each."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    common = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": "127.0.0.1:29732", "PET_RDZV_ID": "test"}
+    nodes = [
+        start(tmp_path, "train.steps=3", "layout.data=2", "run.folder=run", PET_NODE_RANK=str(rank), **common) for rank in range(2)
+    ]
+    for node in nodes:
+        _, errors = node.communicate(timeout=120)
+        assert node.returncode == 0, errors
+    assert len(losses(tmp_path / "run")) == 3
+    assert set(os.listdir(tmp_path / "run" / "logs")) == {"rank-0.log", "rank-1.log"}
+
+
+def test_a_fresh_start_keeps_the_earlier_checkpoints_aside(shardwise: Shardwise, tmp_path: Path) -> None:
+    trained(shardwise("train", *JOB, "train.steps=2", "layout.data=1", "run.folder=run"))
+    again = shardwise("train", *JOB, "train.steps=2", "layout.data=1", "run.folder=run")
+    trained(again)
+    assert "nothing to do" in again.stderr
+    trained(shardwise("train", *JOB, "train.steps=1", "layout.data=1", "run.folder=run", "checkpoint.resume=never"))
+    assert (tmp_path / "run" / "checkpoints.old-1" / "step-2").is_dir()
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
+
+
+def test_the_run_folder_holds_what_the_design_promises(shardwise: Shardwise, tmp_path: Path) -> None:
+    trained(shardwise("train", *JOB, "train.steps=3", "layout.data=2", "run.folder=run", "observe.trace=2", "observe.tensorboard=true"))
+    run = tmp_path / "run"
+    fields = {"step", "loss", "tokens_per_second", "seconds", "learning_rate", "gradient_norm", "spans", "collectives", "memory_bytes"}
+    assert all(fields <= record.keys() for record in records(run))
+    for name in ("config.toml", "plan.json", "events.jsonl", "logs/rank-0.log", "logs/rank-1.log", "trace/step-2-rank-0.json"):
+        assert (run / name).is_file(), name
+    assert list(run.rglob("events.out.tfevents*"))
+    report = shardwise("report", "run", "--json")
+    assert json.loads(report.stdout)["steps"] == 3
