@@ -17,6 +17,7 @@ Beside them stands the ZeRO paper's own formula, which keeps gradients in 16 bit
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import socket
 import tempfile
@@ -41,8 +42,9 @@ from shardwise.train.build import Training, build
 from shardwise.train.steps import steps
 
 STAGES = (0, 1, 2, 3)
-VOCABULARY = 1021
-MODEL = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 1024, "vocabulary": VOCABULARY}
+VOCABULARY = 257
+MODEL = {"layers": 12, "hidden": 192, "heads": 4, "kv_heads": 2, "head_dim": 48, "ffn": 512, "vocabulary": VOCABULARY}
+"""Five million parameters in many small units: FSDP2 keeps the buffer of the last unit it reduced, which is no model state."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -56,17 +58,19 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.note(leaf)
-        if self.watching:
+        made = [self.note(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if self.watching and any(made):
             self.fullest = max(self.fullest, self.total())
         return result
 
-    def note(self, tensor: Tensor) -> None:
+    def note(self, tensor: Tensor) -> bool:
+        """Whether this is the first sight of a storage large enough to matter."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        if local.device.type != "meta":
-            self.storages[local.untyped_storage()] = True
+        storage = local.untyped_storage()
+        if local.device.type == "meta" or storage in self.storages:
+            return False
+        self.storages[storage] = True
+        return storage.nbytes() > 1 << 14
 
     def total(self) -> int:
         """Bytes alive now. A storage that was freed by resizing it to nothing counts as nothing."""
@@ -106,6 +110,7 @@ def _watched(training: Training, live: LiveBytes, held: list[int]) -> Iterator[N
     @contextmanager
     def micro_batch(last: bool) -> Iterator[None]:
         if last:
+            gc.collect()  # what only waits for the collector is not state
             held.append(live.total())
             live.watching = True
         with original(last):

@@ -82,7 +82,9 @@ class Checkpointer:
 
     def load(self, folder: Path, state: dict[str, Tensor], same_world: bool) -> None:
         """Fill `state` in place."""
-        random = random_state(self.mesh.worker.rank, self.mesh.device) if same_world else {}
+        rank, device = self.mesh.worker.rank, self.mesh.device
+        held = _names(folder)  # a run that moves from CPU to GPU finds no state of the GPU's generator
+        random = {name: value for name, value in random_state(rank, device).items() if same_world and name in held}
         try:
             with _quiet():
                 load_shards(
@@ -93,8 +95,10 @@ class Checkpointer:
                 )
         except (OSError, CheckpointException) as error:
             raise UserError(f"{folder} could not be loaded: {_cause(error)}") from None
-        if random:
-            torch.set_rng_state(random[f"random.{self.mesh.worker.rank}.cpu"])
+        if f"random.{rank}.cpu" in random:
+            torch.set_rng_state(random[f"random.{rank}.cpu"])
+        if f"random.{rank}.cuda" in random:
+            torch.cuda.set_rng_state(random[f"random.{rank}.cuda"], device)
 
     def _own_files(self, folder: Path) -> dict[str, dict[str, int]]:
         """Checksums of what this rank wrote; the main rank also answers for the metadata."""
@@ -126,6 +130,14 @@ class Checkpointer:
     def _on_main_quietly(self, action: Callable[[], None]) -> None:
         if self.mesh.is_main:
             action()
+
+
+def _names(folder: Path) -> set[str]:
+    """What a checkpoint holds; nothing where its metadata is damaged, of which the load itself will tell."""
+    try:
+        return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    except Exception:
+        return set()
 
 
 def _fresh(folder: Path) -> None:

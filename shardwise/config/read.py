@@ -96,6 +96,9 @@ def _validate(tables: Tables, source: str, problems: list[str]) -> Config:
             sections[name] = kind.model_validate(table)
         except ValidationError as error:
             problems.extend(_explain(name, kind, detail) for detail in error.errors())
+            if all(detail["type"] == "extra_forbidden" and len(detail["loc"]) == 1 for detail in error.errors()):
+                unknown = {detail["loc"][0] for detail in error.errors()}  # the rest is sound, and can be checked further
+                sections[name] = kind.model_validate({key: value for key, value in table.items() if key not in unknown})
     problems.extend(problems_across(sections))
     if problems:
         raise ConfigError(source, problems)

@@ -97,11 +97,11 @@ def _slurm(env: Mapping[str, str]) -> Worker | Node:
 
 
 def _pet(env: Mapping[str, str]) -> Node:
-    nodes = env.get("PET_NNODES", "1").split(":")[-1]
+    nodes = env.get("PET_NNODES", "1").split(":")[-1]  # `2:4`, a range, means up to 4
     address, _, port = env.get("PET_RDZV_ENDPOINT", "").partition(":")
     workers = env.get("PET_NPROC_PER_NODE", "")
     return Node(
-        nodes=int(nodes),
+        nodes=_number({"PET_NNODES": nodes}, "PET_NNODES"),
         node_rank=_number(env, "PET_NODE_RANK", 0),
         workers=int(workers) if workers.isdigit() else None,
         address=address or env.get("PET_MASTER_ADDR", "localhost"),

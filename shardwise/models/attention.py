@@ -57,13 +57,17 @@ class Attention(nn.Module):
         value = self._heads(self.value(x))  # each (batch, sequence, heads, head_dim)
         if angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)
+        grouped = self.grouped
+        if grouped and query.is_cuda and query.dtype == torch.float32:  # no fused GPU kernel shares heads in float32
+            repeats = query.shape[2] // key.shape[2]
+            key, value, grouped = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2), False
         mixed = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
-            enable_gqa=self.grouped,
+            enable_gqa=grouped,
         )
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return result
@@ -106,7 +110,6 @@ def _example_call(config: Model, dtype: torch.dtype, length: int, masked: bool) 
         return rows.transpose(1, 2)
 
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="cuda") if masked else None
-    key = projected(config.kv_heads)
-    return torch.backends.cuda.SDPAParams(
-        projected(config.heads), key, key, mask, 0.0, not masked, config.kv_heads < config.heads
-    )
+    kv_heads = config.heads if dtype == torch.float32 else config.kv_heads  # see Attention.forward
+    key = projected(kv_heads)
+    return torch.backends.cuda.SDPAParams(projected(config.heads), key, key, mask, 0.0, not masked, kv_heads < config.heads)

@@ -137,7 +137,10 @@ def _communication(steps: Sequence[Record]) -> Summary:
     measures it; elsewhere it is null.
     """
     seconds = math.fsum(step["seconds"] for step in steps)
-    exposed = math.fsum(step.get("spans", {}).get("exposed_communication", 0.0) for step in steps)
+    waits = [step.get("spans", {}).get("exposed_communication") for step in steps]
+    if None in waits:
+        return {"efficiency": None, "overlap": None}
+    exposed = math.fsum(waits)
     busy = math.fsum(step.get("communication_seconds", 0.0) for step in steps)
     return {
         "efficiency": 1 - exposed / seconds if seconds else None,

@@ -45,6 +45,13 @@ class Alone:
     """One device: nothing to exchange."""
 
     model: nn.Module
+    keeps_gradients: bool = field(default=False, init=False)
+    """Whether gradients are set to zero in place after a step, rather than given back."""
+
+    @property
+    def waits_are_timed(self) -> bool:
+        """Whether exposed communication can be told apart from computation."""
+        return True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.model(*args, **kwargs)
@@ -76,8 +83,22 @@ class Replicated(Alone):
             self.ddp = DistributedDataParallel(
                 self.model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False
             )
+        self._settle_buckets()
         self.hook = hook = GradientSum(self.traffic, self.axis, group)
         self.ddp.register_comm_hook(None, lambda state, bucket: hook.reduce(bucket))
+
+    def _settle_buckets(self) -> None:
+        """DDP lays its buckets out anew after its first backward, and the bits of a sum depend on the place in a bucket. So the
+        first step of a resumed run would differ from the same step of a run that never stopped. A backward that asks nothing of
+        the weights, in the order DDP expects (last parameter first), gets that over with before the first step.
+        """
+        parameters = list(self.model.parameters())
+        self.model.forward = lambda: torch.stack([parameter.flatten()[0] for parameter in parameters]).sum()
+        try:
+            self.ddp().backward()
+        finally:
+            del self.model.forward
+        self.model.zero_grad()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = self.ddp(*args, **kwargs)
@@ -87,6 +108,8 @@ class Replicated(Alone):
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Sum over devices only in the last backward."""
         if not last:
+            # Gradients live in DDP's buckets. Given back after a step, they would next be summed beside the buckets: 4P more.
+            self.keeps_gradients = True
             with self.ddp.no_sync():
                 yield
         else:
@@ -100,6 +123,12 @@ class Sharded(Alone):
 
     zero: int
     units: list[FSDPModule]
+    device: torch.device
+
+    @property
+    def waits_are_timed(self) -> bool:
+        """On a GPU, FSDP2 waits on streams of its own, where no public hook reaches."""
+        return self.device.type == "cpu"
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -141,8 +170,9 @@ def shard(model: nn.Module, units: list[nn.Module], traffic: Traffic, compute: t
     # None: torch keeps the root gathered from forward to backward.
     fully_shard(model, **{**options, "reshard_after_forward": None})
     assert layout.zero is not None
-    sharded = Sharded(model, layout.zero, [unit for unit in model.modules() if isinstance(unit, FSDPModule)])
-    for sharded_unit in sharded.units:
+    sharded_units: list[FSDPModule] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+    sharded = Sharded(model, layout.zero, sharded_units, traffic.device)
+    for sharded_unit in sharded_units:
         _count(sharded_unit, traffic, layout)
     return sharded
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from shardwise.data import Dataset, Rows
 from shardwise.data.batches import to_batch
-from shardwise.models import attention_backends, generate
+from shardwise.models import IGNORED, attention_backends, generate
 from shardwise.train.build import Training
 
 
@@ -17,20 +19,30 @@ def held_out_loss(training: Training) -> float | None:
     if count == 0:
         return None
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    devices = training.plan.layout.data_parallel
+    devices, size = training.plan.layout.data_parallel, training.plan.micro_batch
     with attention_backends(device.type):
-        # Every rank runs the same number of forwards, because sharded weights are gathered together; a rank that has no
-        # rows left computes on one whose result is not counted.
-        for first in range(0, count, devices * training.plan.micro_batch):
-            start = first + training.mesh.data_index * training.plan.micro_batch
-            rows = max(0, min(training.plan.micro_batch, count - start))
-            batch = to_batch(dataset.held_out_rows(min(start, count - 1), max(1, rows)), device)
+        for first in range(0, count, devices * size):
+            start = first + training.mesh.data_index * size
+            batch = to_batch(_rows(dataset, start, size, count), device)
             loss = training.parallel.model(batch.inputs, batch.targets, batch.documents)
-            if rows:
-                sums += torch.stack([loss.double(), torch.tensor(float(batch.valid), device=device).double()])
+            sums += torch.stack([loss.double(), torch.tensor(float(batch.valid), device=device).double()])
     training.parallel.settle()
     total, tokens = training.traffic.sum_over_data(sums).tolist()
     return float(total / max(1.0, tokens))
+
+
+def _rows(dataset: Dataset, start: int, size: int, count: int) -> Rows:
+    """Held-out rows from `start`, always `size` of them: those past `count` repeat the last one and carry no loss.
+
+    Every rank must run the same number of forwards, because sharded weights are gathered together, and a compiled model must
+    see one shape.
+    """
+    first = min(start, count - 1)
+    rows = dataset.held_out_rows(first, min(size, count - first))
+    places = np.minimum(np.arange(size), len(rows.inputs) - 1)
+    targets = rows.targets[places]
+    targets[max(0, count - start) :] = IGNORED
+    return Rows(rows.inputs[places], targets, None if rows.documents is None else rows.documents[places])
 
 
 @torch.no_grad()
@@ -43,7 +55,7 @@ def sample(training: Training, prompt: str) -> str:
         logits: torch.Tensor = training.parallel.model(tokens.to(device), last_logits=True)
         return logits.reshape(-1)
 
-    with attention_backends(device.type):
+    with attention_backends(device.type), torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
         continued = generate(
             last_logits,
             ids,

@@ -9,6 +9,7 @@ import json
 import logging
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.checkpoint import set_aside, to_resume
+from shardwise.comm import EXPOSED
 from shardwise.config import Config, to_toml
 from shardwise.data import Dataset, check_vocabulary, unigram_loss
 from shardwise.errors import UserError
@@ -37,6 +39,7 @@ INTERRUPTED = 130
 
 def run(config: Config, worker: Worker) -> int:
     """Train, as this worker, to the end or until asked to stop; returns the exit status."""
+    warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice to the compiler's authors
     dataset = Dataset.open(config.data, config.train.seed)
     check_vocabulary(dataset, config.model.vocabulary)
     plan = choose(config, worker.world, device_memory(worker.local_world))
@@ -220,7 +223,7 @@ class _Voice(_Silence):
             "memory_bytes": done.memory_bytes,
             "spans": done.spans,
             "collectives": done.collectives,
-            "communication_efficiency": 1 - done.spans["exposed_communication"] / done.seconds,
+            "communication_efficiency": 1 - done.spans[EXPOSED] / done.seconds if EXPOSED in done.spans else None,
             **({"loss_scale": done.loss_scale} if training.scale.dynamic else {}),
             **({"skipped": True} if done.skipped else {}),
         }

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.comm import EXPOSED
 from shardwise.data.batches import Batch, Batches
 from shardwise.errors import RunFailed
 from shardwise.models import attention_backends
@@ -102,10 +103,12 @@ def _read(training: Training, queued: _Queued) -> Step:
     overflowed = not (math.isfinite(norm) and math.isfinite(loss))
     if overflowed and not training.scale.dynamic:
         _stop_non_finite(training, number, loss)
-    training.optimizer.zero_grad()
+    training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
     training.scale = training.scale.after(overflowed)
     training.step = number
     spans = training.traffic.clock.finish()
+    if not training.parallel.waits_are_timed:
+        del spans[EXPOSED]
     return Step(
         step=number,
         loss=loss,

@@ -32,7 +32,9 @@ def shardwise(tmp_path: Path) -> Iterator[Shardwise]:
         )
 
     yield call
-    left = [process for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get("SHARDWISE_TEST") == mark]
+    left = [
+        process for process in psutil.process_iter(["environ"]) if (process.info["environ"] or {}).get("SHARDWISE_TEST") == mark
+    ]
     for process in left:
         process.kill()
     assert not left, f"processes left behind: {left}"

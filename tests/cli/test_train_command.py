@@ -126,7 +126,15 @@ def test_srun_with_a_task_a_device_starts_it(tmp_path: Path) -> None:
         "SLURM_STEP_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29731",
     }  # fmt: skip
     tasks = [
-        start(tmp_path, "train.steps=3", "layout.data=2", "run.folder=run", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **common)
+        start(
+            tmp_path,
+            "train.steps=3",
+            "layout.data=2",
+            "run.folder=run",
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank),
+            **common,
+        )
         for rank in range(2)
     ]
     for task in tasks:
@@ -140,7 +148,8 @@ def test_one_process_a_node_starts_its_workers(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     common = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": "127.0.0.1:29732", "PET_RDZV_ID": "test"}
     nodes = [
-        start(tmp_path, "train.steps=3", "layout.data=2", "run.folder=run", PET_NODE_RANK=str(rank), **common) for rank in range(2)
+        start(tmp_path, "train.steps=3", "layout.data=2", "run.folder=run", PET_NODE_RANK=str(rank), **common)
+        for rank in range(2)
     ]
     for node in nodes:
         _, errors = node.communicate(timeout=120)
@@ -160,9 +169,23 @@ def test_a_fresh_start_keeps_the_earlier_checkpoints_aside(shardwise: Shardwise,
 
 
 def test_the_run_folder_holds_what_the_design_promises(shardwise: Shardwise, tmp_path: Path) -> None:
-    trained(shardwise("train", *JOB, "train.steps=3", "layout.data=2", "run.folder=run", "observe.trace=2", "observe.tensorboard=true"))
+    trained(
+        shardwise(
+            "train", *JOB, "train.steps=3", "layout.data=2", "run.folder=run", "observe.trace=2", "observe.tensorboard=true"
+        )
+    )
     run = tmp_path / "run"
-    fields = {"step", "loss", "tokens_per_second", "seconds", "learning_rate", "gradient_norm", "spans", "collectives", "memory_bytes"}
+    fields = {
+        "step",
+        "loss",
+        "tokens_per_second",
+        "seconds",
+        "learning_rate",
+        "gradient_norm",
+        "spans",
+        "collectives",
+        "memory_bytes",
+    }
     assert all(fields <= record.keys() for record in records(run))
     for name in ("config.toml", "plan.json", "events.jsonl", "logs/rank-0.log", "logs/rank-1.log", "trace/step-2-rank-0.json"):
         assert (run / name).is_file(), name

@@ -49,7 +49,7 @@ class Pool:
         for rank in self._ranks:
             rank.pipe.send(task)
         answers = self._answers(seconds)
-        if all(isinstance(answer, _Returned) for answer in answers.values()):
+        if len(answers) == self.world and all(isinstance(answer, _Returned) for answer in answers.values()):
             return [answers[rank].value for rank in range(self.world)]
         report = self._report(answers)
         self.close()

@@ -1,0 +1,152 @@
+"""A run that stops and goes on is the run that never stopped: to the last bit on the same layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks.jobs import ALONE, LLAMA, Tables, Trained, difference, job, start, weights, whole
+from ranks.pool import Pool
+from torch import Tensor
+
+from shardwise.checkpoint import checkpoints, read_manifest
+from shardwise.checkpoint.save import state_of
+from shardwise.config import Layout
+from shardwise.mesh import Worker
+from shardwise.train.build import Training, restore, save
+from shardwise.train.steps import steps
+
+State = dict[str, Tensor]
+
+
+def state(training: Training) -> State:
+    """Every weight and moment, whole."""
+    return {name: whole(tensor) for name, tensor in state_of(training.parallel.model, training.optimizer).items()}
+
+
+def train_and_save(worker: Worker, tables: Tables, at: int | None) -> tuple[Trained, State]:
+    """Train to the end, saving once on the way; what was trained, and the state as it was saved."""
+    training, done, saved = start(worker, tables), [], {}
+    for step in steps(training):
+        done.append(step)
+        if step.step == at:
+            save(training)
+            saved = state(training)
+    return Trained(done, weights(training.parallel.model)), saved
+
+
+def resume(worker: Worker, tables: Tables) -> tuple[Trained, State]:
+    """Start again from the newest checkpoint; what was trained after it, and the state as it was loaded."""
+    training = start(worker, tables)
+    restore(training, checkpoints(Path(tables["run"]["folder"]))[-1])
+    loaded = state(training)
+    return Trained(list(steps(training)), weights(training.parallel.model)), loaded
+
+
+def run(ranks: Callable[[int], Pool], tables: Tables, case: Callable[..., Any], *arguments: Any) -> list[Any]:
+    world = Layout(**{"data": 1, **tables["layout"]}).world
+    return [case(ALONE, tables, *arguments)] if world == 1 else ranks(world).run(case, tables, *arguments)
+
+
+def equal(left: State, right: State) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def numbers(trained: Trained) -> list[tuple[float, ...]]:
+    return [(one.step, one.loss, one.gradient_norm, one.learning_rate, one.loss_scale) for one in trained.steps]
+
+
+LAYOUTS = [
+    ({}, "float32"),
+    *(({"data": 4, "zero": zero}, "float32") for zero in range(4)),
+    ({"replica": 2, "data": 2, "zero": 2}, "bfloat16"),
+    ({"data": 2, "zero": 3}, "float16"),
+    ({}, "float16"),
+]
+
+
+@pytest.mark.parametrize(("layout", "precision"), LAYOUTS, ids=str)
+def test_ten_steps_and_ten_more_are_twenty_to_the_last_bit(
+    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, layout: dict[str, Any], precision: str
+) -> None:
+    train = {"steps": 20, "precision": precision, "micro_batch": 1, "scale_every": 4, "initial_scale": 256.0}
+    tables = job(corpus, train=train, layout=layout, run={"folder": str(tmp_path)})
+    whole_run = run(ranks, tables, train_and_save, 10)
+    resumed = run(ranks, tables, resume)
+    for (uninterrupted, saved), (continued, loaded) in zip(whole_run, resumed, strict=True):
+        assert equal(saved, loaded)
+        assert numbers(continued) == numbers(uninterrupted)[10:]
+        assert equal(continued.weights, uninterrupted.weights)
+
+
+def test_saving_does_not_change_the_run(corpus: str, tmp_path: Path) -> None:
+    tables = job(corpus, train={"precision": "float32", "steps": 6}, run={"folder": str(tmp_path)})
+    (with_save, _), (without, _) = train_and_save(ALONE, tables, 3), train_and_save(ALONE, tables, None)
+    assert numbers(with_save) == numbers(without)
+    assert equal(with_save.weights, without.weights)
+
+
+def test_random_states_come_back(corpus: str, tmp_path: Path) -> None:
+    tables = job(corpus, run={"folder": str(tmp_path)})
+    torch.manual_seed(5)
+    folder = save(start(ALONE, tables))
+    drawn = torch.rand(3)
+    torch.manual_seed(6)
+    restore(start(ALONE, tables), folder)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_run_may_move_to_a_device_with_generators_of_its_own(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = job(corpus, run={"folder": str(tmp_path)})
+    folder = save(start(ALONE, tables))
+    on_gpu = {"random.0.cpu": torch.get_rng_state(), "random.0.cuda": torch.zeros(16, dtype=torch.uint8)}
+    monkeypatch.setattr("shardwise.checkpoint.save.random_state", lambda rank, device: on_gpu)
+    restore(start(ALONE, tables), folder)
+
+
+OTHERS = [
+    ({"data": 4, "zero": 3}, [{}, {"data": 4, "zero": 0}, {"data": 2, "zero": 1}, {"replica": 2, "data": 2, "zero": 2}]),
+    ({}, [{"data": 4, "zero": 3}, {"data": 2, "zero": 2}]),
+    ({"data": 2, "zero": 0}, [{"data": 4, "zero": 1}]),
+]
+
+
+@pytest.mark.parametrize(("written", "read"), [(written, read) for written, reads in OTHERS for read in reads], ids=str)
+def test_a_checkpoint_loads_on_another_layout_to_the_last_bit(
+    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, written: dict[str, Any], read: dict[str, Any]
+) -> None:
+    tables = job(corpus, train={"steps": 6}, layout=written, run={"folder": str(tmp_path)})
+    (before, saved), *_ = run(ranks, tables, train_and_save, 3)
+    for after, loaded in run(ranks, {**tables, "layout": read}, resume):
+        assert equal(saved, loaded)
+        assert max(difference(after.weights[name], before.weights[name]) for name in before.weights) < 1e-9
+        assert after.losses == pytest.approx(before.losses[3:], rel=1e-9)
+
+
+def test_a_tied_model_saves_its_shared_matrix_once(corpus: str, tmp_path: Path) -> None:
+    tables = job(corpus, model={**LLAMA, "tied": True}, run={"folder": str(tmp_path)})
+    _, saved = train_and_save(ALONE, tables, 3)
+    assert "model.embedding.weight" in saved
+    assert not any("head" in name for name in saved)
+
+
+def test_only_the_newest_are_kept_and_each_tells_what_it_is(corpus: str, tmp_path: Path) -> None:
+    tables = job(corpus, train={"steps": 4}, checkpoint={"keep": 2}, run={"folder": str(tmp_path)})
+    training = start(ALONE, tables)
+    for _ in steps(training):
+        save(training)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-3", "step-4"]
+    manifest = read_manifest(tmp_path / "checkpoints" / "step-4")
+    assert (manifest.step, manifest.world, manifest.model["vocabulary"]) == (4, 1, 259)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-3", "step-4"]
+
+
+def test_the_same_step_can_be_saved_again(corpus: str, tmp_path: Path) -> None:
+    training = start(ALONE, job(corpus, run={"folder": str(tmp_path)}))
+    assert save(training) == save(training)
+    restore(training, tmp_path / "checkpoints" / "step-0")

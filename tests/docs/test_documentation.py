@@ -1,0 +1,96 @@
+"""The documentation is true: every command in it runs, every example trains, the reference matches the definitions."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.config import read
+from shardwise.config.reference import markdown
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FAST = ["train.steps=2", "model.preset=bytes-400k", "observe.sample_tokens=2", "train.evaluate_sequences=4"]
+
+
+def commands() -> list[str]:
+    """The lines of every fenced `sh` block, once each, in the order a reader meets them."""
+    blocks = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)]
+    return list(dict.fromkeys(line for block in blocks for line in block.splitlines() if line and not line.startswith("#")))
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder
+
+
+@pytest.mark.parametrize("line", [line for line in commands() if not line.startswith("make ")])
+def test_every_command_in_the_documentation_runs(workplace: Path, line: str) -> None:
+    """In order, in one folder, as a reader would; training is cut to two steps of a small model. `make` is not called from
+    within itself: `make test` is what runs this, and the job of `make quickstart` is among the examples below."""
+    words = shlex.split(line)
+    if words[0] in ("shardwise", "torchrun"):
+        words[:1] = [sys.executable, "-m", "shardwise" if words[0] == "shardwise" else "torch.distributed.run"]
+    if "train" in words:
+        words += FAST
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=workplace, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_documentation_names_the_two_commands_and_they_exist() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for command in ("make quickstart", "make test"):
+        assert command in (ROOT / "README.md").read_text()
+        assert command.split()[1] in targets
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_every_example_trains(workplace: Path, example: Path) -> None:
+    read(example)
+    command = [sys.executable, "-m", "shardwise", "train", str(example), *FAST[:1], *FAST[2:], f"run.folder={example.stem}-run"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "a sample" in done.stderr
+
+
+def test_the_reference_matches_the_definitions() -> None:
+    assert (ROOT / "docs" / "configuration.md").read_text() == markdown(), "run `make reference`"
+
+
+def test_every_link_between_pages_leads_somewhere() -> None:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", ROOT / "benchmarks" / "RESULTS.md"]:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_models_do_not_know_torch_distributed() -> None:
+    """import-linter cannot forbid part of an outside package, so this does."""
+    for path in (ROOT / "shardwise" / "models").glob("*.py"):
+        assert not re.search(r"(from|import) torch\.distributed", path.read_text()), path
+
+
+def test_only_one_module_reads_the_environment_and_one_the_private_parts_of_torch() -> None:
+    for path in (ROOT / "shardwise").rglob("*.py"):
+        text = path.read_text()
+        if path.name != "launched.py":
+            assert not re.search(r"os\.(environ\b(?!\.update)|getenv)", text), path
+        if path.name != "_torch.py":
+            assert not re.search(r"(from|import) torch[\w.]*\._(?!foreach)", text), path
+
+
+def test_config_and_plan_work_without_torch() -> None:
+    script = "import sys; sys.modules['torch'] = None; import shardwise.config, shardwise.plan; print('fine')"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "fine\n", done.stderr

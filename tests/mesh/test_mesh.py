@@ -1,0 +1,92 @@
+"""Who is who on the grid: rank arithmetic against numpy's, and groups as the ranks themselves see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks.jobs import ALONE
+from ranks.pool import Pool
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwise.comm import Traffic
+from shardwise.config import Layout
+from shardwise.mesh import RANK_AXES, Mesh, Worker, join, leave
+
+
+@contextmanager
+def imagined(rank: int, layout: Layout) -> Iterator[Mesh]:
+    """The mesh as one rank of a world that is not there."""
+
+    def pretend(backend: str, *, rank: int, world_size: int, **unused: Any) -> None:
+        original("fake", rank=rank, world_size=world_size, store=FakeStore())
+
+    original = dist.init_process_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "init_process_group", pretend)
+        try:
+            yield join(Worker(rank, layout.world, rank, layout.world, "nowhere", 1, "test"), layout)
+        finally:
+            leave()
+
+
+degrees = st.integers(1, 3)
+
+
+@settings(max_examples=12, deadline=None)
+@given(pipeline=st.integers(1, 2), replica=degrees, data=degrees, context=st.integers(1, 2), tensor=st.integers(1, 2))
+def test_each_share_of_the_batch_has_one_reader_for_each_place_on_the_other_axes(**sizes: int) -> None:
+    layout = Layout(**sizes)
+    shape = tuple(sizes[axis] for axis in RANK_AXES)
+    readers: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world):
+        expected = dict(zip(RANK_AXES, (int(place) for place in np.unravel_index(rank, shape)), strict=True))
+        with imagined(rank, layout) as mesh:
+            if layout.world > 1:
+                assert {axis: mesh.coordinate(axis) for axis in RANK_AXES} == expected
+            assert mesh.data_index == expected["replica"] * layout.data + expected["data"]
+            assert mesh.is_main == (rank == 0)
+            elsewhere = tuple(expected[axis] for axis in ("pipeline", "context", "tensor"))
+            readers.setdefault(elsewhere, []).append(mesh.data_index)
+    assert len(readers) == layout.world // layout.data_parallel
+    assert all(sorted(shares) == list(range(layout.data_parallel)) for shares in readers.values())
+
+
+def groups(worker: Worker, layout: dict[str, int]) -> dict[str, Any]:
+    mesh = join(worker, Layout(**layout))
+    traffic = Traffic(mesh)
+    members = {axis: group and dist.get_process_group_ranks(group) for axis in RANK_AXES for group in [mesh.group(axis)]}
+    total = traffic.sum_over_data(torch.tensor(2.0**worker.rank))
+    return {**members, "both": dist.get_process_group_ranks(mesh.data_parallel_group()), "total": float(total)}
+
+
+def test_groups_of_a_hybrid_layout(ranks: Callable[[int], Pool]) -> None:
+    found = ranks(4).run(groups, {"replica": 2, "data": 2})
+    assert [one["data"] for one in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [one["replica"] for one in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert all(one["both"] == [0, 1, 2, 3] and one["total"] == 15.0 for one in found)
+    assert all(one[axis] is None for one in found for axis in ("pipeline", "context", "tensor"))
+
+
+@pytest.mark.parametrize("axis", ["data", "replica"])
+def test_groups_of_one_axis(ranks: Callable[[int], Pool], axis: str) -> None:
+    for one in ranks(4).run(groups, {"replica": 1, "data": 1, axis: 4}):
+        assert one[axis] == one["both"] == [0, 1, 2, 3]
+        assert one["total"] == 15.0
+
+
+def test_one_device_needs_no_process_group() -> None:
+    mesh = join(ALONE, Layout(data=1))
+    assert not dist.is_initialized()
+    assert mesh.grid is None
+    assert mesh.data_index == 0
+    assert all(mesh.group(axis) is None for axis in RANK_AXES)
+    assert float(Traffic(mesh).sum_over_data(torch.tensor(3.0))) == 3.0
+    leave()

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from ranks.jobs import GPT, LLAMA
+from torch import nn
+
+from shardwise.config import Model, Train
+from shardwise.models import Transformer, initialise
+from shardwise.optim import make_optimizer, update
+from shardwise.optim.adamw import is_decayed
+
+ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
+
+
+def names_by_decay(model: nn.Module, train: Train) -> dict[float, set[str]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = make_optimizer(model, train).param_groups
+    return {group["weight_decay"]: {names[parameter] for parameter in group["params"]} for group in groups}
+
+
+def test_a_llama_decays_its_matrices_and_its_head_only() -> None:
+    with torch.device("meta"):
+        found = names_by_decay(Transformer(Model(**{**LLAMA, "layers": 1})), Train(weight_decay=0.3))
+    attention = {f"blocks.0.attention.{name}.weight" for name in ("query", "key", "value", "output")}
+    feed_forward = {f"blocks.0.feed_forward.{name}.weight" for name in ("gate", "up", "down")}
+    head_norms = {f"blocks.0.attention.{name}_norm.weight" for name in ("query", "key")}
+    norms = {"blocks.0.attention_norm.weight", "blocks.0.feed_forward_norm.weight", "norm.weight"}
+    assert found == {0.3: attention | feed_forward | {"head.weight"}, 0.0: norms | head_norms | {"embedding.weight"}}
+
+
+def test_a_tied_gpt_decays_neither_embeddings_nor_biases_nor_norms() -> None:
+    with torch.device("meta"):
+        model = Transformer(Model(**GPT))
+    found = names_by_decay(model, Train(weight_decay=0.3))
+    assert all(name.startswith("blocks.") and name.endswith(".weight") and "norm" not in name for name in found[0.3])
+    assert len(found[0.3]) == 2 * 6
+    assert len(found[0.3]) + len(found[0.0]) == len(list(model.parameters()))
+
+
+def test_every_parameter_is_in_exactly_one_group() -> None:
+    with torch.device("meta"):
+        model = Transformer(Model(**LLAMA))
+    groups = make_optimizer(model, Train()).param_groups
+    listed = [parameter for group in groups for parameter in group["params"]]
+    assert sorted(map(id, listed)) == sorted(map(id, model.parameters()))
+    assert is_decayed("blocks.0.feed_forward.up.weight", torch.empty(2, 2))
+
+
+def model_with_gradients(dtype: torch.dtype) -> Transformer:
+    model = Transformer(Model(**{**LLAMA, "layers": 1})).to(dtype)
+    initialise(model, 5)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+    return model
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_an_update_is_adamw_on_divided_gradients(dtype: torch.dtype, bound: float) -> None:
+    ours, theirs = model_with_gradients(dtype), model_with_gradients(torch.float64)
+    train = Train(betas=(0.8, 0.9), epsilon=1e-6, weight_decay=0.2)
+    optimizer = make_optimizer(ours, train)
+    decayed = [p for name, p in theirs.named_parameters() if is_decayed(name, p)]
+    plain = [p for name, p in theirs.named_parameters() if not is_decayed(name, p)]
+    groups = [{"params": decayed, "weight_decay": 0.2}, {"params": plain, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, foreach=False)
+    gradients = [parameter.grad.clone() for parameter in theirs.parameters()]
+    for lr, divisor in ((0.1, 1.0), (0.05, 3.7), (0.2, 1234.5)):
+        for mine, truth, gradient in zip(ours.parameters(), theirs.parameters(), gradients, strict=True):
+            mine.grad, truth.grad = gradient.to(dtype), gradient / divisor
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+        update(optimizer, lr, torch.tensor(divisor, dtype=dtype), ZERO)
+    with torch.no_grad():
+        for mine, truth in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert float((mine - truth).abs().max() / truth.abs().max()) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_skipped_update_changes_no_bit(dtype: torch.dtype) -> None:
+    model = model_with_gradients(dtype)
+    optimizer = make_optimizer(model, Train())
+    update(optimizer, 0.1, ONE.to(dtype), ZERO)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    next(model.parameters()).grad[0, 0] = torch.nan
+    update(optimizer, 0.1, torch.tensor(torch.nan, dtype=dtype), ONE)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    found = optimizer.state_dict()["state"]
+    assert all(torch.equal(state[index][key], value) for index in state for key, value in found[index].items())
+    # Only the gradient that was bad is bad, so that it can be named.
+    assert [bool(torch.isfinite(p.grad).all()) for p in model.parameters()].count(False) == 1
