@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import random_tokens
-import torch
-import torch.multiprocessing
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -160,7 +159,7 @@ def main() -> None:
     workers = parser.parse_args().workers
     with tempfile.TemporaryDirectory() as name:
         folder = random_tokens.write(Path(name), 100_000, VOCABULARY)
-        torch.multiprocessing.spawn(_work, (workers, _free_ports(len(STAGES)), folder), workers)  # type: ignore[no-untyped-call]
+        spawn(_work, (workers, _free_ports(len(STAGES)), folder), workers)  # type: ignore[no-untyped-call]
         measured = [[json.loads((folder / f"{zero}-{rank}.json").read_text()) for rank in range(workers)] for zero in STAGES]
     print(json.dumps(table(measured, workers), indent=1))
 

@@ -148,7 +148,9 @@ class Layout(Section):
         description="what is sharded over `data`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights; "
         "left out: 3 where `replica` is above 1, else chosen by memory",
     )
-    offload: bool = Field(False, description="keep sharded states in host memory (needs zero = 1, 2 or 3 and a GPU)")
+    offload: bool = Field(
+        False, description="keep weights, gradients and optimizer state in host memory between uses (GPUs; not with zero = 0)"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,22 +66,28 @@ class Mesh:
 
 
 def join(worker: Worker, layout: Layout) -> Mesh:
-    """Meet the peers and lay out the grid. A world of one needs no process group."""
+    """Meet the peers and lay out the grid. A world of one needs none, unless states are offloaded: FSDP2 does that, on a mesh."""
     device = pick_device(worker)
     assert layout.world == worker.world, "the plan was made for this world"
-    if worker.world == 1:
+    if worker.world == 1 and not layout.offload:
         return Mesh(worker, layout, device, None)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    _meet(worker, device)
+    shape = tuple(getattr(layout, axis) for axis in RANK_AXES)
+    return Mesh(worker, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=RANK_AXES))
+
+
+def _meet(worker: Worker, device: torch.device) -> None:
+    where = "env://" if worker.launcher in ("torchrun", "shardwise") else f"tcp://{worker.address}:{worker.port}"
+    alone: dict[str, Any] = {"store": dist.HashStore()}  # type: ignore[attr-defined]
+    meeting = alone if worker.world == 1 else {"init_method": where}
     dist.init_process_group(
-        backend,
-        init_method="env://" if worker.launcher in ("torchrun", "shardwise") else f"tcp://{worker.address}:{worker.port}",
+        "nccl" if device.type == "cuda" else "gloo",
         rank=worker.rank,
         world_size=worker.world,
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
+        **meeting,
     )
-    shape = tuple(getattr(layout, axis) for axis in RANK_AXES)
-    return Mesh(worker, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=RANK_AXES))
 
 
 def leave() -> None:

@@ -44,8 +44,10 @@ def update(optimizer: torch.optim.AdamW, lr: float, divide_by: Tensor, skip: Ten
     if divide_by.dtype == torch.float64:  # the kernel would read it as float32, which a proof in float64 would notice
         _divide_gradients(optimizer, torch.where(skip > 0, 1.0, divide_by))
         divide_by = torch.ones_like(skip)
-    optimizer.grad_scale = divide_by  # type: ignore[attr-defined]
-    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    device = optimizer.param_groups[0]["params"][0].device
+    # Offloaded parameters are updated on the host, which must wait for these two numbers; torch would not.
+    optimizer.grad_scale = divide_by.to(device)  # type: ignore[attr-defined]
+    optimizer.found_inf = skip.to(device)  # type: ignore[attr-defined]
     optimizer.step()
 
 

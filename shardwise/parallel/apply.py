@@ -35,7 +35,7 @@ def parallelise(config: Config, traffic: Traffic) -> Alone:
     if compiled:
         for block in model.blocks:
             block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
-    if layout.zero == 0 or layout.data == 1:
+    if layout.zero == 0:
         materialise(model, traffic.device, train.seed)
         return Alone(model) if layout.data_parallel == 1 else replicate(model, traffic)
     sharded = shard(model, _units(model), traffic, DTYPES[train.precision], DTYPES[reduce_dtype(train)])

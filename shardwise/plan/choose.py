@@ -95,7 +95,7 @@ def _product(layout: Layout) -> str:
 
 
 def _zero(config: Config, layout: Layout, parameters: int, accumulation: int, memory_bytes: float | None) -> tuple[int, str]:
-    if layout.data == 1:
+    if layout.data == 1 and not layout.offload:
         return 0, "nothing to shard: the data axis has one device"
     if layout.zero is not None:
         return layout.zero, f"zero = {layout.zero} as asked"

@@ -10,7 +10,14 @@ from shardwise.errors import UserError
 from shardwise.mesh import ALONE, Launched, Node, Worker, launched, worker_environment
 from shardwise.mesh.launched import first_host
 
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29511"}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29511",
+}
 SLURM = {
     "SLURM_JOB_ID": "41234", "SLURM_STEP_ID": "0", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
     "SLURM_NTASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[007-008]",

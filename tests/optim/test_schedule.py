@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -72,6 +73,6 @@ def test_every_rate_lies_between_zero_and_the_peak_and_never_rises_after_warm_up
     rates = [learning_rate(train, step) for step in range(1, steps + 1)]
     assert all(0 <= rate <= 4.0 for rate in rates)
     fall = rates[max(0, warmup - 1) :]
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in zip(fall, fall[1:], strict=False))
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(fall))
     if warmup < steps and name != "constant":
         assert rates[-1] == pytest.approx(4.0 * final)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -109,10 +107,3 @@ def difference(found: Tensor, truth: Tensor, moved: float = 0.01) -> float:
     only the second yardstick means anything there.
     """
     return float((found - truth).abs().max()) / max(float(truth.abs().max()), moved)
-
-
-def watched(worker: Worker, tables: Tables, watch: Callable[[Training], None]) -> Trained:
-    """Train, after letting `watch` attach whatever it wants to the built job."""
-    training = start(worker, tables)
-    watch(training)
-    return Trained(list(steps(training)), weights(training.parallel.model))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks.faults import snapshot
 from ranks.jobs import ALONE, Tables, Trained, job, on_one_device, start, weights, worst_difference
 from ranks.pool import Pool
 
@@ -61,6 +62,22 @@ def test_evaluation_and_sample_are_those_of_one_device_and_leave_no_trace(
         assert found_losses == pytest.approx(losses, rel=1e-9)
         assert found_text == text
         assert worst_difference(trained, undisturbed) < 1e-9
+
+
+def unchanged(worker: Worker, tables: Tables) -> bool:
+    """Whether what this rank holds, and would save, is the same before and after an evaluation and a sample."""
+    training = start(worker, tables)
+    next(steps(training))
+    before = snapshot(training)
+    held_out_loss(training)
+    sample(training, "ab")
+    after = snapshot(training)
+    return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_weights_are_shards_again_after_an_evaluation(ranks: Callable[[int], Pool], corpus: str, zero: int) -> None:
+    assert ranks(2).run(unchanged, evaluated(corpus, layout={"data": 2, "zero": zero})) == [True, True]
 
 
 def test_nothing_held_out_means_no_evaluation(corpus: str) -> None:

@@ -1,0 +1,112 @@
+"""Reading a job: TOML, overrides, presets, peers' spellings, and the way back."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.config import PRESETS, Config, divisors, from_tables, read, to_toml
+from shardwise.errors import ConfigError
+
+TEXT = {"source": "text.txt"}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text('[data]\nsource = "text.txt"\n[train]\nsteps = 7\n')
+    return path
+
+
+def test_overrides_replace_values_of_every_kind(job: Path) -> None:
+    overrides = ["train.steps=9", "train.learning_rate=1e-2", "train.clip=false", "train.betas=[0.8, 0.9]", "train.compile=true",
+                 "data.tokenizer=folder/my tokenizer.json", "train.recompute=0.5", "observe.wandb=project"]  # fmt: skip
+    config = read(job, overrides)
+    assert (config.train.steps, config.train.learning_rate, config.train.clip) == (9, 1e-2, None)
+    assert (config.train.betas, config.train.compile, config.train.recompute) == ((0.8, 0.9), True, 0.5)
+    assert (config.data.tokenizer, config.observe.wandb) == ("folder/my tokenizer.json", "project")
+
+
+def test_a_preset_fills_the_model_and_given_fields_win() -> None:
+    model = from_tables({"model": {"preset": "llama3-8b", "layers": 3}, "data": TEXT}).model
+    assert (model.layers, model.hidden, model.kv_heads, model.vocabulary) == (3, 4096, 8, 128256)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_a_valid_model(preset: str) -> None:
+    assert from_tables({"model": {"preset": preset}, "data": TEXT}).model.heads % PRESETS[preset]["kv_heads"] == 0
+
+
+def test_peers_spellings_of_the_axes_are_understood() -> None:
+    layout = from_tables({"layout": {"dp_shard": 4, "dp_replicate": 2, "tp": 1, "pp": 1}, "data": TEXT}).layout
+    assert (layout.data, layout.replica, layout.data_parallel) == (4, 2, 8)
+
+
+def test_layout_auto_means_nothing_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('layout = "auto"\n[data]\nsource = "text.txt"\n')
+    assert read(tmp_path / "job.toml").layout.data == -1
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"train": {"steps": True}}, "train.steps = True"),
+        ({"train": {"precision": "half"}}, "'float32', 'bfloat16', 'float16' or 'float64'"),
+        ({"train": {"recompute": 1.5}}, "between 0 (recompute all) and 1"),
+        ({"train": {"betas": [0.9, 1.0]}}, "below 1"),
+        ({"train": {"state_dtype": "bfloat16"}}, "needs train.precision = 'bfloat16'"),
+        ({"train": {"precision": "float64", "state_dtype": "float32"}}, "float64 precision keeps float64 states"),
+        ({"data": {"source": "a", "sources": [{"path": "b"}]}}, "both given"),
+        ({"data": {"sources": [{"path": "b", "weight": -1}]}}, "weight"),
+        ({"layout": {"offload": True, "zero": 0}}, "layout.offload"),
+        ({"layout": {"data": 0}}, "layout.data = 0"),
+        ({"layout": {"zero": 4}}, "layout.zero = 4"),
+        ({"model": {"head_dim": 33}}, "even head_dim"),
+        ({"run": {"foldr": "x"}}, "Did you mean run.folder?"),
+    ],
+)
+def test_a_rule_broken_is_a_problem_named(tables: dict[str, dict[str, object]], words: str) -> None:
+    with pytest.raises(ConfigError, match="problem") as error:
+        from_tables({"data": TEXT, **tables})
+    assert words in str(error.value)
+
+
+def test_problems_of_one_section_do_not_hide_those_of_another() -> None:
+    with pytest.raises(ConfigError) as error:
+        from_tables({"model": {"heads": 6, "kv_heads": 4}, "train": {"steps": 0, "stepz": 1}, "layout": {"zero": 9}})
+    assert len(error.value.problems) == 5  # heads, steps, stepz, zero, and no data
+
+
+@given(
+    steps=st.integers(1, 10**9),
+    rate=st.floats(1e-12, 10, allow_nan=False),
+    clip=st.one_of(st.just(False), st.floats(1e-3, 1e3)),
+    prompt=st.text(st.characters(exclude_categories=["Cs"]), max_size=40),
+    weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=3),
+)
+def test_a_config_survives_being_written_and_read(
+    steps: int, rate: float, clip: float | bool, prompt: str, weights: list[float]
+) -> None:
+    sources = [{"path": f"folder {index}/*.txt", "weight": weight} for index, weight in enumerate(weights)]
+    tables = {
+        "train": {"steps": steps, "learning_rate": rate, "clip": clip},
+        "observe": {"sample": prompt},
+        "data": {"sources": sources},
+    }
+    config = from_tables(tables)
+    assert from_tables(tomllib.loads(to_toml(config))) == config
+
+
+def test_configs_are_values_that_do_not_change() -> None:
+    config: Config = from_tables({"data": TEXT})
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.steps = 3  # type: ignore[misc]
+
+
+@given(st.integers(1, 500))
+def test_divisors_are_those_numbers_that_divide(number: int) -> None:
+    assert divisors(number) == [value for value in range(1, number + 1) if number // value * value == number]

@@ -1,0 +1,66 @@
+"""The plan: open degrees are filled in, the lowest ZeRO stage that fits is taken, the memory formulas are the published ones."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.config import Config, Train, from_tables
+from shardwise.errors import ConfigError
+from shardwise.plan import choose, state_bytes
+
+
+def job(**layout: object) -> Config:
+    tables = {"model": {"preset": "gpt2"}, "data": {"source": "text.txt"}, "train": {"precision": "bfloat16"}, "layout": layout}
+    return from_tables(tables)  # type: ignore[arg-type]
+
+
+def test_data_takes_the_devices_that_are_left() -> None:
+    assert choose(job(replica=2), 8).layout.data == 4
+    assert choose(job(), 8).layout.world == 8
+
+
+def test_a_layout_that_does_not_multiply_to_the_devices_is_refused() -> None:
+    with pytest.raises(ConfigError, match="data 4 = 4 devices, but 8 are there"):
+        choose(job(data=4), 8)
+    with pytest.raises(ConfigError, match="does not divide 3"):
+        choose(job(replica=2), 3)
+
+
+def test_zero_is_the_lowest_stage_that_fits() -> None:
+    parameters = choose(job(), 4).parameters
+    assert parameters == 124_439_808
+    needed = [state_bytes(parameters, job().train, zero, 4, 1).total for zero in range(4)]
+    stages = [choose(job(), 4, memory_bytes=bytes_ / 0.6 + 1).layout.zero for bytes_ in needed]
+    assert stages == [0, 1, 1, 3]  # with one micro-batch, ZeRO-1 costs what ZeRO-2 does
+    assert choose(job(), 4, memory_bytes=1.0).layout.zero == 3
+    assert choose(job(replica=2), 4, memory_bytes=1e15).layout.zero == 3
+    assert choose(job(zero=2), 4, memory_bytes=1e15).layout.zero == 2
+    assert choose(job(zero=3, data=1), 1).layout.zero == 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "states", "expected"),
+    [
+        ("bfloat16", "auto", [16, 6 + 12 / 4, 2 + 16 / 4, 16 / 4]),  # Megatron-LM's 18 → 6 + 12/d, FSDP2's 16/N
+        ("float32", "auto", [16, 8 + 12 / 4, 4 + 16 / 4, 16 / 4]),
+        ("bfloat16", "bfloat16", [8, 6 + 6 / 4, 2 + 8 / 4, 8 / 4]),
+        ("float64", "auto", [32, 16 + 24 / 4, 8 + 32 / 4, 32 / 4]),
+    ],
+)
+def test_bytes_a_parameter_are_the_published_ones(precision: str, states: str, expected: list[float]) -> None:
+    train = Train.model_validate({"precision": precision, "state_dtype": states})
+    assert [state_bytes(1, train, zero, 4, accumulation=2).total for zero in range(4)] == pytest.approx(expected)
+
+
+@given(devices=st.integers(1, 64), batch=st.integers(1, 512), replica=st.integers(1, 4))
+def test_a_plan_covers_the_batch_exactly_or_is_refused(devices: int, batch: int, replica: int) -> None:
+    tables = {"data": {"source": "x"}, "train": {"global_batch": batch}, "layout": {"replica": replica}}
+    try:
+        plan = choose(from_tables(tables), devices)  # type: ignore[arg-type]
+    except ConfigError:
+        assert devices % replica or batch % devices
+    else:
+        assert plan.layout.world == devices
+        assert plan.layout.data_parallel * plan.accumulation * plan.micro_batch == batch
