@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test test-full lint reference
+.PHONY: quickstart test test-full lint reference picture
 
 quickstart: .venv/.installed
 	rm -rf runs/quickstart
@@ -38,3 +38,8 @@ reference: .venv/.installed
 .venv/.installed-dev: .venv/.installed
 	$(INSTALL) --editable '.[dev]'
 	touch $@
+
+picture: .venv/.installed  ## docs/quickstart.svg, from the last `make quickstart`
+	$(BIN)/python -c 'import io, rich.console as c; from shardwise.observe import render, summarise; \
+	console = c.Console(record=True, width=90, file=io.StringIO()); render(summarise("runs/quickstart"), console); \
+	console.save_svg("docs/quickstart.svg", title="shardwise report runs/quickstart")'

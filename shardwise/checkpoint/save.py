@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
-from shardwise.checkpoint.folder import Manifest, checksum, prune
+from shardwise.checkpoint.folder import Manifest, checksum, prune, read_manifest
 from shardwise.errors import UserError
 from shardwise.mesh import Mesh
 
+T = TypeVar("T")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -72,16 +73,19 @@ class Checkpointer:
                     process_group=self.group,
                     no_dist=self.group is None,
                 )
-            files = self._gathered(self._own_files(aside))
+            parts = self._together(lambda: self._own_files(aside))
+            files = {name: facts for part in parts for name, facts in part.items()}
             self._on_main(lambda: _commit(manifest(files), aside, target))
         except (OSError, CheckpointException) as error:
-            self._on_main_quietly(lambda: shutil.rmtree(aside, ignore_errors=True))
+            if self.mesh.is_main:
+                shutil.rmtree(aside, ignore_errors=True)
             raise UserError(f"the checkpoint of step {step} could not be written to {aside.parent}: {_cause(error)}") from None
         self._on_main(lambda: prune(run, keep))
         return target
 
     def load(self, folder: Path, state: dict[str, Tensor], same_world: bool) -> None:
-        """Fill `state` in place."""
+        """Fill `state` in place, once every byte is known to be what was saved."""
+        self._together(lambda: self._check_files(folder))
         rank, device = self.mesh.worker.rank, self.mesh.device
         held = _names(folder)  # a run that moves from CPU to GPU finds no state of the GPU's generator
         random = {name: value for name, value in random_state(rank, device).items() if same_world and name in held}
@@ -107,29 +111,30 @@ class Checkpointer:
             mine.append(folder / ".metadata")
         return {path.name: checksum(path) for path in mine}
 
-    def _gathered(self, files: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
-        if self.group is None:
-            return files
-        everyone: list[Any] = [None] * self.mesh.worker.world
-        dist.all_gather_object(everyone, files, group=self.group)
-        return {name: facts for part in everyone for name, facts in part.items()}
+    def _check_files(self, folder: Path) -> None:
+        """Compare checksums, each rank for its share of the files."""
+        files = read_manifest(folder).files
+        for name in sorted(files)[self.mesh.worker.rank :: self.mesh.worker.world]:
+            if checksum(folder / name) != files[name]:
+                raise UserError(f"{folder / name} is damaged. Remove {folder} to resume from an older checkpoint.")
 
     def _on_main(self, action: Callable[[], None]) -> None:
-        """Run on the main rank; all ranks learn of its failure, so that none goes on or waits alone."""
-        failure: list[OSError | None] = [None]
-        if self.mesh.is_main:
-            try:
-                action()
-            except OSError as error:
-                failure = [error]
-        if self.group is not None:
-            dist.broadcast_object_list(failure, src=0, group=self.group)
-        if failure[0] is not None:
-            raise failure[0]
+        self._together(action if self.mesh.is_main else lambda: None)
 
-    def _on_main_quietly(self, action: Callable[[], None]) -> None:
-        if self.mesh.is_main:
-            action()
+    def _together(self, action: Callable[[], T]) -> list[T]:
+        """Run on every rank and share the results; a failure of one is raised on all, so that none goes on or waits alone."""
+        try:
+            mine: T | Exception = action()
+        except (OSError, UserError) as error:
+            mine = error
+        everyone: list[Any] = [mine]
+        if self.group is not None:
+            everyone = [None] * self.mesh.worker.world
+            dist.all_gather_object(everyone, mine, group=self.group)
+        for result in everyone:
+            if isinstance(result, Exception):
+                raise result
+        return everyone
 
 
 def _names(folder: Path) -> set[str]:

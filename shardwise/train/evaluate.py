@@ -60,6 +60,7 @@ def sample(training: Training, prompt: str) -> str:
             last_logits,
             ids,
             training.config.observe.sample_tokens,
+            temperature=0.8,
             seed=training.config.train.seed,
             max_positions=min(training.config.model.max_positions, training.config.data.sequence_length),
         )

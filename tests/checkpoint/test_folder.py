@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from ranks.jobs import ALONE, LLAMA, job, start
 
 from shardwise.checkpoint import checkpoints, read_manifest, to_resume
@@ -76,8 +77,20 @@ def test_a_damaged_file_of_the_right_size_is_refused(corpus: str, saved: Path, n
     shard = saved / name
     shard.write_bytes(bytes(shard.stat().st_size))
     training = start(ALONE, job(corpus, run={"folder": str(saved.parents[1])}))
-    with pytest.raises(UserError, match=f"{saved} could not be loaded"):
+    with pytest.raises(UserError, match=f"{name} is damaged"):
         restore(training, saved)
+
+
+def test_one_flipped_bit_is_noticed_before_anything_is_loaded(corpus: str, saved: Path) -> None:
+    shard = next(saved.glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    training = start(ALONE, job(corpus))
+    before = {name: value.clone() for name, value in training.parallel.model.state_dict().items()}
+    with pytest.raises(UserError, match=f"{shard.name} is damaged"):
+        restore(training, saved)
+    assert all(torch.equal(value, before[name]) for name, value in training.parallel.model.state_dict().items())
 
 
 def test_auto_takes_the_newest_and_never_takes_none(corpus: str, saved: Path) -> None:
