@@ -20,7 +20,6 @@ from typing import Annotated, Literal
 import typer
 
 TORCH_OLDEST, TORCH_BELOW, TORCH_TESTED = (2, 11), (2, 14), "2.13.0"
-_CPU_WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
 _EXTRAS = {"parquet": "pyarrow", "tensorboard": "tensorboard", "wandb": "wandb"}
 _CACHE = ".shardwise"
 _GIB = 2**30
@@ -102,7 +101,7 @@ def _install_lines() -> str:
     with_gpu = f"pip install torch=={TORCH_TESTED}"
     if not sys.platform.startswith("linux"):
         return f"Install it with: {with_gpu}"
-    return f"Install it with: {with_gpu}  (NVIDIA GPU), or: {with_gpu} {_CPU_WHEELS}  (CPU only, a smaller download)"
+    return f"Install it with: {with_gpu}  (for a smaller, CPU-only build see the install page of pytorch.org)"
 
 
 def _torch(gpus: list[Gpu]) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -99,5 +100,5 @@ def _be_worker(config: Config, worker: Worker) -> int:
         # The launcher prints the first cause once; here it only needs to be known, with a status, and to end now: peers may
         # be waiting inside a collective that will never complete.
         tell_failure(logs, worker.rank, error)
-        sys.stdout.flush()
-        return getattr(error, "status", 1)
+        sys.stderr.flush()
+        os._exit(getattr(error, "status", 1))

@@ -111,6 +111,14 @@ def test_a_killed_worker_ends_the_run_with_its_name_and_the_way_to_go_on(shardwi
     trained(shardwise("train", *JOB, f"train.steps={saved + 2}", "layout.data=2", "run.folder=run"))
 
 
+def test_a_run_that_goes_on_with_other_data_says_so(shardwise: Shardwise) -> None:
+    trained(shardwise("train", *JOB, "train.steps=2", "layout.data=1", "run.folder=run"))
+    done = shardwise("train", *JOB, "train.steps=3", "layout.data=1", "run.folder=run", "train.seed=5", "train.global_batch=16")
+    trained(done)
+    assert "train.seed was 0 and is now 5" in " ".join(done.stderr.split())
+    assert "train.global_batch was 32 and is now 16" in " ".join(done.stderr.split())
+
+
 def test_torchrun_starts_it(tmp_path: Path, one_worker: list[float]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "shardwise", "train"]
     command = [*launcher, *JOB, "train.steps=3", "layout.data=2", f"run.folder={tmp_path}/run"]
