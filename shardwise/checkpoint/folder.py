@@ -103,13 +103,15 @@ def _check_same_model(path: Path, manifest: Manifest, model: Model) -> None:
         )
 
 
-def set_aside(run: Path) -> Path | None:
-    """Move the checkpoints of an earlier run out of the way of a fresh start, so that neither touches the other."""
-    folder = run / "checkpoints"
-    if not folder.exists():
+def set_aside(run: Path, after: int = -1) -> Path | None:
+    """Move checkpoints later than step `after` out of the way of a run that goes on from there; none touches the other."""
+    later = [path for path in checkpoints(run) if int(path.name.removeprefix("step-")) > after]
+    if not later:
         return None
     moved = next(path for number in itertools.count(1) if not (path := run / f"checkpoints.old-{number}").exists())
-    folder.rename(moved)
+    moved.mkdir()
+    for path in later:
+        path.rename(moved / path.name)
     return moved
 
 
@@ -123,6 +125,6 @@ def checksum(path: Path) -> dict[str, int]:
 
 
 def prune(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for path in checkpoints(run)[:-keep]:
+    """Remove all but the newest `keep` checkpoints, and what saves that never finished left behind."""
+    for path in [*checkpoints(run)[:-keep], *(run / "checkpoints").glob(".step-*")]:
         shutil.rmtree(path, ignore_errors=True)

@@ -154,7 +154,8 @@ def _commit(manifest: Manifest, aside: Path, target: Path) -> None:
     manifest.write(aside)
     _flush(aside / "checkpoint.json")
     _flush(aside)
-    shutil.rmtree(target, ignore_errors=True)  # the same step saved again, after a resume
+    if target.exists():  # the same step saved again, after a resume
+        target.rename(aside.with_suffix(".replaced"))
     aside.rename(target)
     _flush(target.parent)
 

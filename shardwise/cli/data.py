@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +17,7 @@ def _group() -> None:
 @data.command()
 def prepare(
     source: Annotated[str, typer.Argument(help="A text, JSONL, Parquet or Arrow file, a folder, or a quoted glob.")],
-    folder: Annotated[Path, typer.Argument(help="Where the shards go; give it to a job as data.source.")],
+    folder: Annotated[str, typer.Argument(help="Where the shards go; give it to a job as data.source.")],
     tokenizer: Annotated[str, typer.Option(help="`bytes`, or the path of a Hugging Face tokenizer.json.")] = "bytes",
     text_field: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
@@ -31,7 +30,7 @@ def prepare(
 
     with preparing() as progress:
         index = prepare_shards(source, tokenizer, folder, text_field, progress=progress)
-    facts = {"folder": str(folder), "tokens": index.tokens, "documents": index.documents, "shards": len(index.shards)}
+    facts = {"folder": folder, "tokens": index.tokens, "documents": index.documents, "shards": len(index.shards)}
     if json:
         print(json_module.dumps(facts))
     else:

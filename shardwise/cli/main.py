@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
 from shardwise import __version__
@@ -52,16 +51,9 @@ app.command(epilog=_train_help() if {"train", "--help"} <= set(sys.argv) else No
 
 
 def main() -> None:
-    """Run a command; turn a user's mistake into one message."""
+    """Run a command; turn a user's mistake into one message. Mistakes in the words of the command are typer's to answer."""
     try:
-        status = app(standalone_mode=False)
+        app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.status)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        print("stopped", file=sys.stderr)
-        sys.exit(130)
-    sys.exit(status if isinstance(status, int) else 0)

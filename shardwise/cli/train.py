@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,36 +25,54 @@ def train(
     ] = None,
 ) -> None:
     """Train a model. Starts its own local workers, or joins those that torchrun, srun or a PET_* operator started."""
+    try:
+        raise typer.Exit(_train(job, overrides or [], workers))
+    except KeyboardInterrupt:
+        typer.echo("stopped before the first step", err=True)
+        raise typer.Exit(130) from None
+
+
+def _train(job: Path, overrides: list[str], workers: int | None) -> int:
     from shardwise.cli.doctor import torch_problem
     from shardwise.config import read
     from shardwise.errors import UserError
 
-    config = read(job, overrides or ())
+    config = read(job, overrides)
     if problem := torch_problem():
         raise UserError(problem)
-    _check_folder(Path(config.run.folder))
-
     from shardwise.mesh.launched import Worker, launched
 
     how = launched()
-    if isinstance(how, Worker):
-        raise typer.Exit(_be_worker(config, how))
-    _check_data(config)
-    raise typer.Exit(_start(config, [str(job), *(overrides or ())], how, workers))
+    main = not isinstance(how, Worker) or (how.rank == 0 and how.launcher != "shardwise")
+    with _holding(Path(config.run.folder)) if main else nullcontext():
+        if isinstance(how, Worker):
+            return _be_worker(config, how)
+        _check_data(config)
+        return _start(config, [str(job), *overrides], how, workers)
 
 
-def _check_folder(folder: Path) -> None:
+@contextmanager
+def _holding(folder: Path) -> Iterator[None]:
+    """Make the run folder, and keep any other run out of it while this one lasts."""
+    import fcntl
+
     from shardwise.errors import UserError
 
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        lock = (folder / ".lock").open("w")
     except OSError as error:
         raise UserError(
             f"run.folder = {str(folder)!r}: cannot be written ({error.strerror}). Give another, for example run.folder=runs/mine"
         ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder") from None
+        except OSError:
+            pass  # a file system without locks: nothing can be known
+        yield
 
 
 def _check_data(config: Config) -> None:
@@ -60,7 +80,9 @@ def _check_data(config: Config) -> None:
     from shardwise.checkpoint import to_resume
     from shardwise.cli.progress import preparing
     from shardwise.data import Dataset, check_vocabulary
+    from shardwise.observe.sinks import check_extras
 
+    check_extras(config.observe)
     with preparing() as progress:
         dataset = Dataset.open(config.data, config.train.seed, progress)
     check_vocabulary(dataset, config.model.vocabulary)
@@ -68,6 +90,7 @@ def _check_data(config: Config) -> None:
 
 
 def _start(config: Config, arguments: list[str], how: Launched, workers: int | None) -> int:
+    from shardwise.errors import UserError
     from shardwise.mesh import Node, Worker, device_memory, local_gpus
     from shardwise.plan import choose
     from shardwise.train.launch import launch
@@ -76,9 +99,11 @@ def _start(config: Config, arguments: list[str], how: Launched, workers: int | N
     nodes = node.nodes if node else 1
     layout = config.layout
     asked = workers or (node.workers if node else None)
-    here = asked or local_gpus() or (layout.world // nodes if layout.data > 0 else 1)
-    if asked is None and layout.data > 0 and nodes == 1:
-        here = layout.world
+    if asked is None and layout.data > 0:
+        if layout.world % nodes:
+            raise UserError(f"layout: {layout.world} devices do not divide over {nodes} nodes; give --workers, or layout.data=-1")
+        asked = layout.world // nodes
+    here = asked or local_gpus() or 1
     choose(config, here * nodes, device_memory(here))
     if here * nodes == 1:
         return _be_worker(config, Worker(0, 1, 0, 1, "localhost", 0, "this process"))

@@ -5,6 +5,7 @@ Each rule returns the problems it finds, in the user's words: the key, what was 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from shardwise.config.schema import Data, Layout, Model, Section, Train
@@ -100,4 +101,5 @@ def problems_of_batch(train: Train, layout: Layout) -> Iterator[str]:
 
 def divisors(number: int) -> list[int]:
     """Every divisor, ascending."""
-    return [value for value in range(1, number + 1) if number % value == 0]
+    small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return sorted({*small, *(number // value for value in small)})

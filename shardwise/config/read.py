@@ -73,11 +73,15 @@ def _apply(override: str, tables: Tables, problems: list[str]) -> None:
     if not equals or not dot or not field:
         problems.append(f"override {override!r}: write it as section.key=value, for example train.steps=100")
         return
-    tables.setdefault(section, {})[field] = _parse(text.strip())
+    tables.setdefault(section, {})[field] = _parse(text.strip(), section, field)
 
 
-def _parse(text: str) -> Any:
-    """A TOML value; anything that is not one is a plain string, so that quotes are optional."""
+def _parse(text: str, section: str, field: str) -> Any:
+    """A TOML value; what is not one, or stands where text is wanted, is a plain string, so that quotes are optional."""
+    kind = SECTIONS.get(section)
+    wanted = kind.model_fields[field].annotation if kind and field in kind.model_fields else None
+    if wanted in (str, str | None) and not text.startswith(("'", '"')):
+        return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -67,11 +67,32 @@ def _default(field: FieldInfo) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    text = str(field.annotation).replace("typing.", "")
-    text = re.sub(r"<class '([\w.]+)'>", r"\1", text)
-    text = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", text)
-    text = re.sub(r"shardwise\.config\.schema\.", "", text)
-    return text.replace(" | None", "").replace("|", "or").replace("Literal", "one of ").replace("'", '"')
+    return " or ".join(_words(field.annotation)) + _range(field)
+
+
+def _words(annotation: Any) -> list[str]:
+    """An annotation in words: the names of types, and allowed values in quotes."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _words(arguments[0])
+    if origin is Literal:
+        return [f"`{value}`" for value in arguments]
+    if origin in (Union, UnionType):
+        return [word for argument in arguments if argument is not NoneType for word in _words(argument)]
+    if origin is tuple:
+        return ["list of " + " or ".join(dict.fromkeys(word for item in arguments if item is not ... for word in _words(item)))]
+    return [_TYPES.get(annotation, getattr(annotation, "__name__", str(annotation)))]
+
+
+_TYPES = {int: "integer", float: "number", str: "text", bool: "true or false"}
+
+
+def _range(field: FieldInfo) -> str:
+    bounds = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    inner = [item for argument in get_args(field.annotation) for item in getattr(argument, "__metadata__", ())]
+    rules = [*field.metadata, *(rule for item in inner for rule in getattr(item, "metadata", ()))]
+    found = [f"{sign} {getattr(rule, name)}" for rule in rules for name, sign in bounds.items() if hasattr(rule, name)]
+    return ", " + ", ".join(found) if found else ""
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 class Section(BaseModel):
     """A table of the job file: unknown keys are refused, values never change after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Model(Section):
@@ -91,7 +91,7 @@ class Train(Section):
     """How to train."""
 
     steps: Positive = Field(100, description="optimizer steps")
-    global_batch: Positive = Field(32, description="sequences an optimizer step sees, over all devices")
+    global_batch: Positive = Field(32, le=2**24, description="sequences an optimizer step sees, over all devices")
     micro_batch: Positive | None = Field(
         None, description="sequences one forward sees on one device; left out: the device's whole share"
     )
@@ -120,7 +120,7 @@ class Train(Section):
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile each block; auto: on GPUs")
     evaluate_every: NonNegative = Field(0, description="steps between evaluations on the held-out split; 0: only at the end")
     evaluate_sequences: Positive = Field(256, description="held-out sequences an evaluation reads, at most")
-    seed: NonNegative = Field(0, description="decides the weights and the order of the data")
+    seed: NonNegative = Field(0, le=2**63 - 1, description="decides the weights and the order of the data")
 
     @model_validator(mode="before")
     @classmethod
@@ -157,7 +157,10 @@ class Layout(Section):
     def _peer_spellings(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        return {_PEER_SPELLINGS.get(key, key): value for key, value in values.items()}
+        axes = [str(_PEER_SPELLINGS.get(key, key)) for key in values]
+        if twice := {axis for axis in axes if axes.count(axis) > 1}:
+            raise ValueError(f"{', '.join(sorted(twice))} is given twice, under two spellings; keep one")
+        return dict(zip(axes, values.values(), strict=True))
 
     @property
     def fixed(self) -> int:
@@ -199,7 +202,7 @@ class Observe(Section):
 class Run(Section):
     """Where results go."""
 
-    folder: str = Field("runs/default", description="config, plan, metrics, logs and checkpoints of the run")
+    folder: str = Field("runs/default", min_length=1, description="config, plan, metrics, logs and checkpoints of the run")
 
 
 class Config(Section):

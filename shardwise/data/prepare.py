@@ -4,7 +4,7 @@ Pieces of text go through the tokenizer in batches of a few MiB, which its Rust 
 shard is full, the place reached (which file, how many of its pieces) is recorded beside it, so an interrupted run
 continues after the last whole shard and ends with the same bytes; what it loses is at most one shard of work. The
 record carries a fingerprint of the source files (paths, sizes, times), the tokenizer and the settings: when any of them
-changed, preparing starts over.
+changed, preparing starts over. Only a folder that is empty or ours is written to (ownership.py).
 
 A lock file makes it safe for all ranks of a machine to ask at once: one works, the others wait and find it done.
 """
@@ -24,7 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.config import Data, Source
-from shardwise.data.shards import INDEX, VERSION, Index, Shard, ShardWriter, read_shard, token_dtype, write_whole
+from shardwise.data.ownership import LOCK, RECORD, check_target, clear, is_begun, is_prepared
+from shardwise.data.shards import VERSION, Index, Shard, ShardWriter, read_shard, token_dtype, write_whole
 from shardwise.data.sources import PIECE, Piece, SourceFile, find_files, read_pieces
 from shardwise.data.tokenizer import BYTES, FILE, Tokenizer, load_tokenizer, tokenizer_fingerprint
 from shardwise.errors import UserError
@@ -33,7 +34,6 @@ Progress = Callable[[int, int], None]
 """Called with the bytes of source done and the bytes in all."""
 
 SHARD_TOKENS = 64 << 20
-RECORD = "preparing.json"
 _BATCH_CHARACTERS = 8 << 20
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class _Place:
         try:
             values = json.loads((folder / RECORD).read_bytes())
             found = cls(**{**values, "shards": tuple(read_shard(shard) for shard in values["shards"])})
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return cls(fingerprint)
         return found if found.fingerprint == fingerprint else cls(fingerprint)
 
@@ -70,13 +70,16 @@ def prepare(
     progress: Progress | None = None,
 ) -> Index:
     """Tokenise the sources into the folder, or continue, or find it done. Returns the folder's index."""
+    if not str(folder).strip():
+        raise UserError("the folder for the prepared data is an empty path. Name a folder.")
     folder = Path(folder)
     given = [sources] if isinstance(sources, str | Path) else list(sources)
     files = [file for source in given for file in find_files(source)]
     mark = fingerprint(files, tokenizer_fingerprint(tokenizer), text_field, shard_tokens)
-    if (index := _finished(folder, mark)) is not None:
-        return index
     try:
+        check_target(folder)
+        if (index := _finished(folder, mark)) is not None:
+            return index
         with _locked(folder):
             if (index := _finished(folder, mark)) is not None:  # by the process we waited for
                 return index
@@ -105,10 +108,12 @@ def fingerprint(files: Sequence[SourceFile], tokenizer: str, text_field: str, sh
 
 
 def _folder_of(path: str, data: Data, progress: Progress | None) -> Path:
+    if not path.strip():
+        raise UserError("data.source: an empty path; give a text, JSONL or Parquet file, a folder, or prepared shards")
     folder = Path(path)
-    if (folder / RECORD).is_file() and not (folder / INDEX).is_file():
+    if is_begun(folder) and not is_prepared(folder):
         raise UserError(f"{folder} is only half prepared. Run `shardwise data prepare` again; it continues where it stopped.")
-    if (folder / INDEX).is_file():
+    if is_prepared(folder):
         _check_tokenizer(folder, data.tokenizer)
         return folder
     mark = fingerprint(find_files(path), tokenizer_fingerprint(data.tokenizer), data.text_field, SHARD_TOKENS)
@@ -127,7 +132,7 @@ def _check_tokenizer(folder: Path, tokenizer: str) -> None:
 
 
 def _finished(folder: Path, mark: str) -> Index | None:
-    if not (folder / INDEX).is_file():
+    if not is_prepared(folder):
         return None
     index = Index.read(folder)
     return index if index.source == mark else None
@@ -137,7 +142,7 @@ def _finished(folder: Path, mark: str) -> Index | None:
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder against other processes; the system releases the lock if we die."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
+    with open(folder / LOCK, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -169,7 +174,7 @@ class _Preparation:
         """All shards, then the index: with it the folder is whole, and the record of the way there is dropped."""
         place = _Place.read(self.folder, mark)
         if not place.shards:
-            self._clear()
+            self._start_over(place)
         shards = self._tokenise(place)
         if not shards:
             raise UserError(f"{self.files[0].path}: no text in it (of {len(self.files)} files). Give a source that has some.")
@@ -181,15 +186,11 @@ class _Preparation:
         (self.folder / RECORD).unlink(missing_ok=True)
         return index
 
-    def _clear(self) -> None:
-        """Remove what an earlier source left here, the index first, so that it never vouches for other shards."""
-        if (self.folder / INDEX).exists():
+    def _start_over(self, place: _Place) -> None:
+        if is_prepared(self.folder):
             _log.warning("%s was prepared from other or since changed files; preparing it again", self.folder)
-        for name in (INDEX, RECORD, FILE):
-            (self.folder / name).unlink(missing_ok=True)
-        for pattern in ("shard-*.bin", "shard-*.ends", "*.partial"):
-            for path in self.folder.glob(pattern):
-                path.unlink()
+        place.write(self.folder)  # first, so that the folder stays ours whatever is interrupted
+        clear(self.folder)
 
     def _tokenise(self, place: _Place) -> list[Shard]:
         shards, writer = list(place.shards), None

@@ -86,7 +86,7 @@ class Index:
                 raise UserError(f"{path} has format {values['version']}, this version reads {VERSION}. {prepare_again(folder)}")
             values["shards"] = tuple(read_shard(shard) for shard in values["shards"])
             return cls(**{name: values[name] for name in cls.__dataclass_fields__})
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path} is damaged ({error}). {prepare_again(folder)}") from None
 
 

@@ -57,6 +57,8 @@ class SourceFile:
 
 def find_files(source: str | Path) -> list[SourceFile]:
     """Every file of a source: a file, a folder or a glob. Sorted, so that the order never depends on the file system."""
+    if not str(source).strip():
+        raise UserError("data source: an empty path. Give a text, JSONL or Parquet file, or a folder of them.")
     path = Path(source)
     if path.is_dir():
         paths = _in_folder(path)
@@ -118,7 +120,7 @@ def _saved_to_disk(folder: Path) -> list[Path]:
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         files = [folder / entry["filename"] for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{folder / 'state.json'} cannot be read: {error}. Save the data set again with save_to_disk.") from None
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise UserError(f"{folder} was saved with an index of chosen rows; call flatten_indices() on it and save it again.")
@@ -205,7 +207,7 @@ def _json_lines(path: Path, text_field: str) -> Iterator[Piece]:
 def _object(line: bytes, where: str) -> dict[str, object]:
     try:
         value = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # bad JSON and bad UTF-8 alike
+    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8 and brackets without end alike
         raise UserError(f"{where}: not valid JSON ({error}). Each line must be one JSON object.") from None
     if not isinstance(value, dict):
         raise UserError(f"{where}: a JSON {type(value).__name__}, not an object. Each line must be one JSON object.")

@@ -37,6 +37,6 @@ def device_name(device: torch.device) -> str:
 
 def device_memory(workers_here: int) -> float:
     """Bytes of memory one worker may count on: its GPU's, or its share of the machine's."""
-    if local_gpus():
+    if local_gpus() >= workers_here:
         return float(torch.cuda.get_device_properties(0).total_memory)
     return float(psutil.virtual_memory().total) / workers_here

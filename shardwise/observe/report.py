@@ -101,8 +101,9 @@ def _mfu(summary: Summary) -> str:
 def _memory(summary: Summary) -> str:
     if summary["peak_memory_bytes"] is None:
         return "n/a"
-    predicted = summary["predicted_memory_gib"]
-    notes = [summary["memory_kind"], None if predicted is None else f"predicted {words.size(predicted * 2**30)}"]
+    predicted = summary["predicted_states_gib"]
+    states = None if predicted is None else f"of it {words.size(predicted * 2**30)} of model states, as planned"
+    notes = [summary["memory_kind"], states]
     said = "; ".join(note for note in notes if note)
     return words.size(summary["peak_memory_bytes"]) + (f" ({said})" if said else "")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -133,6 +134,14 @@ def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0) -> Si
     if observe.wandb is not None:
         views.append(WandbSink(folder, observe.wandb, resume_step))
     return Sinks(MetricsFile(folder / "metrics.jsonl", resume_step), EventsFile(folder / "events.jsonl"), tuple(views))
+
+
+def check_extras(observe: Observe) -> None:
+    """Refuse, before anything starts, sinks whose package is not there."""
+    if observe.tensorboard and find_spec("tensorboard") is None:
+        raise _missing("observe.tensorboard = true", "tensorboard")
+    if observe.wandb and find_spec("wandb") is None:
+        raise _missing(f"observe.wandb = {observe.wandb!r}", "wandb")
 
 
 def _missing(setting: str, extra: str) -> UserError:

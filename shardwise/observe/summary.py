@@ -36,7 +36,7 @@ def summarise(folder: str | Path) -> Summary:
     folder = Path(folder)
     steps = _steps(folder)
     config, plan, events = _table(folder), _plan(folder), _events(folder)
-    start = next((event for event in reversed(events) if event["event"] == "start"), {})
+    start = next((event for event in reversed(events) if event["event"] in ("start", "resume")), {})
     steady = steps[WARM_UP:] or steps
     return {
         "run": str(folder),
@@ -52,7 +52,7 @@ def summarise(folder: str | Path) -> Summary:
         "flop_convention": plan.get("flop_convention"),
         "peak_memory_bytes": max((step["memory_bytes"] for step in steps if "memory_bytes" in step), default=None),
         "memory_kind": start.get("memory_kind"),
-        "predicted_memory_gib": plan.get("memory_gib", {}).get("total"),
+        "predicted_states_gib": plan.get("memory_gib", {}).get("states"),
         "time": _time(steady),
         "communication": _communication(steady),
         "collectives": _collectives(steps, steady),
@@ -73,7 +73,7 @@ def _steps(folder: Path) -> list[Record]:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder. Give the folder of a run, the run.folder of its job.")
     path = folder / "metrics.jsonl"
-    steps = _read(path, lambda: list(read_lines(path))) or []
+    steps = [line for line in _read(path, lambda: list(read_lines(path))) or [] if {"step", "loss", "seconds"} <= line.keys()]
     if not steps:
         raise UserError(f"{path}: no metrics yet. Nothing has been trained in {folder}, or its first step is not done.")
     return steps

@@ -58,13 +58,16 @@ def choose(config: Config, devices: int, memory_bytes: float | None = None) -> P
     accumulation = share // micro_batch
     parameters = count(config.model)
     zero, reason = _zero(config, layout, parameters, accumulation, memory_bytes)
+    states = state_bytes(parameters, config.train, zero, layout.data, accumulation)
+    if memory_bytes is not None and states.total > memory_bytes and not layout.offload:
+        raise ConfigError(f"the job on {devices} devices", [_too_large(states.total, memory_bytes, zero)])
     return Plan(
         layout=layout.model_copy(update={"zero": zero}),
         micro_batch=micro_batch,
         accumulation=accumulation,
         parameters=parameters,
         flops_per_token=flops_per_token(config.model, config.data.sequence_length),
-        state_bytes=state_bytes(parameters, config.train, zero, layout.data, accumulation),
+        state_bytes=states,
         reason=reason,
     )
 
@@ -92,6 +95,13 @@ def _with_data(config: Config, devices: int) -> Layout:
 def _product(layout: Layout) -> str:
     axes = ("pipeline", "replica", "data", "context", "tensor")
     return " x ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1) or "data 1"
+
+
+def _too_large(states: float, memory: float, zero: int) -> str:
+    return (
+        f"model: weights, gradients and optimizer state take {states / GIB:,.1f} GiB on each device under zero = {zero}, and a "
+        f"device has {memory / GIB:,.1f} GiB; use more devices, a higher layout.zero, bfloat16 states, or a smaller model"
+    )
 
 
 def _zero(config: Config, layout: Layout, parameters: int, accumulation: int, memory_bytes: float | None) -> tuple[int, str]:

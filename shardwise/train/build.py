@@ -74,7 +74,7 @@ def restore(training: Training, folder: Path) -> None:
     same_world = manifest.world == training.mesh.worker.world
     training.checkpointer.load(folder, state_of(training.parallel.model, training.optimizer), same_world)
     training.step = manifest.step
-    if training.scale.dynamic:
+    if training.scale.dynamic and manifest.train.get("precision") == "float16":
         training.scale = LossScale(**{**asdict(training.scale), **manifest.loss_scale})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.mesh import RANK_AXES, device_name
+from shardwise.mesh import RANK_AXES, device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.observe import peak_flops
 from shardwise.parallel import DTYPES, is_compiled
@@ -54,10 +54,16 @@ def _threads(device: torch.device) -> str:
 
 def _without_effect(training: Training) -> dict[str, str]:
     """Settings that change nothing here are named, never ignored in silence."""
-    layout, asked = training.plan.layout, training.config.layout
-    notes = []
-    if layout.offload and training.mesh.device.type == "cpu":
-        notes.append("layout.offload: states are in host memory already")
-    if asked.zero and layout.zero == 0:
-        notes.append(f"layout.zero = {asked.zero}: the data axis has one device")
+    layout, config, train = training.plan.layout, training.config, training.config.train
+    on_cpu = training.mesh.device.type == "cpu"
+    found = {
+        "layout.offload: states are in host memory already": layout.offload and on_cpu,
+        f"layout.zero = {config.layout.zero}: the data axis has one device": bool(config.layout.zero) and layout.zero == 0,
+        "GPUs: there are more workers than GPUs, so all compute on the CPU": on_cpu and local_gpus() > 0,
+        "train.evaluate_every: data.held_out is 0": train.evaluate_every > 0 and config.data.held_out == 0,
+        "train.decay: only the wsd schedule has it": train.decay is not None and train.schedule != "wsd",
+        f"train.schedule: warm-up lasts {train.warmup} of {train.steps} steps": train.warmup >= train.steps,
+        f"observe.trace: there is no step {config.observe.trace}": config.observe.trace > train.steps,
+    }
+    notes = [note for note, true in found.items() if true]
     return {"no effect": "; ".join(notes)} if notes else {}

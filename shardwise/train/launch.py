@@ -41,7 +41,7 @@ class Failure:
     @property
     def is_echo(self) -> bool:
         """Whether this is only the noise of another worker's death."""
-        return any(word in self.message for word in ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo"))
+        return any(word in self.message for word in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
 
 
 def launch(arguments: Sequence[str], workers: int, node: Node | None, logs: Path) -> int:
@@ -50,7 +50,8 @@ def launch(arguments: Sequence[str], workers: int, node: Node | None, logs: Path
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("", ".agent.server.api", ".multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)  # what it would say is said below
     for old in logs.glob("rank-*.failure.json"):
         old.unlink()
     os.environ.update(worker_environment(max(1, cores() // workers), SHUTDOWN_SECONDS))
@@ -118,6 +119,7 @@ def tell_failure(logs: Path, rank: int, error: BaseException) -> None:
         message=str(error) if ours else f"{type(error).__name__}: {error}",
         trace="" if ours else "".join(traceback.format_exception(error)),
     )
+    logging.getLogger("shardwise").error("%s", failure.trace or failure.message)
     path = logs / f"rank-{rank}.failure.json"
     path.with_suffix(".part").write_text(json.dumps(asdict(failure)))
     path.with_suffix(".part").rename(path)

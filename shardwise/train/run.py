@@ -55,7 +55,11 @@ def run(config: Config, worker: Worker) -> int:
             voice.nothing_to_do()
             status = 0
         else:
-            status = _loop(training, voice, stop_asked)
+            try:
+                status = _loop(training, voice, stop_asked)
+            except UserError as error:
+                voice.failed(str(error))
+                raise
         leave()  # not after a failure: peers may be stuck in a collective, and parting would wait for them
         return status
 

@@ -101,7 +101,8 @@ def _read(training: Training, queued: _Queued) -> Step:
     loss, stops, norm, tokens = queued.numbers.tolist()
     number, scale = training.step + 1, training.scale.value
     overflowed = not (math.isfinite(norm) and math.isfinite(loss))
-    if overflowed and not training.scale.dynamic:
+    hopeless = not math.isfinite(loss) or scale <= 1  # the loss itself is not scaled, and below 1 there is nothing to gain
+    if overflowed and (hopeless or not training.scale.dynamic):
         _stop_non_finite(training, number, loss)
     training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
     training.scale = training.scale.after(overflowed)
@@ -168,7 +169,6 @@ def _stop_non_finite(training: Training, step: int, loss: float) -> None:
     where = names[int(place)] if int(place) < len(names) else None
     gradient = f"the gradient of {where} is the first that is not finite" if where else "all gradients are finite"
     raise RunFailed(
-        f"step {step}: the loss is {loss} and {gradient}. The weights were not touched, and the last checkpoint is kept. "
-        "Lower train.learning_rate, add warm-up, or look at the data of this step; "
-        "then run the same command again to resume from the last checkpoint."
+        f"step {step}: the loss is {loss} and {gradient}. The weights were not touched, and checkpoints "
+        "are kept. Lower train.learning_rate, add warm-up, or look at the data of this step, and run the command again."
     )

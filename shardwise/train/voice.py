@@ -42,6 +42,9 @@ class Silence:
     def nothing_to_do(self) -> None:
         """The checkpoint is at the last step already."""
 
+    def failed(self, reason: str) -> None:
+        """The run cannot go on."""
+
     def stopped(self) -> None:
         """The run was asked to stop, and has saved."""
 
@@ -58,6 +61,9 @@ class Voice(Silence):
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder = training, folder
         self.console = error_console()
+        if training.step < training.config.train.steps:
+            (folder / "config.toml").write_text(to_toml(training.config))
+            (folder / "plan.json").write_text(json.dumps(training.plan.to_json(), indent=1) + "\n")
         self.sinks = open_sinks(folder, training.config.observe, training.step)
         self.progress = TrainingProgress(self.console, training.config.train.steps, training.step + 1)
         self.peak = peak_flops(device_name(training.mesh.device), training.config.train.precision)
@@ -65,17 +71,16 @@ class Voice(Silence):
 
     def start(self, resumed_from: Path | None) -> None:
         training = self.training
-        (self.folder / "config.toml").write_text(to_toml(training.config))
-        (self.folder / "plan.json").write_text(json.dumps(training.plan.to_json(), indent=1) + "\n")
         header(self.console, f"shardwise train, into {self.folder}", facts(training))
+        ours = resumed_from is not None and resumed_from.parent.resolve() == (self.folder / "checkpoints").resolve()
+        if moved := set_aside(self.folder, after=training.step if ours else -1):
+            self.progress.message(f"checkpoints of an earlier run, later than step {training.step}, are now in {moved}")
         if resumed_from:
             self.sinks.event("resume", step=training.step, checkpoint=str(resumed_from), **self._machine())
             self.progress.message(f"resumed from {resumed_from}")
             for change in changed_data(read_manifest(resumed_from), training.config):
                 self.progress.message(f"note: {change}, so the data goes on in another order than the run began with")
         else:
-            if moved := set_aside(self.folder):
-                self.progress.message(f"a fresh start: earlier checkpoints are now in {moved}")
             self.sinks.event("start", **self._machine())
 
     def _machine(self) -> dict[str, Any]:
@@ -133,9 +138,13 @@ class Voice(Silence):
             "use another run.folder, or start afresh with checkpoint.resume=never"
         )
 
+    def failed(self, reason: str) -> None:
+        self.sinks.event("failure", step=self.training.step, reason=reason)
+
     def stopped(self) -> None:
         self.sinks.event("stop", step=self.training.step)
-        self.progress.message(f"stopped after step {self.training.step}; run the same command again to go on from there")
+        again = "the same command" if self.training.config.checkpoint.resume == "auto" else "it again with checkpoint.resume=auto"
+        self.progress.message(f"stopped after step {self.training.step}; run {again} to go on from there")
 
     def end(self, text: str | None) -> None:
         self.progress.close()

@@ -125,6 +125,13 @@ def test_old_checkpoints_are_moved_aside_for_a_fresh_start(saved: Path) -> None:
     assert set_aside(run) == run / "checkpoints.old-1"
     assert checkpoints(run) == []
     assert set_aside(run) is None
-    (run / "checkpoints").mkdir()
-    assert set_aside(run) == run / "checkpoints.old-2"
     read_manifest(run / "checkpoints.old-1" / saved.name)
+
+
+def test_a_run_that_goes_on_from_an_older_step_moves_only_the_later_ones_aside(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    assert set_aside(tmp_path, after=15) is None
+    assert set_aside(tmp_path, after=5) == tmp_path / "checkpoints.old-1"
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-5"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints.old-1").iterdir()) == ["step-10", "step-15"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,11 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         (["model.preset=lama3-8b"], ["lama3-8b", "Did you mean llama3-8b?"]),
         (["checkpoint.resume=nowhere"], ["checkpoint.resume", "nowhere"]),
         (["nonsense"], ["section.key=value"]),
+        (["run.folder="], ["run.folder"]),
+        (["layout.dp=2", "layout.data=4"], ["data is given twice"]),
+        (["train.clip=inf"], ["train.clip", "finite"]),
+        (["model.hidden=100000", "model.layers=100"], ["GiB on each device", "use more devices"]),
+        (["observe.wandb=project"], ["pip install 'shardwise[wandb]'"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -101,6 +107,25 @@ def test_a_corrupt_shard_is_named(shardwise: Shardwise, tmp_path: Path, damage: 
     else:
         shard.unlink()
     refused(shardwise("train", JOB, "data.source=shards"), "shard-00000.bin")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["bogus"], ["train"], ["train", JOB, "--workers", "0"], ["train", JOB, "--bogus"], ["report"], ["data"]],
+    ids=" ".join,
+)
+def test_a_mistake_in_the_words_of_a_command_is_answered_with_its_usage(shardwise: Shardwise, words: list[str]) -> None:
+    done = shardwise(*words)
+    assert done.returncode == 2
+    assert "Usage" in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_second_run_in_the_same_folder_is_refused(shardwise: Shardwise, tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    with (tmp_path / "run" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused(shardwise("train", JOB, "run.folder=run"), "another run is writing there now")
 
 
 def test_a_mistake_is_found_before_torch_is_loaded(shardwise: Shardwise, tmp_path: Path) -> None:

@@ -176,6 +176,15 @@ def test_a_fresh_start_keeps_the_earlier_checkpoints_aside(shardwise: Shardwise,
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
 
 
+def test_a_run_that_goes_on_from_an_older_checkpoint_keeps_what_it_saves(shardwise: Shardwise, tmp_path: Path) -> None:
+    common = [*JOB, "layout.data=1", "run.folder=run", "checkpoint.keep=1"]
+    trained(shardwise("train", *JOB, "layout.data=1", "run.folder=run", "train.steps=4", "checkpoint.every=2"))
+    trained(shardwise("train", *common, "train.steps=3", "checkpoint.resume=run/checkpoints/step-2"))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-3"]
+    assert (tmp_path / "run" / "checkpoints.old-1" / "step-4").is_dir()
+    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3]
+
+
 def test_the_run_folder_holds_what_the_design_promises(shardwise: Shardwise, tmp_path: Path) -> None:
     trained(
         shardwise(

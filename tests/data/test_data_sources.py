@@ -125,6 +125,8 @@ def test_folders_and_globs_are_read_in_sorted_order(tmp_path: Path) -> None:
 
 
 def test_missing_and_empty_places_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data source: an empty path"):
+        find_files("")
     with pytest.raises(UserError, match=r"nowhere\.txt: no such file or folder"):
         find_files(tmp_path / "nowhere.txt")
     with pytest.raises(UserError, match="no files in it"):
@@ -138,6 +140,7 @@ def test_missing_and_empty_places_are_explained(tmp_path: Path) -> None:
     [
         (b'{"text": oops}', r"a\.jsonl, line 2: not valid JSON"),
         (b'{"text": "\xff"}', r"a\.jsonl, line 2: not valid JSON"),
+        (b'{"text": ' + b"[" * 200_000, r"a\.jsonl, line 2: not valid JSON"),
         (b'["text"]', r"a\.jsonl, line 2: a JSON list, not an object"),
         (b'{"body": "x", "id": 1}', r"a\.jsonl, line 2: no field 'text'; there are: body, id"),
         (b'{"text": 3}', r"a\.jsonl, line 2: field 'text' holds int, not text"),

@@ -60,7 +60,7 @@ PLAN = {
     "micro_batch": 2,
     "accumulation": 1,
     "flop_convention": "6 N + attention",
-    "memory_gib": {"weights": 0.5, "total": 1.5},
+    "memory_gib": {"weights": 0.5, "states": 1.5},
 }
 
 
@@ -81,7 +81,7 @@ def test_a_summary_equals_the_values_worked_out_by_hand(run):
     assert summary["sequences_per_second"] == pytest.approx(10.005)
     assert summary["peak_memory_bytes"] == 600
     assert summary["memory_kind"] == "resident set of the process"
-    assert summary["predicted_memory_gib"] == 1.5
+    assert summary["predicted_states_gib"] == 1.5
     assert summary["mfu"] is None
     assert summary["flop_convention"] == "6 N + attention"
     assert summary["skipped_steps"] == [4]

@@ -34,10 +34,16 @@ def test_zero_is_the_lowest_stage_that_fits() -> None:
     needed = [state_bytes(parameters, job().train, zero, 4, 1).total for zero in range(4)]
     stages = [choose(job(), 4, memory_bytes=bytes_ / 0.6 + 1).layout.zero for bytes_ in needed]
     assert stages == [0, 1, 1, 3]  # with one micro-batch, ZeRO-1 costs what ZeRO-2 does
-    assert choose(job(), 4, memory_bytes=1.0).layout.zero == 3
+    assert choose(job(), 4, memory_bytes=needed[3] * 1.01).layout.zero == 3
     assert choose(job(replica=2), 4, memory_bytes=1e15).layout.zero == 3
     assert choose(job(zero=2), 4, memory_bytes=1e15).layout.zero == 2
     assert choose(job(zero=3, data=1), 1).layout.zero == 0
+
+
+def test_a_model_whose_states_fit_on_no_device_is_refused_with_what_would_help() -> None:
+    with pytest.raises(ConfigError, match="use more devices"):
+        choose(job(), 4, memory_bytes=1e6)
+    assert choose(job(offload=True), 4, memory_bytes=1e6).layout.zero == 3
 
 
 @pytest.mark.parametrize(

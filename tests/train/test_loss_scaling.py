@@ -11,6 +11,8 @@ from ranks.faults import Taken, skip
 from ranks.jobs import ALONE, Tables, job, on_one_device
 from ranks.pool import Pool
 
+from shardwise.errors import RunFailed
+
 
 def float16(corpus: str, layout: dict[str, Any] | None = None, **train: Any) -> Tables:
     base = {"precision": "float16", "initial_scale": 1024.0, "scale_every": 2, "steps": 6, "warmup": 0}
@@ -59,3 +61,9 @@ def test_the_scale_does_not_change_what_is_trained(corpus: str) -> None:
 def test_the_other_precisions_have_no_scale(corpus: str, precision: str) -> None:
     done = on_one_device(float16(corpus, precision=precision, steps=3)).steps
     assert [(step.loss_scale, step.skipped) for step in done] == [(1.0, False)] * 3
+
+
+def test_a_loss_that_is_not_finite_stops_a_float16_run_as_any_other(corpus: str) -> None:
+    """The loss is not scaled, so no smaller scale can mend it."""
+    with pytest.raises(RunFailed, match="the loss is nan"):
+        on_one_device(float16(corpus, learning_rate=1e4, clip=False, steps=60))

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from shardwise.config import Data, Source
+from shardwise.data.prepare import prepare, prepared
+from shardwise.data.tokens import Tokens
+from shardwise.errors import UserError
+
+module = import_module("shardwise.data.prepare")  # the package's own attribute of that name is the function
+
+FOREIGN = {"version": 2, "shards": [{"raw_data": {"basename": "shard.00000.mds"}}]}  # as another library writes it
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_text("some text")
+    return path
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"notes.md": "mine"},
+        {"tokenizer.json": "{}", "shard-00000.bin": "mine", "download.partial": "mine"},
+        {"index.json": json.dumps(FOREIGN), "shard-00000.bin": "mine"},
+        {"index.json": "not JSON"},
+        {"index.json": "[" * 200_000},
+        {"preparing.json": json.dumps({"dinner": "soup"})},
+        {".lock": "mine", "x.txt": "mine"},
+    ],
+)
+def test_a_folder_of_the_users_own_is_refused_and_left_as_it_is(source: Path, tmp_path: Path, files: dict[str, str]) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    before = content(folder)
+    with pytest.raises(UserError, match=r"mine is not empty and was not made by shardwise.*Choose another folder"):
+        prepare(source, "bytes", folder)
+    assert content(folder) == before
+
+
+@pytest.mark.parametrize("files", [(), (".lock",), (".lock", "preparing.json.partial")])
+def test_an_empty_folder_or_one_with_our_lock_is_accepted(source: Path, tmp_path: Path, files: tuple[str, ...]) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name in files:
+        (folder / name).touch()
+    assert prepare(source, "bytes", folder).documents == 1
+    assert sorted(content(folder)) == [".lock", "index.json", "shard-00000.bin", "shard-00000.ends"]
+
+
+def test_starting_over_in_our_folder_keeps_what_the_user_put_there(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    prepare(source, "bytes", folder)
+    mine = {"notes.md": b"mine", "download.partial": b"mine", "shard-mine.bin": b"mine"}
+    for name, text in mine.items():
+        (folder / name).write_bytes(text)
+    (folder / "shard-00007.bin").write_bytes(b"left by an earlier source")
+    source.write_text("other words")
+    prepare(source, "bytes", folder)
+    tokens = Tokens.open(folder)
+    assert bytes(tokens.read(0, len(tokens) - 1).tolist()) == b"other words"
+    assert set(content(folder)) == {".lock", "index.json", "shard-00000.bin", "shard-00000.ends", *mine}
+    assert {name: content(folder)[name] for name in mine} == mine
+
+
+@pytest.mark.parametrize("prepared_before", [False, True])
+def test_a_folder_is_still_ours_when_killed_before_or_after_clearing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared_before: bool
+) -> None:
+    folder = tmp_path / "out"
+    if prepared_before:
+        prepare(source, "bytes", folder)
+        source.write_text("other words")
+    real = module.clear
+
+    def killed_before(folder: Path) -> None:
+        raise KilledError
+
+    def killed_after(folder: Path) -> None:
+        real(folder)
+        (folder / "shard-00000.bin.partial").write_bytes(b"half")
+        raise KilledError
+
+    for stand_in in (killed_before, killed_after):
+        monkeypatch.setattr(module, "clear", stand_in)
+        with pytest.raises(KilledError):
+            prepare(source, "bytes", folder)
+    monkeypatch.setattr(module, "clear", real)
+    prepare(source, "bytes", folder)
+    assert Tokens.open(folder).index.tokens == len(source.read_text()) + 1
+    assert sorted(content(folder)) == [".lock", "index.json", "shard-00000.bin", "shard-00000.ends"]
+
+
+def test_a_source_folder_with_a_foreign_index_is_an_ordinary_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "a.txt").write_text("some text")
+    for text in (json.dumps(FOREIGN), "{}", "[]", "not JSON"):
+        (folder / "index.json").write_text(text)
+        (folder / "preparing.json").write_text(text)
+        ((made, _),) = prepared(Data(source=str(folder), cache=str(tmp_path / "cache")))
+        assert Tokens.open(made).index.tokens == len("some text") + 1
+
+
+@pytest.mark.parametrize("damage", ["cut short", "no shards named", "not an object", "deeply nested"])
+def test_a_damaged_index_of_ours_is_called_damaged(source: Path, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "out"
+    prepare(source, "bytes", folder)
+    index = folder / "index.json"
+    values = json.loads(index.read_text())
+    del values["shards"]
+    texts = {"cut short": index.read_text()[:50], "no shards named": json.dumps(values), "not an object": "[]"}
+    index.write_text(texts.get(damage, "[" * 200_000))
+    with pytest.raises(UserError, match=r"index\.json is damaged.*Delete the folder"):
+        Tokens.open(prepared(Data(source=str(folder)))[0][0])
+    with pytest.raises(UserError, match=r"index\.json is damaged.*Delete the folder"):
+        prepare(source, "bytes", folder)
+
+
+def test_a_file_as_target_is_named_as_such(source: Path) -> None:
+    with pytest.raises(UserError, match=r"a\.txt is a file, not a folder\. Choose another folder"):
+        prepare(source, "bytes", source)
+    assert source.read_text() == "some text"
+
+
+def test_empty_paths_are_refused(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    with pytest.raises(UserError, match="folder for the prepared data is an empty path"):
+        prepare(source, "bytes", "")
+    with pytest.raises(UserError, match="data source: an empty path"):
+        prepare("", "bytes", tmp_path / "out")
+    for data in (Data(source=""), Data(sources=(Source(path=""),))):
+        with pytest.raises(UserError, match=r"data\.source: an empty path"):
+            prepared(data)
+    assert list(here.iterdir()) == []
