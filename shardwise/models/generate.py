@@ -24,7 +24,6 @@ def generate(
     *,
     max_positions: int,
     temperature: float = 1.0,
-    top_k: int | None = None,
     seed: int = 0,
 ) -> list[int]:
     """The prompt and `count` more token ids.
@@ -38,14 +37,11 @@ def generate(
     generator = torch.Generator("cpu").manual_seed(seed)
     for _ in range(count):
         logits = step(torch.tensor([tokens[-max_positions:]]))
-        tokens.append(_sample(logits.detach().to("cpu", torch.float32).flatten(), temperature, top_k, generator))
+        tokens.append(_sample(logits.detach().to("cpu", torch.float32).flatten(), temperature, generator))
     return tokens
 
 
-def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
-    if top_k is not None and top_k < len(logits):
-        least = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < least, float("-inf"))
     return int(torch.multinomial(torch.softmax(logits / temperature, dim=0), 1, generator=generator))

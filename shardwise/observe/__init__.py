@@ -4,7 +4,7 @@ from shardwise.observe.clock import SPANS, StepClock
 from shardwise.observe.devices import mfu, peak_flops
 from shardwise.observe.files import EventsFile, MetricsFile, from_json, read_lines, to_json
 from shardwise.observe.ledger import Ledger
-from shardwise.observe.memory import current_memory, memory_kind, peak_memory, reset_peak_memory
+from shardwise.observe.memory import memory_kind, peak_memory
 from shardwise.observe.report import render, summarise
 from shardwise.observe.sinks import Sinks, TensorBoardSink, WandbSink, open_sinks
 from shardwise.observe.terminal import TrainingProgress, error_console, header
@@ -19,7 +19,6 @@ __all__ = [
     "TensorBoardSink",
     "TrainingProgress",
     "WandbSink",
-    "current_memory",
     "error_console",
     "from_json",
     "header",
@@ -30,7 +29,6 @@ __all__ = [
     "peak_memory",
     "read_lines",
     "render",
-    "reset_peak_memory",
     "summarise",
     "to_json",
 ]

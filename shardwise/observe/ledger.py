@@ -20,16 +20,13 @@ import threading
 Counts = dict[str, dict[str, int]]
 """`"kind/axis"` to `{"count": n, "bytes": b}`, sorted by key: what goes into a line of metrics.jsonl."""
 
-_Pairs = dict[str, tuple[int, int]]
-
 
 class Ledger:
     """Counts collectives. Safe to record into from any thread: autograd runs its hooks on threads of its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._totals: _Pairs = {}
-        self._recent: _Pairs = {}
+        self._recent: dict[str, tuple[int, int]] = {}
 
     def record(self, kind: str, axis: str, bytes: int) -> None:
         """One collective of this kind over this axis, on a full tensor of so many bytes."""
@@ -39,25 +36,7 @@ class Ledger:
             self._recent[key] = (count + 1, before + bytes)
 
     def take(self) -> Counts:
-        """What was recorded since the last `take`: the collectives of one step. They stay in the totals."""
+        """What was recorded since the last `take`: the collectives of one step."""
         with self._lock:
             recent, self._recent = self._recent, {}
-            self._totals = _sum(self._totals, recent)
-        return _readable(recent)
-
-    def snapshot(self) -> Counts:
-        """Everything recorded so far, taken or not."""
-        with self._lock:
-            return _readable(_sum(self._totals, self._recent))
-
-
-def _sum(left: _Pairs, right: _Pairs) -> _Pairs:
-    total = dict(left)
-    for key, (count, size) in right.items():
-        before_count, before_size = total.get(key, (0, 0))
-        total[key] = (before_count + count, before_size + size)
-    return total
-
-
-def _readable(pairs: _Pairs) -> Counts:
-    return {key: {"count": count, "bytes": size} for key, (count, size) in sorted(pairs.items())}
+        return {key: {"count": count, "bytes": size} for key, (count, size) in sorted(recent.items())}

@@ -22,29 +22,12 @@ def memory_kind(device_type: str) -> str:
 
 
 def peak_memory(device_type: str) -> int:
-    """Bytes at the peak: on a GPU since the last `reset_peak_memory`, on a CPU since the process began."""
+    """Bytes at the peak, since the process began."""
     if device_type == "cuda":
         import torch
 
         return int(torch.cuda.max_memory_allocated())
     return _peak_resident()
-
-
-def current_memory(device_type: str) -> int:
-    """Bytes in use now, of the same kind as the peak."""
-    if device_type == "cuda":
-        import torch
-
-        return int(torch.cuda.memory_allocated())
-    return int(psutil.Process().memory_info().rss)
-
-
-def reset_peak_memory(device_type: str) -> None:
-    """Start a new peak on a GPU. A CPU's peak is the process's and cannot be lowered."""
-    if device_type == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
 
 
 def _peak_resident() -> int:

@@ -1,6 +1,6 @@
 import pytest
 
-from shardwise.observe import current_memory, memory_kind, mfu, peak_flops, peak_memory
+from shardwise.observe import memory_kind, mfu, peak_flops, peak_memory
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,6 @@ def test_mfu_is_model_flops_over_the_peak_of_all_devices():
 def test_peak_memory_of_a_cpu_process_holds_what_was_once_allocated():
     before = peak_memory("cpu")
     block = bytearray(b"x") * (64 << 20)
-    assert current_memory("cpu") >= len(block)
     del block
     assert peak_memory("cpu") >= before
     assert peak_memory("cpu") >= 64 << 20

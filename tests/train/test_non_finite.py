@@ -56,7 +56,7 @@ def test_a_loss_that_is_not_finite_names_the_first_parameter_it_spoils(corpus: s
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(corpus: str, tmp_path: Path) -> None:
     train = {"precision": "float32", "learning_rate": 1e25, "clip": False, "warmup": 0, "schedule": "constant", "steps": 9}
     tables = job(corpus, train=train, checkpoint={"every": 1, "keep": 20}, run={"folder": str(tmp_path)})
-    with pytest.raises(RunFailed, match="The weights were not touched, and the last checkpoint is kept"):
+    with pytest.raises(RunFailed, match="The weights were not touched, and checkpoints are kept"):
         run(from_tables(tables), ALONE)
     saved = checkpoints(tmp_path)
     assert saved
