@@ -43,12 +43,20 @@ def _train(job: Path, overrides: list[str], workers: int | None) -> int:
     from shardwise.mesh.launched import Worker, launched
 
     how = launched()
-    main = not isinstance(how, Worker) or (how.rank == 0 and how.launcher != "shardwise")
-    with _holding(Path(config.run.folder)) if main else nullcontext():
+    with _holding(Path(config.run.folder)) if _leads(how) else nullcontext():
         if isinstance(how, Worker):
             return _be_worker(config, how)
         _check_data(config)
         return _start(config, [str(job), *overrides], how, workers)
+
+
+def _leads(how: Launched) -> bool:
+    """Whether this process answers for the run: the command itself, the first of several nodes, or a launcher's first worker."""
+    from shardwise.mesh import Node, Worker
+
+    if isinstance(how, Node):
+        return how.node_rank == 0
+    return not isinstance(how, Worker) or (how.rank == 0 and how.launcher != "shardwise")
 
 
 @contextmanager

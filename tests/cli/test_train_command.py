@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -65,6 +66,12 @@ def start(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Pop
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
 
 
 def wait_for_step(run: Path, step: int) -> None:
@@ -131,7 +138,7 @@ def test_srun_with_a_task_a_device_starts_it(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     common = {
         "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29731",
+        "SLURM_STEP_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
     }  # fmt: skip
     tasks = [
         start(
@@ -154,7 +161,12 @@ def test_srun_with_a_task_a_device_starts_it(tmp_path: Path) -> None:
 def test_one_process_a_node_starts_its_workers(tmp_path: Path) -> None:
     """What a Kubernetes operator sets for torchrun: two "nodes", here on one machine, with one worker each."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    common = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": "127.0.0.1:29732", "PET_RDZV_ID": "test"}
+    common = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
+        "PET_RDZV_ID": "test",
+    }
     nodes = [
         start(tmp_path, "train.steps=3", "layout.data=2", "run.folder=run", PET_NODE_RANK=str(rank), **common)
         for rank in range(2)
