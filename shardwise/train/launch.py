@@ -24,6 +24,8 @@ from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Node, cores, worker_environment
 
 INTERRUPTED = 130
+"""Exit status after Ctrl-C or SIGTERM: the state is saved, and the same command goes on from it."""
+
 SHUTDOWN_SECONDS = 300
 """How long workers may take to save after Ctrl-C before they are killed."""
 

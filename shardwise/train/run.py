@@ -10,7 +10,7 @@ import logging
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,11 @@ from shardwise.mesh import Worker, device_memory, leave
 from shardwise.plan import choose
 from shardwise.train.build import Training, build, restore, save
 from shardwise.train.evaluate import held_out_loss, sample
+from shardwise.train.launch import INTERRUPTED
 from shardwise.train.steps import Step, steps
-from shardwise.train.voice import Silence, Voice
+from shardwise.train.voice import Silence, Voice, say_nothing_is_left
 
 log = logging.getLogger("shardwise")
-INTERRUPTED = 130
-"""Exit status after Ctrl-C or SIGTERM: the state is saved, and the same command goes on from it."""
 
 
 def run(config: Config, worker: Worker) -> int:
@@ -41,27 +40,31 @@ def run(config: Config, worker: Worker) -> int:
     check_vocabulary(dataset, config.model.vocabulary)
     plan = choose(config, worker.world, device_memory(worker.local_world))
     folder = Path(config.run.folder)
-    with ExitStack() as stack:
-        stop_asked = stack.enter_context(_signals())
+    with _signals() as stop_asked:
         training = build(config, plan, worker, dataset)
         _check_same_job(training)
         resumed_from = to_resume(config)
         if resumed_from:
             restore(training, resumed_from)
-        voice = Voice(training, folder) if training.mesh.is_main else Silence()
-        stack.callback(voice.close)
-        voice.start(resumed_from)
-        if training.step >= config.train.steps:
-            voice.nothing_to_do()
-            status = 0
-        else:
-            try:
-                status = _loop(training, voice, stop_asked)
-            except UserError as error:
-                voice.failed(str(error))
-                raise
+        status = 0
+        if training.step < config.train.steps:
+            status = _speaking(training, folder, resumed_from, stop_asked)
+        elif training.mesh.is_main:
+            say_nothing_is_left(training, folder)
         leave()  # not after a failure: peers may be stuck in a collective, and parting would wait for them
         return status
+
+
+def _speaking(training: Training, folder: Path, resumed_from: Path | None, stop_asked: Callable[[], bool]) -> int:
+    """The steps that are left, with a voice that is closed however they end."""
+    voice = Voice(training, folder) if training.mesh.is_main else Silence()
+    with closing(voice):
+        voice.start(resumed_from)
+        try:
+            return _loop(training, voice, stop_asked)
+        except UserError as error:
+            voice.failed(str(error))
+            raise
 
 
 def _loop(training: Training, voice: Silence, stop_asked: Callable[[], bool]) -> int:

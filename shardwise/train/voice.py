@@ -27,6 +27,16 @@ def changed_data(manifest: Manifest, config: Config) -> list[str]:
     return [f"{name} was {before!r} and is now {now!r}" for name, before, now in pairs if before != now]
 
 
+def say_nothing_is_left(training: Training, folder: Path) -> None:
+    """The checkpoint is at the last step already: say so, and touch nothing in the run folder."""
+    error_console().print(
+        f"nothing to do: {folder} has reached step {training.step}, and train.steps is {training.config.train.steps}. Raise "
+        "train.steps to go on, use another run.folder, or start afresh with checkpoint.resume=never",
+        markup=False,
+        highlight=False,
+    )
+
+
 class Silence:
     """What every rank but the main one has to say."""
 
@@ -38,9 +48,6 @@ class Silence:
 
     def saved(self, path: Path) -> None:
         """A checkpoint is in place."""
-
-    def nothing_to_do(self) -> None:
-        """The checkpoint is at the last step already."""
 
     def failed(self, reason: str) -> None:
         """The run cannot go on."""
@@ -61,9 +68,8 @@ class Voice(Silence):
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder = training, folder
         self.console = error_console()
-        if training.step < training.config.train.steps:
-            (folder / "config.toml").write_text(to_toml(training.config))
-            (folder / "plan.json").write_text(json.dumps(training.plan.to_json(), indent=1) + "\n")
+        (folder / "config.toml").write_text(to_toml(training.config))
+        (folder / "plan.json").write_text(json.dumps(training.plan.to_json(), indent=1) + "\n")
         self.sinks = open_sinks(folder, training.config.observe, training.step)
         self.progress = TrainingProgress(self.console, training.config.train.steps, training.step + 1)
         self.peak = peak_flops(device_name(training.mesh.device), training.config.train.precision)
@@ -130,13 +136,6 @@ class Voice(Silence):
     def saved(self, path: Path) -> None:
         self.sinks.event("save", step=self.training.step, checkpoint=str(path))
         self.progress.message(f"saved {path}")
-
-    def nothing_to_do(self) -> None:
-        done, asked = self.training.step, self.training.config.train.steps
-        self.progress.message(
-            f"nothing to do: {self.folder} has reached step {done}, and train.steps is {asked}. Raise train.steps to go on, "
-            "use another run.folder, or start afresh with checkpoint.resume=never"
-        )
 
     def failed(self, reason: str) -> None:
         self.sinks.event("failure", step=self.training.step, reason=reason)

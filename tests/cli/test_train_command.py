@@ -183,6 +183,7 @@ def test_a_fresh_start_keeps_the_earlier_checkpoints_aside(shardwise: Shardwise,
     again = shardwise("train", *JOB, "train.steps=2", "layout.data=1", "run.folder=run")
     trained(again)
     assert "nothing to do" in again.stderr
+    assert len(records(tmp_path / "run")) == 2
     trained(shardwise("train", *JOB, "train.steps=1", "layout.data=1", "run.folder=run", "checkpoint.resume=never"))
     assert (tmp_path / "run" / "checkpoints.old-1" / "step-2").is_dir()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
