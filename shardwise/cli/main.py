@@ -12,8 +12,10 @@ import typer
 from shardwise import __version__
 from shardwise.cli.data import data
 from shardwise.cli.doctor import doctor
+from shardwise.cli.plan import plan
 from shardwise.cli.report import report
 from shardwise.cli.train import train
+from shardwise.cli.verify import verify
 from shardwise.errors import UserError
 
 app = typer.Typer(
@@ -23,6 +25,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(plan)
+app.command()(verify)
 app.command()(report)
 app.command()(doctor)
 app.add_typer(data, name="data")

@@ -1,19 +1,35 @@
 """What we decide: parameters, FLOPs and memory in closed form, and the layout they lead to. No torch."""
 
-from shardwise.plan.choose import Plan, choose
+from shardwise.plan.choose import Plan, choose, micro_batch_size
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.plan.memory import StateBytes, reduce_dtype, state_bytes, state_dtype
-from shardwise.plan.parameters import count, parameter_shapes
+from shardwise.plan.parameters import active_count, count, parameter_shapes
+from shardwise.plan.schedule import SCHEDULES, Action, Schedule, make_schedule
+from shardwise.plan.stages import block_costs, cut, stage_blocks, stage_costs
+from shardwise.plan.timeline import Timeline, peak_in_flight, simulate
 
 __all__ = [
     "FLOP_CONVENTION",
+    "SCHEDULES",
+    "Action",
     "Plan",
+    "Schedule",
     "StateBytes",
+    "Timeline",
+    "active_count",
+    "block_costs",
     "choose",
     "count",
+    "cut",
     "flops_per_token",
+    "make_schedule",
+    "micro_batch_size",
     "parameter_shapes",
+    "peak_in_flight",
     "reduce_dtype",
+    "simulate",
+    "stage_blocks",
+    "stage_costs",
     "state_bytes",
     "state_dtype",
 ]

@@ -1,0 +1,371 @@
+"""A pipeline schedule is a list of actions for each rank: a value that can be printed, drawn, checked and costed.
+
+The model is cut into stages and the batch into micro-batches. For every pair of the two there is a forward (F) and a
+backward, either whole (B) or in two halves: the gradient of the stage's input (I), which the stage before is waiting for,
+and the gradient of its weights (W), which nobody waits for and which may therefore fill a gap. A rank runs its list in
+order and waits where an input has not arrived; that waiting is the *bubble*. All schedules do the same work and give the
+same gradients. They differ in the bubble, and in how many activations a rank must keep (`plan/timeline.py` counts both).
+With p ranks, m micro-batches, v stages a rank, and F, I, W the times of one stage:
+
+| name        | stages a rank | idle time of a rank         | activations kept    | from                                    |
+| ----------- | ------------- | --------------------------- | ------------------- | --------------------------------------- |
+| gpipe       | 1             | (p-1)(F+I+W)                | m                   | Huang et al. 2019                       |
+| 1f1b        | 1             | (p-1)(F+I+W)                | p - rank            | PipeDream-flush, Narayanan et al. 2021  |
+| interleaved | v, looped     | (p-1)(F+I+W), stages 1/v    | p(v+1) - 2 rank - 1 | Megatron-LM, Narayanan et al. 2021      |
+| zb1p        | 1             | (p-1)(F+I-W)                | p                   | ZB-H1, Qi et al. 2023                   |
+| zbv         | 2, in a V     | 0 from first to last action | 2p                  | Qi et al. 2024                          |
+| dualpipev   | 2, in a V     | at most (p-1)(F+2I-W)       | 2p + 1              | DeepSeek-V3 2024, cut in half           |
+
+Activations are counted in stages, which are half as large where a rank holds two. The zero of `zbv` holds if F = I = W, as is
+nearly so for large matrix products; the two around it hold for other costs too. *Looped* puts stage s on rank s mod p, so a
+micro-batch goes round v times. *In a V* puts stages r and 2p-1-r on rank r: a micro-batch goes down the ranks and comes back,
+so the first and the last stage share a rank, and backward starts where forward ended. More stages cost more messages;
+splitting the backward costs a second walk over its graph.
+
+The published schedules are stated for many micro-batches. A schedule with some micro-batches struck out is still a correct
+one, because no action depends on another micro-batch. So where a pattern needs more than were asked for, it is made for as
+many as it needs and the surplus struck out: every schedule here works from one micro-batch up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+from shardwise.config.schema import Schedule as ScheduleName
+from shardwise.errors import ConfigError
+
+Kind = Literal["F", "B", "I", "W"]
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+IN_A_V = ("zbv", "dualpipev")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work: forward, backward, or half a backward, of one micro-batch on one stage."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who does what in which order."""
+
+    name: str
+    ranks: int
+    stages: int
+    micro_batches: int
+    rank_of_stage: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages a rank holds, first to last."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+
+
+def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None) -> Schedule:
+    """The named schedule; `stages_per_rank` is a choice only for `interleaved` (2 if left out)."""
+    per_rank = stages_on_a_rank(name, stages_per_rank)
+    if ranks < 1 or micro_batches < 1:
+        raise ConfigError(
+            "the schedule", [f"{name}: needs at least one rank and one micro-batch, got {ranks} and {micro_batches}"]
+        )
+    if name == "interleaved":
+        actions = [_interleaved(ranks, rank, micro_batches, per_rank) for rank in range(ranks)]
+    else:
+        actions = [_ORDERS[name](ranks, rank, micro_batches) for rank in range(ranks)]
+    placement = _placement(name, ranks, per_rank)
+    schedule = Schedule(name, ranks, len(placement), micro_batches, placement, tuple(tuple(_fused(row)) for row in actions))
+    check(schedule)
+    return schedule
+
+
+def stages_on_a_rank(name: str, asked: int | None = None) -> int:
+    """How many stages the named schedule puts on each rank, refusing a number it cannot do."""
+    if name not in SCHEDULES:
+        raise ConfigError("the schedule", [f"layout.schedule = {name!r}: unknown; use one of {', '.join(SCHEDULES)}"])
+    if name == "interleaved":
+        if asked is not None and asked < 1:
+            raise ConfigError("the schedule", [f"layout.stages_per_rank = {asked}: give 1 or more"])
+        return 2 if asked is None else asked
+    fixed = 2 if name in IN_A_V else 1
+    if asked not in (None, fixed):
+        advice = f"leave it out, or use layout.schedule = 'interleaved' for {asked} stages a rank"
+        problem = f"layout.stages_per_rank = {asked}: {name} has exactly {fixed} a rank; {advice}"
+        raise ConfigError("the schedule", [problem])
+    return fixed
+
+
+def _placement(name: str, ranks: int, per_rank: int) -> tuple[int, ...]:
+    if name in IN_A_V:
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(stage % ranks for stage in range(ranks * per_rank))
+
+
+# -- one stage a rank ---------------------------------------------------------------------------------------------------
+
+
+def _gpipe(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
+    """All forwards, then all backwards: simple, and every activation is alive at once."""
+    yield from (Action(rank, "F", index) for index in range(micro_batches))
+    yield from (Action(rank, "B", index) for index in range(micro_batches))
+
+
+def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
+    """Warm up with just enough forwards to have a gradient back by then, after which each backward frees what the next
+    forward takes."""
+    warm_up = min(micro_batches, ranks - rank)
+    yield from (Action(rank, "F", index) for index in range(warm_up))
+    for index in range(micro_batches):
+        yield Action(rank, "B", index)
+        if warm_up + index < micro_batches:
+            yield Action(rank, "F", warm_up + index)
+
+
+def _zero_bubble(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
+    """1F1B with the weight halves held back by `rank` micro-batches. Later ranks warm up with fewer forwards, so they have
+    room to hold more back, and spend it at the end, while earlier ranks still wait for their last gradients."""
+    warm_up = min(micro_batches, ranks - rank)
+    yield from (Action(rank, "F", index) for index in range(warm_up))
+    for index in range(micro_batches):
+        yield Action(rank, "I", index)
+        if index >= rank:
+            yield Action(rank, "W", index - rank)
+        if warm_up + index < micro_batches:
+            yield Action(rank, "F", warm_up + index)
+    yield from (Action(rank, "W", index) for index in range(max(0, micro_batches - rank), micro_batches))
+
+
+# -- several stages a rank, looped --------------------------------------------------------------------------------------
+
+
+def _interleaved(ranks: int, rank: int, micro_batches: int, per_rank: int) -> Iterator[Action]:
+    """1F1B in which a rank takes a round of micro-batches through each of its stages in turn.
+
+    Megatron-LM makes rounds of exactly `ranks` micro-batches. Any round at least that long keeps the ranks fed, so here the
+    micro-batches are dealt as evenly as they go into rounds of `ranks` or more, and need not be a multiple of it.
+    """
+    if per_rank == 1:
+        yield from _one_forward_one_backward(ranks, rank, micro_batches)
+        return
+    rounds = _rounds(micro_batches, ranks)
+    forwards = [(rank + chunk * ranks, index) for members in rounds for chunk in range(per_rank) for index in members]
+    backwards = [(rank + chunk * ranks, index) for members in rounds for chunk in reversed(range(per_rank)) for index in members]
+    longest = max(len(members) for members in rounds)
+    warm_up = min(len(forwards), 2 * (ranks - rank - 1) + (per_rank - 1) * longest)
+    yield from (Action(stage, "F", index) for stage, index in forwards[:warm_up])
+    for position, (stage, index) in enumerate(backwards):
+        if warm_up + position < len(forwards):
+            yield Action(forwards[warm_up + position][0], "F", forwards[warm_up + position][1])
+        yield Action(stage, "B", index)
+
+
+def _rounds(micro_batches: int, ranks: int) -> list[range]:
+    count = max(1, micro_batches // ranks)
+    edges = [micro_batches * edge // count for edge in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(edges)]
+
+
+# -- two stages a rank, in a V ------------------------------------------------------------------------------------------
+
+
+class _VRank:
+    """The list of one rank of a V while it is being written: micro-batches of each half and kind come in order.
+
+    Half 0 is the stage on the way down, half 1 the one on the way back. Weight halves wait in a queue.
+    """
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        self.stages = (rank, 2 * ranks - 1 - rank)
+        self.actions: list[Action] = []
+        self._next: dict[tuple[int, str], int] = {}
+        self._waiting: list[tuple[int, int]] = []
+
+    def forward(self, half: int) -> None:
+        self._add(half, "F", self._take(half, "F"))
+
+    def backward(self, half: int) -> None:
+        self._add(half, "B", self._take(half, "backward"))
+
+    def backward_input(self, half: int) -> None:
+        index = self._take(half, "backward")
+        self._add(half, "I", index)
+        self._waiting.append((half, index))
+
+    def weight(self) -> None:
+        """The weight half that has waited longest."""
+        half, index = self._waiting.pop(0)
+        self._add(half, "W", index)
+
+    def finish(self, micro_batches: int) -> Iterator[Action]:
+        """Every weight half still waiting, then the whole list without the surplus micro-batches."""
+        while self._waiting:
+            self.weight()
+        return (action for action in self.actions if action.micro_batch < micro_batches)
+
+    def _take(self, half: int, what: str) -> int:
+        index = self._next.get((half, what), 0)
+        self._next[half, what] = index + 1
+        return index
+
+    def _add(self, half: int, kind: Kind, index: int) -> None:
+        self.actions.append(Action(self.stages[half], kind, index))
+
+
+def _zero_bubble_v(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
+    """Every rank works without a gap from its first action to its last, if F, I and W take the same time."""
+    made_for = max(micro_batches, 2 * ranks)
+    writer, to_bottom = _VRank(ranks, rank), ranks - rank
+    for _ in range(2 * to_bottom - 1):  # warm-up: until the first micro-batch is back from the bottom of the V
+        writer.forward(0)
+    for _ in range(rank):
+        writer.forward(1)
+        writer.forward(0)
+    for _ in range(to_bottom):  # the last stage turns the first micro-batches round, and their gradients come this way
+        writer.forward(1)
+        writer.backward_input(1)
+        writer.weight()
+    started = 2 * ranks - 1 - rank
+    for step in range(made_for - ranks):  # steady: three actions on each half, which free what they take
+        if started + step < made_for:
+            writer.forward(0)
+        writer.backward_input(0)
+        writer.weight()
+        writer.forward(1)
+        writer.backward_input(1)
+        writer.weight()
+    for _ in range(rank):  # cool-down: only what others wait for, and then the weights into the gaps
+        writer.backward_input(0)
+        writer.backward_input(1)
+    for _ in range(to_bottom):
+        writer.backward_input(0)
+        writer.weight()
+    return writer.finish(micro_batches)
+
+
+def _dual_pipe_v(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
+    """Forward of one half beside backward of the other, so that the messages of one hide under the other's computation."""
+    made_for = max(micro_batches, 2 * ranks)
+    writer, below = _VRank(ranks, rank), ranks - rank - 1
+    for _ in range(2 * below):  # warm-up: the way down
+        writer.forward(0)
+    for _ in range(rank + 1):
+        writer.forward(0)
+        writer.forward(1)
+    for _ in range(below):
+        writer.backward_input(1)
+        writer.weight()
+        writer.forward(1)
+    for _ in range(made_for - 2 * ranks + rank + 1):  # steady: the pairs that overlap
+        writer.forward(0)
+        writer.backward(1)
+        writer.forward(1)
+        writer.backward(0)
+    for _ in range(below):  # cool-down: no new micro-batches come down
+        writer.backward(1)
+        writer.forward(1)
+        writer.backward(0)
+    for step in range(2 * (rank + 1)):  # the later half leaves its weights for the gaps that follow
+        (writer.backward if step < rank + 1 else writer.backward_input)(1 - step % 2)
+    for _ in range(below):
+        writer.weight()
+        writer.backward_input(0)
+    return writer.finish(micro_batches)
+
+
+_ORDERS: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "zb1p": _zero_bubble,
+    "zbv": _zero_bubble_v,
+    "dualpipev": _dual_pipe_v,
+}
+
+
+def _fused(actions: Iterator[Action]) -> Iterator[Action]:
+    """Nobody waits for the input gradient of stage 0, so there an I with its W right behind it is a plain B: the same
+    time, and one walk over the graph instead of two."""
+    held: Action | None = None
+    for action in actions:
+        if held and action == Action(0, "W", held.micro_batch):
+            action, held = Action(0, "B", held.micro_batch), None
+        if held:
+            yield held
+        held = action if (action.stage, action.kind) == (0, "I") else None
+        if held is None:
+            yield action
+    if held:
+        yield held
+
+
+# -- what makes a schedule correct --------------------------------------------------------------------------------------
+
+
+def waits_for(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
+    """What must have been done before: of each group, one. A gradient arrives from an I or from a whole B."""
+    stage, index = action.stage, action.micro_batch
+    if action.kind == "F":
+        return ((Action(stage - 1, "F", index),),) if stage else ()
+    if action.kind == "W":
+        return ((Action(stage, "I", index),),)
+    own = (Action(stage, "F", index),)
+    return (own,) if stage == stages - 1 else (own, (Action(stage + 1, "I", index), Action(stage + 1, "B", index)))
+
+
+def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    """Every action with its rank, each after what it waits for, each rank in its own order; ends early at a deadlock."""
+    done: set[Action] = set()
+    position = [0] * schedule.ranks
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(schedule.actions):
+            while position[rank] < len(actions) and _ready(actions[position[rank]], schedule.stages, done):
+                action = actions[position[rank]]
+                yield rank, action
+                done.add(action)
+                position[rank] += 1
+                progress = True
+
+
+def _ready(action: Action, stages: int, done: set[Action]) -> bool:
+    return all(any(choice in done for choice in choices) for choices in waits_for(action, stages))
+
+
+def problems_of(schedule: Schedule) -> list[str]:
+    """What would make this list compute something else than one device, or hang; empty for a correct schedule."""
+    found = []
+    for rank, actions in enumerate(schedule.actions):
+        found += [f"{action} is on rank {rank}, which does not hold its stage" for action in actions
+                  if not 0 <= action.stage < schedule.stages or schedule.rank_of_stage[action.stage] != rank]  # fmt: skip
+    kinds: dict[tuple[int, int], list[str]] = {
+        (stage, index): [] for stage in range(schedule.stages) for index in range(schedule.micro_batches)
+    }
+    for action in (action for actions in schedule.actions for action in actions):
+        kinds.setdefault((action.stage, action.micro_batch), []).append(action.kind)
+    for (stage, index), given in kinds.items():
+        if sorted(given) not in (["B", "F"], ["F", "I", "W"]):
+            found.append(f"stage {stage}, micro-batch {index}: has {' '.join(given) or 'nothing'}; needs F and B, or F, I and W")
+    if not found and (stuck := _stuck(schedule)):
+        found.append(f"deadlock: {', '.join(f'rank {rank} waits at {action}' for rank, action in stuck)}")
+    return found
+
+
+def _stuck(schedule: Schedule) -> Sequence[tuple[int, Action]]:
+    ran = [0] * schedule.ranks
+    for rank, _ in in_order(schedule):
+        ran[rank] += 1
+    return [(rank, actions[ran[rank]]) for rank, actions in enumerate(schedule.actions) if ran[rank] < len(actions)]
+
+
+def check(schedule: Schedule) -> None:
+    """Raise ValueError if the schedule is not correct."""
+    if problems := problems_of(schedule):
+        raise ValueError(f"schedule {schedule.name}: " + "; ".join(problems[:8]))

@@ -1,0 +1,121 @@
+"""Cutting a model into pipeline stages of equal cost, which is not the same as equal numbers of blocks.
+
+A pipeline runs at the speed of its slowest stage: whatever one stage takes longer than the others, all others wait, for every
+micro-batch. The blocks are alike, but the last stage also has the final norm and the output head, a matrix of vocabulary x
+hidden: for `llama3-8b` (128256 x 4096) it costs as much as two blocks. With 4 stages of 8 blocks the other three ranks
+would be idle a fifth of the time. So costs are counted, by the FLOP convention of `plan/flops.py`, and the cut that makes
+the largest stage cost smallest is found exactly, by dynamic programming in O(stages x blocks^2). Among equally good cuts the
+one with the smallest sum of squares wins, which is the most even one.
+
+The embedding costs no FLOPs by that convention, yet it moves memory: it is charged for its traffic, at the FLOPs a device
+could have done meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import inf
+
+from shardwise.config import Model
+from shardwise.errors import ConfigError
+from shardwise.plan.flops import flops_per_token
+
+FLOPS_PER_BYTE = 200.0
+"""What a device computes in the time it moves a byte: 153 on A100, 295 on H100 in bfloat16, by their data sheets."""
+BYTES_OF_A_LOOKUP = 12.0
+"""Traffic of one embedded value in 2-byte numbers: read and written forward; read, added to and written back backward, with
+the gradient of the output read once more."""
+ROUNDING = 1e-9
+
+_Cut = tuple[float, tuple[int, ...]]
+"""The sum of squares so far, and the blocks of each stage so far."""
+
+
+def block_costs(model: Model, sequence_length: int) -> tuple[tuple[float, ...], float, float]:
+    """Cost of each block, of the embedding and of the head, in FLOPs a token, forward and backward."""
+    head = 6.0 * model.vocabulary * model.hidden
+    block = (flops_per_token(model, sequence_length) - head) / model.layers
+    tables = 2 if model.positions == "learned" else 1
+    return (block,) * model.layers, tables * BYTES_OF_A_LOOKUP * FLOPS_PER_BYTE * model.hidden, head
+
+
+def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
+    """Number of consecutive blocks in each stage, at least one, so that the most expensive stage is as cheap as can be."""
+    if not 1 <= stages <= len(costs):
+        raise ConfigError("the pipeline", [_too_many_stages(len(costs), stages)])
+    largest = _largest_stage(costs, stages, first, last)
+    return _most_even(costs, stages, first, last, largest * (1 + ROUNDING))
+
+
+def stage_blocks(model: Model, sequence_length: int, stages: int, by_hand: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Blocks of each stage: those given by hand if they fit the model, else cut by cost."""
+    if by_hand is None:
+        return cut(block_costs(model, sequence_length)[0], stages, *block_costs(model, sequence_length)[1:])
+    problems = []
+    if len(by_hand) != stages:
+        problems.append(f"layout.stages = {list(by_hand)}: has {len(by_hand)} numbers, but the pipeline has {stages} stages")
+    if sum(by_hand) != model.layers:
+        problems.append(f"layout.stages = {list(by_hand)}: sums to {sum(by_hand)}, but the model has {model.layers} blocks")
+    if any(blocks < 1 for blocks in by_hand):
+        problems.append(f"layout.stages = {list(by_hand)}: every stage needs at least one block")
+    if problems:
+        if stages <= model.layers:
+            problems[-1] += f"; cut by cost it would be {list(stage_blocks(model, sequence_length, stages))}"
+        raise ConfigError("the pipeline", problems)
+    return tuple(by_hand)
+
+
+def stage_costs(blocks: Sequence[int], costs: Sequence[float], first: float, last: float) -> tuple[float, ...]:
+    """What each stage of a cut costs, with the embedding on the first and the head on the last."""
+    edges = [0, *accumulate(blocks)]
+    sums = [sum(costs[start:stop]) for start, stop in pairwise(edges)]
+    sums[0] += first
+    sums[-1] += last
+    return tuple(sums)
+
+
+def _too_many_stages(blocks: int, stages: int) -> str:
+    nearest = "1" if stages < 1 else str(blocks)
+    return (
+        f"{stages} pipeline stages for {blocks} blocks: every stage needs at least one block; "
+        f"use at most {nearest} stages (layout.pipeline x layout.stages_per_rank)"
+    )
+
+
+def _largest_stage(costs: Sequence[float], stages: int, first: float, last: float) -> float:
+    """The least possible cost of the most expensive stage."""
+    total = [0.0, *accumulate(costs)]
+    best = [inf if end == 0 else first + total[end] for end in range(len(total))]  # of one stage that ends before block `end`
+    for stage in range(1, stages):
+        extra = [last if stage == stages - 1 and end == len(costs) else 0.0 for end in range(len(total))]
+        best = [
+            min((max(best[start], total[end] - total[start] + extra[end]) for start in range(end)), default=inf)
+            for end in range(len(total))
+        ]
+    return best[-1] + (last if stages == 1 else 0.0)
+
+
+def _most_even(costs: Sequence[float], stages: int, first: float, last: float, limit: float) -> tuple[int, ...]:
+    """Of the cuts with no stage above `limit`, the one with the smallest sum of squares; of those, fewest blocks first,
+    because the first stages keep the most activations."""
+    total = [0.0, *accumulate(costs)]
+    scale = limit or 1.0
+    best: list[_Cut] = [(0.0, ()), *((inf, ()) for _ in costs)]
+    for stage in range(stages):
+        extra = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
+        longer: list[_Cut] = [(inf, ())]
+        for end in range(1, len(total)):
+            choices = ((best[start], total[end] - total[start] + extra, end - start) for start in range(end))
+            longer.append(
+                min(
+                    (
+                        (round(so_far[0] + (cost / scale) ** 2, 9), (*so_far[1], blocks))
+                        for so_far, cost, blocks in choices
+                        if cost <= limit
+                    ),
+                    default=(inf, ()),
+                )
+            )
+        best = longer
+    return best[-1][1]

@@ -1,0 +1,113 @@
+"""Playing a schedule through: when each action runs, how long ranks wait, how many activations they hold.
+
+A rank runs its list in order; an action starts when its rank is free and its inputs have arrived. That is all a pipeline is,
+so one pass over the list gives the exact time of every action for any costs, even uneven ones (the last stage has the head,
+a later rank may be slower), where the closed formulas of the papers hold only for equal stages. The costs are in any unit;
+with F = I = W = 1 a whole backward is twice a forward, as it is for matrix products.
+
+*Bubble* here is the share of all ranks' time that is idle, from the first action of any rank to the last of any rank:
+1 - busy / (ranks x makespan). Papers often state another number, and the tests say which: Megatron-LM divides the idle time
+by the busy time; the zero-bubble papers look at one rank from its own first to its own last action (`Timeline.gaps`), which
+leaves out the time in which the last rank waits for its first micro-batch and the first rank for the others to finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.plan.schedule import Action, Kind, Schedule, in_order, waits_for
+
+Cost = float | Sequence[float]
+"""One number for every stage, or one for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an action runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When everything runs, rank by rank."""
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first start to the last end."""
+        return max(row[-1].end for row in self.spans)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Time each rank computes."""
+        return tuple(sum(span.end - span.start for span in row) for row in self.spans)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Share of the makespan that each rank waits."""
+        return tuple(1 - busy / self.makespan for busy in self.busy)
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """Time each rank waits between its own first and its own last action."""
+        return tuple(row[-1].end - row[0].start - busy for row, busy in zip(self.spans, self.busy, strict=True))
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time that is idle."""
+        return 1 - sum(self.busy) / (len(self.spans) * self.makespan)
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Cost = 1.0,
+    backward_input: Cost = 1.0,
+    backward_weight: Cost = 1.0,
+    send: float = 0.0,
+) -> Timeline:
+    """The timeline under these costs; `send` is the delay of a message to another rank, during which nobody is blocked."""
+    costs = {kind: _per_stage(cost, schedule.stages) for kind, cost in
+             (("F", forward), ("I", backward_input), ("W", backward_weight))}  # fmt: skip
+    costs["B"] = tuple(map(sum, zip(costs["I"], costs["W"], strict=True)))
+    ends: dict[Action, float] = {}
+    rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
+    for rank, action in in_order(schedule):
+        free = rows[rank][-1].end if rows[rank] else 0.0
+        start = max([free, *_arrivals(action, rank, schedule, ends, send)])
+        ends[action] = start + costs[action.kind][action.stage]
+        rows[rank].append(Span(action, start, ends[action]))
+    assert len(ends) == sum(map(len, schedule.actions)), "the schedule deadlocks"
+    return Timeline(schedule, tuple(map(tuple, rows)))
+
+
+def _arrivals(action: Action, rank: int, schedule: Schedule, ends: dict[Action, float], send: float) -> list[float]:
+    done = [choice for choices in waits_for(action, schedule.stages) for choice in choices if choice in ends]
+    return [ends[before] + (send if schedule.rank_of_stage[before.stage] != rank else 0.0) for before in done]
+
+
+def _per_stage(cost: Cost, stages: int) -> tuple[float, ...]:
+    costs = tuple(cost) if isinstance(cost, Sequence) else (cost,) * stages
+    assert len(costs) == stages, f"{len(costs)} costs for {stages} stages"
+    return costs
+
+
+_HOLDS: dict[Kind, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
+"""An activation lives from its forward until its backward is complete: I still leaves what W needs."""
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """The most activations each rank holds at once, counted in micro-batches of one stage."""
+    peaks = []
+    for actions in schedule.actions:
+        held, peak = 0, 0
+        for action in actions:
+            held += _HOLDS[action.kind]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
