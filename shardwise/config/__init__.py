@@ -1,6 +1,13 @@
 """What the user asks for: typed, validated, TOML and overrides. No torch."""
 
 from shardwise.config.check import divisors, problems_of_batch
+from shardwise.config.layouts import (
+    context_attention,
+    nearest_layout,
+    problems_of_layout,
+    sequence_multiple,
+    stages_on_a_rank,
+)
 from shardwise.config.presets import PRESETS
 from shardwise.config.read import from_tables, read
 from shardwise.config.schema import (
@@ -31,9 +38,14 @@ __all__ = [
     "Run",
     "Source",
     "Train",
+    "context_attention",
     "divisors",
     "from_tables",
+    "nearest_layout",
     "problems_of_batch",
+    "problems_of_layout",
     "read",
+    "sequence_multiple",
+    "stages_on_a_rank",
     "to_toml",
 ]

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 
 from shardwise.config.schema import Data, Layout, Model, Section, Train
 
-NOT_YET = ("pipeline", "context", "tensor", "expert")
-
 
 def problems_across(sections: Mapping[str, Section]) -> list[str]:
     """Every broken rule among the sections that are valid in themselves."""
@@ -27,8 +25,6 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
         found += _layout(layout)
     if isinstance(model, Model) and isinstance(data, Data):
         found += _positions(model, data)
-    if isinstance(train, Train) and isinstance(layout, Layout) and layout.data > 0:
-        found += problems_of_batch(train, layout)
     return found
 
 
@@ -40,6 +36,26 @@ def _model(model: Model) -> Iterator[str]:
         )
     if model.positions == "rotary" and model.head_dim % 2:
         yield f"model.head_dim = {model.head_dim}: rotary positions need an even head_dim"
+    yield from _experts(model) if model.experts else _dense(model)
+
+
+def _experts(model: Model) -> Iterator[str]:
+    if not 1 <= model.experts_per_token <= model.experts:
+        yield (
+            f"model.experts_per_token = {model.experts_per_token}: a token visits at least 1 and at most all "
+            f"model.experts = {model.experts}; 2 is usual"
+        )
+    if model.activation != "swiglu":
+        yield f"model.activation = {model.activation!r}: experts are gated; use 'swiglu', or model.experts = 0"
+    if model.bias:
+        yield "model.bias = true: experts have no biases; use false, or model.experts = 0"
+
+
+def _dense(model: Model) -> Iterator[str]:
+    fields = ("experts_per_token", "expert_ffn", "shared_experts", "balance_loss", "balance_bias", "router_z_loss")
+    for name in fields:
+        if value := getattr(model, name):
+            yield f"model.{name} = {value}: has no effect without experts; leave it out, or give model.experts"
 
 
 def _data(data: Data) -> Iterator[str]:
@@ -63,10 +79,6 @@ def _train(train: Train) -> Iterator[str]:
 
 
 def _layout(layout: Layout) -> Iterator[str]:
-    for axis in NOT_YET:
-        degree = getattr(layout, axis)
-        if degree > 1:
-            yield f"layout.{axis} = {degree}: this version runs the replica and data axes only; use layout.data instead"
     if layout.data == 0:
         yield "layout.data = 0: give a number of devices, or -1 for the rest of them"
     if layout.offload and layout.zero == 0:

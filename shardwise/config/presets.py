@@ -30,13 +30,21 @@ def _bytes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dic
     return {**shape, "ffn": ffn, "vocabulary": 257, "max_positions": 2048, "tied": False}
 
 
+def _experts(shape: dict[str, Any], experts: int, per_token: int, **more: Any) -> dict[str, Any]:
+    """Every feed-forward layer becomes a mixture of experts. The softmax over all experts, renormalised over the chosen ones,
+    equals Mixtral's softmax over the chosen logits."""
+    return {**shape, "experts": experts, "experts_per_token": per_token, "normalise_routing": True, **more}
+
+
 _SCALED = {"rope_scale": 8.0, "rope_original": 8192}  # Llama 3.1
 _SMALL = {"rope_scale": 32.0, "rope_original": 8192, "tied": True}  # Llama 3.2
+_MIXTRAL = {"vocabulary": 32000, "rope_theta": 1000000.0, "max_positions": 32768}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "bytes-400k": _bytes(2, 128, 4, 2, 336),
     "bytes-2m": _bytes(4, 192, 6, 2, 512),
     "bytes-10m": _bytes(6, 384, 6, 6, 1024),
+    "moe-tiny": _experts(_bytes(4, 64, 4, 2, 128), 8, 2, balance_loss=0.01),
     "gpt2": _gpt(12, 768, 12),
     "gpt2-medium": _gpt(24, 1024, 16),
     "gpt2-large": _gpt(36, 1280, 20),
@@ -47,10 +55,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3-8b": _llama(32, 4096, 32, 14336, **_SCALED),
     "llama3-70b": _llama(80, 8192, 64, 28672, **_SCALED),
     "llama3-405b": _llama(126, 16384, 128, 53248, **_SCALED),
+    "mixtral-8x7b": _experts(_llama(32, 4096, 32, 14336, **_MIXTRAL), 8, 2, balance_loss=0.01),
     "qwen3-0.6b": _qwen(28, 1024, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen(28, 2048, 16, 6144, tied=True),
     "qwen3-4b": _qwen(36, 2560, 32, 9728, tied=True),
     "qwen3-8b": _qwen(36, 4096, 32, 12288),
     "qwen3-14b": _qwen(40, 5120, 40, 17408),
     "qwen3-32b": _qwen(64, 5120, 64, 25600),
+    "qwen3-30b-a3b": _experts(_qwen(48, 2048, 32, 6144, kv_heads=4), 128, 8, expert_ffn=768, balance_loss=0.001),
 }

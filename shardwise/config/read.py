@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from shardwise.config.check import problems_across
+from shardwise.config.layouts import problems_of_layout
 from shardwise.config.presets import PRESETS
 from shardwise.config.schema import Config, Section
 from shardwise.errors import ConfigError, UserError
@@ -104,6 +105,9 @@ def _validate(tables: Tables, source: str, problems: list[str]) -> Config:
                 unknown = {detail["loc"][0] for detail in error.errors()}  # the rest is sound, and can be checked further
                 sections[name] = kind.model_validate({key: value for key, value in table.items() if key not in unknown})
     problems.extend(problems_across(sections))
+    parts = [sections.get(name) for name in ("model", "data", "train", "layout")]
+    if all(part is not None for part in parts):
+        problems.extend(problems_of_layout(*parts))  # type: ignore[arg-type]
     if problems:
         raise ConfigError(source, problems)
     return Config.model_validate(sections)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
 AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
 """Mesh axes, outermost first: the order in which ranks are laid out. `expert` borrows ranks, it adds none."""
 
@@ -38,6 +39,9 @@ class Model(Section):
     """The transformer. A preset gives every field; fields given beside it replace the preset's."""
 
     preset: str | None = Field(None, description="a named shape, for example `llama3-8b`; listed in docs/configuration.md")
+    module: str | None = Field(
+        None, description="your own `nn.Module` in place of the transformer, as `file.py:Class` (docs/sharding.md)"
+    )
     layers: Positive = Field(2, description="transformer blocks")
     hidden: Positive = Field(128, description="width of the residual stream")
     heads: Positive = Field(4, description="query heads")
@@ -56,6 +60,25 @@ class Model(Section):
     activation: Literal["swiglu", "gelu"] = Field("swiglu", description="gated SiLU or tanh-approximated GELU")
     bias: bool = Field(False, description="biases in the attention and feed-forward projections")
     tied: bool = Field(False, description="use the embedding matrix as the output head")
+    experts: NonNegative = Field(0, description="experts in each block, of which a token visits a few; 0: a dense layer")
+    experts_per_token: NonNegative = Field(0, description="experts that each token visits")
+    expert_ffn: Positive | None = Field(None, description="inner width of one expert; left out: `ffn`")
+    shared_experts: NonNegative = Field(0, description="experts that every token visits, beside the chosen ones")
+    router: Literal["softmax", "sigmoid"] = Field("softmax", description="how an expert's score is made from the router's logit")
+    normalise_routing: bool = Field(True, description="scale the weights of a token's chosen experts so that they sum to 1")
+    routing_scale: float = Field(1.0, gt=0, description="factor on the weights of the chosen experts")
+    balance_loss: float = Field(
+        0.0, ge=0, description="coefficient of the loss that evens out the experts' load within each sequence; 0: none"
+    )
+    balance_bias: float = Field(
+        0.0, ge=0, description="step by which an overloaded expert is made less likely to be chosen, without a loss; 0: none"
+    )
+    router_z_loss: float = Field(0.0, ge=0, description="coefficient of the loss that keeps the router's logits small; 0: none")
+
+    @property
+    def expert_width(self) -> int:
+        """Inner width of one expert."""
+        return self.expert_ffn or self.ffn
 
 
 class Source(Section):
@@ -120,6 +143,9 @@ class Train(Section):
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile each block; auto: on GPUs")
     evaluate_every: NonNegative = Field(0, description="steps between evaluations on the held-out split; 0: only at the end")
     evaluate_sequences: Positive = Field(256, description="held-out sequences an evaluation reads, at most")
+    check_every: NonNegative = Field(
+        0, description="steps between checks that copies of weights agree and every parameter got a gradient; 0: never"
+    )
     seed: NonNegative = Field(0, le=2**63 - 1, description="decides the weights and the order of the data")
 
     @model_validator(mode="before")
@@ -148,6 +174,18 @@ class Layout(Section):
         description="what is sharded over `data`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights; "
         "left out: 3 where `replica` is above 1, else chosen by memory",
     )
+    schedule: Schedule = Field(
+        "1f1b", description="order of the pipeline's work: see docs/pipelines.md; `zb1p`, `zbv` and `dualpipev` split backward"
+    )
+    stages_per_rank: Positive | None = Field(
+        None, description="pipeline stages a device holds; left out: 2 for `interleaved`, `zbv` and `dualpipev`, else 1"
+    )
+    stages: tuple[Positive, ...] | None = Field(
+        None, description="blocks of each pipeline stage, by hand; left out: cut so that the slowest stage is as fast as can be"
+    )
+    attention: Literal["auto", "ring", "ulysses"] = Field(
+        "auto", description="how `context` devices attend: a ring, or all-to-all over heads; auto: ulysses where heads divide"
+    )
     offload: bool = Field(
         False, description="keep weights, gradients and optimizer state in host memory between uses (GPUs; not with zero = 0)"
     )
@@ -157,6 +195,8 @@ class Layout(Section):
     def _peer_spellings(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        if isinstance(values.get("stages"), list):
+            values = {**values, "stages": tuple(values["stages"])}
         axes = [str(_PEER_SPELLINGS.get(key, key)) for key in values]
         if twice := {axis for axis in axes if axes.count(axis) > 1}:
             raise ValueError(f"{', '.join(sorted(twice))} is given twice, under two spellings; keep one")
@@ -172,6 +212,11 @@ class Layout(Section):
         """Devices in all; only when `data` is a number."""
         assert self.data > 0, "resolve the layout first"
         return self.fixed * self.data
+
+    @property
+    def shards(self) -> int:
+        """Devices that share sharded states: those that hold the same weights and read different tokens, in one replica."""
+        return self.data * self.context
 
     @property
     def data_parallel(self) -> int:

@@ -1,20 +1,31 @@
 """Plain full-size modules: the transformer, its loss, its first values, sampling from it. No `torch.distributed`."""
 
 from shardwise.models.attention import attention_backends, describe_attention
+from shardwise.models.experts import MixtureOfExperts
 from shardwise.models.generate import generate
 from shardwise.models.initialise import check_values, initial_value, initialise
-from shardwise.models.loss import IGNORED, linear_cross_entropy
-from shardwise.models.transformer import Block, Transformer
+from shardwise.models.loss import IGNORED, VocabularyPart, linear_cross_entropy
+from shardwise.models.own import adapt, build_own
+from shardwise.models.sharding import Role, Sharding, matches
+from shardwise.models.transformer import Block, Head, Transformer
 
 __all__ = [
     "IGNORED",
     "Block",
+    "Head",
+    "MixtureOfExperts",
+    "Role",
+    "Sharding",
     "Transformer",
+    "VocabularyPart",
+    "adapt",
     "attention_backends",
+    "build_own",
     "check_values",
     "describe_attention",
     "generate",
     "initial_value",
     "initialise",
     "linear_cross_entropy",
+    "matches",
 ]

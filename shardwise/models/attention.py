@@ -36,13 +36,33 @@ PREFERENCE = {
 }
 
 
+class CausalAttention(nn.Module):
+    """softmax(q kᵀ / sqrt(head_dim)) v, over this token and those before it. No weights: only the mixing of tokens."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Each (batch, heads, sequence, head_dim), keys and values with fewer heads or as many; the result as the query."""
+        grouped = key.shape[1] < query.shape[1]
+        if grouped and query.is_cuda and query.dtype == torch.float32:  # no fused GPU kernel shares heads in float32
+            repeats = query.shape[1] // key.shape[1]
+            key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+class DocumentMask(nn.Module):
+    """What a token may look at, from the numbers of the documents in a row."""
+
+    def forward(self, documents: Tensor) -> Tensor:
+        """From (batch, sequence): True where a token may look, which is back within its own document."""
+        same = documents[:, :, None] == documents[:, None, :]
+        return same.tril().unsqueeze(1)  # (batch, 1 for all heads, sequence, sequence)
+
+
 class Attention(nn.Module):
-    """softmax(q kᵀ / sqrt(head_dim)) v, over this token and those before it."""
+    """Queries, keys and values from the stream; tokens mixed; the result projected back."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.grouped = config.kv_heads < config.heads
         query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
         self.query = Linear(config.hidden, query, bias=config.bias)
         self.key = Linear(config.hidden, key, bias=config.bias)
@@ -50,36 +70,20 @@ class Attention(nn.Module):
         self.output = Linear(query, config.hidden, bias=config.bias)
         self.query_norm = RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.key_norm = RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
+        self.mixing = CausalAttention()
 
     def forward(self, x: Tensor, angles: Angles | None, mask: Tensor | None) -> Tensor:
-        """(batch, sequence, hidden) to the same; `mask` is (batch, 1, sequence, sequence), True where a token may look."""
+        """(batch, sequence, hidden) to the same; how many heads there are is read from the weights."""
         query, key = self.query_norm(self._heads(self.query(x))), self.key_norm(self._heads(self.key(x)))
         value = self._heads(self.value(x))  # each (batch, sequence, heads, head_dim)
         if angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)
-        grouped = self.grouped
-        if grouped and query.is_cuda and query.dtype == torch.float32:  # no fused GPU kernel shares heads in float32
-            repeats = query.shape[2] // key.shape[2]
-            key, value, grouped = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2), False
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=grouped,
-        )
+        mixed = self.mixing(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return result
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """From document numbers (batch, sequence): True where a token may look, which is back within its own document."""
-    same = documents[:, :, None] == documents[:, None, :]
-    return same.tril().unsqueeze(1)  # (batch, 1 for all heads, sequence, sequence)
 
 
 @contextmanager
@@ -110,6 +114,6 @@ def _example_call(config: Model, dtype: torch.dtype, length: int, masked: bool) 
         return rows.transpose(1, 2)
 
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="cuda") if masked else None
-    kv_heads = config.heads if dtype == torch.float32 else config.kv_heads  # see Attention.forward
+    kv_heads = config.heads if dtype == torch.float32 else config.kv_heads  # see CausalAttention
     key = projected(kv_heads)
     return torch.backends.cuda.SDPAParams(projected(config.heads), key, key, mask, 0.0, not masked, kv_heads < config.heads)

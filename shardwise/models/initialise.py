@@ -6,8 +6,9 @@ any layout starts from the same bits. Values are drawn on the CPU in float32 wha
 that a float64 proof starts from the same numbers as the float32 run that it proves. At most one full-size parameter is in
 memory beside the model. The cost is time on the CPU, some seconds a billion parameters.
 
-The distribution is GPT-2's: normal with deviation 0.02, and the two matrices of a block that write to the residual stream
-divided by sqrt(2 · layers), so that the stream's variance does not grow with depth; norms one, biases zero.
+The distribution is GPT-2's: normal with deviation 0.02, and the matrices of a block that write to the residual stream
+divided by sqrt(2 · layers), so that the stream's variance does not grow with depth; norms one, biases zero. A user's own module
+(models/own.py) may say otherwise, in a method `initial_value(name, shape, seed)`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import UserError
 from shardwise.models.transformer import Transformer
 
 DEVIATION = 0.02
-WRITES_TO_STREAM = ("attention.output.weight", "feed_forward.down.weight")
+WRITES_TO_STREAM = (
+    "attention.output.weight",
+    "feed_forward.down.weight",
+    "feed_forward.experts.down",
+    "feed_forward.shared.down.weight",
+)
 
 
 def _copy(parameter: Tensor, full: Tensor) -> None:
@@ -34,25 +41,45 @@ def _itself(parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def initialise(model: Transformer, seed: int, assign: Callable[[Tensor, Tensor], None] = _copy) -> None:
+def initialise(
+    model: nn.Module,
+    seed: int,
+    assign: Callable[[Tensor, Tensor], None] = _copy,
+    known_as: Callable[[str], str] = str,
+) -> None:
     """Give every parameter and buffer its first value.
 
     `assign(parameter, full)` stores a full-size float32 CPU tensor into a parameter; whoever has sharded the parameters
-    passes one that keeps this process's part.
+    passes one that keeps this process's part. `known_as(name)` is the name of a parameter in the whole model, where this is a
+    part of it.
     """
     for name, parameter in model.named_parameters():
-        assign(parameter, initial_value(name, tuple(parameter.shape), model.config.layers, seed))
-    model.fill_buffers()
+        assign(parameter, _first_value(model, known_as(name), tuple(parameter.shape), seed))
+    if fill_buffers := getattr(model, "fill_buffers", None):
+        fill_buffers()
 
 
-def initial_value(name: str, shape: tuple[int, ...], layers: int, seed: int) -> Tensor:
-    """The full first value of one parameter of a model with so many layers: float32, on the CPU."""
+def _first_value(model: nn.Module, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    own = getattr(model, "initial_value", None)
+    if own is None:
+        return initial_value(name, shape, model.config.layers if isinstance(model, Transformer) else None, seed)
+    value = own(name, shape, seed)
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape or not bool(value.isfinite().all()):
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise UserError(f"initial_value({name!r}, {shape}, {seed}) gave {found}; it must give finite numbers of that shape")
+    return value.to("cpu", torch.float32)
+
+
+def initial_value(name: str, shape: tuple[int, ...], layers: int | None, seed: int) -> Tensor:
+    """The full first value of one parameter of a model with so many layers: float32, on the CPU. None: a module not of ours,
+    whose matrices are all drawn alike.
+    """
     full = torch.empty(shape, dtype=torch.float32, device="cpu")
     if name.endswith(".bias"):
         return full.zero_()
-    if len(shape) == 1:
+    if len(shape) <= 1:
         return full.fill_(1.0)  # the weight of a norm
-    deviation = DEVIATION / math.sqrt(2 * layers) if name.endswith(WRITES_TO_STREAM) else DEVIATION
+    deviation = DEVIATION / math.sqrt(2 * layers) if layers and name.endswith(WRITES_TO_STREAM) else DEVIATION
     return full.normal_(0.0, deviation, generator=_generator(seed, name))
 
 
@@ -81,4 +108,4 @@ def check_values(model: nn.Module, local: Callable[[Tensor], Tensor] = _itself) 
 def _fault(name: str, part: Tensor, peak: float) -> str | None:
     if not math.isfinite(peak):
         return f"{name} holds NaN or infinity"
-    return f"{name} is all zero" if peak == 0 and part.ndim == 2 else None
+    return f"{name} is all zero" if peak == 0 and part.ndim >= 2 else None

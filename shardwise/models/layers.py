@@ -49,11 +49,12 @@ def make_norm(config: Model) -> RMSNorm | LayerNorm:
 class GatedFeedForward(nn.Module):
     """down(silu(gate(x)) · up(x)), the SwiGLU of Shazeer (2020)."""
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: Model, width: int | None = None) -> None:
         super().__init__()
-        self.gate = Linear(config.hidden, config.ffn, bias=config.bias)
-        self.up = Linear(config.hidden, config.ffn, bias=config.bias)
-        self.down = Linear(config.ffn, config.hidden, bias=config.bias)
+        width = width or config.ffn
+        self.gate = Linear(config.hidden, width, bias=config.bias)
+        self.up = Linear(config.hidden, width, bias=config.bias)
+        self.down = Linear(width, config.hidden, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))

@@ -7,6 +7,10 @@ chunk's logits, its loss, overwrite the logits by their gradient, multiply that 
 of the weight, and reuse the buffer. All three matmuls happen in the forward pass, none twice; backward only scales what was
 kept. (The idea is known from Liger Kernel and from "Cut Your Losses", Wijmans et al. 2024.)
 
+Several devices may share the vocabulary (`VocabularyPart`): each has the rows of the weight for its ids, so no device ever
+holds even a chunk of whole logits; the largest logit, the sum of exponentials and the target's logit of each token are put
+together between them, three numbers a token.
+
 Kept from forward to backward: the gradient of the hidden states, as large as they, and one of the weight, accumulated in
 float32 (1 GiB at 128k × 2048). Nothing is read back to the host.
 
@@ -18,7 +22,9 @@ in backward together with the loss scale. bfloat16 has float32's range and needs
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,19 +38,39 @@ CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
 FLOAT16_GRADIENT_SCALE = 1024.0
 
 
+@dataclass(frozen=True)
+class VocabularyPart:
+    """One device's ids: from `first` on, as many as its weight has rows. What the parts have in common is put together by
+    `maximum` and `total`, which take this part's numbers and return those of all parts.
+    """
+
+    first: int
+    maximum: Callable[[Tensor], Tensor]
+    total: Callable[[Tensor], Tensor]
+
+
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None, compiled: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int | None = None,
+    compiled: bool = False,
+    part: VocabularyPart | None = None,
+    split_backward: bool = False,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of `hidden @ weight.T`, exact, at most `chunk` rows of logits at a time.
 
     `hidden` is (tokens, hidden), `weight` (vocabulary, hidden) in any dtype, `targets` (tokens) with -100 for none. The
-    matmuls run in the dtype of `hidden`, the softmax in float32 (or float64). Backward may run once.
+    matmuls run in the dtype of `hidden`, the softmax in float32 (or float64). Backward may run once; with
+    `split_backward` twice, with the same gradient: for the hidden states, then for the weight, as zero-bubble pipelines do.
+
+    With a `part` of the vocabulary, the loss is that of all parts, and the gradient of `hidden` is this part's share of it.
     """
     chunk = chunk or chunk_rows(hidden.shape[0], weight.shape[0], hidden.dtype, hidden.device.type)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, chunk, compiled)  # type: ignore[no-untyped-call]
+        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, chunk, compiled, part, split_backward)  # type: ignore[no-untyped-call]
         return loss
-    return _loss_alone(hidden, weight.to(hidden.dtype), targets, chunk)
+    return _loss_alone(hidden, weight.to(hidden.dtype), targets, chunk, part)
 
 
 def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
@@ -59,13 +85,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Forward computes the loss and, for a loss gradient of one, both gradients; backward multiplies by the real one."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, compiled: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        chunk: int,
+        compiled: bool,
+        part: VocabularyPart | None,
+        split_backward: bool,
+    ) -> Tensor:
         scale = FLOAT16_GRADIENT_SCALE if hidden.dtype == torch.float16 else 1.0
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.empty_like(hidden, dtype=_kept(hidden.dtype)) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=_wide(hidden.dtype)) if wants_weight else None
         used_weight = weight.to(hidden.dtype)
-        loss_and_gradient = _compiled() if compiled else _chunk_loss_and_gradient
+        loss_and_gradient = _chooser(compiled, part)
         loss = hidden.new_zeros((), dtype=_wide(hidden.dtype))
         buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
         for start in range(0, hidden.shape[0], chunk):
@@ -76,19 +111,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _multiply(logits, used_weight, into=hidden_gradient[start : start + chunk])
             if weight_gradient is not None:
                 _multiply_add(logits.t(), rows, into=weight_gradient)
-        ctx.save_for_backward(hidden_gradient, weight_gradient)
-        ctx.scale, ctx.dtypes = scale, (hidden.dtype, weight.dtype)
+        if split_backward:
+            ctx.kept, ctx.scaled = (hidden_gradient, weight_gradient), False
+        else:
+            ctx.save_for_backward(hidden_gradient, weight_gradient)
+        ctx.split, ctx.scale, ctx.dtypes = split_backward, scale, (hidden.dtype, weight.dtype)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        factor = loss_gradient / ctx.scale
+    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        factor: Tensor | float = loss_gradient / ctx.scale
+        both = ctx.saved_tensors
+        if ctx.split:
+            both, factor, ctx.scaled = ctx.kept, 1.0 if ctx.scaled else factor, True
         # In place, so that no second copy exists; a second backward is then refused by autograd's version check.
         hidden, weight = (
-            None if kept is None else kept.mul_(factor).to(dtype)
-            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if kept is None else kept.mul_(factor).to(dtype).detach() for kept, dtype in zip(both, ctx.dtypes, strict=True)
         )
-        return hidden, weight, None, None, None
+        return hidden, weight, None, None, None, None, None
+
+
+def _chooser(compiled: bool, part: VocabularyPart | None) -> Callable[[Tensor, Tensor, float], Tensor]:
+    if part is not None:
+        return functools.partial(_chunk_loss_and_gradient_of_part, part=part)
+    return _compiled() if compiled else _chunk_loss_and_gradient
 
 
 def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
@@ -106,16 +152,35 @@ def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, scale: float) -> T
     return -torch.where(valid, chosen, 0.0).sum()
 
 
+def _chunk_loss_and_gradient_of_part(logits: Tensor, targets: Tensor, scale: float, part: VocabularyPart) -> Tensor:
+    """The same where these logits are those of a part of the vocabulary."""
+    valid = targets != IGNORED
+    wide = logits.to(_wide(logits.dtype))
+    lowest = wide.new_full((wide.shape[0], 1), -math.inf)  # a part may be empty
+    peak = part.maximum(torch.cat((wide, lowest), 1).amax(1))
+    wide = wide - peak.unsqueeze(1)
+    one_hot = torch.arange(part.first, part.first + wide.shape[1], device=wide.device) == targets.unsqueeze(1)
+    own = torch.where(one_hot, wide, 0.0).sum(1)
+    exponentials = wide.exp_()
+    sums, chosen = part.total(torch.stack((exponentials.sum(1), own)))
+    gradient = exponentials.div_(sums.unsqueeze(1)).sub_(one_hot.to(wide.dtype))
+    logits.copy_(gradient.mul_(scale).masked_fill_(~valid.unsqueeze(1), 0.0))
+    return torch.where(valid, sums.log() - chosen, 0.0).sum()
+
+
 @functools.cache
 def _compiled() -> Callable[[Tensor, Tensor, float], Tensor]:
     return torch.compile(_chunk_loss_and_gradient, fullgraph=True)
 
 
-def _loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def _loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, part: VocabularyPart | None) -> Tensor:
     loss = hidden.new_zeros((), dtype=_wide(hidden.dtype))
     for start in range(0, hidden.shape[0], chunk):
-        logits = (hidden[start : start + chunk] @ weight.t()).to(loss.dtype)
-        loss = loss + F.cross_entropy(logits, targets[start : start + chunk], ignore_index=IGNORED, reduction="sum")
+        logits, goals = hidden[start : start + chunk] @ weight.t(), targets[start : start + chunk]
+        if part is not None:
+            loss = loss + _chunk_loss_and_gradient_of_part(logits, goals, 1.0, part)
+        else:
+            loss = loss + F.cross_entropy(logits.to(loss.dtype), goals, ignore_index=IGNORED, reduction="sum")
     return loss
 
 

@@ -43,11 +43,10 @@ class Rotary(nn.Module):
         """Compute the frequencies again, on the device where the buffer is now, and in float64 again."""
         self.frequencies = rotary_frequencies(self.config, device="cpu").to(self.frequencies.device)
 
-    def forward(self, sequence_length: int, dtype: torch.dtype) -> Angles:
-        """Angles of positions 0 to sequence_length - 1, for activations of this dtype."""
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+        """Angles of these positions (sequence), for activations of this dtype."""
         assert self.frequencies.dtype == torch.float64, "a cast of the model touched the rotary buffer: call fill_buffers()"
-        positions = torch.arange(sequence_length, device=self.frequencies.device, dtype=torch.float64)
-        angles = torch.outer(positions, self.frequencies).unsqueeze(1)  # (sequence, 1, head_dim / 2)
+        angles = torch.outer(positions.double(), self.frequencies).unsqueeze(1)  # (sequence, 1, head_dim / 2)
         cos, sin = angles.cos(), angles.sin()
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         return torch.cat((cos, cos), -1).to(wide), torch.cat((-sin, sin), -1).to(wide)

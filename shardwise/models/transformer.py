@@ -17,14 +17,18 @@ Mixed precision: the embedding's output is cast to `compute_dtype`; every later 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import Model
-from shardwise.models.attention import Attention, document_mask
-from shardwise.models.layers import Linear, make_feed_forward, make_norm
+from shardwise.models.attention import Attention, DocumentMask
+from shardwise.models.experts import MixtureOfExperts
+from shardwise.models.layers import make_feed_forward, make_norm
 from shardwise.models.loss import linear_cross_entropy
 from shardwise.models.rotary import Angles, Rotary
+from shardwise.models.sharding import Sharding, columns, experts, gathered, loss, positions, rows, vocabulary, whole
 
 
 class Block(nn.Module):
@@ -35,7 +39,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(config)
         self.attention = Attention(config)
         self.feed_forward_norm = make_norm(config)
-        self.feed_forward = make_feed_forward(config)
+        self.feed_forward = MixtureOfExperts(config) if config.experts else make_feed_forward(config)
 
     def forward(self, x: Tensor, angles: Angles | None, mask: Tensor | None) -> Tensor:
         """(batch, sequence, hidden) to the same."""
@@ -44,61 +48,141 @@ class Block(nn.Module):
         return result
 
 
+class Head(nn.Module):
+    """Scores of every token of the vocabulary, or the loss that they come to."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        assert isinstance(weight, nn.Parameter)
+        self.weight = weight
+        self.compiled = False
+        """compile the elementwise part of the loss; worth it on GPUs."""
+        self.split_backward = False
+        """allow backward in two halves, as zero-bubble pipelines run it."""
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
+        """Of (batch, sequence, hidden): the loss summed over targets, or the logits at one position, or at all."""
+        if targets is not None:
+            flat, goals = hidden.flatten(0, 1), targets.flatten()
+            return linear_cross_entropy(flat, self.weight, goals, compiled=self.compiled, split_backward=self.split_backward)
+        chosen = hidden if at is None else hidden[:, at]
+        return nn.functional.linear(chosen, self.weight.to(hidden.dtype))
+
+
 class Transformer(nn.Module):
-    """The whole model, from token ids to hidden states, a summed loss, or the next token's logits."""
+    """The whole model, from token ids to a summed loss or to logits.
+
+    It can be cut into stages (sharding table below): a stage lacks some blocks, and what it lacks before or after them is
+    None. Its input is then the hidden states of the stage before, or its output those for the next.
+    """
 
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.config = config
         self.compute_dtype: torch.dtype | None = None
         """dtype of the activations; None: that of the weights."""
-        self.compiled_loss = False
-        """compile the elementwise part of the loss; worth it on GPUs."""
-        self.embedding = nn.Embedding(config.vocabulary, config.hidden)
+        self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, config.hidden)
         self.positions = nn.Embedding(config.max_positions, config.hidden) if config.positions == "learned" else None
         self.rotary = Rotary(config) if config.positions == "rotary" else None
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = make_norm(config)
-        self.head = None if config.tied else Linear(config.hidden, config.vocabulary, bias=False)
+        self.mask = DocumentMask()
+        self.blocks: nn.Module = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm: nn.Module | None = make_norm(config)
+        own = None if config.tied else nn.Parameter(torch.empty(config.vocabulary, config.hidden))
+        self.head: Head | None = Head(self.embedding.weight if own is None else own)
 
     def forward(
-        self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None, last_logits: bool = False
+        self,
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        logits_at: int | None = None,
     ) -> Tensor:
-        """Hidden states (batch, sequence, hidden) of token ids (batch, sequence); or, with `targets`, the loss summed over
-        the targets that are not -100; or, with `last_logits`, the logits (batch, vocabulary) after the last token.
+        """The loss of token ids (batch, sequence), summed over the targets that are not -100; without targets the logits at
+        every position, or (batch, vocabulary) at the position `logits_at`. A stage without the head returns hidden states.
 
-        `documents` numbers the document of each token; a token then looks only at its own. Positions keep counting through
-        the row, which rotary attention cannot notice.
+        `documents` numbers the document of each token; a token then looks only at its own. `positions` are the tokens' places
+        in the sequence, where `inputs` are not all of it from the first on. They keep counting through the documents of a row,
+        which rotary attention cannot notice.
         """
-        hidden = self._hidden(inputs, documents)
-        if targets is not None:
-            flat = hidden.flatten(0, 1)
-            return linear_cross_entropy(flat, self._head_weight(), targets.flatten(), compiled=self.compiled_loss)
-        return self.logits(hidden[:, -1]) if last_logits else hidden
+        if positions is None:
+            positions = torch.arange(inputs.shape[1], device=inputs.device)
+        x = inputs if self.embedding is None else self._embed(inputs, positions)
+        angles = None if self.rotary is None else self.rotary(positions, x.dtype)
+        mask = None if documents is None else self.mask(documents)
+        for block in self.blocks.children():
+            x = block(x, angles, mask)
+        if self.norm is None or self.head is None:
+            return x
+        result: Tensor = self.head(self.norm(x), targets, logits_at)
+        return result
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of every token of the vocabulary; for a few positions, not for training."""
-        return nn.functional.linear(hidden, self._head_weight().to(hidden.dtype))
+    def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
+        """What `to`, `to_empty` and the like do; torch would make two weights of a tied one that changes its device."""
+        super()._apply(fn, recurse)
+        if self.config.tied and self.embedding is not None and self.head is not None:
+            self.head._parameters["weight"] = self.embedding._parameters["weight"]
+        return self
 
     def fill_buffers(self) -> None:
         """Give the buffers their values; needed after `to_empty` and after any cast of the whole model."""
-        if self.rotary is not None:
-            self.rotary.fill_buffers()
+        for module in self.modules():
+            if isinstance(module, Rotary | MixtureOfExperts):
+                module.fill_buffers()
 
-    def _hidden(self, inputs: Tensor, documents: Tensor | None) -> Tensor:
-        x = self._embed(inputs)
-        angles = None if self.rotary is None else self.rotary(inputs.shape[1], x.dtype)
-        mask = None if documents is None else document_mask(documents)
-        for block in self.blocks:
-            x = block(x, angles, mask)
-        hidden: Tensor = self.norm(x)
-        return hidden
-
-    def _embed(self, inputs: Tensor) -> Tensor:
+    def _embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        assert self.embedding is not None
         x: Tensor = self.embedding(inputs)
         if self.positions is not None:
-            x = x + self.positions.weight[: inputs.shape[1]]
+            x = x + self.positions(positions)
         return x.to(self.compute_dtype or x.dtype)
 
-    def _head_weight(self) -> Tensor:
-        return self.embedding.weight if self.head is None else self.head.weight
+    @property
+    def sharding(self) -> Sharding:
+        """How the model may be split over devices."""
+        return sharding(self.config)
+
+
+def sharding(config: Model) -> Sharding:
+    """The transformer's sharding table (models/sharding.py)."""
+    return Sharding(
+        modules={
+            "embedding": vocabulary(),
+            "positions": positions(),
+            "blocks.*.attention_norm": whole(),
+            "blocks.*.attention": gathered(),
+            "blocks.*.attention.query": columns(config.heads),
+            "blocks.*.attention.key": columns(config.kv_heads),
+            "blocks.*.attention.value": columns(config.kv_heads),
+            "blocks.*.attention.query_norm": whole(),
+            "blocks.*.attention.key_norm": whole(),
+            "blocks.*.attention.output": rows(config.heads),
+            "blocks.*.feed_forward_norm": whole(),
+            "norm": whole(),
+            "head": loss(),
+            **(_EXPERTS if config.experts else _DENSE),
+        },
+        blocks="blocks",
+        first=("embedding", "positions"),
+        last=("norm", "head"),
+        tied={"head.weight": "embedding.weight"} if config.tied else {},
+        mixing="blocks.*.attention.mixing",
+        mask="mask",
+    )
+
+
+_DENSE = {
+    "blocks.*.feed_forward": gathered(),
+    "blocks.*.feed_forward.gate": columns(),
+    "blocks.*.feed_forward.up": columns(),
+    "blocks.*.feed_forward.down": rows(),
+}
+# Experts take the tokens of this device's part of the sequence as they are: each token goes to its experts, not to all devices.
+_EXPERTS = {
+    "blocks.*.feed_forward.router": whole(),
+    "blocks.*.feed_forward.experts": experts(),
+    "blocks.*.feed_forward.shared": gathered(),
+    "blocks.*.feed_forward.shared.gate": columns(),
+    "blocks.*.feed_forward.shared.up": columns(),
+    "blocks.*.feed_forward.shared.down": rows(),
+}

@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.config import Config, Layout, problems_of_batch
+from shardwise.config import Config, Layout, Train, divisors, problems_of_layout
 from shardwise.errors import ConfigError
-from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
+from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token
 from shardwise.plan.memory import StateBytes, state_bytes
 from shardwise.plan.parameters import count
 
 GIB = 2**30
+MICRO_BATCHES_A_STAGE = 4
 STATE_SHARE = 0.6
 """Share of a device's memory that model states may take when `zero` is chosen; the rest is for activations."""
 
@@ -31,6 +32,7 @@ class Plan:
     flops_per_token: float
     state_bytes: StateBytes
     reason: str
+    flop_convention: str = FLOP_CONVENTION
 
     def to_json(self) -> dict[str, Any]:
         """What plan.json holds."""
@@ -41,35 +43,45 @@ class Plan:
             "accumulation": self.accumulation,
             "parameters": self.parameters,
             "flops_per_token": self.flops_per_token,
-            "flop_convention": FLOP_CONVENTION,
+            "flop_convention": self.flop_convention,
             "memory_gib": {**memory, "states": self.state_bytes.total / GIB},
             "reason": self.reason,
         }
 
 
-def choose(config: Config, devices: int, memory_bytes: float | None = None) -> Plan:
-    """The plan for this job on this many devices, each with this much memory (None: unknown)."""
+def choose(config: Config, devices: int, memory_bytes: float | None = None, parameters: int | None = None) -> Plan:
+    """The plan for this job on this many devices, each with this much memory (None: unknown). `parameters`: as counted in a
+    user's own module; None: as the configuration says.
+    """
     layout = _with_data(config, devices)
-    problems = list(problems_of_batch(config.train, layout))
+    problems = problems_of_layout(config.model, config.data, config.train, layout)
     if problems:
         raise ConfigError(f"the job on {devices} devices", problems)
     share = config.train.global_batch // layout.data_parallel
-    micro_batch = config.train.micro_batch or share
+    micro_batch = micro_batch_size(config.train, layout)
     accumulation = share // micro_batch
-    parameters = count(config.model)
-    zero, reason = _zero(config, layout, parameters, accumulation, memory_bytes)
-    states = state_bytes(parameters, config.train, zero, layout.data, accumulation)
+    zero, reason = _zero(config, layout, accumulation, memory_bytes, parameters)
+    states = state_bytes(config.model, config.train, layout.model_copy(update={"zero": zero}), accumulation, parameters)
     if memory_bytes is not None and states.total > memory_bytes and not layout.offload:
         raise ConfigError(f"the job on {devices} devices", [_too_large(states.total, memory_bytes, zero)])
     return Plan(
         layout=layout.model_copy(update={"zero": zero}),
         micro_batch=micro_batch,
         accumulation=accumulation,
-        parameters=parameters,
-        flops_per_token=flops_per_token(config.model, config.data.sequence_length),
+        parameters=parameters or count(config.model),
+        flops_per_token=6.0 * parameters if parameters else flops_per_token(config.model, config.data.sequence_length),
         state_bytes=states,
         reason=reason,
+        flop_convention=OWN_FLOP_CONVENTION if parameters else FLOP_CONVENTION,
     )
+
+
+def micro_batch_size(train: Train, layout: Layout) -> int:
+    """As asked; or a device's whole share, cut for a pipeline into at least four micro-batches a stage where it can be."""
+    share = train.global_batch // layout.data_parallel
+    if train.micro_batch or layout.pipeline == 1:
+        return train.micro_batch or share
+    return share // next(count for count in divisors(share) if count >= min(share, MICRO_BATCHES_A_STAGE * layout.pipeline))
 
 
 def _with_data(config: Config, devices: int) -> Layout:
@@ -104,9 +116,12 @@ def _too_large(states: float, memory: float, zero: int) -> str:
     )
 
 
-def _zero(config: Config, layout: Layout, parameters: int, accumulation: int, memory_bytes: float | None) -> tuple[int, str]:
-    if layout.data == 1 and not layout.offload:
-        return 0, "nothing to shard: the data axis has one device"
+def _zero(
+    config: Config, layout: Layout, accumulation: int, memory_bytes: float | None, parameters: int | None
+) -> tuple[int, str]:
+    alone = layout.shards == 1 and (not config.model.experts or layout.tensor == layout.expert)
+    if alone and not layout.offload:
+        return 0, "nothing to shard: no other device holds the same weights"
     if layout.zero is not None:
         return layout.zero, f"zero = {layout.zero} as asked"
     if layout.replica > 1:
@@ -117,7 +132,8 @@ def _zero(config: Config, layout: Layout, parameters: int, accumulation: int, me
         return 0, "zero = 0: device memory unknown, so nothing is sharded unless asked"
     room = STATE_SHARE * memory_bytes
     for zero in range(4):
-        states = state_bytes(parameters, config.train, zero, layout.data, accumulation).total
+        sharded = layout.model_copy(update={"zero": zero})
+        states = state_bytes(config.model, config.train, sharded, accumulation, parameters).total
         if states <= room:
             break
     fits = f"states take {states / GIB:.3g} GiB of the {room / GIB:.3g} GiB meant for them on each device"

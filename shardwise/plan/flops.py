@@ -5,6 +5,7 @@ length s:
 
 - each weight of a matrix that is multiplied costs 2 in the forward and 4 in the backward pass: 6 a weight. The output head
   is such a matrix (also when tied to the embedding); looking up an embedding, a norm or a bias is not;
+- of the experts of a mixture only those count that a token visits, with the router, which every token visits;
 - attention multiplies queries by keys and scores by values: 4 · heads · head_dim · s a layer forward, twice that backward,
   12 in all, and half of it because a causal token sees on average half of the sequence;
 - recomputed activations never count: work done twice is not utilisation.
@@ -21,6 +22,7 @@ from shardwise.config import Model
 from shardwise.plan.parameters import parameter_shapes
 
 FLOP_CONVENTION = "6 per matmul weight (head yes, embedding no) + causal half of attention, no recompute"
+OWN_FLOP_CONVENTION = "6 per parameter, for a module of your own: attention not counted, embeddings counted"
 
 
 def flops_per_token(model: Model, sequence_length: int) -> float:
@@ -30,6 +32,8 @@ def flops_per_token(model: Model, sequence_length: int) -> float:
 
 
 def matmul_weights(model: Model) -> int:
-    """Weights that every token is multiplied by: all matrices of the blocks, and the output head."""
-    matrices = (shape for name, shape in parameter_shapes(model).items() if name.startswith("blocks.") and len(shape) == 2)
-    return sum(prod(shape) for shape in matrices) + model.vocabulary * model.hidden
+    """Weights that a token is multiplied by: all matrices of the blocks, of stacked experts those it visits, and the head."""
+    shapes = [shape for name, shape in parameter_shapes(model).items() if name.startswith("blocks.")]
+    matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
+    visited = sum(model.experts_per_token * prod(shape[1:]) for shape in shapes if len(shape) == 3)
+    return matrices + visited + model.vocabulary * model.hidden

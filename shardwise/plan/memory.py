@@ -1,7 +1,7 @@
 """Bytes of model state a device holds: weights, gradients and optimizer state, under each ZeRO stage.
 
-With P parameters, N devices on the `data` axis, s bytes a stored value (4, float32), c bytes a computed value (2 for
-bfloat16) and r bytes a reduced gradient (4), as the last micro-batch of a step begins:
+With P parameters on a device before ZeRO, N devices that hold the same (data x context), s bytes a stored value (4, float32),
+c bytes a computed value (2 for bfloat16) and r bytes a reduced gradient (4), as the last micro-batch of a step begins:
 
 | zero | whole on each device                     | sharded over data          | bfloat16 mixed    |
 | ---- | ---------------------------------------- | -------------------------- | ----------------- |
@@ -23,8 +23,10 @@ and one unit's buffers. `python benchmarks/memory.py` measures both; the table a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
-from shardwise.config import Train
+from shardwise.config import Layout, Model, Train
+from shardwise.plan.parameters import parameter_shapes
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -55,12 +57,33 @@ def reduce_dtype(train: Train) -> str:
     return "float64" if train.precision == "float64" else "float32"
 
 
-def state_bytes(parameters: int, train: Train, zero: int, data: int, accumulation: int) -> StateBytes:
-    """The table above, for one device."""
+def state_bytes(model: Model, train: Train, layout: Layout, accumulation: int, parameters: int | None = None) -> StateBytes:
+    """The table above, for the fullest device: of its stage, its part of the matrices and its experts. Of a model that is not
+    ours only the number of parameters is known, and they are taken to be split evenly.
+    """
+    dense, experts = _held(model, layout) if parameters is None else (parameters / (layout.pipeline * layout.tensor), 0.0)
+    one = zero_bytes(dense, train, layout.zero or 0, layout.shards, accumulation)
+    other = zero_bytes(experts, train, layout.zero or 0, layout.shards * layout.tensor // layout.expert, accumulation)
+    return StateBytes(one.weights + other.weights, one.gradients + other.gradients, one.optimizer + other.optimizer)
+
+
+def _held(model: Model, layout: Layout) -> tuple[float, float]:
+    """Parameters of the fullest stage that one device holds before ZeRO: shared matrices, and experts."""
+    shapes = parameter_shapes(model)
+    experts = sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    blocks = sum(prod(shape) for name, shape in shapes.items() if name.startswith("blocks.")) - experts
+    ends = sum(prod(shape) for name, shape in shapes.items() if not name.startswith("blocks."))
+    if layout.pipeline > 1:
+        ends = max(ends - model.vocabulary * model.hidden, model.vocabulary * model.hidden)  # the two ends are apart
+    share = -(-model.layers // layout.pipeline) / model.layers
+    return (blocks * share + ends) / layout.tensor, experts * share / layout.expert
+
+
+def zero_bytes(parameters: float, train: Train, zero: int, devices: int, accumulation: int) -> StateBytes:
+    """The table above, of so many parameters on so many devices."""
     stored, computed = BYTES[state_dtype(train)], BYTES[train.precision]
-    whole = parameters
-    shard = parameters / data
-    if zero == 0 or data == 1:
+    whole, shard = parameters, parameters / devices
+    if zero == 0 or devices == 1:
         return StateBytes(stored * whole, stored * whole, 2 * stored * whole)
     weights = stored * shard + (computed * whole if zero < 3 else 0)
     gradients = stored * shard

@@ -35,7 +35,8 @@ class ParameterCount:
 
 
 def parameter_shapes(model: Model) -> dict[str, Shape]:
-    """Name to shape, in the order in which the module lists them. Matrices are (outputs, inputs)."""
+    """Name to shape, in the order in which the module lists them. Matrices are (outputs, inputs); those of experts are
+    stacked: (experts, outputs, inputs)."""
     shapes: dict[str, Shape] = {"embedding.weight": (model.vocabulary, model.hidden)}
     if model.positions == "learned":
         shapes["positions.weight"] = (model.max_positions, model.hidden)
@@ -50,6 +51,11 @@ def parameter_shapes(model: Model) -> dict[str, Shape]:
 def count(model: Model) -> int:
     """Number of parameters, the embedding of a tied model counted once."""
     return sum(prod(shape) for shape in parameter_shapes(model).values())
+
+
+def active_count(model: Model) -> int:
+    """Parameters that one token meets: of the experts only those it visits, of everything else all."""
+    return count(model) - model.layers * (model.experts - model.experts_per_token) * 3 * model.expert_width * model.hidden
 
 
 def count_by_part(model: Model) -> ParameterCount:
@@ -71,10 +77,24 @@ def _block(model: Model) -> Iterator[tuple[str, Shape]]:
         yield "attention.query_norm.weight", (model.head_dim,)
         yield "attention.key_norm.weight", (model.head_dim,)
     yield from _norm("feed_forward_norm", model)
+    yield from _experts(model) if model.experts else _feed_forward("feed_forward", model.ffn, model)
+
+
+def _feed_forward(name: str, width: int, model: Model) -> Iterator[tuple[str, Shape]]:
     if model.activation == "swiglu":
-        yield from _linear("feed_forward.gate", model.ffn, model.hidden, model)
-    yield from _linear("feed_forward.up", model.ffn, model.hidden, model)
-    yield from _linear("feed_forward.down", model.hidden, model.ffn, model)
+        yield from _linear(f"{name}.gate", width, model.hidden, model)
+    yield from _linear(f"{name}.up", width, model.hidden, model)
+    yield from _linear(f"{name}.down", model.hidden, width, model)
+
+
+def _experts(model: Model) -> Iterator[tuple[str, Shape]]:
+    width = model.expert_width
+    yield "feed_forward.router.weight", (model.experts, model.hidden)
+    yield "feed_forward.experts.gate", (model.experts, width, model.hidden)
+    yield "feed_forward.experts.up", (model.experts, width, model.hidden)
+    yield "feed_forward.experts.down", (model.experts, model.hidden, width)
+    if model.shared_experts:
+        yield from _feed_forward("feed_forward.shared", model.shared_experts * width, model)
 
 
 def _linear(name: str, outputs: int, inputs: int, model: Model) -> Iterator[tuple[str, Shape]]:
@@ -95,4 +115,4 @@ def _part(name: str) -> str:
         return "norms"
     if module in ("embedding", "positions"):
         return "embedding"
-    return "head" if module == "head" else name.split(".")[-3]
+    return "head" if module == "head" else name.split(".")[2]  # blocks.N.PART.…

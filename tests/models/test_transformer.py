@@ -45,7 +45,7 @@ def test_the_loss_is_the_summed_cross_entropy_of_the_logits_with_the_same_gradie
     targets[0, :5] = -100
     loss = module(inputs, targets)
     gradients = torch.autograd.grad(loss, list(module.parameters()))
-    logits = module.logits(module(inputs))
+    logits = module(inputs)
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     for actual, truth in zip(gradients, torch.autograd.grad(expected, list(module.parameters())), strict=True):

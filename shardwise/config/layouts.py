@@ -1,0 +1,178 @@
+"""Which layouts a model and its data allow, and the nearest one that works when asked for another.
+
+A layout is refused here, before any worker starts, only where devices could not share the work evenly or at all. Everything
+else may be combined: any product of the axes, with any ZeRO stage, schedule, precision and recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import lcm, log2
+from typing import Any, Literal
+
+from shardwise.config.check import divisors, problems_of_batch
+from shardwise.config.schema import Data, Layout, Model, Train
+
+IN_A_V = ("zbv", "dualpipev")
+"""Schedules with two stages a device: the model goes down the devices and comes back."""
+
+
+def problems_of_layout(model: Model, data: Data, train: Train, layout: Layout) -> list[str]:
+    """Every rule that the layout breaks, and at the end the nearest layout that breaks none. Rules about how many devices read
+    other sequences wait until that number is known.
+    """
+    found = [*_rules(model, data, layout), *(problems_of_batch(train, layout) if layout.data > 0 else ())]
+    nearest = nearest_layout(model, data, train, layout) if found else None
+    return [*found, f"the nearest layout that works: {nearest}"] if nearest else found
+
+
+def _rules(model: Model, data: Data, layout: Layout) -> list[str]:
+    return [*_tensor(model, layout), *_sequence(model, data, layout), *_pipeline(model, layout), *_expert(model, layout)]
+
+
+def context_attention(model: Model, layout: Layout) -> Literal["ring", "ulysses"]:
+    """How `context` devices attend: as asked; or Ulysses where query heads and key heads divide over them, else the ring."""
+    if layout.attention != "auto":
+        return layout.attention
+    heads, kv_heads = model.heads // layout.tensor, max(1, model.kv_heads // layout.tensor)
+    return "ulysses" if heads % layout.context == 0 and kv_heads % layout.context == 0 else "ring"
+
+
+def stages_on_a_rank(layout: Layout) -> int:
+    """Pipeline stages that a device holds."""
+    return layout.stages_per_rank or (2 if layout.schedule in (*IN_A_V, "interleaved") else 1)
+
+
+def sequence_multiple(model: Model, layout: Layout) -> int:
+    """What the length of a sequence must be a multiple of: each context device has one chunk of it, or two in a ring, and
+    the tensor devices share a context device's tokens."""
+    if layout.context == 1:
+        return layout.tensor
+    chunks = 2 if context_attention(model, layout) == "ring" else 1
+    return layout.context * lcm(layout.tensor, chunks)
+
+
+def _tensor(model: Model, layout: Layout) -> Iterator[str]:
+    tensor = layout.tensor
+    if model.heads % tensor:
+        yield f"layout.tensor = {tensor}: does not divide model.heads = {model.heads}, and heads stay whole"
+    elif model.kv_heads % tensor and tensor % model.kv_heads:
+        yield (
+            f"layout.tensor = {tensor}: {model.kv_heads} key heads can neither be split nor repeated evenly over it; "
+            "one must divide the other"
+        )
+    if model.vocabulary < tensor:
+        yield f"layout.tensor = {tensor}: more than model.vocabulary = {model.vocabulary}"
+
+
+def _sequence(model: Model, data: Data, layout: Layout) -> Iterator[str]:
+    heads = model.heads // layout.tensor
+    if layout.context > 1 and layout.attention == "ulysses" and heads % layout.context:
+        yield (
+            f"layout.attention = 'ulysses': {heads} heads a tensor device do not divide over context {layout.context}; "
+            "use 'ring', which works with any number of heads"
+        )
+        return
+    multiple = sequence_multiple(model, layout)
+    if data.sequence_length % multiple:
+        below, above = data.sequence_length // multiple * multiple, -(-data.sequence_length // multiple) * multiple
+        shared = f"context {layout.context} x tensor {layout.tensor} devices share a sequence, in parts of equal length"
+        nearest = " or ".join(str(value) for value in (below, above) if value)
+        yield f"data.sequence_length = {data.sequence_length}: {shared}; use a multiple of {multiple}, such as {nearest}"
+
+
+def _pipeline(model: Model, layout: Layout) -> Iterator[str]:
+    stages = layout.pipeline * stages_on_a_rank(layout)
+    fixed = 2 if layout.schedule in IN_A_V else 1
+    if layout.schedule != "interleaved" and layout.stages_per_rank not in (None, fixed):
+        yield (
+            f"layout.stages_per_rank = {layout.stages_per_rank}: {layout.schedule} has {fixed} a device; leave it out, or use "
+            "layout.schedule = 'interleaved'"
+        )
+    elif layout.pipeline > 1 and stages > model.layers:
+        yield (
+            f"layout.pipeline = {layout.pipeline}: {layout.schedule} cuts the model into {stages} stages of at least one block, and "
+            f"model.layers = {model.layers} makes at most {model.layers} stages"
+        )
+    elif layout.pipeline > 1 and layout.stages is not None and (len(layout.stages), sum(layout.stages)) != (stages, model.layers):
+        yield (
+            f"layout.stages = {list(layout.stages)}: give {stages} numbers that add up to model.layers = {model.layers}, "
+            "or leave it out"
+        )
+
+
+def _expert(model: Model, layout: Layout) -> Iterator[str]:
+    if layout.expert == 1:
+        return
+    if not model.experts:
+        yield f"layout.expert = {layout.expert}: the model has no experts; use layout.data or layout.tensor"
+    elif model.experts % layout.expert:
+        yield f"layout.expert = {layout.expert}: does not divide model.experts = {model.experts}"
+    elif layout.data > 0 and not _can_borrow(layout):
+        yield (
+            f"layout.expert = {layout.expert}: borrows devices from tensor {layout.tensor}, then context {layout.context}, then "
+            f"data {layout.data}, whole axes first, and cannot be made of these"
+        )
+
+
+def _can_borrow(layout: Layout) -> bool:
+    left = layout.expert
+    for size in (layout.tensor, layout.context, layout.data):
+        if left % size == 0:
+            left //= size
+        else:
+            return size % left == 0
+    return left == 1
+
+
+def nearest_layout(model: Model, data: Data, train: Train, layout: Layout) -> str | None:
+    """The layout on as many devices that works and changes the degrees least, in the words of the command line."""
+    works = [other for other in _others(model, layout) if _works(model, data, train, other)]
+    if not works:
+        return None
+    best = min(works, key=lambda other: _distance(layout, other))
+    changed = {field: value for field, value in best.model_dump().items() if value != getattr(layout, field)}
+    words = [f"layout.{field}={value}" for field, value in changed.items() if value is not None]
+    left_out = [f"without layout.{field}" for field, value in changed.items() if value is None]
+    return " ".join([*words, *left_out])
+
+
+def _others(model: Model, layout: Layout) -> Iterator[Layout]:
+    """Layouts with other degrees, and as many devices where that number is known."""
+    world = layout.world if layout.data > 0 else None
+    degrees = (
+        divisors(world) if world else sorted({2**power for power in range(11)} | {layout.tensor, layout.context, layout.pipeline})
+    )
+    experts = divisors(model.experts) if model.experts else [1]
+    attention = "auto" if layout.attention == "ulysses" else layout.attention
+    for pipeline, context, tensor in product(degrees, repeat=3):
+        fixed = pipeline * context * tensor * layout.replica
+        if world and world % fixed:
+            continue
+        change: dict[str, Any] = {
+            "pipeline": pipeline,
+            "context": context,
+            "tensor": tensor,
+            "data": world // fixed if world else -1,
+        }
+        if layout.stages and (len(layout.stages), sum(layout.stages)) != (pipeline * stages_on_a_rank(layout), model.layers):
+            change["stages"] = None
+        if pipeline * stages_on_a_rank(layout) > model.layers:
+            change |= {"schedule": "1f1b", "stages_per_rank": None}
+        for expert in experts:
+            yield layout.model_copy(update={**change, "expert": expert})
+            yield layout.model_copy(update={**change, "expert": expert, "attention": attention})
+
+
+def _works(model: Model, data: Data, train: Train, layout: Layout) -> bool:
+    return not _rules(model, data, layout) and not (layout.data > 0 and any(problems_of_batch(train, layout)))
+
+
+def _distance(asked: Layout, other: Layout) -> tuple[float, ...]:
+    """How far the degrees are from those asked for: first the axes, then the data axis, then the rest of the choices."""
+    axes = sum(abs(log2(getattr(other, axis) / getattr(asked, axis))) for axis in ("pipeline", "context", "tensor", "expert"))
+    above = sum(getattr(other, axis) > getattr(asked, axis) for axis in ("pipeline", "context", "tensor", "expert"))
+    added = sum(getattr(asked, axis) == 1 < getattr(other, axis) for axis in ("pipeline", "context", "tensor", "expert"))
+    choices = sum(getattr(other, name) != getattr(asked, name) for name in ("schedule", "attention", "stages_per_rank", "stages"))
+    return (axes + added + choices / 4, above, other.tensor)

@@ -1,0 +1,265 @@
+"""A mixture of experts: many feed-forward layers, of which each token visits a few (Shazeer et al. 2017).
+
+    scores  = softmax or sigmoid of the router's logits          (tokens, experts)
+    chosen  = the experts_per_token best, of scores + bias
+    y       = sum over the chosen of weight · expert(x)  (+ shared(x))
+
+Parameters grow with the number of experts, arithmetic only with how many of them a token visits. No token is ever dropped:
+the rows are sorted by expert and each expert takes as many as it gets, by one grouped matmul on a GPU in bfloat16, else by a
+loop over the experts (Gale et al. 2022, MegaBlocks). Beside the experts' arithmetic that costs two copies of
+tokens × experts_per_token rows, and as many in backward. Sorting and unsorting are gathers by a permutation in both directions,
+so no sum depends on the order in which threads arrive.
+
+The router computes in float32 or better whatever flows through the model: a rounded score would send tokens elsewhere.
+
+Left alone, a router comes to prefer few experts. Three remedies, which may be mixed:
+
+- `balance_loss` (Switch, Fedus et al. 2021; per sequence as in DeepSeek-V3, 2024): experts · Σ f_i P_i, where f_i is the share of
+  a sequence's choices that fell on expert i and P_i its mean normalised score. It is 1 when even. Because it is taken per
+  sequence, it does not depend on how sequences are dealt out to micro-batches and devices.
+- `balance_bias` (Wang et al. 2024): a bias beside the score decides who is chosen but not with what weight; after each step it
+  moves by a fixed amount towards those with less than the mean load. No gradient, so no pull on the model.
+- `router_z_loss` (ST-MoE, Zoph et al. 2022): Σ logsumexp(logits)², which keeps the logits where rounding is fine.
+
+Both losses are sums over tokens, as the cross-entropy is, and are attached rather than returned: the output passes through a
+node that does nothing forward and starts the loss's own gradient backward. So a pipeline stage that never sees the head still
+trains its routers, and no code between here and the head carries a loss along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise._torch import inside_backward
+from shardwise.config import Model
+from shardwise.models.layers import GatedFeedForward
+
+ALIGNED = 16
+"""Bytes to which the grouped matmul wants every row aligned."""
+
+
+class Routing(NamedTuple):
+    """Where tokens go. Logits and scores are float32 or better."""
+
+    experts: Tensor
+    """(tokens, experts_per_token), the best first."""
+    weights: Tensor
+    """(tokens, experts_per_token), what each chosen expert's output is multiplied by."""
+    logits: Tensor
+    """(tokens, experts)."""
+    shares: Tensor
+    """(tokens, experts): scores that sum to 1 over the experts."""
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and chooses the best."""
+
+    bias: Tensor | None
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = _weight(config.experts, config.hidden)
+        # Part of the state, but never of the optimizer: see MixtureOfExperts.update_bias.
+        self.register_buffer("bias", torch.zeros(config.experts, dtype=torch.float32) if config.balance_bias else None)
+
+    def forward(self, x: Tensor) -> Routing:
+        """Of rows (tokens, hidden)."""
+        config, wide = self.config, torch.float64 if x.dtype == torch.float64 else torch.float32
+        logits = F.linear(x.to(wide), self.weight.to(wide))
+        scores = logits.softmax(-1) if config.router == "softmax" else logits.sigmoid()
+        biased = scores.detach() if self.bias is None else scores.detach() + self.bias
+        experts = biased.topk(config.experts_per_token, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if config.normalise_routing:
+            weights = weights / _positive_sum(weights)
+        shares = scores if config.router == "softmax" else scores / _positive_sum(scores)
+        return Routing(experts, (weights * config.routing_scale).to(x.dtype), logits, shares)
+
+
+def _positive_sum(scores: Tensor) -> Tensor:
+    """Sum over the last dim, kept off zero: sigmoids can all vanish."""
+    return scores.sum(-1, keepdim=True) + 1e-20
+
+
+class Experts(nn.Module):
+    """SwiGLU layers stacked in the first dim of three weights. How many there are is read from the weights: a device may hold
+    some of them only."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.gate = _weight(config.experts, config.expert_width, config.hidden)
+        self.up = _weight(config.experts, config.expert_width, config.hidden)
+        self.down = _weight(config.experts, config.hidden, config.expert_width)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows (n, hidden) sorted by expert, of which expert i takes counts[i], to the same rows after their expert."""
+        return visit(rows, counts, self.gate, self.up, self.down)
+
+
+def visit(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """down(silu(gate(x)) · up(x)) with the weights of each row's expert. An expert without rows gets a gradient of zeros."""
+    gate, up, down = (weight.to(rows.dtype) for weight in (gate, up, down))
+    if _can_group(rows, gate, down):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        inner = F.silu(_grouped(rows, gate, ends)) * _grouped(rows, up, ends)
+        return _grouped(inner, down, ends)
+    # unbind and not an index for each expert: the backward of an index is as large as all experts together.
+    parts = zip(rows.split_with_sizes(counts.tolist()), gate.unbind(), up.unbind(), down.unbind(), strict=True)
+    return torch.cat([F.linear(F.silu(F.linear(part, g)) * F.linear(part, u), d) for part, g, u, d in parts])
+
+
+def _can_group(rows: Tensor, gate: Tensor, down: Tensor) -> bool:
+    supported = rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
+    return supported and all(weight.shape[-1] * weight.element_size() % ALIGNED == 0 for weight in (gate, down))
+
+
+def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+
+
+class MixtureOfExperts(nn.Module):
+    """The feed-forward layer of a block, as a router and its experts."""
+
+    load: Tensor
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Router(config)
+        self.experts = Experts(config)
+        width = config.shared_experts * config.expert_width
+        self.shared = GatedFeedForward(config, width) if width else None
+        self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
+        self.gradient_scale: Tensor | float = 1.0
+        """What the summed cross-entropy is multiplied with before backward; the balancing losses are sums over tokens too."""
+        self.sum_sequence: Callable[[Tensor], Tensor] = _itself
+        """Sums a (rows, experts) tensor over all devices that hold parts of these sequences; its gradient is the identity."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, hidden) to the same."""
+        tokens = x.flatten(0, 1)
+        routing = self.router(tokens)
+        counts = self._count(routing.experts, sequences=x.shape[0])
+        result = self._mix(tokens, routing, counts.sum(0)).view(x.shape)
+        if self.shared is not None:
+            result = result + self.shared(x)
+        if torch.is_grad_enabled():
+            result = self._balance(result, routing, counts)
+        return result
+
+    def fill_buffers(self) -> None:
+        """Start with no bias and no load; needed after `to_empty`, and after any cast of the model, which rounds the bias."""
+        self.load = torch.zeros_like(self.load)
+        if self.router.bias is not None:
+            self.router.bias = torch.zeros_like(self.router.bias, dtype=torch.float32)
+
+    def take_load(self) -> Tensor:
+        """How many choices fell on each expert since the last call, in forwards that were trained on; counts from zero again."""
+        load, self.load = self.load, torch.zeros_like(self.load)
+        return load
+
+    @torch.no_grad()
+    def update_bias(self, load: Tensor) -> None:
+        """After a step: make experts below the mean load likelier, others less. `load` is that of the whole global batch."""
+        assert self.router.bias is not None, "balance_bias is 0"
+        # In whole numbers, so that the sign is exact on every layout.
+        self.router.bias += self.config.balance_bias * (load.sum() - load * load.numel()).sign()
+
+    def _count(self, experts: Tensor, sequences: int) -> Tensor:
+        """How often each sequence chose each expert: (batch, experts)."""
+        chosen = experts.view(sequences, -1)
+        counts = chosen.new_zeros(sequences, self.config.experts)
+        return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
+
+    def _mix(self, tokens: Tensor, routing: Routing, counts: Tensor) -> Tensor:
+        order = routing.experts.flatten().argsort(stable=True)  # row i of the sorted rows is choice order[i]
+        back = inverse(order)
+        rows = permute(tokens, order, back, copies=self.config.experts_per_token)
+        visited = permute(self.experts(rows, counts), back, order)
+        return (visited.view(*routing.weights.shape, -1) * routing.weights.unsqueeze(-1)).sum(1)
+
+    def _balance(self, result: Tensor, routing: Routing, counts: Tensor) -> Tensor:
+        """Count the load, once a micro-batch however often activations are recomputed, and attach the losses."""
+        if not inside_backward():
+            self.load.add_(counts.sum(0))
+        if self.config.balance_loss:
+            loss = balance_loss(routing.shares, counts, self.sum_sequence)
+            result = attach(result, self.config.balance_loss * loss, self.gradient_scale)
+        if self.config.router_z_loss:
+            loss = routing.logits.logsumexp(-1).square().sum()
+            result = attach(result, self.config.router_z_loss * loss, self.gradient_scale)
+        return result
+
+
+def balance_loss(shares: Tensor, counts: Tensor, sum_sequence: Callable[[Tensor], Tensor]) -> Tensor:
+    """Tokens · experts · Σ f_i P_i, summed over sequences: shares (tokens, experts), counts (sequences, experts)."""
+    sequences, experts = counts.shape
+    local_shares = shares.view(sequences, -1, experts).sum(1)
+    # Both over whole sequences, in one exchange.
+    whole_counts, whole_shares = sum_sequence(torch.cat((counts.to(shares.dtype), local_shares))).chunk(2)
+    f = whole_counts / whole_counts.sum(-1, keepdim=True)
+    return experts * (f * whole_shares).sum()  # shares summed over a sequence are tokens · P
+
+
+def attach(x: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
+    """x unchanged; when a gradient comes back to it, `loss` gets the gradient `scale`."""
+    scale = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
+    attached: Tensor = _Attach.apply(x, loss, scale)  # type: ignore[no-untyped-call]
+    return attached
+
+
+class _Attach(torch.autograd.Function):
+    """Forward: the first input. Backward: its gradient to the first, `scale` to the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return gradient, scale, None
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes this one."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+
+
+def permute(rows: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tensor:
+    """Each row `copies` times, row by row, then put in this order; `back` is its inverse."""
+    permuted: Tensor = _Permute.apply(rows, order, back, copies)  # type: ignore[no-untyped-call]
+    return permuted
+
+
+class _Permute(torch.autograd.Function):
+    """Forward: a gather. Backward: a gather by the inverse and a sum over copies, where autograd would add rows by index."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return rows.index_select(0, order // copies if copies > 1 else order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (back,) = ctx.saved_tensors
+        gradient = gradient.index_select(0, back)
+        if ctx.copies > 1:
+            gradient = gradient.view(-1 if len(back) else 0, ctx.copies, gradient.shape[1]).sum(1)
+        return gradient, None, None, None
+
+
+def _weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(nn.init.normal_(torch.empty(shape), std=0.02))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

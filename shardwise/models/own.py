@@ -1,0 +1,148 @@
+"""A user's own `nn.Module` in place of the transformer: `[model] module = "file.py:Class"`.
+
+The file is run once a process; the class (or function) in it is called with the job's `Model` section under the meta device, so
+that a model of any size is built without memory. What it returns is trained like the transformer, provided that it keeps the
+contract of docs/sharding.md: `forward(inputs, targets)` is the loss summed over targets, `forward(inputs, None)` the logits.
+Whatever else the loop has to say (documents, positions, the one position to sample from) reaches `forward` only if it has an
+argument of that name.
+
+To the rest of shardwise the module then looks like the transformer. It gets a subclass of its own class with another `forward`,
+which translates; a wrapper around it would change the names of the parameters.
+
+Mixed precision: shardwise's layers follow the dtype of their input, those of others do not. So in bfloat16 and float16 a module
+runs under torch's autocast, whether its weights are float32 masters (one device, zero = 0) or come cast from FSDP2. What leaves
+a pipeline stage is cast to the dtype that the next expects.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import Model
+from shardwise.errors import UserError
+
+OPTIONAL = ("documents", "positions", "logits_at")
+"""Arguments that a module's forward may have or lack."""
+
+
+def build_own(model: Model) -> nn.Module:
+    """Call what `model.module` names; under `torch.device("meta")`, whoever calls this sees to that."""
+    make, where = _find(model), f"model.module = {model.module!r}"
+    try:
+        module = make(model)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{where}: could not be built: {type(error).__name__}: {error} ({_line(error)}). It is called with the [model] "
+            "section, on torch's meta device, where tensors have no values"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise UserError(
+            f"{where}: gave {type(module).__name__}, not a torch.nn.Module; name a class or a function that makes one"
+        )
+    return module
+
+
+def _find(model: Model) -> Callable[[Model], Any]:
+    assert model.module is not None, "there is one"
+    where = f"model.module = {model.module!r}"
+    file, colon, name = model.module.rpartition(":")
+    if not colon or not file or not name.isidentifier():
+        raise UserError(f"{where}: write it as file.py:Class, for example examples/own_model.py:OwnModel")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise UserError(f"{where}: no such file: {path}. Paths in a job start from the folder where the command is run")
+    try:
+        loaded = _load(path)
+    except Exception as error:
+        raise UserError(f"{where}: {file} could not be run: {type(error).__name__}: {error} ({_line(error)})") from error
+    found = getattr(loaded, name, None)
+    if not callable(found):
+        made = [key for key, value in vars(loaded).items() if getattr(value, "__module__", None) == loaded.__name__]
+        raise UserError(f"{where}: {file} has no class or function {name}; it has {', '.join(made) or 'none at all'}")
+    return found  # type: ignore[no-any-return]
+
+
+@cache
+def _load(path: Path) -> ModuleType:
+    """Run a Python file once, as an import would; files beside it can be imported from it."""
+    spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file; its name must end in .py")
+    loaded = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[loaded.__name__] = loaded  # dataclasses and the compiler look for it there
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def _line(error: BaseException) -> str:
+    """Where an exception came from."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "unknown place" if trace is None else f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
+
+
+def accepted(module: nn.Module) -> set[str]:
+    """Those of the optional arguments that the module's own forward has."""
+    parameters = inspect.signature(getattr(module, "_own_forward", module.forward)).parameters
+    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name for name in OPTIONAL if takes_any or name in parameters}
+
+
+def adapt(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let the module be called as the transformer is, and compute in that dtype."""
+    kind, known = type(module), accepted(module)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def forward(
+        self: nn.Module,
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        logits_at: int | None = None,
+    ) -> Tensor:
+        given = {"documents": documents, "positions": positions, "logits_at": logits_at}
+        more = {name: value for name, value in given.items() if value is not None and name in known}
+        with _mixed(inputs.device.type, dtype):
+            result = kind.forward(self, inputs, targets, **more)
+        if targets is not None:
+            return _checked_loss(result, kind.__name__).to(wide)
+        if not isinstance(result, Tensor) or result.ndim < 2:
+            raise UserError(f"{kind.__name__}.forward must return logits (batch, sequence, vocabulary) where it gets no targets")
+        result = result.to(dtype)
+        return result[:, logits_at] if logits_at is not None and "logits_at" not in known else result
+
+    own = {"forward": forward, "_own_forward": kind.forward, "__module__": kind.__module__}
+    module.__class__ = type(kind.__name__, (kind,), own)
+
+
+def _mixed(device_type: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    if dtype not in (torch.bfloat16, torch.float16) or device_type == "meta":
+        return nullcontext()
+    return torch.autocast(device_type, dtype)
+
+
+def _checked_loss(result: Any, name: str) -> Tensor:
+    if isinstance(result, Tensor) and result.ndim == 0:
+        return result
+    found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    raise UserError(
+        f"{name}.forward returned {found} where it got targets; it must return the loss, one number, summed over the targets "
+        'that are not -100, for example F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")'
+    )
