@@ -104,7 +104,8 @@ def measure(worker: Worker, folder: Path, zero: int) -> dict[str, float]:
 @contextmanager
 def _watched(training: Training, live: LiveBytes, held: list[int]) -> Iterator[None]:
     """Take stock as each step's last micro-batch begins, and watch until it ends."""
-    original = training.parallel.micro_batch
+    (part,) = training.parallel.parts
+    original = part.micro_batch
 
     @contextmanager
     def micro_batch(last: bool) -> Iterator[None]:
@@ -116,7 +117,7 @@ def _watched(training: Training, live: LiveBytes, held: list[int]) -> Iterator[N
             yield
         live.watching = False
 
-    training.parallel.micro_batch = micro_batch  # type: ignore[method-assign]
+    part.micro_batch = micro_batch  # type: ignore[method-assign]
     yield
 
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch._functorch.config as _functorch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renames `all_gather_into_tensor`, which 2.11 has, and warns at each use of the old name."""
@@ -27,3 +30,41 @@ def set_activation_memory_budget(share: float) -> None:
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Join the axes of a mesh into one; still underscored in torch 2.11 to 2.13."""
     return mesh._flatten(name)
+
+
+def inside_backward() -> bool:
+    """Whether this thread is running a backward: a forward seen there is a recomputation. torch's own checkpointing asks so.
+
+    A compiler traces forwards only, and repeats no side effect when it recomputes.
+    """
+    return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
+
+
+def pipeline_runtime(
+    stages: list[Any], micro_batches: int, loss: Callable[[Any, Any], Any], actions: dict[int, list[str]]
+) -> Any:
+    """torch's executor of a list of pipeline actions, which it completes with sends and receives. The ready-made schedules are
+    public, the executor behind them is not yet. Actions are written as in "3F0": stage, kind, micro-batch.
+    """
+    runtime: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        stages, micro_batches, loss_fn=loss, scale_grads=False
+    )
+    parsed = {rank: [_Action.from_str(action) for action in own] for rank, own in actions.items()}
+    runtime._prepare_schedule_with_comms(parsed)
+    return runtime
+
+
+def reduce_gathered(unit: FSDPModule) -> None:
+    """Reduce the gradients that FSDP2 holds whole, now. It does so by itself when a backward ends; after the halves of a split
+    backward, which autograd's hooks do not see, it has to be told, as torch's own pipeline stages do.
+    """
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one group a unit in torch 2.11
+    for group in groups:
+        if group is not None:
+            group.post_backward()
+
+
+def end_backward(root: FSDPModule) -> None:
+    """Wait for the reductions, and leave FSDP2 as after an ordinary backward."""
+    fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]

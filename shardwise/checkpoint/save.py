@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,10 +31,12 @@ T = TypeVar("T")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def state_of(
+    named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, buffers: Iterable[tuple[str, Tensor]] = ()
+) -> dict[str, Tensor]:
     """Every tensor a run consists of, by name; moments that do not exist yet are made as zeros."""
-    state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    state: dict[str, Tensor] = {f"model.{name}": buffer for name, buffer in buffers}
+    for name, parameter in named:
         state[f"model.{name}"] = parameter.detach()
         moments = optimizer.state[parameter]
         if not moments:

@@ -1,13 +1,19 @@
 """Ranks, axes and groups: one torch DeviceMesh whose dimensions carry the names of the layout's axes.
 
 Ranks are laid out with `pipeline` outermost and `tensor` innermost, so that the axes which talk most sit on neighbouring
-devices. Every axis is there even at size 1, so that the rest of the code asks by name and never by case.
+devices. Every axis is there even at size 1, so that the rest of the code asks by name and never by case. Several axes are
+asked for as one with an "x" between: `group("data x context")` are the devices that hold the same weights.
+
+Experts borrow ranks: the `expert` axis is made of the innermost devices of data x context x tensor, and `expert_data` of the
+others, which hold the same experts. Where that cuts an axis in two, the grid has `data.outer` and `data.inner` in its place.
+`solo` is an axis of one device.
 """
 
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +28,9 @@ from shardwise.mesh.launched import Worker
 RANK_AXES = ("pipeline", "replica", "data", "context", "tensor")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
+Dims = dict[str, int]
+"""Dimensions of the grid and their sizes, outermost first."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -31,6 +40,7 @@ class Mesh:
     layout: Layout
     device: torch.device
     grid: DeviceMesh | None
+    _subs: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def data_index(self) -> int:
@@ -38,31 +48,90 @@ class Mesh:
         return self.coordinate("replica") * self.layout.data + self.coordinate("data")
 
     def coordinate(self, axis: str) -> int:
-        """This worker's position along an axis."""
-        return 0 if self.grid is None else self.grid.get_local_rank(axis)
+        """This worker's position along an axis, or along several as one."""
+        place = 0
+        for dim, size in self._dims(axis).items():
+            place = place * size + (0 if self.grid is None else self.grid.get_local_rank(dim))
+        return place
+
+    def size(self, axis: str) -> int:
+        """Devices along an axis, or along several as one."""
+        size = 1
+        for length in self._dims(axis).values():
+            size *= length
+        return size
 
     def sub(self, *axes: str) -> DeviceMesh:
-        """The part of the grid spanned by these axes."""
+        """The part of the grid spanned by these axes, one dimension each."""
         assert self.grid is not None, "one device has no grid"
-        return self.grid[axes] if len(axes) > 1 else self.grid[axes[0]]
+        if axes not in self._subs:
+            names = [self._flat(axis) for axis in axes]
+            self._subs[axes] = self.grid[tuple(names)] if len(names) > 1 else self.grid[names[0]]
+        return self._subs[axes]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The peers along an axis; None where this worker is alone on it."""
-        if self.grid is None or getattr(self.layout, axis) == 1:
-            return None
-        return self.grid.get_group(axis)
+        return None if self.grid is None or self.size(axis) == 1 else self.sub(axis).get_group()
 
-    def data_parallel_group(self) -> dist.ProcessGroup:
-        """The peers along `replica` and `data` together."""
-        assert self.grid is not None, "one device has no peers"
-        if self.layout.replica == 1 or self.layout.data == 1:
-            return self.grid.get_group("data" if self.layout.replica == 1 else "replica")
-        return flatten(self.grid["replica", "data"], "replica_data").get_group()
+    def label(self, axis: str) -> str:
+        """The axes that an axis consists of here, for people to read: those with several devices."""
+        if "expert" in axis:
+            return axis
+        return " x ".join(part for part in axis.split(" x ") if self.size(part) > 1) or axis.split(" x ")[0]
+
+    def _flat(self, axis: str) -> str:
+        """The name of a dimension of the grid that is this axis; several become one here, on all ranks together."""
+        assert self.grid is not None, "one device has no grid"
+        dims = [dim for dim, size in self._dims(axis).items() if size > 1]
+        if len(dims) < 2:
+            return dims[0] if dims else "solo"
+        name = " x ".join(dims)
+        flatten(self.grid[tuple(dims)], name)
+        return name
+
+    def _dims(self, axis: str) -> Dims:
+        return _dims(self.layout, axis)
 
     @property
     def is_main(self) -> bool:
         """Whether this worker speaks for the run."""
         return self.worker.rank == 0
+
+
+def grid_dims(layout: Layout) -> Dims:
+    """The grid of a layout."""
+    dims: Dims = {}
+    for axis in RANK_AXES:
+        size, inner = getattr(layout, axis), borrowed(layout).get(axis, 1)
+        dims.update({axis: size} if inner in (1, size) else {f"{axis}.outer": size // inner, f"{axis}.inner": inner})
+    return {**dims, "solo": 1}
+
+
+def borrowed(layout: Layout) -> dict[str, int]:
+    """How many ranks the experts borrow from each axis, innermost first."""
+    left, taken = layout.expert, {}
+    for axis in ("tensor", "context", "data"):
+        size = getattr(layout, axis)
+        taken[axis] = size if left % size == 0 else left
+        left //= taken[axis]
+    return taken
+
+
+@lru_cache(maxsize=1024)
+def _dims(layout: Layout, axis: str) -> Dims:
+    dims = grid_dims(layout)
+    wanted = {dim for part in axis.split(" x ") for dim in _members(layout, dims, part)}
+    return {dim: size for dim, size in dims.items() if dim in wanted}
+
+
+def _members(layout: Layout, dims: Dims, axis: str) -> list[str]:
+    """The dimensions of the grid that an axis consists of."""
+    if axis not in ("expert", "expert_data"):
+        return [dim for dim in dims if dim == axis or dim.rpartition(".")[0] == axis]
+    taken = borrowed(layout)
+    inner = [dim for dim in dims if dim.endswith(".inner") or (taken.get(dim, 1) == dims[dim] > 1)]
+    outer = [dim for dim in dims if dim.partition(".")[0] in taken and dim not in inner]
+    return inner if axis == "expert" else outer
 
 
 def join(worker: Worker, layout: Layout) -> Mesh:
@@ -72,8 +141,8 @@ def join(worker: Worker, layout: Layout) -> Mesh:
     if worker.world == 1 and not layout.offload:
         return Mesh(worker, layout, device, None)
     _meet(worker, device)
-    shape = tuple(getattr(layout, axis) for axis in RANK_AXES)
-    return Mesh(worker, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=RANK_AXES))
+    dims = grid_dims(layout)
+    return Mesh(worker, layout, device, init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims)))
 
 
 def _meet(worker: Worker, device: torch.device) -> None:

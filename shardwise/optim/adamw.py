@@ -10,21 +10,32 @@ Decay is decoupled (Loshchilov & Hutter, 2019) and applies to matrices only; emb
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.config import Train
 from shardwise.optim.norm import local
 
 
-def make_optimizer(model: nn.Module, train: Train) -> torch.optim.AdamW:
-    """AdamW over the model's parameters, in a group with decay and a group without."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    decayed = [parameter for name, parameter in named if is_decayed(name, parameter)]
-    plain = [parameter for name, parameter in named if not is_decayed(name, parameter)]
-    groups = [{"params": decayed, "weight_decay": train.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+def make_optimizer(
+    named: Iterable[tuple[str, nn.Parameter]], train: Train, embeddings: Collection[str] = ()
+) -> torch.optim.AdamW:
+    """AdamW over parameters by name, with decay or without; parameters on different meshes go through the kernel apart.
+    `embeddings` are the names of tables of vectors, which are not decayed.
+    """
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in named:
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups[is_decayed(name, parameter) and name not in embeddings, mesh].append(parameter)
+    ordered = sorted(groups.items(), key=lambda item: not item[0][0])  # those with decay first
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": params, "weight_decay": train.weight_decay if decayed else 0.0} for (decayed, _), params in ordered],
         lr=train.learning_rate,
         betas=train.betas,
         eps=train.epsilon,

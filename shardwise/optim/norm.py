@@ -2,7 +2,8 @@
 
 A gradient that is sharded over some axes is held in disjoint pieces, so its squares are summed over those axes and no others
 (a replicated gradient summed over its replicas would count several times). Parameters are grouped by the axes they are
-sharded over; each group costs one all-reduce of a single number.
+sharded over; each group costs one all-reduce of a single number. The groups are taken in the order of their names, so that all
+ranks ask for the same sums in the same order, whichever parameters they hold.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.comm import Traffic
 
@@ -23,13 +24,14 @@ def global_norm(parameters: Iterable[nn.Parameter], traffic: Traffic) -> Tensor:
     for parameter in parameters:
         if parameter.grad is not None:
             pieces[sharded_axes(parameter.grad)].append(local(parameter.grad))
-    total = torch.zeros((), device=traffic.device)
-    for axes, gradients in pieces.items():
+    wide = any(gradient.dtype == torch.float64 for gradients in pieces.values() for gradient in gradients)
+    total = torch.zeros((), device=traffic.device, dtype=torch.float64 if wide else torch.float32)
+    for axes, gradients in sorted(pieces.items()):
         squares = _sum_of_squares(gradients).to(traffic.device)  # offloaded gradients are in host memory
         for axis in axes:
             traffic.all_reduce(squares, axis)
         total = total + squares
-    return total.sqrt()
+    return traffic.all_reduce(total, "pipeline").sqrt()  # each stage has other parameters
 
 
 def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
@@ -44,7 +46,7 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
         return ()
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None, "every mesh of ours has named axes"
-    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if isinstance(placement, Shard))
+    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if not isinstance(placement, Replicate))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,45 +1,126 @@
 """A plain model becomes a parallel one. The order matters and is written down here once:
 
 1. build on the meta device: no memory, however large the model;
-2. recomputation, then compilation, block by block (the compiler must see the recomputed region);
-3. sharding or replication over the data axes;
-4. memory for this rank's share, and each parameter's values from (seed, name): the same bits on any layout.
+2. cut it into pipeline stages, and keep this rank's;
+3. split matrices over `tensor`, experts over `expert`, and attention over `context`;
+4. recomputation, then compilation, block by block (the compiler must see the recomputed region);
+5. sharding or replication over the data axes;
+6. memory for this rank's share, and each parameter's values from (seed, name): the same bits on any layout.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from functools import lru_cache, partial
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.comm import Traffic
-from shardwise.config import Config
-from shardwise.models import Transformer, check_values, initialise
+from shardwise.config import Config, Layout
+from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise
 from shardwise.optim import local
-from shardwise.parallel.data import Alone, replicate, shard
+from shardwise.parallel.context import places, split_over_context
+from shardwise.parallel.data import COPIES, Alone, replicate, shard
+from shardwise.parallel.expert import expert_modules, split_over_experts
+from shardwise.parallel.model import ParallelModel
+from shardwise.parallel.own import check_own, table_of
+from shardwise.parallel.pipeline import Pipelined, cut_out, own_stages
+from shardwise.parallel.placement import assign
 from shardwise.parallel.recompute import recompute
-from shardwise.plan import reduce_dtype, state_dtype
+from shardwise.parallel.tensor import split_over_tensor
+from shardwise.plan import Plan, reduce_dtype, state_dtype
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
-def parallelise(config: Config, traffic: Traffic) -> Alone:
-    """The job's model, on this rank's device, ready to train."""
-    train, layout = config.train, traffic.mesh.layout
-    compiled = is_compiled(config, traffic.device)
+def parallelise(config: Config, plan: Plan, traffic: Traffic) -> ParallelModel:
+    """The job's model, on this rank's devices, ready to train."""
+    layout, plain = traffic.mesh.layout, build_plain(config)
+    if config.model.module is not None:
+        check_own(plain, config, layout)
+    table, tables = table_of(plain), _embeddings(plain)
+    where = lru_cache(maxsize=8)(partial(places, config.model, traffic)) if layout.context > 1 else None
+    multiple = layout.tensor * layout.context * (2 if layout.context > 1 else 1)
+    if layout.pipeline == 1:
+        return ParallelModel(traffic, [_part(config, build_plain(config), table, traffic)], table, where, multiple, tables)
+    stages = own_stages(config, plan, traffic)
+    parts = []
+    for stage, _ in stages.own:
+        model = build_plain(config)
+        cut_out(model, table, stage, stages)
+        parts.append(_part(config, model, table, traffic))
+    return Pipelined(traffic, parts, table, where, multiple, tables, stages=stages)
+
+
+def build_plain(config: Config) -> nn.Module:
+    """The whole model as on one device, without memory."""
+    train = config.train
     with torch.device("meta"):
-        model = Transformer(config.model).to(DTYPES[state_dtype(train)])
-    model.compute_dtype = DTYPES[train.precision]
-    model.compiled_loss = compiled
-    recompute(model.blocks, train.recompute, compiled)
+        model = (build_own if config.model.module is not None else Transformer)(config.model)
+        model.to(DTYPES[state_dtype(train)])
+    if config.model.module is not None:
+        adapt(model, DTYPES[train.precision])
+    else:
+        assert isinstance(model, Transformer)
+        model.compute_dtype = DTYPES[train.precision]
+    return model
+
+
+def check_module(config: Config, layout: Layout) -> None:
+    """Refuse a user's own module that cannot be built, or not be split as this layout asks; nothing where there is none."""
+    if config.model.module is not None:
+        check_own(build_plain(config), config, layout)
+
+
+def count_parameters(config: Config) -> int | None:
+    """Parameters of a user's own module; None: there is none, and the configuration tells."""
+    return None if config.model.module is None else sum(parameter.numel() for parameter in build_plain(config).parameters())
+
+
+def _embeddings(model: nn.Module) -> frozenset[str]:
+    """Names of the weights that are looked up, not multiplied by."""
+    tables = [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    return frozenset(f"{path}.weight" for path in tables)
+
+
+def _part(config: Config, model: nn.Module, table: Sharding, traffic: Traffic) -> Alone:
+    """Steps 3 to 6, for the whole model or one stage of it."""
+    layout, train = traffic.mesh.layout, config.train
+    if layout.tensor > 1:
+        split_over_tensor(model, table, traffic)
+    if config.model.experts:
+        split_over_experts(model, table, traffic)
+    if layout.context > 1:
+        split_over_context(model, table, traffic, config.model)
+    compiled, blocks = is_compiled(config, traffic.device), _blocks(model, table)
+    for module in model.modules():
+        if isinstance(module, Head):
+            module.compiled = compiled
+    recompute(blocks, train.recompute, compiled)
     if compiled:
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
-    if layout.zero == 0:
-        materialise(model, traffic.device, train.seed)
-        return Alone(model) if layout.data_parallel == 1 else replicate(model, traffic)
-    sharded = shard(model, _units(model), traffic, DTYPES[train.precision], DTYPES[reduce_dtype(train)])
-    materialise(model, torch.device("cpu") if layout.offload else traffic.device, train.seed, traffic.device)
+        # Collectives inside a block are kept out of the graph, which then comes in pieces. What a user's block does is unknown.
+        ours = config.model.module is None and not config.model.experts
+        whole = layout.tensor == layout.context == layout.expert == 1 and ours
+        for block in blocks:
+            block.forward = torch.compile(block.forward, fullgraph=whole, dynamic=False)
+    return _on_data_axes(config, model, table, traffic)
+
+
+def _blocks(model: nn.Module, table: Sharding) -> list[nn.Module]:
+    return [] if table.blocks is None else list(model.get_submodule(table.blocks).children())
+
+
+def _on_data_axes(config: Config, model: nn.Module, table: Sharding, traffic: Traffic) -> Alone:
+    mesh, train, layout = traffic.mesh, config.train, traffic.mesh.layout
+    alone = mesh.size(COPIES) == 1 and not (config.model.experts and mesh.size("expert_data") > 1)
+    plain = layout.tensor == layout.pipeline == 1 and not config.model.experts
+    if layout.zero == 0 and (alone or plain):
+        materialise(model, table, traffic.device, train.seed)
+        return Alone(model) if alone else replicate(model, traffic)
+    compute, reduce = DTYPES[train.precision], DTYPES[reduce_dtype(train)]
+    sharded = shard(model, _units(model, table), expert_modules(model, table), traffic, compute, reduce)
+    materialise(model, table, torch.device("cpu") if layout.offload else traffic.device, train.seed, traffic.device)
     return sharded
 
 
@@ -48,29 +129,39 @@ def is_compiled(config: Config, device: torch.device) -> bool:
     return config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
 
 
-def _units(model: Transformer) -> list[nn.Module]:
+def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
     """What is gathered at once: each block; the embedding too, unless the head needs the same weights at the end."""
-    return [*model.blocks, *([] if model.config.tied else [model.embedding])]
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    found = [module for path, module in model.named_modules() if (role := table.role(path)) and role.kind == "vocabulary"]
+    return [*_blocks(model, table), *(one for one in found if all(uses[id(weight)] == 1 for weight in one.parameters()))]
 
 
-def materialise(model: Transformer, device: torch.device, seed: int, buffers_on: torch.device | None = None) -> None:
+def materialise(
+    model: nn.Module, table: Sharding, device: torch.device, seed: int, buffers_on: torch.device | None = None
+) -> None:
     """Allocate this rank's share and fill it."""
-    model.to_empty(device=device)
+    _to_empty(model, device)
     if buffers_on is not None and buffers_on != device:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module.register_buffer(name, torch.empty_like(buffer, device=buffers_on), persistent=False)
-    model.fill_buffers()
-    initialise(model, seed, assign)
-    check_values(model, local=local)
+                kept = name not in module._non_persistent_buffers_set
+                module.register_buffer(name, torch.empty_like(buffer, device=buffers_on), persistent=kept)
+    initialise(model, seed, assign, table.tied_name)
+    if not hasattr(model, "initial_value"):  # which may want zeros
+        check_values(model, local=_local)
 
 
-@torch.no_grad()
-def assign(parameter: Tensor, full: Tensor) -> None:
-    """Copy a whole tensor into a parameter, or into this rank's shard of it. No communication: every rank has the whole."""
-    if isinstance(parameter, DTensor):
-        full = full.to(parameter.device)
-        shards = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(shards.to_local())
-    else:
-        parameter.copy_(full)
+def _to_empty(model: nn.Module, device: torch.device) -> None:
+    """`to_empty`, after which a weight that two modules share is still one."""
+    users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            users[id(parameter)].append((module, name))
+    model.to_empty(device=device)
+    for (first, name), *others in users.values():
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return local(parameter)

@@ -33,11 +33,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise._torch import end_backward, reduce_gathered
 from shardwise.comm import EXPOSED, CountedAllGather, CountedReduceScatter, GradientSum, Traffic
-from shardwise.config import Layout
+
+COPIES = "replica x data x context"
+"""Devices that hold the same weights when nothing is sharded."""
 
 
 @dataclass
@@ -62,6 +66,15 @@ class Alone:
         """Forward and backward of one micro-batch happen inside; `last` says that gradients must be complete after."""
         yield
 
+    def stay_gathered(self) -> None:
+        """Keep weights gathered from their first use in a step to its end: for backward passes in two halves."""
+
+    def hold(self) -> None:
+        """Before half a backward: gradients stay whole, until `release`."""
+
+    def release(self) -> None:
+        """After the last half: reduce the gradients that were held, and let go of the gathered weights."""
+
     def settle(self) -> None:
         """Give back whatever a forward without backward left in memory."""
 
@@ -76,7 +89,8 @@ class Replicated(Alone):
     ddp: DistributedDataParallel = field(init=False)
 
     def __post_init__(self) -> None:
-        group = self.traffic.mesh.data_parallel_group()
+        group = self.traffic.mesh.group(COPIES)
+        assert group is not None, "there are devices to exchange with"
         with warnings.catch_warnings():
             # torch 2.13 renames broadcast_buffers, but its new name is unknown to 2.11.
             warnings.simplefilter("ignore", FutureWarning)
@@ -138,9 +152,32 @@ class Sharded(Alone):
             unit.set_requires_all_reduce(last, recurse=False)
             # Below zero = 3 weights stay gathered through the step. They must not outlive it: the optimizer changes the
             # shards, and a copy gathered before would be used, silently, in the next forward.
-            unit.set_reshard_after_backward(self.zero == 3 or last, recurse=False)
+            unit.set_reshard_after_backward(self.zero in (0, 3) or last, recurse=False)
             unit.set_is_last_backward(last)
         yield
+
+    def stay_gathered(self) -> None:
+        """The second half of a backward asks a module for its weights, and would be given shards."""
+        for unit in self.units:
+            unit.set_reshard_after_forward(False, recurse=False)
+
+    def hold(self) -> None:
+        """Neither reduce nor let go."""
+        for unit in self.units:
+            unit.set_requires_gradient_sync(False, recurse=False)
+            unit.set_reshard_after_backward(False, recurse=False)
+            unit.set_is_last_backward(False)
+
+    def release(self) -> None:
+        """Reduce every unit, and let go."""
+        assert isinstance(self.model, FSDPModule)
+        for unit in self.units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_requires_all_reduce(True, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
+            unit.set_is_last_backward(True)
+            reduce_gathered(unit)
+        end_backward(self.model)
 
     def settle(self) -> None:
         """An evaluation leaves weights gathered below zero = 3; drop them so that parameters are shards again."""
@@ -150,50 +187,69 @@ class Sharded(Alone):
 
 def replicate(model: nn.Module, traffic: Traffic) -> Replicated:
     """Copy the model on every data-parallel device."""
-    layout = traffic.mesh.layout
-    axis = "data" if layout.replica == 1 else "replica" if layout.data == 1 else "replica x data"
-    return Replicated(model, traffic, axis)
+    return Replicated(model, traffic, traffic.mesh.label(COPIES))
 
 
-def shard(model: nn.Module, units: list[nn.Module], traffic: Traffic, compute: torch.dtype, reduce: torch.dtype) -> Sharded:
-    """Shard the model over `data`, one FSDP2 unit for each module given and one for what remains."""
+def shard(
+    model: nn.Module,
+    units: list[nn.Module],
+    experts: list[nn.Module],
+    traffic: Traffic,
+    compute: torch.dtype,
+    reduce: torch.dtype,
+) -> Sharded:
+    """Shard the model over `data x context`, one FSDP2 unit for each module given and one for what remains. Experts are units
+    too, sharded over the devices that hold the same experts.
+    """
     layout = traffic.mesh.layout
+    assert layout.zero is not None
     options: dict[str, Any] = {
-        "mesh": traffic.mesh.sub("replica", "data") if layout.replica > 1 else traffic.mesh.sub("data"),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
         # On a CPU the states are in host memory already, and there is no device to pin it for.
         "offload_policy": CPUOffloadPolicy() if layout.offload and traffic.device.type != "cpu" else OffloadPolicy(),
-        "reshard_after_forward": layout.zero == 3,
+        "reshard_after_forward": layout.zero in (0, 3),
     }
+    for unit in experts:
+        fully_shard(unit, mesh=_mesh("expert_data", traffic), **options)
+        _count(unit, traffic, "expert_data")
+    dense = _mesh("data x context", traffic)
     for unit in units:
-        fully_shard(unit, **options)
+        fully_shard(unit, mesh=dense, **options)
     # None: torch keeps the root gathered from forward to backward.
-    fully_shard(model, **{**options, "reshard_after_forward": None})
-    assert layout.zero is not None
+    fully_shard(model, mesh=dense, **{**options, "reshard_after_forward": None})
+    for unit in (*units, model):
+        _count(unit, traffic, "data x context")
     sharded_units: list[FSDPModule] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-    sharded = Sharded(model, layout.zero, sharded_units, traffic.device)
-    for sharded_unit in sharded_units:
-        _count(sharded_unit, traffic, layout)
-    return sharded
+    return Sharded(model, layout.zero, sharded_units, traffic.device)
 
 
-def _count(unit: FSDPModule, traffic: Traffic, layout: Layout) -> None:
+def _mesh(axis: str, traffic: Traffic) -> DeviceMesh:
+    """Where a unit lives: (copies, shards), or shards alone. Without ZeRO every device is a copy, of shards of one device."""
+    mesh = traffic.mesh
+    copies, shards = (f"replica x {axis}", "solo") if mesh.layout.zero == 0 else ("replica", axis)
+    return mesh.sub(shards) if mesh.size(copies) == 1 else mesh.sub(copies, shards)
+
+
+def _count(unit: nn.Module, traffic: Traffic, axis: str) -> None:
     """Sum instead of average, and enter every collective in the ledger."""
+    assert isinstance(unit, FSDPModule)
+    mesh = traffic.mesh
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    scatter = CountedReduceScatter(traffic, "data")
-    unit.set_custom_all_gather(CountedAllGather(traffic, "data"))  # type: ignore[arg-type]
+    scatter = CountedReduceScatter(traffic, mesh.label(axis))
+    unit.set_custom_all_gather(CountedAllGather(traffic, mesh.label(axis)))  # type: ignore[arg-type]
     unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-    if layout.replica > 1:
-        unit.set_all_reduce_hook(_count_all_reduce(traffic, scatter))
+    copies = f"replica x {axis}" if mesh.layout.zero == 0 else "replica"
+    if mesh.size(copies) > 1:
+        unit.set_all_reduce_hook(_count_all_reduce(traffic, scatter, mesh.label(copies)))
 
 
-def _count_all_reduce(traffic: Traffic, scatter: CountedReduceScatter) -> Callable[[Tensor], None]:
-    """FSDP2 calls this right after it joined the replicas, which on CPU began when the reduce-scatter ended."""
+def _count_all_reduce(traffic: Traffic, scatter: CountedReduceScatter, axis: str) -> Callable[[Tensor], None]:
+    """FSDP2 calls this right after it joined the copies, which on CPU began when the reduce-scatter ended."""
 
     def after(gradients: Tensor) -> None:
-        traffic.count("all_reduce", "replica", gradients)
-        if traffic.device.type == "cpu":
+        traffic.count("all_reduce", axis, gradients)
+        if traffic.device.type == "cpu" and scatter.ended:
             traffic.clock.add(EXPOSED, time.perf_counter() - scatter.ended)
 
     return after

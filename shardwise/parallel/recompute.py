@@ -4,6 +4,7 @@
 | --------- | ------------------------------------- | --------------------------------- |
 | none      | everything backward needs             | none                              |
 | selective | outputs of matmuls and attention      | norms, rotary, activations        |
+|           | and all of experts                    |                                   |
 | full      | the block's input                     | one more forward, about a third   |
 | 0 … 1     | that share of what `none` keeps       | as little as the share allows     |
 
@@ -13,7 +14,7 @@ A share is handed to the compiler's own trade-off where blocks are compiled, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardwise._torch import set_activation_memory_budget
+from shardwise.models import MixtureOfExperts
+from shardwise.parallel.ring import RING
 
 _KEPT = {
     torch.ops.aten.mm.default,
@@ -30,20 +33,35 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._grouped_mm.default,
+    RING,
 }
 
 
-def recompute(blocks: nn.ModuleList, mode: str | float, compiled: bool) -> None:
+def recompute(blocks: Sequence[nn.Module], mode: str | float, compiled: bool) -> None:
     """Arrange the blocks' forward so that activations are recomputed in backward as `mode` says."""
     if isinstance(mode, float | int):
         if compiled:
             set_activation_memory_budget(float(mode))
             return
-        for block in list(blocks)[: round((1 - mode) * len(blocks))]:
+        for block in blocks[: round((1 - mode) * len(blocks))]:
             _wrap(block, None)
     elif mode != "none":
         for block in blocks:
-            _wrap(block, _keep_products if mode == "selective" else None)
+            for module in _selected(block) if mode == "selective" else [block]:
+                _wrap(module, _keep_products if mode == "selective" else None)
+
+
+def _selected(block: nn.Module) -> list[nn.Module]:
+    """What is recomputed selectively: the block; of one with experts, its parts without them. FSDP2 gathers experts by
+    themselves, which torch's selective recomputation must not see, and sending tokens to experts twice would cost more than
+    keeping their activations.
+    """
+    if not any(isinstance(module, MixtureOfExperts) for module in block.children()):
+        return [block]
+    mixtures = [module for module in block.children() if isinstance(module, MixtureOfExperts)]
+    shared = [module.shared for module in mixtures if module.shared is not None]
+    return [*(module for module in block.children() if not isinstance(module, MixtureOfExperts)), *shared]
 
 
 def _wrap(block: nn.Module, contexts: Callable[[], Any] | None) -> None:

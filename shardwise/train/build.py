@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.checkpoint import Manifest, read_manifest
 from shardwise.checkpoint.save import Checkpointer, state_of
@@ -19,8 +20,8 @@ from shardwise.comm import Traffic
 from shardwise.config import Config
 from shardwise.data import Dataset
 from shardwise.mesh import Mesh, Worker, join
-from shardwise.optim import LossScale, make_optimizer
-from shardwise.parallel import Alone, parallelise
+from shardwise.optim import LossScale, local, make_optimizer
+from shardwise.parallel import ParallelModel, parallelise
 from shardwise.plan import Plan
 
 
@@ -32,7 +33,7 @@ class Training:
     plan: Plan
     mesh: Mesh
     traffic: Traffic
-    parallel: Alone
+    parallel: ParallelModel
     optimizer: torch.optim.AdamW
     dataset: Dataset
     checkpointer: Checkpointer
@@ -54,14 +55,14 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
     """Join the peers, build the model on the mesh, and open the data."""
     mesh = join(worker, plan.layout)
     traffic = Traffic(mesh)
-    parallel = parallelise(config, traffic)
+    parallel = parallelise(config, plan, traffic)
     return Training(
         config=config,
         plan=plan,
         mesh=mesh,
         traffic=traffic,
         parallel=parallel,
-        optimizer=make_optimizer(parallel.model, config.train),
+        optimizer=make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings),
         dataset=dataset or Dataset.open(config.data, config.train.seed),
         checkpointer=Checkpointer(mesh),
         scale=LossScale.of(config.train),
@@ -72,7 +73,8 @@ def restore(training: Training, folder: Path) -> None:
     """Continue from a checkpoint."""
     manifest = read_manifest(folder)
     same_world = manifest.world == training.mesh.worker.world
-    training.checkpointer.load(folder, state_of(training.parallel.model, training.optimizer), same_world)
+    training.checkpointer.load(folder, _state(training), same_world)
+    _share_tied(training)
     training.step = manifest.step
     if training.scale.dynamic and manifest.train.get("precision") == "float16":
         training.scale = LossScale(**{**asdict(training.scale), **manifest.loss_scale})
@@ -83,10 +85,26 @@ def save(training: Training) -> Path:
     config = training.config
     return training.checkpointer.save(
         Path(config.run.folder),
-        state_of(training.parallel.model, training.optimizer),
+        _state(training),
         config.checkpoint.keep,
         partial(_manifest, training),
     )
+
+
+def _state(training: Training) -> dict[str, Tensor]:
+    parallel = training.parallel
+    return state_of(parallel.named_parameters(once=True), training.optimizer, parallel.named_buffers())
+
+
+@torch.no_grad()
+def _share_tied(training: Training) -> None:
+    """Both copies of a tied weight are on this rank, where first and last stage are; one of them was loaded."""
+    loaded = dict(training.parallel.named_parameters(once=True))
+    for name, copy in training.parallel.named_parameters():
+        if name in loaded and loaded[name] is not copy:
+            local(copy).copy_(local(loaded[name]))
+            moments = training.optimizer.state[loaded[name]]
+            training.optimizer.state[copy] = {key: value.detach().clone() for key, value in moments.items()}
 
 
 def _manifest(training: Training, files: dict[str, Any]) -> Manifest:

@@ -24,9 +24,11 @@ def held_out_loss(training: Training) -> float | None:
         for first in range(0, count, devices * size):
             start = first + training.mesh.data_index * size
             batch = to_batch(_rows(dataset, start, size, count), device)
-            loss = training.parallel.model(batch.inputs, batch.targets, batch.documents)
-            sums += torch.stack([loss.double(), torch.tensor(float(batch.valid), device=device).double()])
+            sums[0] += training.parallel.loss(batch).double()
+            sums[1] += batch.valid
     training.parallel.settle()
+    for axis in ("context", "pipeline"):  # every device of these has counted the same tokens
+        training.traffic.all_reduce(sums[:1], axis)
     total, tokens = training.traffic.sum_over_data(sums).tolist()
     return float(total / max(1.0, tokens))
 
@@ -52,8 +54,7 @@ def sample(training: Training, prompt: str) -> str:
     ids = [int(token) for token in tokenizer.encode_batch([prompt])[0]]
 
     def last_logits(tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = training.parallel.model(tokens.to(device), last_logits=True)
-        return logits.reshape(-1)
+        return training.parallel.logits(tokens.to(device))
 
     with attention_backends(device.type), torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
         continued = generate(

@@ -8,7 +8,7 @@ from shardwise.mesh import RANK_AXES, device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.observe import peak_flops
 from shardwise.parallel import DTYPES, is_compiled
-from shardwise.plan import FLOP_CONVENTION, reduce_dtype, state_dtype
+from shardwise.plan import reduce_dtype, state_dtype
 from shardwise.train.build import Training
 
 
@@ -18,7 +18,7 @@ def facts(training: Training) -> dict[str, str]:
     train = config.train
     seen = training.dataset.describe()
     return {
-        "model": f"{config.model.preset or 'custom'}, {plan.parameters:,} parameters",
+        "model": f"{config.model.module or config.model.preset or 'custom'}, {plan.parameters:,} parameters",
         "data": f"{seen.tokens:,} tokens, {seen.documents:,} documents, {seen.held_out:,} sequences held out",
         "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
         "layout": f"{_layout(training)}; {plan.reason}",
@@ -27,16 +27,18 @@ def facts(training: Training) -> dict[str, str]:
         "precision": f"{train.precision} computation, {state_dtype(train)} weights and optimizer state, gradients summed in "
         f"{reduce_dtype(train) if plan.layout.zero else state_dtype(train)}",
         "attention": _attention(training),
-        "compile": "each block" if is_compiled(config, device) else "off",
+        "compile": "each block" if is_compiled(config, device) and training.parallel.table.blocks else "off",
         "recompute": str(train.recompute),
         "optimizer": "AdamW, fused kernel",
-        "MFU": FLOP_CONVENTION if peak_flops(device_name(device), train.precision) else "n/a: no known peak for this device",
+        "MFU": plan.flop_convention if peak_flops(device_name(device), train.precision) else "n/a: no known peak for this device",
         **_without_effect(training),
     }
 
 
 def _attention(training: Training) -> str:
     config = training.config
+    if config.model.module is not None:
+        return "the module's own"
     dtype, masked = DTYPES[config.train.precision], config.data.reset_attention
     kernel = describe_attention(config.model, training.mesh.device.type, dtype, config.data.sequence_length, masked=masked)
     return f"{kernel}, within documents" if masked else kernel

@@ -23,6 +23,7 @@ from shardwise.config import Config, to_toml
 from shardwise.data import Dataset, check_vocabulary
 from shardwise.errors import UserError
 from shardwise.mesh import Worker, device_memory, leave
+from shardwise.parallel import count_parameters
 from shardwise.plan import choose
 from shardwise.train.build import Training, build, restore, save
 from shardwise.train.evaluate import held_out_loss, sample
@@ -38,7 +39,7 @@ def run(config: Config, worker: Worker) -> int:
     warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice to the compiler's authors
     dataset = Dataset.open(config.data, config.train.seed)
     check_vocabulary(dataset, config.model.vocabulary)
-    plan = choose(config, worker.world, device_memory(worker.local_world))
+    plan = choose(config, worker.world, device_memory(worker.local_world), count_parameters(config))
     folder = Path(config.run.folder)
     with _signals() as stop_asked:
         training = build(config, plan, worker, dataset)

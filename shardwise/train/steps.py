@@ -17,10 +17,13 @@ from torch import Tensor
 from shardwise.comm import EXPOSED
 from shardwise.data.batches import Batch, Batches
 from shardwise.errors import RunFailed
+from shardwise.mesh import RANK_AXES
 from shardwise.models import attention_backends
 from shardwise.observe import StepClock, peak_memory
 from shardwise.optim import first_non_finite, global_norm, learning_rate, update
+from shardwise.parallel import build_plain
 from shardwise.train.build import Training
+from shardwise.train.guard import check_copies, check_gradients
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,16 @@ class Step:
     loss_scale: float
     skipped: bool
     stop: bool
+    expert_imbalance: float | None = None
+    """Load of the busiest expert of any layer, relative to an even load."""
+    expert_load: list[float] | None = None
+    """Load of each expert over all layers, relative to an even load."""
 
 
 @dataclass(frozen=True)
 class _Queued:
-    """A step whose work is queued on the device: (mean loss, votes to stop, gradient norm, tokens), not yet read."""
+    """A step whose work is queued on the device: (mean loss, votes to stop, gradient norm, tokens, then for models with
+    experts the worst imbalance and every expert's load), not yet read."""
 
     numbers: Tensor
     learning_rate: float
@@ -87,18 +95,38 @@ def _queue(training: Training, batch: list[Batch], stop_asked: bool) -> _Queued:
     tokens = count_tokens(training, batch)
     with clock.span("forward_backward"):
         loss = forward_backward(training, batch, tokens)
-        norm = global_norm(training.parallel.model.parameters(), traffic) / training.scale.value
-        shared = traffic.sum_over_data(torch.stack([loss, torch.full_like(loss, float(stop_asked))]))
-    lr = learning_rate(training.config.train, training.step + 1)
+        norm = global_norm((p for _, p in training.parallel.named_parameters(once=True)), traffic) / training.scale.value
+        shared = share(training, torch.stack([loss, torch.full_like(loss, float(stop_asked))]))
+    train = training.config.train
+    checked = train.check_every > 0 and (training.step + 1) % train.check_every == 0
+    if checked:
+        check_gradients(training)
+    lr = learning_rate(train, training.step + 1)
     with clock.span("optimizer"):
         finite = torch.isfinite(norm) & torch.isfinite(shared[0])
         update(training.optimizer, lr, _divisor(training, norm), (~finite).float())
-    return _Queued(torch.stack([*shared, norm.to(shared), tokens.to(shared)]), lr)
+        loads = _balance(training, finite)
+    if checked:
+        check_copies(training)
+    return _Queued(torch.stack([*shared, norm.to(shared), tokens.to(shared), *loads.to(shared)]), lr)
+
+
+def _balance(training: Training, finite: Tensor) -> Tensor:
+    """Let routers answer to the step's loads, unless the step is skipped; (imbalance, load of each expert), or nothing."""
+    parallel, traffic = training.parallel, training.traffic
+    if not training.config.model.experts:
+        return torch.empty(0, device=traffic.device)
+    loads = parallel.take_loads()
+    parallel.balance(loads * finite)
+    relative = loads.double() / loads.double().mean(1, keepdim=True)
+    worst = traffic.all_reduce(relative.max(), "pipeline", op=torch.distributed.ReduceOp.MAX)
+    sums = traffic.all_reduce(loads.sum(0), "pipeline").double()
+    return torch.cat((worst.unsqueeze(0), sums / sums.mean()))
 
 
 def _read(training: Training, queued: _Queued) -> Step:
     """Wait for the device, once, and take stock."""
-    loss, stops, norm, tokens = queued.numbers.tolist()
+    loss, stops, norm, tokens, *loads = queued.numbers.tolist()
     number, scale = training.step + 1, training.scale.value
     overflowed = not (math.isfinite(norm) and math.isfinite(loss))
     hopeless = not math.isfinite(loss) or scale <= 1  # the loss itself is not scaled, and below 1 there is nothing to gain
@@ -123,6 +151,8 @@ def _read(training: Training, queued: _Queued) -> Step:
         loss_scale=scale,
         skipped=overflowed,
         stop=stops > 0,
+        expert_imbalance=loads[0] if loads else None,
+        expert_load=loads[1:] if loads else None,
     )
 
 
@@ -137,14 +167,18 @@ def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
 
 def forward_backward(training: Training, batch: list[Batch], tokens: Tensor) -> Tensor:
     """Gradients of the global mean loss, complete on this rank; returns this rank's part of that loss."""
-    total = torch.zeros((), device=training.mesh.device, dtype=_wide(training))
+    tokens = tokens.to(_wide(training))
     with attention_backends(training.mesh.device.type):
-        for index, micro_batch in enumerate(batch):
-            with training.parallel.micro_batch(last=index == len(batch) - 1):
-                loss = training.parallel(micro_batch.inputs, micro_batch.targets, micro_batch.documents) / tokens
-                (loss * training.scale.value).backward()  # type: ignore[no-untyped-call]
-                total += loss.detach()
-    return total
+        return training.parallel.forward_backward(batch, training.scale.value / tokens) / tokens
+
+
+def share(training: Training, numbers: Tensor) -> Tensor:
+    """Sum numbers over all devices that had other tokens or other stages; those of a tensor group had the same."""
+    traffic = training.traffic
+    for axis in ("context", "pipeline"):
+        traffic.all_reduce(numbers, axis)
+    traffic.sum_over_data(numbers)
+    return traffic.all_reduce(numbers, "tensor", op=torch.distributed.ReduceOp.MAX)
 
 
 def _wide(training: Training) -> torch.dtype:
@@ -160,11 +194,10 @@ def _divisor(training: Training, norm: Tensor) -> Tensor:
 
 def _stop_non_finite(training: Training, step: int, loss: float) -> None:
     """Say where the first non-finite number is, over all ranks, and end the run with the weights as they were."""
-    named = list(training.parallel.model.named_parameters())
-    names = [name for name, _ in named]
-    mine = first_non_finite(named)
+    names = [name for name, _ in build_plain(training.config).named_parameters()]
+    mine = first_non_finite(training.parallel.named_parameters())
     place = torch.tensor(names.index(mine) if mine else len(names), device=training.mesh.device)
-    for axis in ("data", "replica"):
+    for axis in RANK_AXES:
         training.traffic.all_reduce(place, axis, op=torch.distributed.ReduceOp.MIN)
     where = names[int(place)] if int(place) < len(names) else None
     gradient = f"the gradient of {where} is the first that is not finite" if where else "all gradients are finite"

@@ -131,6 +131,7 @@ class Voice(Silence):
             "communication_efficiency": 1 - done.spans[EXPOSED] / done.seconds if EXPOSED in done.spans else None,
             **({"loss_scale": done.loss_scale} if training.scale.dynamic else {}),
             **({"skipped": True} if done.skipped else {}),
+            **({"expert_imbalance": done.expert_imbalance, "expert_load": done.expert_load} if done.expert_load else {}),
         }
 
     def saved(self, path: Path) -> None:

@@ -24,7 +24,7 @@ State = dict[str, Tensor]
 
 def state(training: Training) -> State:
     """Every weight and moment, whole."""
-    return {name: whole(tensor) for name, tensor in state_of(training.parallel.model, training.optimizer).items()}
+    return {name: whole(tensor) for name, tensor in state_of(training.parallel.named_parameters(), training.optimizer).items()}
 
 
 def train_and_save(worker: Worker, tables: Tables, at: int | None) -> tuple[Trained, State]:
@@ -35,7 +35,7 @@ def train_and_save(worker: Worker, tables: Tables, at: int | None) -> tuple[Trai
         if step.step == at:
             save(training)
             saved = state(training)
-    return Trained(done, weights(training.parallel.model)), saved
+    return Trained(done, weights(training)), saved
 
 
 def resume(worker: Worker, tables: Tables) -> tuple[Trained, State]:
@@ -43,7 +43,7 @@ def resume(worker: Worker, tables: Tables) -> tuple[Trained, State]:
     training = start(worker, tables)
     restore(training, checkpoints(Path(tables["run"]["folder"]))[-1])
     loaded = state(training)
-    return Trained(list(steps(training)), weights(training.parallel.model)), loaded
+    return Trained(list(steps(training)), weights(training)), loaded
 
 
 def run(ranks: Callable[[int], Pool], tables: Tables, case: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -63,8 +63,10 @@ def groups(worker: Worker, layout: dict[str, int]) -> dict[str, Any]:
     mesh = join(worker, Layout(**layout))
     traffic = Traffic(mesh)
     members = {axis: group and dist.get_process_group_ranks(group) for axis in RANK_AXES for group in [mesh.group(axis)]}
+    both = mesh.group("replica x data")
+    assert both is not None
     total = traffic.sum_over_data(torch.tensor(2.0**worker.rank))
-    return {**members, "both": dist.get_process_group_ranks(mesh.data_parallel_group()), "total": float(total)}
+    return {**members, "both": dist.get_process_group_ranks(both), "total": float(total)}
 
 
 def test_groups_of_a_hybrid_layout(ranks: Callable[[int], Pool]) -> None:

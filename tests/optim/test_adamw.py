@@ -17,7 +17,7 @@ ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
 
 def names_by_decay(model: nn.Module, train: Train) -> dict[float, set[str]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = make_optimizer(model, train).param_groups
+    groups = make_optimizer(model.named_parameters(), train).param_groups
     return {group["weight_decay"]: {names[parameter] for parameter in group["params"]} for group in groups}
 
 
@@ -43,7 +43,7 @@ def test_a_tied_gpt_decays_neither_embeddings_nor_biases_nor_norms() -> None:
 def test_every_parameter_is_in_exactly_one_group() -> None:
     with torch.device("meta"):
         model = Transformer(Model(**LLAMA))
-    groups = make_optimizer(model, Train()).param_groups
+    groups = make_optimizer(model.named_parameters(), Train()).param_groups
     listed = [parameter for group in groups for parameter in group["params"]]
     assert sorted(map(id, listed)) == sorted(map(id, model.parameters()))
     assert is_decayed("blocks.0.feed_forward.up.weight", torch.empty(2, 2))
@@ -62,7 +62,7 @@ def model_with_gradients(dtype: torch.dtype) -> Transformer:
 def test_an_update_is_adamw_on_divided_gradients(dtype: torch.dtype, bound: float) -> None:
     ours, theirs = model_with_gradients(dtype), model_with_gradients(torch.float64)
     train = Train(betas=(0.8, 0.9), epsilon=1e-6, weight_decay=0.2)
-    optimizer = make_optimizer(ours, train)
+    optimizer = make_optimizer(ours.named_parameters(), train)
     decayed = [p for name, p in theirs.named_parameters() if is_decayed(name, p)]
     plain = [p for name, p in theirs.named_parameters() if not is_decayed(name, p)]
     groups = [{"params": decayed, "weight_decay": 0.2}, {"params": plain, "weight_decay": 0.0}]
@@ -83,7 +83,7 @@ def test_an_update_is_adamw_on_divided_gradients(dtype: torch.dtype, bound: floa
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_skipped_update_changes_no_bit(dtype: torch.dtype) -> None:
     model = model_with_gradients(dtype)
-    optimizer = make_optimizer(model, Train())
+    optimizer = make_optimizer(model.named_parameters(), Train())
     update(optimizer, 0.1, ONE.to(dtype), ZERO)
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
     next(model.parameters()).grad[0, 0] = torch.nan

@@ -72,7 +72,7 @@ def _steps(training: Training, fault: Fault, at: int) -> Iterator[Taken]:
 
 def snapshot(training: Training) -> dict[str, Tensor]:
     """A copy of all weights and moments, as far as this rank holds them."""
-    state = state_of(training.parallel.model, training.optimizer)
+    state = state_of(training.parallel.named_parameters(), training.optimizer)
     return {name: local(tensor).clone() for name, tensor in state.items()}
 
 

@@ -11,7 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise.config import Config, from_tables
@@ -69,12 +70,18 @@ def train(worker: Worker, tables: Tables) -> Trained:
     """Train to the last step."""
     training = start(worker, tables)
     done = list(steps(training))
-    return Trained(done, weights(training.parallel.model))
+    return Trained(done, weights(training))
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, whole, on every rank."""
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+def weights(training: Training) -> dict[str, Tensor]:
+    """Every parameter, whole, on every rank, with what the pipeline stages hold put together."""
+    own = {name: whole(parameter) for name, parameter in training.parallel.named_parameters()}
+    group = training.mesh.group("pipeline")
+    if group is None:
+        return own
+    stages: list[Any] = [None] * training.mesh.size("pipeline")
+    dist.all_gather_object(stages, own, group=group)
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def evaluate(worker: Worker, tables: Tables) -> tuple[list[float | None], str, T
     for step in steps(training):
         done.append(step)
         losses.append(held_out_loss(training))
-    return losses, sample(training, "ab"), Trained(done, weights(training.parallel.model))
+    return losses, sample(training, "ab"), Trained(done, weights(training))
 
 
 def evaluated(corpus: str, **sections: Any) -> Tables:
@@ -41,7 +41,7 @@ def test_held_out_loss_is_the_mean_cross_entropy_of_sequences_never_trained_on(c
     rows = training.dataset.held_out_rows(0, EVALUATED)
     model = training.parallel.model
     with torch.no_grad():
-        logits = model.logits(model(torch.from_numpy(rows.inputs), documents=torch.from_numpy(rows.documents)))
+        logits = model(torch.from_numpy(rows.inputs), documents=torch.from_numpy(rows.documents))
     truth = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows.targets).flatten(), ignore_index=-100)
     assert held_out_loss(training) == pytest.approx(truth.item(), rel=1e-12)
     assert rows.valid < np.size(rows.targets)

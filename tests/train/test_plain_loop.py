@@ -49,7 +49,7 @@ def plain_loop(config: Config, schedule: Callable[[int], float], clip: float | N
         rows = dataset.sequences(step - 1, config.train.global_batch, 0, config.train.global_batch)
         inputs, targets = torch.from_numpy(rows.inputs), torch.from_numpy(rows.targets)
         documents = None if rows.documents is None else torch.from_numpy(rows.documents)
-        logits = model.logits(model(inputs, documents=documents))
+        logits = model(inputs, documents=documents)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()

@@ -1,0 +1,120 @@
+"""Expert parallelism: each device of a group holds some of the experts, and tokens travel to them (GShard, Lepikhin et al. 2020).
+
+With E experts on e devices, device i holds experts [i · E/e, (i + 1) · E/e). Rows that a device has sorted by expert are
+therefore already sorted by owner, and one all-to-all with uneven parts brings each to its expert; another brings it back:
+
+    rows by expert → all-to-all → rows by source, then expert → by expert → experts → undo → all-to-all → rows as they were
+
+In each of the two directions of a layer a device sends its tokens × experts_per_token rows, of which (e - 1)/e leave it when
+the load is even, and the same again in backward: four all-to-alls a layer and micro-batch. No row is padded and none dropped,
+so a device whose experts are all chosen by everybody computes on everything, and one whose experts nobody chose on nothing;
+both take part in every collective, forward and backward, as the others do.
+
+How many rows will come must be known before they do. So the counts travel first, and the host reads them: the one place in a
+step where a GPU's queue runs dry, once a layer.
+
+Where a sequence lies on several devices, the balancing loss needs sums over all of it. The gradient of that sum is the
+identity: every device starts the same loss from the sum, and each carries the gradient on through its own summand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from shardwise.comm import Traffic
+from shardwise.comm.flow import eager, total
+from shardwise.models import MixtureOfExperts, Sharding
+from shardwise.models.experts import inverse, permute
+from shardwise.parallel.tensor import see_local
+
+Visit = Callable[[Tensor, Tensor], Tensor]
+"""(rows sorted by expert, rows of each expert) to the rows after their expert."""
+
+
+def expert_modules(model: nn.Module, table: Sharding) -> list[nn.Module]:
+    """The modules that the sharding table calls experts."""
+    roles = ((table.role(path), module) for path, module in model.named_modules())
+    return [module for role, module in roles if role is not None and role.kind == "experts"]
+
+
+def split_over_experts(model: nn.Module, table: Sharding, traffic: Traffic) -> None:
+    """Give this device its experts, and send every row to the owner of its expert. On the meta device."""
+    group = traffic.mesh.group("expert")
+    for module in expert_modules(model, table):
+        if group is not None:
+            for name, weight in list(module.named_parameters(recurse=False)):
+                shared = distribute_tensor(weight.detach(), traffic.mesh.sub("expert"), [Shard(0)], src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(shared, requires_grad=weight.requires_grad))
+            see_local(module)
+            module.forward = partial(exchange, module.forward, group=group, traffic=traffic)
+    split_sequences(model, traffic)
+
+
+def split_sequences(model: nn.Module, traffic: Traffic, axes: Sequence[str] = ("context", "tensor")) -> None:
+    """Tell every mixture in the model that its sequences lie in parts on the devices of these axes."""
+
+    def over_axes(x: Tensor) -> Tensor:
+        for axis in axes:
+            x = total(x, traffic, axis)
+        return x
+
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.sum_sequence = over_axes
+
+
+@eager
+def exchange(experts: Visit, rows: Tensor, counts: Tensor, group: dist.ProcessGroup, traffic: Traffic) -> Tensor:
+    """Rows sorted by global expert, counts[i] of expert i, to the same rows after their expert, wherever it is.
+
+    `experts` runs this device's experts, numbered from 0, on the rows of all devices.
+    """
+    ours = counts.view(dist.get_world_size(group), -1)  # (owner, its experts)
+    theirs = torch.empty_like(ours)  # (source, our experts)
+    traffic.count("all_to_all", "expert", ours)
+    dist.all_to_all_single(theirs, ours.contiguous(), group=group)
+    sent, received = torch.stack((ours.sum(1), theirs.sum(1))).tolist()  # the host waits here
+    send = partial(_AllToAll.apply, group, traffic)
+    order = _by_expert(theirs, sum(received))
+    back = inverse(order)
+    arrived = permute(send(received, sent, rows), order, back)
+    visited = permute(experts(arrived, theirs.sum(0)), back, order)
+    result: Tensor = send(sent, received, visited)
+    return result
+
+
+def _by_expert(counts: Tensor, total: int) -> Tensor:
+    """The order that takes rows from (source, expert) to (expert, source), given how many there are of each."""
+    sources, experts = counts.shape
+    expert = torch.arange(experts, device=counts.device).repeat(sources)
+    return expert.repeat_interleave(counts.flatten(), output_size=total).argsort(stable=True)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Forward: part i of the rows goes to device i, and what others sent here comes in their order. Backward: the reverse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, traffic: Traffic, received: Sequence[int], sent: Sequence[int], rows: Tensor
+    ) -> Tensor:
+        ctx.facts = group, traffic, received, sent
+        return _all_to_all(group, traffic, received, sent, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None, Tensor]:
+        group, traffic, received, sent = ctx.facts
+        return None, None, None, None, _all_to_all(group, traffic, sent, received, gradient)
+
+
+def _all_to_all(group: dist.ProcessGroup, traffic: Traffic, received: Sequence[int], sent: Sequence[int], rows: Tensor) -> Tensor:
+    result = rows.new_empty(sum(received), rows.shape[1])
+    traffic.count("all_to_all", "expert", rows)
+    dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group)
+    return result

@@ -1,0 +1,149 @@
+"""A model on its devices, as the training loop sees it: a batch goes in, gradients and a loss come out, on any layout.
+
+The loop never asks for an axis. What depends on the layout is here and in `Pipelined`, which does the same with stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import Traffic
+from shardwise.data.batches import Batch
+from shardwise.models import MixtureOfExperts, Sharding
+from shardwise.parallel.data import Alone
+from shardwise.parallel.tensor import sum_whole
+
+
+@dataclass
+class ParallelModel:
+    """The model of a layout without pipeline stages: one part, whole in depth."""
+
+    traffic: Traffic
+    parts: list[Alone]
+    table: Sharding
+    places: Callable[[int], Tensor] | None = None
+    """The places of this device's tokens in a sequence of that length; None: all of them."""
+    multiple: int = 1
+    """What the length of a sequence must be a multiple of, so that devices can share it."""
+    embeddings: frozenset[str] = frozenset()
+    """Names of the weights that are looked up, not multiplied by: they are not decayed."""
+    mixtures: list[MixtureOfExperts] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mixtures = [module for part in self.parts for module in part.model.modules() if isinstance(module, MixtureOfExperts)]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, where it is not cut into stages."""
+        (part,) = self.parts
+        return part.model
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are set to zero in place after a step, rather than given back."""
+        return any(part.keeps_gradients for part in self.parts)
+
+    @property
+    def waits_are_timed(self) -> bool:
+        """Whether exposed communication can be told apart from computation."""
+        return all(part.waits_are_timed for part in self.parts)
+
+    def named_parameters(self, once: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, by the names of the plain model. A tied weight whose two uses are on different stages comes
+        with each of them, under one name, unless it is asked for once.
+        """
+        for part in self.parts:
+            for name, parameter in part.model.named_parameters():
+                yield self.table.tied_name(name), parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers that are part of the state: those that are saved."""
+        for part in self.parts:
+            trained = {name for name, _ in part.model.named_parameters(remove_duplicate=False)}
+            yield from ((name, value) for name, value in part.model.state_dict().items() if name not in trained)
+
+    def forward_backward(self, batch: Sequence[Batch], factor: Tensor) -> Tensor:
+        """Add the gradients of `factor` times the summed loss; returns this rank's share of that sum, without the factor."""
+        for mixture in self.mixtures:
+            mixture.gradient_scale = factor
+        total = self._run(batch, factor)
+        self.complete_gradients()
+        return total
+
+    def complete_gradients(self) -> None:
+        """Sum what only the last micro-batch leaves whole."""
+        sum_whole((parameter for name, parameter in self.named_parameters() if not self._is_expert(name)), self.traffic)
+
+    def _is_expert(self, name: str) -> bool:
+        role = self.table.role(name.rpartition(".")[0])
+        return role is not None and role.kind == "experts"
+
+    def take_loads(self) -> Tensor:
+        """Of each mixture of this rank, how many choices fell on each expert in the whole global batch: (mixtures, experts)."""
+        loads = torch.stack([mixture.take_load() for mixture in self.mixtures])
+        for axis in ("replica", "data", "context", "tensor"):  # each of them had other tokens
+            self.traffic.all_reduce(loads, axis)
+        return loads
+
+    def balance(self, loads: Tensor) -> None:
+        """Move the routers' biases against these loads; loads of zero move nothing."""
+        for mixture, load in zip(self.mixtures, loads, strict=True):
+            if mixture.config.balance_bias:
+                mixture.update_bias(load)
+
+    def _run(self, batch: Sequence[Batch], factor: Tensor) -> Tensor:
+        (part,) = self.parts
+        total = torch.zeros_like(factor)
+        for index, micro_batch in enumerate(batch):
+            with part.micro_batch(last=index == len(batch) - 1):
+                loss = part(**self.arguments(micro_batch))
+                (loss * factor).backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+        return total
+
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """What the model is called with: this device's part of the sequences."""
+        own = self.own(batch)
+        given = {"inputs": own.inputs, "targets": own.targets, "documents": own.documents}
+        return given if self.places is None else {**given, "positions": self.places(batch.inputs.shape[1])}
+
+    def own(self, batch: Batch) -> Batch:
+        """The tokens of a batch that are this device's."""
+        if self.places is None:
+            return batch
+        places = self.places(batch.inputs.shape[1])
+        documents = None if batch.documents is None else batch.documents[:, places]
+        return replace(batch, inputs=batch.inputs[:, places], targets=batch.targets[:, places], documents=documents)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """This rank's share of the summed loss, without gradients."""
+        (part,) = self.parts
+        loss: Tensor = part.model(**self.arguments(batch))
+        return loss
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Logits (vocabulary) after the last of tokens (1, length), the same on every rank that computes alike."""
+        last = tokens.shape[1] - 1
+        padded = nn.functional.pad(tokens, (0, -tokens.shape[1] % self.multiple))
+        if self.places is None:
+            return self._logits(padded, last, None).reshape(-1)
+        places = self.places(padded.shape[1])
+        mine = (places == last).nonzero().flatten().tolist()
+        logits = self._logits(padded[:, places], mine[0] if mine else 0, places).reshape(-1)
+        return self.traffic.all_reduce(logits if mine else torch.zeros_like(logits), "context")
+
+    def _logits(self, tokens: Tensor, at: int, positions: Tensor | None) -> Tensor:
+        (part,) = self.parts
+        more = {} if positions is None else {"positions": positions}
+        logits: Tensor = part.model(tokens, logits_at=at, **more)
+        return logits
+
+    def settle(self) -> None:
+        """Give back whatever a forward without backward left in memory."""
+        for part in self.parts:
+            part.settle()

@@ -1,0 +1,172 @@
+"""What a user's own module must have for the layout that is asked of it, checked before any worker starts.
+
+The transformer's table is held right by tests; a table that someone has just written is not. A wrong role shows in `shardwise
+verify`; what can be seen without computing is refused here: weights without an entry, entries without a module, weights that no
+pipeline stage would own, heads that do not divide, a forward that lacks an argument it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from shardwise.config import Config, Layout
+from shardwise.errors import UserError
+from shardwise.models import Head, MixtureOfExperts, Sharding, matches
+from shardwise.models.own import accepted
+from shardwise.parallel.tensor import missing_entry
+
+SPLITTING = ("tensor", "pipeline", "context", "expert")
+"""Axes that cannot be used without a table."""
+
+
+def table_of(model: nn.Module) -> Sharding:
+    """A model's sharding table; an empty one where it has none."""
+    table = getattr(model, "sharding", None)
+    if table is None:
+        return Sharding(modules={})
+    if not isinstance(table, Sharding):
+        raise UserError(f"{_name(model)}.sharding is {type(table).__name__}; it must be a shardwise.models.Sharding")
+    return table
+
+
+def check_own(model: nn.Module, config: Config, layout: Layout) -> None:
+    """Raise the first thing that is wrong with the module, as built on the meta device, or with its table on this layout."""
+    table = table_of(model)
+    rules = (_plain, _table, _tensor, _pipeline, _context, _experts)
+    for problem in (problem for rule in rules for problem in rule(model, table, config, layout)):
+        raise UserError(problem)
+    _call(model, config)
+
+
+def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    name, train = _name(model), config.train
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        yield f"model.module = {config.model.module!r}: {name} has no parameters to train"
+    if frozen := [path for path, parameter in model.named_parameters() if not parameter.requires_grad]:
+        yield f"{name}: {frozen[0]} has requires_grad=False; every parameter is trained. Make it a buffer"
+    if not hasattr(model, "fill_buffers") and (buffers := [path for path, _ in model.named_buffers()]):
+        yield (
+            f"{name} has buffers ({', '.join(buffers[:3])}) and no method fill_buffers(), which gives them their values once "
+            "there is memory for them"
+        )
+    if config.data.reset_attention and "documents" not in accepted(model):
+        yield f"data.reset_attention = true: {name}.forward has no argument `documents`, so tokens would see other documents"
+    if table.blocks is None:
+        needing = {"recompute": train.recompute != "none", "compile": train.compile is True}
+        yield from (
+            f"train.{key} = {getattr(train, key)!r}: works block by block, and no sharding table names the `blocks` of {name}"
+            for key, asked in needing.items()
+            if asked
+        )
+
+
+def _table(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    name = _name(model)
+    if getattr(model, "sharding", None) is None:
+        for axis in SPLITTING:
+            if (size := getattr(layout, axis)) > 1:
+                yield (
+                    f"layout.{axis} = {size}: {name} has no sharding table, so only replica, data and zero can be used. Give it "
+                    "an attribute `sharding` (docs/sharding.md)"
+                )
+    paths = [path for path, _ in model.named_modules()]
+    patterns = [*table.modules, *(pattern for pattern in (table.mixing, table.mask) if pattern)]
+    for pattern in patterns:
+        if not any(matches(pattern, path) for path in paths):
+            yield f"the sharding table of {name} names {pattern!r}, which is no module; a * stands for one part of a path"
+
+
+def _tensor(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    if layout.tensor == 1:
+        return
+    for path, module in model.named_modules():
+        role, owned = table.role(path), [name for name, _ in module.named_parameters(recurse=False)]
+        if role is None:
+            if owned:
+                yield missing_entry(path, owned)
+        elif role.parts and role.parts % layout.tensor and (role.gather or layout.tensor % role.parts):
+            yield f"layout.tensor = {layout.tensor}: {path} has {role.parts} parts, neither split nor repeated evenly over it"
+        elif role.kind == "vocabulary" and not isinstance(module, nn.Embedding):
+            yield f"{path}: the role vocabulary() is for nn.Embedding, and this is {_name(module)}"
+        elif role.kind == "loss" and not isinstance(module, Head):
+            yield f"{path}: the role loss() is for shardwise.models.Head, and this is {_name(module)}; use columns(gather=True)"
+        elif role.kind in ("columns", "rows") and getattr(getattr(module, "weight", None), "ndim", 0) != 2:
+            yield f"{path}: the role {role.kind}() is for modules with a weight (outputs, inputs), such as nn.Linear"
+
+
+def _pipeline(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    if layout.pipeline == 1:
+        return
+    name = _name(model)
+    if table.blocks is None:
+        yield f"layout.pipeline = {layout.pipeline}: the sharding table of {name} names no `blocks` to cut into stages"
+        return
+    paths = dict(model.named_modules())
+    for path in (table.blocks, *table.first, *table.last):
+        if path not in paths and not _is_none(model, path):
+            yield f"the sharding table of {name} names {path!r} among blocks, first or last, and there is no such module"
+            return
+    blocks = [key for key, _ in paths[table.blocks].named_children()]
+    if blocks != [str(number) for number in range(config.model.layers)]:
+        asked = f"model.layers = {config.model.layers}"
+        yield f"{name}.{table.blocks} has {len(blocks)} modules; a pipeline needs an nn.ModuleList of {asked}"
+    owners = (table.blocks, *table.first, *table.last)
+    for parameter, _ in model.named_parameters(remove_duplicate=False):
+        if not any(parameter.startswith(f"{owner}.") for owner in owners):
+            yield (
+                f"layout.pipeline = {layout.pipeline}: {parameter} is in none of the modules that the sharding table of "
+                f"{name} names as blocks, first or last, so no stage would own it"
+            )
+    yield from _untied(model, table)
+
+
+def _untied(model: nn.Module, table: Sharding) -> Iterator[str]:
+    """A weight that two modules share must be in `tied`, where the two are on different stages."""
+    original: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = original.setdefault(parameter, name)
+        if name != first and table.tied.get(name) != first:
+            yield f"{name} is the same weight as {first}: say so in the sharding table, tied={{{name!r}: {first!r}}}"
+
+
+def _context(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    if layout.context == 1:
+        return
+    name = _name(model)
+    if table.mixing is None:
+        yield f"layout.context = {layout.context}: the sharding table of {name} names no modules as `mixing`, where tokens meet"
+    if "positions" not in accepted(model):
+        yield f"layout.context = {layout.context}: {name}.forward has no argument `positions`, the places of a device's tokens"
+
+
+def _experts(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
+    if config.model.experts and not any(isinstance(module, MixtureOfExperts) for module in model.modules()):
+        yield f"model.experts = {config.model.experts}: {_name(model)} has no shardwise.models.MixtureOfExperts; leave it out"
+
+
+def _call(model: nn.Module, config: Config) -> None:
+    """See what forward returns. Not everything runs without values: such a forward is left to the first step to judge."""
+    ids = torch.zeros(1, config.data.sequence_length, dtype=torch.int64, device="meta")
+    more = {"documents": ids} if config.data.reset_attention else {}
+    try:
+        model(ids, ids, **more)
+    except UserError:
+        raise
+    except Exception:
+        return
+
+
+def _is_none(model: nn.Module, path: str) -> bool:
+    """Whether the model has such a part, left out in this configuration."""
+    parent, _, name = path.rpartition(".")
+    try:
+        return getattr(model.get_submodule(parent), name, model) is None
+    except AttributeError:
+        return False
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__

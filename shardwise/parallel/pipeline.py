@@ -1,0 +1,279 @@
+"""Pipeline parallelism: the model is cut in depth, and micro-batches flow through the stages.
+
+Which device does what when is a list of actions made in plan/schedule.py, the same that is drawn and costed; torch's pipelining
+runtime executes it and adds the sends and receives. What crosses between two stages, forward and back, is one micro-batch's
+hidden states: batch x sequence x hidden / (context x tensor) values, since each device of a tensor group sends only its own
+part of the sequence.
+
+The loss of a micro-batch is the sum over its tokens times one factor for the whole step, so gradients simply add up: nothing is
+averaged over micro-batches or stages, and the result is that of one device whatever the schedule.
+
+FSDP2 inside a stage gathers and reduces as it does without a pipeline (parallel/data.py), micro-batch by micro-batch. The
+zero-bubble schedules split backward in two, and the second half runs outside of the hooks that FSDP2 reduces from. There,
+weights stay gathered and gradients whole until the step's last action, whatever the ZeRO stage: the price of no bubble.
+
+A tied embedding has a copy on the first and on the last stage. Both begin equal, both get the sum of the two gradients, so both
+stay equal; the sum is one exchange between the two devices a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from shardwise._torch import pipeline_runtime
+from shardwise.comm import Traffic
+from shardwise.config import Config
+from shardwise.data.batches import Batch
+from shardwise.errors import UserError
+from shardwise.models import Head, Sharding
+from shardwise.optim import local
+from shardwise.parallel.data import Alone
+from shardwise.parallel.model import ParallelModel
+from shardwise.plan import Plan, Schedule, make_schedule, stage_blocks
+
+AXIS = "pipeline"
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How the model is cut, and what flows between the pieces."""
+
+    schedule: Schedule
+    blocks: tuple[range, ...]
+    """The blocks of every stage."""
+    rank: int
+    micro_batch: int
+    length: int
+    """Tokens of a sequence that are this device's."""
+    hidden: int
+    dtype: torch.dtype
+
+    @property
+    def own(self) -> list[tuple[int, range]]:
+        """The stages of this rank and their blocks."""
+        return [(stage, self.blocks[stage]) for stage in self.schedule.stages_of(self.rank)]
+
+    @property
+    def last(self) -> int:
+        """The stage with the head."""
+        return self.schedule.stages - 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return any(action.kind == "W" for actions in self.schedule.actions for action in actions)
+
+
+def own_stages(config: Config, plan: Plan, traffic: Traffic) -> Stages:
+    """The cut of this job."""
+    mesh, layout = traffic.mesh, traffic.mesh.layout
+    schedule = make_schedule(layout.schedule, layout.pipeline, plan.accumulation, layout.stages_per_rank)
+    counts = stage_blocks(config.model, config.data.sequence_length, schedule.stages, layout.stages)
+    starts = [sum(counts[:stage]) for stage in range(schedule.stages)]
+    return Stages(
+        schedule=schedule,
+        blocks=tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True)),
+        rank=mesh.coordinate(AXIS),
+        micro_batch=plan.micro_batch,
+        length=config.data.sequence_length // layout.context,
+        hidden=config.model.hidden,
+        dtype=getattr(torch, config.train.precision),
+    )
+
+
+def cut_out(model: nn.Module, table: Sharding, stage: int, stages: Stages) -> None:
+    """Turn a whole model into one stage of it; blocks keep their numbers, so parameters keep their names."""
+    if table.blocks is None:
+        raise UserError("layout.pipeline: the model's sharding table names no `blocks`, so it cannot be cut into stages")
+    kept = nn.ModuleList()
+    for block in stages.blocks[stage]:
+        kept.add_module(str(block), model.get_submodule(f"{table.blocks}.{block}"))
+    _replace(model, table.blocks, kept)
+    gone = [*(table.first if stage > 0 else ()), *(table.last if stage < stages.last else ())]
+    for path in gone:
+        _replace(model, path, None)
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module | None) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+class _Piece(nn.Module):
+    """A stage's module as torch's runtime calls it: hidden states in, the rest by name. Not an FSDP2 module itself, so that
+    the runtime leaves gathering and reducing to parallel/data.py."""
+
+    def __init__(self, part: nn.Module, first: bool, last: bool) -> None:
+        super().__init__()
+        self.part, self.first, self.last = part, first, last
+        self.positions: Tensor | None = None
+
+    def forward(self, x: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        more = {"targets": targets} if self.last else {}
+        result: Tensor = self.part(x, documents=documents, positions=self.positions, **more)
+        return result
+
+
+class _Stage(PipelineStage):
+    """torch's stage, whose backward reduces gradients as the part's data parallelism says."""
+
+    part: Alone
+    split: bool
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        if self.split:
+            self.part.hold()
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+        with self.part.micro_batch(last_backward):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+
+
+@dataclass
+class Pipelined(ParallelModel):
+    """A model cut into stages, of which this rank has some."""
+
+    stages: Stages = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._factor = torch.zeros(())
+        self._total = torch.zeros(())
+        self._pieces = [
+            _Piece(part.model, stage == 0, stage == self.stages.last)
+            for part, (stage, _) in zip(self.parts, self.stages.own, strict=True)
+        ]
+        if self.stages.splits_backward:
+            for part in self.parts:
+                part.stay_gathered()
+                for module in part.model.modules():
+                    if isinstance(module, Head):
+                        module.split_backward = True
+        schedule, group = self.stages.schedule, self.traffic.mesh.group(AXIS)
+        mine = zip(self._pieces, self.parts, self.stages.own, strict=True)
+        made = [self._stage(piece, part, stage, group) for piece, part, (stage, _) in mine]
+        actions = {rank: [str(action) for action in own] for rank, own in enumerate(schedule.actions)}
+        self._runtime = pipeline_runtime(made, schedule.micro_batches, self._loss, actions)
+
+    def _stage(self, piece: _Piece, part: Alone, stage: int, group: Any) -> _Stage:
+        stages, layout = self.stages, self.traffic.mesh.layout
+        ids = torch.empty(stages.micro_batch, stages.length, dtype=torch.int64, device="meta")
+        shape = (stages.micro_batch, stages.length // layout.tensor, stages.hidden)
+        hidden = torch.empty(shape, dtype=stages.dtype, device="meta", requires_grad=True)
+        wide = torch.float64 if stages.dtype == torch.float64 else torch.float32
+        loss = torch.empty((), dtype=wide, device="meta", requires_grad=True)
+        made = _Stage(
+            piece,
+            stage,
+            stages.schedule.stages,
+            self.traffic.device,
+            input_args=ids if stage == 0 else hidden,
+            output_args=loss if stage == stages.last else hidden,
+            group=group,
+        )
+        made.part, made.split = part, stages.splits_backward
+        return made
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self._total = self._total + output.detach()
+        return output * self._factor
+
+    def named_parameters(self, once: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+        """As the plain model names them; `once`: a tied weight only where the first stage is."""
+        for part, (stage, _) in zip(self.parts, self.stages.own, strict=True):
+            for name, parameter in part.model.named_parameters():
+                if not (once and stage > 0 and name in self.table.tied):
+                    yield self.table.tied_name(name), parameter
+
+    def _run(self, batch: Sequence[Batch], factor: Tensor) -> Tensor:
+        own = [self.own(micro_batch) for micro_batch in batch]
+        self._factor, self._total = factor, torch.zeros_like(factor)
+        self._tell_positions(batch[0].inputs.shape[1])
+        targets = torch.cat([micro_batch.targets for micro_batch in own])
+        more: dict[str, Any] = {"targets": targets}
+        if own[0].documents is not None:
+            more["documents"] = torch.cat([micro_batch.documents for micro_batch in own if micro_batch.documents is not None])
+        inputs = (torch.cat([micro_batch.inputs for micro_batch in own]),) if self._has(0) else ()
+        self._runtime.step(*inputs, target=targets, losses=[], return_outputs=False, **more)
+        if self.stages.splits_backward:
+            for part in self.parts:
+                part.release()
+        return self._total
+
+    def _tell_positions(self, length: int) -> None:
+        positions = torch.arange(length, device=self.traffic.device) if self.places is None else self.places(length)
+        for piece in self._pieces:
+            piece.positions = positions
+
+    def _has(self, stage: int) -> bool:
+        return self.stages.schedule.rank_of_stage[stage] == self.stages.rank
+
+    def complete_gradients(self) -> None:
+        """Sum over the tensor axis, then over the two copies of a tied weight."""
+        super().complete_gradients()
+        for copy, original in self.table.tied.items():
+            ends = [self._parameter(0, original), self._parameter(self.stages.last, copy)]
+            gradients = [local(end.grad) for end in ends if end is not None and end.grad is not None]
+            if len(gradients) == 2:
+                gradients[0] += gradients[1]
+                gradients[1].copy_(gradients[0])
+            elif gradients:
+                self._add_from_other_end(gradients[0])
+
+    def _parameter(self, stage: int, name: str) -> nn.Parameter | None:
+        own = {number: part.model for part, (number, _) in zip(self.parts, self.stages.own, strict=True)}
+        return dict(own[stage].named_parameters())[name] if stage in own else None
+
+    def _add_from_other_end(self, gradient: Tensor) -> None:
+        first, last = self.stages.schedule.rank_of_stage[0], self.stages.schedule.rank_of_stage[-1]
+        peer, group = (last if self.stages.rank == first else first), self.traffic.mesh.group(AXIS)
+        theirs = torch.empty_like(gradient)
+        self.traffic.count("send", AXIS, gradient)
+        exchange = [
+            dist.P2POp(dist.isend, gradient.contiguous(), group_peer=peer, group=group),
+            dist.P2POp(dist.irecv, theirs, group_peer=peer, group=group),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            work.wait()
+        gradient += theirs
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The summed loss where the last stage is, zero elsewhere; without gradients."""
+        own = self.own(batch)
+        wide = torch.float64 if self.stages.dtype == torch.float64 else torch.float32
+        result = self._through(own.inputs, batch.inputs.shape[1], own.documents, targets=own.targets)
+        return torch.zeros((), dtype=wide, device=self.traffic.device) if result is None else result
+
+    def _logits(self, tokens: Tensor, at: int, positions: Tensor | None) -> Tensor:
+        length = tokens.shape[1] * self.traffic.mesh.size("context")
+        result = self._through(tokens, length, None, logits_at=at)
+        vocabulary = torch.zeros(1, dtype=torch.int64, device=self.traffic.device)
+        if result is not None:
+            vocabulary += result.shape[-1]
+        self.traffic.all_reduce(vocabulary, AXIS)
+        if result is None:
+            result = torch.zeros(tokens.shape[0], int(vocabulary), dtype=self.stages.dtype, device=self.traffic.device)
+        return self.traffic.all_reduce(result, AXIS)
+
+    def _through(self, inputs: Tensor, length: int, documents: Tensor | None, **head: Any) -> Tensor | None:
+        """One micro-batch forward through all stages; the result where the last stage is."""
+        self._tell_positions(length)
+        schedule, group = self.stages.schedule, self.traffic.mesh.group(AXIS)
+        x = inputs
+        for stage, part in zip(schedule.stages_of(self.stages.rank), self.parts, strict=True):
+            if stage > 0 and not self._has(stage - 1):
+                shape = (inputs.shape[0], inputs.shape[1] // self.traffic.mesh.size("tensor"), self.stages.hidden)
+                x = torch.empty(shape, dtype=self.stages.dtype, device=self.traffic.device)
+                dist.recv(x, group_src=schedule.rank_of_stage[stage - 1], group=group)
+            more = head if stage == self.stages.last else {}
+            x = part.model(x, documents=documents, positions=self._pieces[0].positions, **more)
+            if stage < self.stages.last and not self._has(stage + 1):
+                self.traffic.count("send", AXIS, x)
+                dist.send(x.contiguous(), group_dst=schedule.rank_of_stage[stage + 1], group=group)
+        return x if self._has(self.stages.last) else None

@@ -1,0 +1,38 @@
+"""Who holds what: the slice of a parameter that this rank keeps.
+
+A parameter may be split twice: by its role in a tensor-parallel or expert-parallel group, and then, whatever that left, by
+FSDP2 over the devices that hold the same weights. A DTensor carries both, the second as the outer axis. Each split deals out a
+dim in equal pieces, rounded up, so that the last ones may be smaller or empty (as torch.chunk does).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwise.optim import local
+
+
+def held(parameter: Tensor) -> tuple[slice, ...]:
+    """The slice of the whole parameter that this rank holds."""
+    starts, lengths = [0] * parameter.ndim, list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        coordinate = parameter.device_mesh.get_coordinate()
+        assert coordinate is not None, "this rank is on the mesh"
+        for axis in reversed(range(parameter.device_mesh.ndim)):  # FSDP2 splits last, and its axes come first
+            placement = parameter.placements[axis]
+            if isinstance(placement, Replicate):
+                continue
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            piece = -(-lengths[dim] // parameter.device_mesh.size(axis))
+            begin = min(lengths[dim], piece * coordinate[axis])
+            starts[dim] += begin
+            lengths[dim] = min(piece, lengths[dim] - begin)
+    return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+
+
+@torch.no_grad()
+def assign(parameter: Tensor, full: Tensor) -> None:
+    """Copy a whole tensor into a parameter, or this rank's slice into its shard. No communication: every rank has the whole."""
+    local(parameter).copy_(full[held(parameter)])

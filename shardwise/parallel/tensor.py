@@ -1,0 +1,241 @@
+"""Tensor and sequence parallelism: several devices share each matrix, and each layer's tokens.
+
+The sharding table (models/sharding.py) says what each module does; here that becomes weights that are DTensors on the `tensor`
+axis, and collectives at the borders. A pair of matrices, the first split by outputs and the second by inputs, needs none
+between them (Shoeybi et al. 2019): heads of attention, inner features of the feed-forward. Before the first the sequence is
+gathered, after the second the partial results are summed and scattered along the sequence (Korthikanti et al. 2022), so what
+lies outside the pair, norms and residuals, is held and computed once, in parts.
+
+A layer, forward: all-gather of batch x sequence x hidden values before attention and before the feed-forward, and a
+reduce-scatter of as many after each; the same again in backward, where each becomes the other.
+
+DTensor holds the weights (who has which slice: sharded further by FSDP2, saved, loaded and compared by it), and no more than
+that. A module computes on its local part, as if it were a smaller module: torch's kernels, the compiler and a user's own
+modules see plain tensors, and every collective is one that we wrote down and count.
+
+Weights that are whole on every device (norms, and key or value heads that several devices use) see different tokens or heads
+on each, so their gradients are parts of a sum: `sum_whole` adds them up, once a step, in one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from shardwise.comm import Traffic
+from shardwise.comm.flow import collect, eager, gather, scatter_sum
+from shardwise.errors import UserError
+from shardwise.models import Role, Sharding, VocabularyPart, linear_cross_entropy
+from shardwise.optim import local
+
+AXIS = "tensor"
+SEQUENCE = 1
+"""The dim of activations (batch, sequence, hidden) that is split between the pairs of matrices."""
+
+
+def split_over_tensor(model: nn.Module, table: Sharding, traffic: Traffic) -> None:
+    """Turn a plain model, on the meta device, into this rank's part of it. Experts are left to parallel/expert.py."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for path, module in list(model.named_modules()):
+        role = table.role(path)
+        owned = [name for name, _ in module.named_parameters(recurse=False)]
+        if role is None:
+            if owned:
+                raise UserError(missing_entry(path, owned))
+        elif role.kind != "experts":
+            _ROLES[role.kind](module, role, traffic)
+            for name in owned:
+                _distribute(module, name, _split_dim(role, module, name, traffic), traffic, made)
+
+
+def missing_entry(path: str, owned: list[str]) -> str:
+    """What to say of a module with weights that the table does not name."""
+    return (
+        f"the sharding table has no entry for {path or 'the model itself'}, which has the weights {', '.join(owned)}; "
+        f'add one, for example "{path}": whole() (docs/sharding.md lists the roles)'
+    )
+
+
+def sum_whole(parameters: Iterable[nn.Parameter], traffic: Traffic) -> None:
+    """Complete the gradients of weights that are whole on every device of the tensor axis."""
+    if traffic.mesh.size(AXIS) == 1:
+        return
+    parts = [local(p.grad) for p in parameters if p.grad is not None and _is_whole(p)]
+    for dtype in {part.dtype for part in parts}:
+        same = [part for part in parts if part.dtype == dtype]
+        together = traffic.all_reduce(torch.cat([part.flatten() for part in same]), AXIS)
+        for part, summed in zip(same, torch.split(together, [part.numel() for part in same]), strict=True):
+            part.copy_(summed.view_as(part))
+
+
+def _is_whole(parameter: Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return AXIS in names and isinstance(parameter.placements[names.index(AXIS)], Replicate)
+
+
+def _split_dim(role: Role, module: nn.Module, name: str, traffic: Traffic) -> int | None:
+    """The dim of a weight that is split; None: whole on every device."""
+    if role.kind in ("vocabulary", "loss") or (role.kind == "columns" and not _copies(role, traffic)):
+        return 0
+    if role.kind == "rows":
+        return 1 if name == "weight" else None
+    return None
+
+
+def _copies(role: Role, traffic: Traffic) -> bool:
+    """Whether there are fewer parts (heads) than devices, so that several devices use the same."""
+    return role.parts is not None and role.parts < traffic.mesh.size(AXIS)
+
+
+def _distribute(module: nn.Module, name: str, dim: int | None, traffic: Traffic, made: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Make one weight a DTensor; a weight that two modules share stays one."""
+    old = module._parameters[name]
+    assert old is not None
+    if old not in made:
+        placement = Replicate() if dim is None else Shard(dim)
+        shared = distribute_tensor(old.detach(), traffic.mesh.sub(AXIS), [placement], src_data_rank=None)
+        made[old] = nn.Parameter(shared, requires_grad=old.requires_grad)
+    module._parameters[name] = made[old]
+
+
+def see_local(module: nn.Module, **views: Callable[[Tensor], Tensor | None]) -> None:
+    """Let a module's own code read its part of each weight, through a view of it if one is given.
+
+    The module gets a subclass of its class with a property for each weight; `named_parameters` and all that build on it still
+    find the DTensors. So does FSDP2 while it holds the weight in shards, on a mesh of more axes.
+    """
+
+    def reader(name: str) -> property:
+        view: Callable[[Tensor], Tensor | None] = views.get(name, _itself)
+
+        def read(self: nn.Module) -> Any:
+            value = self._parameters[name]
+            sharded = isinstance(value, DTensor) and value.device_mesh.ndim > 1
+            return value if value is None or sharded else view(local(value))
+
+        return property(read)
+
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (cls,), {name: reader(name) for name in module._parameters})
+
+
+def _itself(part: Tensor) -> Tensor:
+    return part
+
+
+def _whole(module: nn.Module, role: Role, traffic: Traffic) -> None:
+    see_local(module)
+
+
+def _gathered(module: nn.Module, role: Role, traffic: Traffic) -> None:
+    see_local(module)
+    module.register_forward_pre_hook(lambda _, inputs: (gather(inputs[0], traffic, AXIS, SEQUENCE), *inputs[1:]))
+
+
+def _columns(module: nn.Module, role: Role, traffic: Traffic) -> None:
+    if _copies(role, traffic):
+        assert role.parts is not None
+        parts, part = role.parts, traffic.mesh.coordinate(AXIS) * role.parts // traffic.mesh.size(AXIS)
+
+        def own(weight: Tensor) -> Tensor:
+            return weight.chunk(parts)[part]
+
+        see_local(module, weight=own, bias=own)
+    else:
+        see_local(module)
+    if role.gather:
+        rows = _rows_of(module)
+        module.register_forward_hook(lambda _, inputs, output: _put_together(output, rows, traffic))
+
+
+def _rows(module: nn.Module, role: Role, traffic: Traffic) -> None:
+    see_local(module, bias=lambda bias: None)  # added once, after the sum
+
+    def after(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        summed, bias = scatter_sum(output, traffic, AXIS, SEQUENCE), module._parameters.get("bias")
+        return summed if bias is None else summed + local(bias).to(summed.dtype)
+
+    module.register_forward_hook(after)
+
+
+def _vocabulary(module: nn.Module, role: Role, traffic: Traffic) -> None:
+    assert isinstance(module, nn.Embedding), "the vocabulary role is for nn.Embedding"
+    first = _first_row(module, traffic)
+    see_local(module)
+
+    def lookup(ids: Tensor) -> Tensor:
+        weight: Tensor = module.weight
+        places = ids - first
+        elsewhere = (places < 0) | (places >= weight.shape[0])
+        weight = weight if weight.shape[0] else F.pad(weight, (0, 0, 0, 1))  # a device may have no rows
+        found = F.embedding(places.masked_fill(elsewhere, 0), weight)
+        return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), traffic, AXIS, SEQUENCE)
+
+    module.forward = lookup  # type: ignore[method-assign, assignment]
+
+
+def _positions(module: nn.Module, role: Role, traffic: Traffic) -> None:
+    see_local(module)
+    index, size = traffic.mesh.coordinate(AXIS), traffic.mesh.size(AXIS)
+    module.register_forward_pre_hook(lambda _, inputs: (inputs[0].chunk(size, -1)[index],))
+
+
+def _loss(module: nn.Module, role: Role, traffic: Traffic) -> None:
+    """`models.Head`, each device with its part of the vocabulary."""
+    first, rows = _first_row(module, traffic), _rows_of(module)
+    see_local(module)
+
+    def maximum(numbers: Tensor) -> Tensor:
+        return traffic.all_reduce(numbers, AXIS, op=torch.distributed.ReduceOp.MAX)
+
+    part = VocabularyPart(first, maximum, lambda numbers: traffic.all_reduce(numbers, AXIS))
+
+    @eager
+    def forward(hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
+        hidden, weight = gather(hidden, traffic, AXIS, SEQUENCE), getattr(module, "weight")  # noqa: B009
+        if targets is not None:
+            flat, split = hidden.flatten(0, 1), bool(getattr(module, "split_backward", False))
+            return linear_cross_entropy(flat, weight, targets.flatten(), part=part, split_backward=split)
+        chosen = hidden if at is None else hidden[:, at]
+        return _put_together(F.linear(chosen, weight.to(hidden.dtype)), rows, traffic)
+
+    module.forward = forward
+
+
+def _put_together(features: Tensor, rows: int, traffic: Traffic) -> Tensor:
+    """The features of all devices, of so many rows of a matrix; the last parts may be shorter, so they are padded on the way."""
+    size = traffic.mesh.size(AXIS)
+    longest = -(-rows // size)
+    padded = F.pad(features, (0, longest - features.shape[-1]))
+    return collect(padded, traffic, AXIS, -1)[..., :rows]  # only behind the last row is there padding
+
+
+def _first_row(module: nn.Module, traffic: Traffic) -> int:
+    """Where this device's rows of a matrix begin: rows are dealt out as by torch.chunk."""
+    rows = _rows_of(module)
+    return min(rows, -(-rows // traffic.mesh.size(AXIS)) * traffic.mesh.coordinate(AXIS))
+
+
+def _rows_of(module: nn.Module) -> int:
+    """Rows of the whole matrix."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight.shape[0]
+
+
+_ROLES: dict[str, Callable[[nn.Module, Role, Traffic], None]] = {
+    "whole": _whole,
+    "gathered": _gathered,
+    "columns": _columns,
+    "rows": _rows,
+    "vocabulary": _vocabulary,
+    "positions": _positions,
+    "loss": _loss,
+}

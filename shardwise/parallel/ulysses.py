@@ -1,0 +1,127 @@
+"""Ulysses: one sequence over several devices, turned by an all-to-all into some heads of all tokens each.
+
+Attention mixes tokens but never heads. So where C ranks hold S / C tokens of all heads, one all-to-all gives each rank all S
+tokens of 1 / C of the heads; the ordinary fused attention runs on them, and a second all-to-all turns the result back (Jacobs et
+al., "DeepSpeed Ulysses", 2023). Chunks are contiguous: every rank sees the whole sequence, so causal work is even by itself.
+
+Against the ring (shardwise/parallel/ring.py): fewer and larger messages, one whole kernel in place of C blocks, but nothing to
+hide the messages behind, and `heads` must be a multiple of C. For n bytes of queries and b of keys and values on one rank,
+forward sends (C-1)/C of 2 n + b, and backward the same: independent of C, where the ring sends (C-1) b. During attention a rank
+holds those n + b bytes once more, and with documents a mask of S² bytes for each row of the batch.
+
+Keys and values may have fewer heads than queries. If they cannot be dealt out evenly, each kv head is first repeated, only so
+often that the number of heads becomes lcm(kv_heads, C), which always divides `heads`; its gradient is the sum over the copies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise._torch import all_gather_single
+from shardwise.comm import Traffic
+from shardwise.errors import UserError
+from shardwise.parallel.blockwise import whole_attention
+
+
+def contiguous_places(length: int, size: int, rank: int) -> Tensor:
+    """Where in the whole sequence the tokens of this rank are: the `rank`-th of `size` equal chunks."""
+    if length % size:
+        raise UserError(
+            f"context = {size} cuts a sequence into {size} equal chunks, and {length} tokens cannot be cut so: "
+            f"make data.sequence_length a multiple of {size}"
+        )
+    return torch.arange(length).view(size, -1)[rank]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, traffic: Traffic, documents: Tensor | None = None) -> Tensor:
+    """Causal attention over a sequence that lies in contiguous chunks over the `context` axis.
+
+    `query` is (batch, heads, tokens, head_dim), `key` and `value` likewise with as many or fewer heads; `documents` is (batch,
+    tokens), and a token then sees only its own document. All ranks of the axis must call it, in the same order.
+    """
+    group = traffic.mesh.group("context")
+    if group is None:
+        return whole_attention(query, key, value, documents)
+    size = dist.get_world_size(group)
+    if query.shape[1] % size:
+        raise UserError(
+            f"Ulysses deals out heads over context = {size}, and {query.shape[1]} heads cannot be dealt out evenly: "
+            f"choose a context that divides the heads, or ring attention"
+        )
+    repeats = size // math.gcd(size, key.shape[1])
+    parts = [query, _repeat(key, repeats), _repeat(value, repeats)]
+    heads = [part.shape[1] // size for part in parts]
+    dealt = _exchange(torch.cat([_deal_heads(part, size) for part in parts], 3), traffic)  # one message for all three
+    queries, keys, values = (_join_tokens(part) for part in torch.split(dealt, heads, 3))
+    mixed = whole_attention(queries, keys, values, None if documents is None else _gather(documents, traffic, group))
+    return _join_heads(_exchange(_deal_tokens(mixed, size), traffic))
+
+
+def _repeat(heads: Tensor, repeats: int) -> Tensor:
+    return heads if repeats == 1 else heads.repeat_interleave(repeats, 1)
+
+
+def _deal_heads(tensor: Tensor, size: int) -> Tensor:
+    """(batch, heads, tokens, head_dim) to (rank, batch, tokens, heads of that rank, head_dim)."""
+    batch, heads, tokens, head_dim = tensor.shape
+    return tensor.transpose(1, 2).reshape(batch, tokens, size, heads // size, head_dim).movedim(2, 0)
+
+
+def _join_tokens(dealt: Tensor) -> Tensor:
+    """(rank, batch, its tokens, heads, head_dim) to (batch, heads, all tokens, head_dim)."""
+    return dealt.movedim(0, 1).flatten(1, 2).transpose(1, 2)
+
+
+def _deal_tokens(tensor: Tensor, size: int) -> Tensor:
+    """The transpose of `_join_tokens`."""
+    batch, heads, tokens, head_dim = tensor.shape
+    return tensor.transpose(1, 2).reshape(batch, size, tokens // size, heads, head_dim).movedim(1, 0)
+
+
+def _join_heads(dealt: Tensor) -> Tensor:
+    """The transpose of `_deal_heads`."""
+    return dealt.movedim(0, 2).flatten(2, 3).transpose(1, 2)
+
+
+def _exchange(tensor: Tensor, traffic: Traffic) -> Tensor:
+    """Row i goes to rank i; row i of the result came from rank i."""
+    result: Tensor = _AllToAll.apply(tensor, traffic)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _AllToAll(torch.autograd.Function):
+    """Exchanging rows is its own transpose, so backward is the same exchange of the gradient."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, traffic: Traffic) -> Tensor:
+        context.traffic = traffic
+        return _all_to_all(tensor, traffic)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(gradient, context.traffic), None
+
+
+def _all_to_all(tensor: Tensor, traffic: Traffic) -> Tensor:
+    leaving = tensor.contiguous()
+    arriving = torch.empty_like(leaving)
+    traffic.count("all_to_all", "context", leaving)
+    dist.all_to_all_single(arriving, leaving, group=traffic.mesh.group("context"))
+    return arriving
+
+
+def _gather(documents: Tensor, traffic: Traffic, group: dist.ProcessGroup) -> Tensor:
+    """(batch, tokens) of each rank to (batch, all tokens) on every rank."""
+    batch, tokens = documents.shape
+    gathered = documents.new_empty(dist.get_world_size(group) * batch, tokens)
+    traffic.count("all_gather", "context", gathered)
+    all_gather_single(gathered, documents.contiguous(), group=group)
+    return gathered.view(-1, batch, tokens).movedim(0, 1).flatten(1)

@@ -1,0 +1,140 @@
+"""Every axis and their products, in float64, against one device: tensor, pipeline, context and experts, with all they meet.
+
+Sizes are uneven where the axes allow it: 259 ids and 50 inner features on two tensor devices, five blocks on stages of two and
+three, three on two; the q/k norms leave some ranks with an empty shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+from ranks.jobs import job, on_one_device, train, worst_difference
+from ranks.pool import Pool
+
+from shardwise.config import Layout
+
+EXACT = 1e-9
+LLAMA = {"layers": 5, "hidden": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 50, "vocabulary": 259, "qk_norm": True}
+TIED = {**LLAMA, "layers": 4, "tied": True}
+GPT = {"layers": 3, "hidden": 24, "heads": 4, "kv_heads": 4, "head_dim": 6, "ffn": 50, "vocabulary": 259, "tied": True,
+       "norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "max_positions": 48}  # fmt: skip
+EXPERTS = {**LLAMA, "layers": 4, "experts": 4, "experts_per_token": 2, "expert_ffn": 21, "shared_experts": 1, "balance_loss": 0.01,
+           "router_z_loss": 0.001, "balance_bias": 0.001}  # fmt: skip
+MODELS = {"llama": LLAMA, "tied": TIED, "gpt": GPT, "experts": EXPERTS}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a layout and the choices that could go wrong together with it."""
+
+    layout: dict[str, Any]
+    model: str = "llama"
+    micro_batch: int = 2
+    global_batch: int = 8
+    recompute: str | float = "none"
+    reset: bool = False
+
+    def __str__(self) -> str:
+        layout = "-".join(f"{name}{value}" for name, value in self.layout.items() if value != 1)
+        odd = f"-{self.global_batch}x{self.micro_batch}" if (self.global_batch, self.micro_batch) != (8, 2) else ""
+        return f"{self.model}-{layout}{odd}{'' if self.recompute == 'none' else f'-{self.recompute}'}{'-reset' if self.reset else ''}"
+
+
+def layout(**degrees: Any) -> dict[str, Any]:
+    return {"data": 1, **degrees}
+
+
+ALONE = [
+    Row(layout(tensor=2)),
+    Row(layout(tensor=2), "gpt"),
+    Row(layout(tensor=4)),  # fewer key heads than devices
+    Row(layout(tensor=4), "tied", reset=True),
+    Row(layout(tensor=2), "experts"),
+    Row(layout(context=2, attention="ring")),
+    Row(layout(context=2, attention="ulysses"), "gpt"),
+    Row(layout(context=3, attention="ring"), "tied"),
+    Row(layout(context=2, attention="ring"), "experts", reset=True),
+    Row(layout(context=4, attention="ulysses"), reset=True),
+    Row(layout(data=2, expert=2), "experts"),
+    Row(layout(data=4, expert=2, zero=3), "experts"),
+    Row(layout(tensor=2, expert=2), "experts"),
+    Row(layout(context=2, expert=2), "experts"),
+]
+PIPELINES = [
+    *(Row(layout(pipeline=2, schedule=schedule), "tied" if schedule == "zbv" else "llama") for schedule in SCHEDULES),
+    *(Row(layout(pipeline=2, schedule=schedule, data=2, zero=3), "tied") for schedule in SCHEDULES),
+    *(Row(layout(pipeline=2, schedule="1f1b"), global_batch=count, micro_batch=1) for count in range(1, 10)),
+    Row(layout(pipeline=3), "gpt", micro_batch=1),
+    Row(layout(pipeline=2, stages=[1, 4]), reset=True),
+    Row(layout(pipeline=4, schedule="zb1p"), "experts", micro_batch=1),
+    Row(layout(pipeline=2, schedule="interleaved", stages_per_rank=2), "tied", recompute="full"),
+]
+AXES = ("pipeline", "data", "context", "tensor")
+PAIRS = [
+    Row(layout(**{one: 2, other: 2}, zero=zero), model)
+    for one, other in combinations(AXES, 2)
+    for model, zero in (("llama", 3), ("experts", 1))
+] + [
+    Row(layout(**{axis: 2}, data=2, zero=zero), "tied") for axis in ("tensor", "context", "pipeline") for zero in range(4)
+]
+PRODUCTS = [
+    Row(layout(pipeline=2, data=2, tensor=2, zero=2)),
+    Row(layout(pipeline=2, data=2, tensor=2, zero=0), "gpt"),
+    Row(layout(context=2, data=2, tensor=2, zero=3)),
+    Row(layout(data=2, expert=2, tensor=2, zero=3), "experts"),
+    Row(layout(data=2, expert=4, tensor=2, zero=0), "experts"),
+    Row(layout(pipeline=2, context=2, data=2, zero=1), "tied", recompute="selective", reset=True),
+    Row(layout(replica=2, data=2, tensor=2, zero=3), recompute="full"),
+    Row(layout(pipeline=2, context=2, data=2, tensor=2, expert=2, zero=3), "experts"),
+]
+ROWS = [*ALONE, *PIPELINES, *PAIRS, *PRODUCTS]
+MATRIX = [
+    Row(degrees, model, recompute=recompute, reset=reset)
+    for degrees, model, recompute, reset in product(
+        [
+            *(layout(**{axis: 2}) for axis in ("tensor", "context", "pipeline")),
+            *(layout(**{axis: 2}, data=2, zero=zero) for axis in ("tensor", "context", "pipeline") for zero in range(4)),
+            *(layout(pipeline=2, tensor=2, schedule=schedule) for schedule in SCHEDULES),
+            *(layout(pipeline=2, data=2, zero=2, schedule=schedule) for schedule in SCHEDULES),
+            *(layout(context=2, tensor=2, attention=attention) for attention in ("ring", "ulysses")),
+        ],
+        MODELS,
+        ("none", "selective", "full", 0.5),
+        (False, True),
+    )
+    if Layout(**degrees).pipeline * (2 if degrees.get("schedule") in ("interleaved", "zbv", "dualpipev") else 1) <= MODELS[model]["layers"]
+]
+
+
+def check(row: Row, ranks: Callable[[int], Pool], corpus: str) -> None:
+    train_table = {"micro_batch": row.micro_batch, "global_batch": row.global_batch, "recompute": row.recompute, "steps": 2}
+    tables = job(
+        corpus,
+        model=MODELS[row.model],
+        data={"reset_attention": row.reset},
+        train={**train_table, "check_every": 1},
+        layout=row.layout,
+    )
+    truth = on_one_device(tables)
+    found = ranks(Layout(**row.layout).world).run(train, tables)
+    assert worst_difference(found[0], truth) < EXACT
+    for rank in found[1:]:
+        assert (rank.losses, rank.norms) == (found[0].losses, found[0].norms), "ranks tell different numbers"
+        assert all(torch.equal(rank.weights[name], found[0].weights[name]) for name in rank.weights), "copies drifted apart"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_layout_trains_as_one_device_does(row: Row, ranks: Callable[[int], Pool], corpus: str) -> None:
+    check(row, ranks, corpus)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [row for row in MATRIX if row not in ROWS], ids=str)
+def test_every_combination_trains_as_one_device_does(row: Row, ranks: Callable[[int], Pool], corpus: str) -> None:
+    check(row, ranks, corpus)
