@@ -1,0 +1,122 @@
+"""`shardwise verify JOB`: prove that the job's layout computes what one device computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+import typer
+
+if TYPE_CHECKING:
+    from shardwise.verify.prove import Result
+    from shardwise.verify.verdict import Error
+
+SHOWN = 8
+"""Rows of the table where all is well; where not, every row that fails, up to three times as many."""
+
+
+def verify(
+    job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, as section.key=value.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float64 proves; float32 and bfloat16 tell what rounding costs.")
+    ] = "float64",
+    sabotage: Annotated[
+        str | None,
+        typer.Option("--sabotage", help="Break one thing: drop-all-reduce, scale-gradient, swap-chunks or misroute-token."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Prove that a layout computes what one device computes: loss, gradients, their norm, and weights after a few steps."""
+    try:
+        result = _prove(job, overrides or [], steps, dtype, sabotage)
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(130) from None
+    if json:
+        from json import dumps
+
+        print(dumps(result.to_json()))
+    else:
+        _show(result)
+    raise typer.Exit(0 if result.verdict.passes else 1)
+
+
+def _prove(job: Path, overrides: list[str], steps: int, dtype: str, sabotage: str | None) -> Result:
+    from shardwise.cli.doctor import torch_problem
+    from shardwise.cli.progress import preparing
+    from shardwise.config import read
+    from shardwise.errors import UserError
+    from shardwise.observe import error_console
+    from shardwise.verify.job import Dtype, Sabotage
+    from shardwise.verify.prove import prove
+
+    _one_of("--dtype", dtype, get_args(Dtype))
+    if sabotage is not None:
+        _one_of("--sabotage", sabotage, get_args(Sabotage))
+    config = read(job, overrides)
+    if problem := torch_problem():
+        raise UserError(problem)
+    return prove(config, steps, cast(Dtype, dtype), cast("Sabotage | None", sabotage), preparing, error_console().print)
+
+
+def _one_of(option: str, given: str, known: tuple[Any, ...]) -> None:
+    from shardwise.errors import UserError
+
+    if given not in known:
+        raise UserError(f"{option} {given}: not known; use one of {', '.join(known)}")
+
+
+def _show(result: Result) -> None:
+    proof, verdict = result.proof, result.verdict
+    for key, (before, after) in (result.shrunk or {}).items():
+        print(f"shrunk: {key} from {before} to {after}")
+    print("\n".join(_table(result)))
+    if result.sabotaged:
+        print("broken on purpose: " + ", ".join(f"{key} {_words(value)}" for key, value in result.sabotaged.items()))
+    found = result.diagnosis.sentences() if result.diagnosis else []
+    for line in (*verdict.faults, *found):
+        print(line)
+    layout = " x ".join(f"{axis} {size}" for axis, size in _axes(result).items()) or "one device"
+    what = f"{layout}, zero {proof.plan.layout.zero}, on {proof.world} processes, {proof.steps} steps in {proof.dtype}"
+    meaning = f"{'computes' if verdict.passes else 'does not compute'} what one device computes"
+    worst, rounded = verdict.errors[0], "" if proof.dtype == "float64" else ", but for rounding"
+    print(f"{'PASS' if verdict.passes else 'FAIL'}: {what}: {meaning}{rounded}.")
+    print(f"worst relative error {worst.relative_error:.2g}, limit {worst.limit:.2g}; {result.seconds:.1f} s")
+
+
+def _words(value: Any) -> str:
+    several = isinstance(value, list)
+    return f"{', '.join(value[:3])}{f' and {len(value) - 3} more' if len(value) > 3 else ''}" if several else str(value)
+
+
+def _axes(result: Result) -> dict[str, int]:
+    from shardwise.config import AXES
+
+    layout = result.proof.plan.layout
+    return {axis: getattr(layout, axis) for axis in AXES if getattr(layout, axis) > 1}
+
+
+def _table(result: Result) -> list[str]:
+    """The worst first, in columns as wide as what is in them."""
+    errors = result.verdict.errors
+    failing = sum(not error.passes for error in errors)
+    shown = errors[: min(max(SHOWN, failing), 3 * SHOWN)]
+    head = ["", "parameter", "quantity", "step", "relative error", "in roundings", "of one device", "ranks"]
+    rows = [head, *(_row(error, result) for error in shown)]
+    if result.proof.dtype == "float64":
+        rows = [row[:6] + row[7:] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [f"the worst {len(shown)} of {len(errors)} quantities", *lines, ""]
+
+
+def _row(error: Error, result: Result) -> list[str]:
+    from shardwise.verify.job import ROUNDING
+
+    cost = "" if error.rounding_cost is None else f"{error.rounding_cost:.2e}"
+    ranks = "all" if len(error.ranks) == result.proof.world else ", ".join(map(str, error.ranks))
+    units = f"{error.relative_error / ROUNDING[result.proof.dtype]:.3g}"
+    mark = "" if error.passes else "x"
+    return [mark, error.parameter or "-", error.quantity, str(error.step), f"{error.relative_error:.2e}", units, cost, ranks]

@@ -1,0 +1,231 @@
+"""From where and by how much things differ to what is probably wrong.
+
+The order of the questions is the order of the computation, since every later difference may follow from an earlier one:
+
+1. Does a module's output differ? Then that module, on those ranks, is where to look; gradients follow from it.
+2. Do outputs agree, but the gradient of one does not? Then the backward of what comes after that module.
+3. Do all of those agree, but gradients of weights do not? Then the fault lies in what is done to them: the sums over axes. The
+   numbers tell which: copies that, added up over an axis, give the reference were not summed over it; copies that differ along
+   an axis were not all summed over it; a slice that is the reference times a number was scaled by it, and a number that is the
+   size of an axis, or one over it, points to that axis.
+4. Do gradients agree, but their norm, or the weights after the update? Then norm, clipping or optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwise.verify.findings import Difference, Piece, RankReport, Trace
+from shardwise.verify.verdict import Error, Verdict
+
+EXACT = 1e-6
+"""A slice is a multiple of the reference if what a factor does not explain is smaller than this."""
+ROUGHLY = 0.4
+"""Summands over devices are alike in size, not equal: one of n is 1/n of the sum to within this."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The first module that differs, and the ranks on which it is that one."""
+
+    module: str
+    ranks: tuple[int, ...]
+    relative_error: float
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A fault, and what shows it."""
+
+    what: str
+    axis: str | None
+    parameters: tuple[str, ...]
+    ranks: tuple[int, ...]
+    ratio: float | None
+    """What the reference would have to be multiplied by."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Where the layout departs from one device, and why."""
+
+    forward: Place | None
+    backward: Place | None
+    causes: tuple[Cause, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As --json shows it."""
+        return asdict(self)
+
+    def sentences(self) -> list[str]:
+        """For people."""
+        lines = []
+        if self.forward:
+            lines.append(f"forward: the first output that differs is that of {_where(self.forward)}")
+        if self.backward and not self.forward:
+            lines.append(
+                f"backward: outputs agree; the first gradient that differs is that of the output of {_where(self.backward)}"
+            )
+        if not (self.forward or self.backward):
+            lines.append("the outputs of all modules agree, and so do their gradients")
+        return [*lines, *(_sentence(cause) for cause in self.causes)]
+
+
+def _where(place: Place) -> str:
+    details = f"relative error {place.relative_error:.2g}, micro-batch {place.micro_batch}"
+    return f"{place.module} on {ranks_in_words(place.ranks)} ({details})"
+
+
+def _sentence(cause: Cause) -> str:
+    names = ", ".join(cause.parameters[:3]) + (f" and {len(cause.parameters) - 3} more" if len(cause.parameters) > 3 else "")
+    ratio = "" if cause.ratio is None else f", {cause.ratio:.6g} times the reference"
+    return f"{cause.what}{': ' if names else ''}{names} ({ranks_in_words(cause.ranks)}{ratio})"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """rank 3, ranks 0, 1, 2."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def diagnose(verdict: Verdict, reports: Sequence[RankReport], traces: Sequence[Trace]) -> Diagnosis:
+    """What the numbers say."""
+    forward = _first({trace.rank: trace.forward for trace in traces if trace.forward})
+    backward = _first({trace.rank: trace.backward for trace in traces if trace.backward}, last=True)
+    if forward or backward:
+        return Diagnosis(forward, backward, ())
+    first = min((error.step for error in verdict.failing()), default=0)
+    failing = [error for error in verdict.failing("gradient") if error.step == first]
+    if first == 1 and failing:
+        causes = _joined(_gradient_causes(failing, reports, traces))
+    else:
+        causes = _late_causes(verdict, first, reports)
+    return Diagnosis(None, None, tuple(causes))
+
+
+def _first(found: dict[int, Difference], last: bool = False) -> Place | None:
+    if not found:
+        return None
+    place = (max if last else min)(difference.place for difference in found.values())
+    own = {rank: difference for rank, difference in found.items() if difference.place == place}
+    worst = max(own.values(), key=lambda difference: difference.error)
+    error = worst.error if math.isfinite(worst.error) else 1e308
+    return Place(worst.module, tuple(own), error, min(difference.micro_batch for difference in own.values()))
+
+
+def _joined(causes: Iterable[Cause]) -> Iterator[Cause]:
+    """One cause for all parameters that share it."""
+    groups: dict[tuple[str, tuple[int, ...]], list[Cause]] = defaultdict(list)
+    for cause in causes:
+        groups[cause.what, cause.ranks].append(cause)
+    for (what, ranks), own in groups.items():
+        names = tuple(name for cause in own for name in cause.parameters)
+        yield Cause(what, own[0].axis, names, ranks, own[0].ratio if len(own) == 1 else None)
+
+
+def _gradient_causes(failing: Sequence[Error], reports: Sequence[RankReport], traces: Sequence[Trace]) -> Iterator[Cause]:
+    for error in failing:
+        summed = [axis for trace in traces for axis in trace.summed.get(error.parameter, [])]
+        yield _cause(error, _Copies(error, reports), summed)
+
+
+class _Copies:
+    """One parameter's gradient on all ranks that hold some of it."""
+
+    def __init__(self, error: Error, reports: Sequence[RankReport]) -> None:
+        key = (error.parameter, error.quantity, error.step)
+        own = [(report.rank, piece) for report in reports for piece in report.pieces if piece.key == key]
+        # Both copies of a tied weight may be on one rank: the worse comes last, and stays.
+        self.pieces: dict[int, Piece] = dict(sorted(own, key=lambda pair: pair[1].difference))
+        self.coordinates = {report.rank: report.coordinates for report in reports}
+        self.reductions: dict[str, int] = {}
+        for report in reports:
+            self.reductions.update(report.reductions.get(error.parameter, {}))
+        self.bad = [rank for rank in error.ranks if rank in self.pieces]
+
+    def ratio(self) -> tuple[float | None, bool]:
+        """The factor between the reference and what the bad ranks have, and whether it explains all of the difference."""
+        pieces = [self.pieces[rank] for rank in self.bad]
+        reference, product = sum(piece.reference for piece in pieces), sum(piece.product for piece in pieces)
+        if not reference > 0 or not math.isfinite(product):
+            return None, False
+        ratio = product / reference
+        rest = sum(piece.own for piece in pieces) - ratio * product  # what is left when ratio times the reference is taken away
+        return ratio, abs(rest) <= EXACT**2 * max(reference, product * ratio)
+
+    def unequal_axes(self) -> set[str]:
+        """Axes along which two ranks hold the same slice with other values."""
+        pairs = [(a, b) for a in self.pieces for b in self.pieces if a < b and self._differ(self.pieces[a], self.pieces[b])]
+        fewest = min((len(self._between(a, b)) for a, b in pairs), default=0)
+        return {axis for a, b in pairs for axis in self._between(a, b) if len(self._between(a, b)) == fewest}
+
+    def _differ(self, a: Piece, b: Piece) -> bool:
+        return a.box == b.box and abs(a.product - b.product) > 1e-9 * max(a.reference, abs(a.product), 1e-300)
+
+    def _between(self, a: int, b: int) -> list[str]:
+        here, there = self.coordinates[a], self.coordinates[b]
+        return [axis for axis in here if here[axis] != there[axis] and axis != "expert"]
+
+
+def _cause(error: Error, copies: _Copies, summed: Sequence[str]) -> Cause:
+    ratio, exact = copies.ratio()
+
+    def cause(what: str, axis: str | None = None) -> Cause:
+        return Cause(f"{what} {axis}" if axis else what, axis, (error.parameter,), error.ranks, ratio)
+
+    if summed:
+        return cause("missing reduction over", summed[0])
+    if ratio is not None and exact:
+        for axis, size in copies.reductions.items():
+            if math.isclose(ratio, size, rel_tol=EXACT):
+                return cause("reduced twice, or not divided, over", axis)
+            if math.isclose(ratio, 1 / size, rel_tol=EXACT):
+                return cause("averaged where it should be summed, over", axis)
+        return cause(f"scaled by {ratio:.6g}")
+    unequal = copies.unequal_axes()
+    for axis in copies.reductions:
+        if unequal & _members(axis):
+            return cause("missing reduction over", axis)
+    if ratio is not None:
+        for axis, size in copies.reductions.items():
+            if abs(ratio * size - 1) < ROUGHLY:
+                return cause("missing reduction over", axis)
+    return cause("differs in a way that no sum over an axis explains")
+
+
+def _members(axis: str) -> set[str]:
+    """The axes of a sum; devices with the same experts differ in any of those that the experts borrow from."""
+    parts = set(axis.split(" x "))
+    return parts | {"data", "context", "tensor"} if "expert_data" in parts else parts
+
+
+def _late_causes(verdict: Verdict, first: int, reports: Sequence[RankReport]) -> Iterator[Cause]:
+    """All gradients of the first step agree. `first` is the step that fails first; what is compared once counts at the last."""
+    for error in [*verdict.failing("loss"), *verdict.failing("gradient norm")]:
+        if error.step == first == 1:
+            axes = _axes_of(error.ranks, reports)
+            what = f"gradients agree, but not the {error.quantity}"
+            yield Cause(f"{what}: missing reduction over {axes}" if axes else what, axes, (), error.ranks, None)
+            return
+    if weights := verdict.failing("weight"):
+        names, ranks = tuple(error.parameter for error in weights), {rank for error in weights for rank in error.ranks}
+        yield Cause("gradients agree, but not the weights after the update", None, names, tuple(sorted(ranks)), None)
+    for error in verdict.failing("buffer"):
+        yield Cause("a buffer differs", None, (error.parameter,), error.ranks, None)
+
+
+def _axes_of(bad: Sequence[int], reports: Sequence[RankReport]) -> str | None:
+    """The axes along which good ranks and bad ones are neighbours."""
+    coordinates = {report.rank: report.coordinates for report in reports}
+    good = [rank for rank in coordinates if rank not in bad]
+    between = [
+        [axis for axis in coordinates[a] if axis != "expert" and coordinates[a][axis] != coordinates[b][axis]]
+        for a in bad
+        for b in good
+    ]
+    fewest = min(map(len, between), default=0)
+    return " or ".join(sorted({axis for axes in between for axis in axes if len(axes) == fewest})) or None

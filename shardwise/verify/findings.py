@@ -1,0 +1,82 @@
+"""What the workers of a proof hand back: plain numbers, so that whoever judges them needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Box = tuple[tuple[int, int], ...]
+"""A slice of a tensor: where it begins and ends in each dim."""
+Key = tuple[str, str, int]
+"""(parameter, quantity, step). Quantities are gradient, weight, buffer, and with no parameter loss and gradient norm."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's slice of one quantity, held against the reference: sums over the elements of the slice."""
+
+    key: Key
+    box: Box
+    difference: float
+    """Of the squares of (own - reference)."""
+    reference: float
+    """Of the squares of the reference."""
+    own: float
+    """Of the squares of what the rank has."""
+    product: float
+    """Of own times reference."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank found."""
+
+    rank: int
+    coordinates: dict[str, int]
+    """Its place on every axis."""
+    pieces: list[Piece]
+    losses: list[float]
+    missing: list[str]
+    """Parameters that got no gradient."""
+    reductions: dict[str, dict[str, int]]
+    """For each parameter the axes that its gradient is summed over, as people read them, and their sizes."""
+    sabotaged: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What one device came to; the tensors are in a file."""
+
+    losses: list[float]
+    norms: list[float]
+    shapes: dict[str, tuple[int, ...]]
+    """Of every parameter."""
+    buffers: dict[str, tuple[int, ...]]
+    squares: dict[Key, float]
+    """Sums of squares."""
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A module whose output, or the gradient of it, is not the reference's, on one rank."""
+
+    module: str
+    place: int
+    """Among all modules, in the order in which one device finishes them."""
+    error: float
+    micro_batch: int
+    """The first in which it differs."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank found on its walk through the model."""
+
+    rank: int
+    forward: Difference | None
+    """The first module whose output differs."""
+    backward: Difference | None
+    """The first, from the end, whose output has another gradient."""
+    summed: dict[str, list[str]]
+    """For parameters whose gradient is off: the axes over which the copies, added up, give the reference."""

@@ -1,0 +1,96 @@
+"""What a proof runs: the job on its own number of devices, made small if need be, in the dtype of the proof.
+
+Left as in training: model, layout, data order, micro-batches, recomputation, optimizer, clipping. Changed, because it would only
+make the proof weaker or slower: the warm-up goes (with a learning rate near zero no weight would move, and a wrong update would
+go unseen), blocks are not compiled, and everything runs on CPU processes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardwise.config import Config, Layout
+from shardwise.errors import UserError
+from shardwise.plan import Plan, choose
+from shardwise.verify.shrink import shrink
+
+Dtype = Literal["float64", "float32", "bfloat16"]
+ROUNDING: dict[Dtype, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
+"""The spacing of numbers just above 1."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A job as the processes run it: on its layout, and on one device."""
+
+    config: Config
+    plan: Plan
+    steps: int
+    dtype: Dtype
+
+    @property
+    def world(self) -> int:
+        """Processes that the layout takes."""
+        return self.plan.layout.world
+
+    def on_one_device(self, dtype: Dtype) -> Proof:
+        """The reference: no layout, and each global batch in one piece, so that accumulation is proven too."""
+        layout = Layout(data=1)  # type: ignore[call-arg]
+        train = {**_train(self.config, self.steps, dtype), "micro_batch": None}
+        config = self.config.model_copy(
+            update={"layout": layout, "train": self.config.train.model_copy(update=train)},
+        )
+        return Proof(config, choose(config, 1), self.steps, dtype)
+
+    def in_dtype(self, dtype: Dtype) -> Proof:
+        """The same layout in another dtype."""
+        train = self.config.train.model_copy(update=_train(self.config, self.steps, dtype))
+        return Proof(self.config.model_copy(update={"train": train}), self.plan, self.steps, dtype)
+
+
+def prepare(config: Config, steps: int, dtype: Dtype) -> tuple[Proof, dict[str, Any] | None]:
+    """The proof of a job, and what was shrunk for it: (before, after) by key; None: nothing."""
+    small, shrunk = shrink(config)
+    layout = small.layout.model_copy(update={"data": smallest_data(small.layout), "offload": False})
+    small = small.model_copy(update={"layout": layout, "train": small.train.model_copy(update=_train(small, steps, dtype))})
+    return Proof(small, choose(small, layout.world), steps, dtype), shrunk
+
+
+def smallest_data(layout: Layout) -> int:
+    """The data axis: as given, or where it is left open, what the experts need; two where no other axis is there to prove."""
+    if layout.data > 0:
+        return layout.data
+    needed = layout.expert // math.gcd(layout.expert, layout.context * layout.tensor)
+    return max(needed, 2 if layout.fixed == 1 else 1)
+
+
+def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
+    train = config.train
+    return {
+        "precision": dtype,
+        "state_dtype": train.state_dtype if dtype == "bfloat16" and train.state_dtype == "bfloat16" else "auto",
+        "steps": max(steps, train.steps),
+        "warmup": 0,
+        "compile": False,
+        "check_every": 0,
+    }
+
+
+Sabotage = Literal["drop-all-reduce", "scale-gradient", "swap-chunks", "misroute-token"]
+"""What verify/sabotage.py can break."""
+
+
+def check_sabotage(kind: Sabotage, proof: Proof) -> None:
+    """A layout without what is to be broken cannot be sabotaged so."""
+    model = proof.config.model
+    if kind == "drop-all-reduce" and proof.world == 1:
+        raise UserError("--sabotage drop-all-reduce: one device sums over nobody; give a layout, for example layout.data=2")
+    if kind == "misroute-token" and model.experts <= model.experts_per_token:
+        raise UserError(
+            f"--sabotage misroute-token: the model has {model.experts} experts and a token visits {model.experts_per_token}, so "
+            "none is wrong; it needs a model with more experts than a token visits, for example model.preset=moe-tiny"
+        )
+    if kind == "swap-chunks" and proof.config.data.sequence_length // proof.plan.layout.context < 2:
+        raise UserError("--sabotage swap-chunks: a device has one token of a sequence; give a longer data.sequence_length")

@@ -1,0 +1,249 @@
+"""Where a layout first departs from one device: the first step once more, watched module by module.
+
+One device runs the whole global batch in one piece and writes every module's output, and the gradient of that output, to a
+file. Each rank then compares its own outputs with the part of the reference that it should have computed. Which part that is
+follows from the shapes, given what every layout has in common:
+
+- dim 0 are sequences: those of the micro-batch, counted from the first row of the rank's share (where tokens are flattened into
+  one dim, as for a router, it is opened up first);
+- dim 1 (dim 2 in the attention itself) is the sequence: the rank's places under `context`, and, if what is left is shorter still
+  by the size of `tensor`, the rank's part of that;
+- any other dim that is shorter was split over `tensor`: in as many parts as it is shorter by. Fewer parts than devices means that
+  several devices have the same part (shared key heads).
+
+What does not fit (rows sorted by expert, the loss, tables of positions) is not compared. A gradient is compared only where
+`tensor` splits the output, in whatever way: devices with the same output each have but a part of its gradient, rightly.
+
+Modules are looked at in the order in which one device finishes them: inner modules before what contains them. The first that
+differs is as far in and as early as the fault can be seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise._torch import inside_backward
+from shardwise.mesh import Worker
+from shardwise.models import matches
+from shardwise.optim import local
+from shardwise.optim.norm import sharded_axes
+from shardwise.parallel.data import COPIES
+from shardwise.parallel.placement import held
+from shardwise.train.build import Training, build
+from shardwise.verify.findings import Difference, Key, Trace
+from shardwise.verify.job import Proof, Sabotage
+from shardwise.verify.measure import watch
+from shardwise.verify.sabotage import apply
+from shardwise.verify.verdict import LIMIT
+
+Outputs = dict[str, list[list[Tensor]]]
+"""By module, by call (a micro-batch each), what it returned or the gradients of that; an empty tensor: none came."""
+
+
+class Recorder:
+    """Keeps what every module returns in forwards (not in recomputations), and the gradients that come back to it."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self.outputs: Outputs = defaultdict(list)
+        self.gradients: Outputs = defaultdict(list)
+        for model in models:
+            for path, module in model.named_modules():
+                if path:
+                    module.register_forward_hook(self._hook(path))
+
+    def _hook(self, path: str) -> Any:
+        def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+            if inside_backward():
+                return
+            found = list(_tensors(output))
+            gradients = [torch.empty(0) for _ in found]
+            self.outputs[path].append([tensor.detach().clone() for tensor in found])
+            self.gradients[path].append(gradients)
+            for index, tensor in enumerate(found):
+                if tensor.requires_grad:
+                    tensor.register_hook(_keep_first(gradients, index))  # type: ignore[no-untyped-call]
+
+        return keep
+
+
+def _keep_first(gradients: list[Tensor], index: int) -> Any:
+    def keep(gradient: Tensor) -> None:
+        if not gradients[index].numel():  # a backward in two halves comes by twice
+            gradients[index] = gradient.detach().clone()
+
+    return keep
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """What depends on the weights, and choices made from it."""
+    parts = output if isinstance(output, tuple | list) else (output,)
+    found = [part for part in parts if isinstance(part, Tensor)]
+    if any(part.requires_grad for part in found):
+        yield from (part for part in found if part.requires_grad or part.dtype == torch.int64)
+
+
+def refer(worker: Worker, proof: Proof, path: Path) -> None:
+    """One device: write the trace of the first step."""
+    training = build(proof.config, proof.plan, worker)
+    recorder = _first_step(training)
+    torch.save((dict(recorder.outputs), dict(recorder.gradients)), path)
+
+
+def compare(
+    worker: Worker, proof: Proof, trace: Path, truth: Path, suspects: Sequence[str], sabotage: Sabotage | None = None
+) -> Trace:
+    """The layout: hold this rank's trace against that of one device, and the suspects' gradients, summed over each axis, too."""
+    training = build(proof.config, proof.plan, worker)
+    if sabotage:
+        apply(sabotage, training)
+    recorder = _first_step(training)
+    outputs, gradients = torch.load(trace, mmap=True)
+    view = View.of(training)
+    order = list(outputs)
+    forward = _differences(order, recorder.outputs, outputs, view, backward=False)
+    backward = _differences(order, recorder.gradients, gradients, view, backward=True)
+    summed = _sums(training, torch.load(truth, mmap=True), suspects)
+    return Trace(worker.rank, next(forward, None), next(backward, None), summed)
+
+
+def _first_step(training: Training) -> Recorder:
+    recorder = Recorder(part.model for part in training.parallel.parts)
+    copies: dict[str, Tensor] = {}
+
+    def keep(step: int) -> None:
+        copies.update({name: local(p.grad).clone() for name, p in training.parallel.named_parameters() if p.grad is not None})
+
+    watch(training, 1, keep)
+    for name, parameter in training.parallel.named_parameters():  # as they were before the update divided them
+        if name in copies:
+            setattr(parameter, _KEPT, copies[name])
+    return recorder
+
+
+_KEPT = "gradient_before_update"
+
+
+@dataclass(frozen=True)
+class View:
+    """What part of the global batch a rank sees."""
+
+    first_row: int
+    micro_batch: int
+    places: Tensor
+    """Of this rank's tokens in a sequence."""
+    length: int
+    """Of a whole sequence."""
+    tensor: int
+    coordinate: int
+    """On the tensor axis."""
+    mixing: str | None
+    skipped: frozenset[str]
+
+    @classmethod
+    def of(cls, training: Training) -> View:
+        """This rank's."""
+        mesh, parallel, length = training.mesh, training.parallel, training.config.data.sequence_length
+        table = parallel.table
+        paths = [path for part in parallel.parts for path, _ in part.model.named_modules()]
+        roles = {path: table.role(path) for path in paths}
+        return cls(
+            first_row=training.first_row,
+            micro_batch=training.plan.micro_batch,
+            places=torch.arange(length) if parallel.places is None else parallel.places(length).cpu(),
+            length=length,
+            tensor=mesh.size("tensor"),
+            coordinate=mesh.coordinate("tensor"),
+            mixing=table.mixing,
+            skipped=frozenset(path for path, role in roles.items() if role is not None and role.kind in ("experts", "positions")),
+        )
+
+    def match(self, path: str, call: int, whole: Tensor, own: Tensor) -> tuple[Tensor, Tensor, bool] | None:
+        """The part of the reference that is this rank's, what this rank has, and whether `tensor` splits it; None: unclear."""
+        if path in self.skipped or own.ndim < 2 or whole.ndim != own.ndim:
+            return None
+        if own.ndim == 2:  # (tokens, features)
+            if own.shape[0] % self.micro_batch or whole.shape[0] % self.length:
+                return None
+            own, whole = own.view(self.micro_batch, -1, own.shape[1]), whole.view(-1, self.length, whole.shape[1])
+        start = self.first_row + call * self.micro_batch
+        part, sequence = whole[start : start + self.micro_batch], 2 if matches(self.mixing, path) else 1
+        part, split = self._of_sequence(part, sequence, own.shape[sequence])
+        for dim in range(1, own.ndim):
+            if dim != sequence and part.shape[dim] != own.shape[dim]:
+                part, in_full = self._of_features(part, dim, own.shape[dim])
+                split = split or in_full
+        return (part, own, split or self.tensor == 1) if part.shape == own.shape else None
+
+    def _of_sequence(self, part: Tensor, dim: int, own: int) -> tuple[Tensor, bool]:
+        if part.shape[dim] != self.length:
+            return part, False
+        part = part.index_select(dim, self.places)
+        if own == part.shape[dim] or self.tensor == 1:
+            return part, False
+        return part.chunk(self.tensor, dim)[self.coordinate], True
+
+    def _of_features(self, part: Tensor, dim: int, own: int) -> tuple[Tensor, bool]:
+        """Fewer parts than devices, each on several; or as torch.chunk deals them out, the last ones shorter."""
+        size = part.shape[dim]
+        parts = size // own if own and size % own == 0 else self.tensor
+        if parts < self.tensor and self.tensor % parts == 0:
+            return part.narrow(dim, self.coordinate * parts // self.tensor * own, own), False
+        each = -(-size // self.tensor)
+        begin = min(size, each * self.coordinate)
+        return part.narrow(dim, begin, min(each, size - begin)), True
+
+
+def _differences(order: Sequence[str], own: Outputs, whole: Outputs, view: View, backward: bool) -> Iterator[Difference]:
+    """Modules that differ, the earliest first: in backward, from the last."""
+    places = list(enumerate(order))
+    for place, path in reversed(places) if backward else places:
+        if len(whole[path]) != 1:
+            continue  # used several times: which call is which micro-batch's is not known
+        errors = [_error(path, call, whole[path][0], found, view, backward) for call, found in enumerate(own.get(path, []))]
+        if errors and not max(errors) <= LIMIT:
+            call = next(call for call, error in enumerate(errors) if not error <= LIMIT)
+            yield Difference(path, place, max(errors), call)
+
+
+def _error(path: str, call: int, whole: Sequence[Tensor], own: Sequence[Tensor], view: View, backward: bool) -> float:
+    errors = [0.0]
+    for reference, found in zip(whole, own, strict=False):
+        pair = view.match(path, call, reference, found) if reference.numel() and found.numel() else None
+        if pair is None or (backward and not pair[2]):
+            continue
+        part, mine = pair[0].double(), pair[1].double()
+        yardstick = float(reference.double().norm()) * math.sqrt(part.numel() / reference.numel())
+        error = float((mine - part).norm()) / (yardstick or 1.0)
+        errors.append(math.inf if math.isnan(error) else error)
+    return max(errors)
+
+
+def _sums(training: Training, truth: dict[Key, Tensor], suspects: Sequence[str]) -> dict[str, list[str]]:
+    """Over which axes the copies of a suspect's gradient, added up, give the reference: there a sum was left out."""
+    mesh, found = training.mesh, defaultdict(list)
+    for axis in dict.fromkeys(("tensor", "data", "context", "replica", COPIES)):
+        group = mesh.group(axis)
+        for name, parameter in training.parallel.named_parameters():
+            gradient = getattr(parameter, _KEPT, None)
+            if name not in suspects or group is None or gradient is None or _is_split(parameter, axis):
+                continue
+            added = gradient.clone()
+            dist.all_reduce(added, group=group)
+            reference = truth[name, "gradient", 1][held(parameter)]
+            if added.numel() and float((added - reference).norm()) <= LIMIT * float(reference.norm()):
+                found[name].append(mesh.label(axis))
+    return dict(found)
+
+
+def _is_split(parameter: Tensor, axis: str) -> bool:
+    split = " x ".join(sharded_axes(parameter))
+    return any(part in split for part in axis.split(" x "))

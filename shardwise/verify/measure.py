@@ -1,0 +1,145 @@
+"""Both sides of the comparison, inside the workers: one device writes the truth to a file, every rank holds its part against it.
+
+The loop is the one that trains (train/steps.py), merely watched: after each backward, when gradients are complete and not yet
+divided for the update, and again after the last step. A rank compares what it holds itself, slice by slice, so every copy on
+every rank is checked, and a whole parameter is put together nowhere but in the reference. The file is mapped, not read: ranks
+of one machine share its pages.
+
+What a rank reports of a slice are three sums, from which errors and ratios follow for any union of slices: the squares of the
+difference, of the reference and of its own values, and the product of the last two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import AXES
+from shardwise.mesh import Worker
+from shardwise.optim import local
+from shardwise.optim.norm import sharded_axes
+from shardwise.parallel.data import COPIES
+from shardwise.parallel.placement import held
+from shardwise.train.build import Training, build
+from shardwise.train.steps import Step, steps
+from shardwise.verify.findings import Key, Piece, RankReport, Truth
+from shardwise.verify.job import Proof, Sabotage
+from shardwise.verify.sabotage import apply
+
+
+def refer(worker: Worker, proof: Proof, path: Path) -> Truth:
+    """Train on one device, and write gradients and weights to a file."""
+    training = build(proof.config, proof.plan, worker)
+    kept: dict[Key, Tensor] = {}
+
+    def keep(step: int) -> None:
+        for name, parameter in training.parallel.named_parameters():
+            assert parameter.grad is not None, f"{name} has no gradient on one device"
+            kept[name, "gradient", step] = parameter.grad.detach().clone()
+
+    done = watch(training, proof.steps, keep)
+    for name, quantity, tensor in _state(training):
+        kept[name, quantity, proof.steps] = tensor.detach().clone()
+    torch.save(kept, path)
+    numbers = {key: value**2 for step in done for key, value in _numbers(step)}
+    return Truth(
+        losses=[step.loss for step in done],
+        norms=[step.gradient_norm for step in done],
+        shapes={name: tuple(parameter.shape) for name, parameter in training.parallel.named_parameters()},
+        buffers={name: tuple(buffer.shape) for name, buffer in training.parallel.named_buffers()},
+        squares={**{key: _squares(tensor) for key, tensor in kept.items()}, **numbers},
+        learning_rate=max(step.learning_rate for step in done),
+    )
+
+
+def compare(worker: Worker, proof: Proof, path: Path, known: Truth, sabotage: Sabotage | None = None) -> RankReport:
+    """Train on the layout, and hold everything that this rank has against the file."""
+    training = build(proof.config, proof.plan, worker)
+    sabotaged = apply(sabotage, training) if sabotage else None
+    truth = torch.load(path, mmap=True)
+    pieces: list[Piece] = []
+    missing: dict[str, None] = {}
+
+    def check(step: int) -> None:
+        for name, parameter in training.parallel.named_parameters():
+            if parameter.grad is None:
+                missing[name] = None
+            else:
+                pieces.append(_piece((name, "gradient", step), parameter, local(parameter.grad), truth))
+
+    done = watch(training, proof.steps, check)
+    for name, quantity, tensor in _state(training):
+        pieces.append(_piece((name, quantity, proof.steps), tensor, local(tensor), truth))
+    pieces += [_number(key, value, known) for step in done for key, value in _numbers(step)]
+    return RankReport(
+        rank=worker.rank,
+        coordinates={axis: training.mesh.coordinate(axis) for axis in AXES},
+        pieces=pieces,
+        losses=[step.loss for step in done],
+        missing=list(missing),
+        reductions={name: reductions(training, name, parameter) for name, parameter in training.parallel.named_parameters()},
+        sabotaged=sabotaged,
+    )
+
+
+def watch(training: Training, count: int, look: Callable[[int], None]) -> list[Step]:
+    """Train so many steps as always, looking at the gradients of each once they are complete."""
+    parallel, original = training.parallel, training.parallel.forward_backward
+
+    def watched(batch: Sequence[Any], factor: Tensor) -> Tensor:
+        loss = original(batch, factor)
+        look(training.step + 1)
+        return loss
+
+    parallel.forward_backward = watched  # type: ignore[method-assign]
+    return list(islice(steps(training), count))
+
+
+def reductions(training: Training, name: str, parameter: nn.Parameter) -> dict[str, int]:
+    """The axes that the gradient of a parameter is summed over; several that are summed at once count as one."""
+    mesh, parallel = training.mesh, training.parallel
+    role = parallel.table.role(name.rpartition(".")[0])
+    expert = role is not None and role.kind == "experts"
+    together = "expert_data" if expert else "data x context"
+    zero = mesh.layout.zero
+    copies = (COPIES if not expert else f"replica x {together}",) if not zero else (together, "replica")
+    sums = [(mesh.label(axis), mesh.size(axis)) for axis in copies]
+    if not expert and "tensor" not in sharded_axes(parameter):
+        sums.append(("tensor", mesh.size("tensor")))
+    if name in parallel.table.tied.values():
+        sums.append(("pipeline", mesh.size("pipeline")))
+    return {axis: size for axis, size in sums if size > 1}
+
+
+def _state(training: Training) -> Iterator[tuple[str, str, Tensor]]:
+    for name, parameter in training.parallel.named_parameters():
+        yield name, "weight", parameter
+    for name, buffer in training.parallel.named_buffers():
+        yield name, "buffer", buffer
+
+
+def _numbers(step: Step) -> Iterator[tuple[Key, float]]:
+    yield ("", "loss", step.step), step.loss
+    yield ("", "gradient norm", step.step), step.gradient_norm
+
+
+def _number(key: Key, own: float, known: Truth) -> Piece:
+    reference = (known.losses if key[1] == "loss" else known.norms)[key[2] - 1]
+    return Piece(key, (), (own - reference) ** 2, reference**2, own**2, own * reference)
+
+
+def _piece(key: Key, holder: Tensor, own: Tensor, truth: dict[Key, Tensor]) -> Piece:
+    where = held(holder)
+    reference, own = truth[key][where].double(), own.detach().double()
+    assert own.shape == reference.shape, f"{key[0]}: this rank holds {tuple(own.shape)}, not {tuple(reference.shape)}"
+    box = tuple((part.start, part.stop) for part in where)
+    return Piece(key, box, _squares(own - reference), _squares(reference), _squares(own), float((own * reference).sum()))
+
+
+def _squares(tensor: Tensor) -> float:
+    return float(tensor.double().square().sum())

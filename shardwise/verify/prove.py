@@ -1,0 +1,130 @@
+"""The proof from end to end: one device, the layout, the verdict, and if it fails, where and why.
+
+    reference (one process) → file → every rank compares → verdict
+                                                       ↘ fails: once more, module by module → diagnosis
+
+Costs: K steps on one device and K on the layout, all on this machine's cores; memory for the model as often as there are
+processes; on disk, for a while, K + 1 copies of the model in float64.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.config import Config
+from shardwise.data import Dataset, check_vocabulary
+from shardwise.verify.diagnose import Diagnosis, diagnose
+from shardwise.verify.findings import RankReport, Truth
+from shardwise.verify.job import Dtype, Proof, Sabotage, check_sabotage, prepare
+from shardwise.verify.verdict import Verdict, judge
+from shardwise.verify.workers import Workers
+
+REFER, COMPARE = "shardwise.verify.measure:refer", "shardwise.verify.measure:compare"
+REFER_TRACE, COMPARE_TRACE = "shardwise.verify.localise:refer", "shardwise.verify.localise:compare"
+TRUTH = "reference.pt"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a proof came to."""
+
+    proof: Proof
+    shrunk: dict[str, Any] | None
+    verdict: Verdict
+    truth: Truth
+    reports: list[RankReport]
+    diagnosis: Diagnosis | None
+    seconds: float
+
+    @property
+    def sabotaged(self) -> dict[str, Any] | None:
+        """What was broken on purpose."""
+        return next((report.sabotaged for report in self.reports if report.sabotaged), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """What --json prints."""
+        proof, verdict = self.proof, self.verdict
+        rows = [error.to_json(proof.dtype) for error in verdict.errors]
+        parameters = [row for row in rows if row["parameter"]]
+        kept = ("relative_error", "rounding_units", "step", "ranks")
+        numbers = {row["quantity"]: {key: row[key] for key in kept} for row in rows if not row["parameter"]}
+        parallel = self._parallel_losses()
+        worst = verdict.errors[0].to_json(proof.dtype)
+        return {
+            "pass": verdict.passes,
+            "layout": proof.plan.layout.model_dump(),
+            "world": proof.world,
+            "dtype": proof.dtype,
+            "steps": proof.steps,
+            "loss": {
+                "reference": self.truth.losses[-1],
+                "parallel": parallel[-1],
+                **numbers["loss"],
+                "by_step": [list(pair) for pair in zip(self.truth.losses, parallel, strict=True)],
+            },
+            "gradient_norm": {"reference": self.truth.norms, **numbers["gradient norm"]},
+            "worst": worst,
+            "faults": list(verdict.faults),
+            "parameters": parameters,
+            "diagnosis": None if self.diagnosis is None else self.diagnosis.to_json(),
+            "sabotage": self.sabotaged,
+            "shrunk": None if self.shrunk is None else {key: list(pair) for key, pair in self.shrunk.items()},
+            "seconds": round(self.seconds, 3),
+        }
+
+    def _parallel_losses(self) -> list[float]:
+        """Of each step, from the rank that is furthest off."""
+        by_step = zip(*(report.losses for report in self.reports), strict=True)
+        return [max(losses, key=lambda loss: abs(loss - truth)) for losses, truth in zip(by_step, self.truth.losses, strict=True)]
+
+
+def prove(
+    config: Config,
+    steps: int = 3,
+    dtype: Dtype = "float64",
+    sabotage: Sabotage | None = None,
+    preparing: Callable[[], AbstractContextManager[Callable[[int, int], None] | None]] = nullcontext,
+    say: Callable[[str], None] = lambda message: None,
+) -> Result:
+    """Run a job on its layout and on one device, and compare. While text is tokenised, `preparing()` gives what hears of it;
+    `say` hears of the stages."""
+    started = time.monotonic()
+    proof, shrunk = prepare(config, steps, dtype)
+    if sabotage is not None:
+        check_sabotage(sabotage, proof)
+    with preparing() as progress:
+        dataset = Dataset.open(proof.config.data, proof.config.train.seed, progress)
+    check_vocabulary(dataset, proof.config.model.vocabulary)
+    with Workers(proof.world) as workers:
+        say(f"{steps} steps on one device")
+        path = workers.folder / TRUTH
+        (truth,) = workers.run(REFER, proof.on_one_device("float64"), path, on=1)
+        cost = None
+        if dtype != "float64":
+            say(f"{steps} steps on one device in {dtype}, for the cost of rounding")
+            (cost,) = workers.run(COMPARE, proof.on_one_device(dtype), path, truth, on=1)
+        say(f"{steps} steps on {proof.world} processes")
+        reports = workers.run(COMPARE, proof, path, truth, sabotage)
+        verdict = judge(reports, truth, cost, dtype)
+        diagnosis = None if verdict.passes else _localise(workers, proof, verdict, reports, sabotage, say)
+    return Result(proof, shrunk, verdict, truth, reports, diagnosis, time.monotonic() - started)
+
+
+def _localise(
+    workers: Workers,
+    proof: Proof,
+    verdict: Verdict,
+    reports: list[RankReport],
+    sabotage: Sabotage | None,
+    say: Callable[[str], None],
+) -> Diagnosis:
+    """In float64 whatever the dtype of the proof: a fault of the layout shows there, and rounding does not."""
+    say("it fails: looking for the first module that differs")
+    path, suspects = workers.folder / "trace.pt", [error.parameter for error in verdict.failing("gradient")]
+    workers.run(REFER_TRACE, proof.on_one_device("float64"), path, on=1)
+    traces = workers.run(COMPARE_TRACE, proof.in_dtype("float64"), path, workers.folder / TRUTH, suspects, sabotage)
+    return diagnose(verdict, reports, traces)

@@ -1,0 +1,204 @@
+"""Breaking one thing on purpose, on one rank: a proof that cannot fail proves nothing.
+
+| kind            | what happens on one rank                                                              | what it needs   |
+| --------------- | ------------------------------------------------------------------------------------- | --------------- |
+| drop-all-reduce | one sum of gradients is left out: the rank keeps its own summand                      | several devices |
+| scale-gradient  | the gradient of one parameter is multiplied by 1.01 before the norm is taken          |                 |
+| swap-chunks     | the two halves of the sequence, as the rank reads it, change places; the targets stay |                 |
+| misroute-token  | a micro-batch's first token goes, in one layer, to an expert that it did not choose   | experts         |
+
+A rank that merely stayed away from a collective would leave its peers waiting. It takes part and then ignores the result, which
+is what a collective on the wrong group or stream amounts to. Which sum is left out depends on what the layout has: that over the
+data and context devices in FSDP2 or DDP, else that of the weights that are whole on every tensor device, else the one over the
+pipeline's stages, which only the gradients' norm passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.comm import CountedReduceScatter, Traffic
+from shardwise.data.batches import Batch
+from shardwise.models.experts import Routing
+from shardwise.optim import local
+from shardwise.parallel.data import COPIES, Replicated, Sharded
+from shardwise.train.build import Training
+from shardwise.verify.job import Sabotage
+
+FACTOR = 1.01
+Facts = dict[str, Any]
+"""What was broken where, for people to hold against what the proof found."""
+
+
+def apply(kind: Sabotage, training: Training) -> Facts | None:
+    """Break it, if this is the rank for it."""
+    mesh, world = training.mesh, training.mesh.worker.world
+    # Only the first stage reads tokens, and the first tensor device looks up the ids that occur most.
+    reader = world // mesh.size("pipeline") - mesh.size("tensor")
+    chosen = reader if kind == "swap-chunks" else world - 1
+    if mesh.worker.rank != chosen:
+        return None
+    facts: Facts = {"kind": kind, "rank": chosen}
+    _KINDS[kind](training, facts)
+    return facts
+
+
+def _drop(training: Training, facts: Facts) -> None:
+    part = training.parallel.parts[0]
+    if training.mesh.size(COPIES) == 1:
+        _drop_of_traffic(training, "tensor" if training.mesh.size("tensor") > 1 else "pipeline", facts)
+    elif isinstance(part, Replicated):
+        _drop_bucket(part, facts)
+    else:
+        assert isinstance(part, Sharded), "copies are summed by DDP or FSDP2"
+        _drop_unit(part, training, facts)
+
+
+def _drop_bucket(part: Replicated, facts: Facts) -> None:
+    """DDP's first bucket."""
+    facts["axis"] = part.axis
+    names = {parameter: name for name, parameter in part.model.named_parameters()}
+    summed = part.hook.reduce
+
+    def reduce(bucket: Any) -> torch.futures.Future[Tensor]:
+        if bucket.index() > 0:
+            return summed(bucket)
+        buffer, own = bucket.buffer(), bucket.buffer().clone()
+        facts["parameters"] = [names[parameter] for parameter in bucket.parameters()]
+        return summed(bucket).then(lambda done: (done.value(), buffer.copy_(own))[1])
+
+    part.hook.reduce = reduce  # type: ignore[method-assign]
+
+
+def _drop_unit(part: Sharded, training: Training, facts: Facts) -> None:
+    """FSDP2's first block."""
+    mesh = training.mesh
+    path, unit = next((path, unit) for path, unit in part.model.named_modules() if isinstance(unit, FSDPModule) and "." in path)
+    if mesh.layout.zero and mesh.size("data x context") > 1:
+        axis = mesh.label("data x context")
+        unit.set_custom_reduce_scatter(_OwnSummand(training.traffic, axis))  # type: ignore[arg-type]
+    else:
+        axis = mesh.label(COPIES)
+        kept = _Kept(training.traffic, axis)
+        unit.set_custom_reduce_scatter(kept)  # type: ignore[arg-type]
+        unit.set_all_reduce_hook(kept.give_back)
+    facts.update(axis=axis, parameters=[f"{path}.{name}" for name in _own_names(unit)])
+
+
+def _own_names(unit: FSDPModule) -> list[str]:
+    assert isinstance(unit, nn.Module)
+    inner = [path for path, module in unit.named_modules() if path and isinstance(module, FSDPModule)]
+    return [name for name, _ in unit.named_parameters() if not any(name.startswith(f"{path}.") for path in inner)]
+
+
+class _OwnSummand(CountedReduceScatter):
+    """FSDP2's sum over shards, of which only the own summand is kept."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        size, own = output_tensor.numel(), input_tensor.clone().flatten()
+        work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        if work is not None:
+            work.wait()
+        output_tensor.copy_(own.narrow(0, dist.get_rank(group) * size, size).view_as(output_tensor))
+        return work
+
+
+class _Kept(CountedReduceScatter):
+    """FSDP2's sum over copies, taken back. There are no shards, so FSDP2 calls for no reduce-scatter, but it still asks for its
+    buffers: first one for what goes in, then one for what comes out."""
+
+    def __init__(self, traffic: Traffic, axis: str) -> None:
+        super().__init__(traffic, axis)
+        self.buffers: list[Tensor] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.buffers.append(super().allocate(size, dtype=dtype, device=device))
+        return self.buffers[-1]
+
+    def give_back(self, summed: Tensor) -> None:
+        """After the sum."""
+        summed.copy_(torch.stack(self.buffers[::2]).sum(0))
+        self.buffers = []
+
+
+def _drop_of_traffic(training: Training, axis: str, facts: Facts) -> None:
+    """The sum of whole weights over `tensor`, or of the squares of the norm over `pipeline`."""
+    traffic, parallel = training.traffic, training.parallel
+    summed, complete = traffic.all_reduce, parallel.complete_gradients
+    completing = False
+
+    def all_reduce(tensor: Tensor, over: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        dropped = over == axis and (completing if axis == "tensor" else tensor.ndim == 0)
+        own = tensor.clone()
+        summed(tensor, over, op)
+        return tensor.copy_(own) if dropped else tensor
+
+    def complete_gradients() -> None:
+        nonlocal completing
+        completing = True
+        complete()
+        completing = False
+
+    traffic.all_reduce = all_reduce  # type: ignore[method-assign, assignment]
+    parallel.complete_gradients = complete_gradients  # type: ignore[method-assign]
+    facts["axis"] = axis
+
+
+def _scale(training: Training, facts: Facts) -> None:
+    parallel = training.parallel
+    complete, blocks = parallel.complete_gradients, f"{parallel.table.blocks or ''}"  # a token's row may have no gradient
+    matrices = [(name, p) for name, p in parallel.named_parameters() if name.startswith(blocks) and p.ndim > 1]
+    name, parameter = next((name, p) for name, p in matrices if local(p).numel())
+
+    def complete_gradients() -> None:
+        complete()
+        assert parameter.grad is not None
+        local(parameter.grad).mul_(FACTOR)
+
+    parallel.complete_gradients = complete_gradients  # type: ignore[method-assign]
+    facts.update(parameter=name, factor=FACTOR)
+
+
+def _swap(training: Training, facts: Facts) -> None:
+    parallel = training.parallel
+    own: Callable[[Batch], Batch] = parallel.own
+
+    def swapped(batch: Batch) -> Batch:
+        mine = own(batch)
+        half = mine.inputs.shape[1] // 2
+        return replace(mine, inputs=torch.cat((mine.inputs[:, half:], mine.inputs[:, :half]), 1))
+
+    parallel.own = swapped  # type: ignore[method-assign]
+    facts["module"] = "embedding"
+
+
+def _misroute(training: Training, facts: Facts) -> None:
+    mixture = training.parallel.mixtures[0]
+    paths = {module: path for part in training.parallel.parts for path, module in part.model.named_modules()}
+    route, router = mixture.router.forward, mixture.router
+
+    def misrouted(x: Tensor) -> Routing:
+        routing = route(x)
+        experts = routing.experts.clone()
+        experts[0, 0] = min(set(range(mixture.config.experts)) - set(experts[0].tolist()))
+        return routing._replace(experts=experts)
+
+    router.forward = misrouted  # type: ignore[method-assign]
+    facts["module"] = paths[router]
+
+
+_KINDS: dict[Sabotage, Callable[[Training, Facts], None]] = {
+    "drop-all-reduce": _drop,
+    "scale-gradient": _scale,
+    "swap-chunks": _swap,
+    "misroute-token": _misroute,
+}

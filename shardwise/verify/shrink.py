@@ -1,0 +1,375 @@
+"""A job larger than this machine, made small without changing what there is to get wrong.
+
+Mistakes of a layout sit in its structure: who holds what, what is summed over whom, what is cut unevenly. None of them needs 80
+layers or 8192 features to show; all of them need the axis, the grouped heads, the short last slice. So the proof of a large job
+is the proof of the smallest job that has the same *facts*: yes-or-no statements such as "there are fewer kv heads than tensor
+devices" or "the vocabulary does not divide over them". Each group of numbers (degrees with heads and experts, depth, batch,
+widths, vocabulary) is searched from below for the smallest numbers with all the facts of the original; where no small numbers
+have all, the facts named last give way. What is no number (norms, router, schedule, zero, recomputation, ...) stays as it is.
+
+llama3-70b on pipeline 4, data 2, context 2, tensor 8, where each tensor device has one of the 8 kv heads, becomes 4 layers of 32
+features with 2 kv heads on pipeline 2, data 2, context 2, tensor 2: 16 processes, of seconds. What it cannot find are mistakes
+that only large numbers make: overflow of an index, a kernel that fails at its largest size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shardwise.config import (
+    AXES,
+    Config,
+    Layout,
+    Model,
+    Train,
+    context_attention,
+    divisors,
+    from_tables,
+    sequence_multiple,
+    stages_on_a_rank,
+)
+from shardwise.plan import count, flops_per_token, micro_batch_size
+from shardwise.verify.stand_in import is_at_hand, stand_in
+
+Facts = tuple[bool, ...]
+"""The most important first."""
+Changes = dict[str, tuple[Any, Any]]
+"""From "section.key" to the value before and the value after."""
+
+MOST_DEVICES = 16
+MOST_PARAMETERS = 2_000_000
+MOST_FLOPS = 1e11
+"""Of one step, forward and backward, for the whole batch: a few seconds in float64 on two cores."""
+
+DEGREES = (2, 4)
+EXPERT_DEGREES = (2, 4, 8)
+MOST_HEADS = 16
+MOST_EXPERTS = 16
+SEQUENCE = 32
+HEAD_DIMS = (8, 16)
+HIDDEN = 16
+INNER = 4
+BYTE_IDS = 257
+
+_Value = TypeVar("_Value")
+
+
+def shrink(config: Config, most_devices: int = MOST_DEVICES, folder: Path | None = None) -> tuple[Config, Changes | None]:
+    """The job, or the smallest with its structure if it is too large to prove here, and what changed (None: nothing).
+
+    `folder` is where random text goes if the job's own cannot be used; left out: the job's `data.cache`.
+    """
+    small, large = config, is_large(config, most_devices)
+    if large:
+        small = _smallest(config, most_devices)
+    if not is_at_hand(config.data, only_bytes=large):
+        if small.model.vocabulary < BYTE_IDS:
+            layout = _with_data(small)
+            small = _changed(small, "model", {"vocabulary": _vocabulary(small.model, layout, layout)})
+        data = stand_in(small.data, folder or Path(config.data.cache))
+        small = _changed(small, "data", data.model_dump())
+    small = _checked(small)
+    return small, changes(config, small) or None
+
+
+def is_large(config: Config, most_devices: int = MOST_DEVICES) -> bool:
+    """Whether a proof would need too many processes, too much memory or too much time."""
+    layout, tokens = config.layout, config.train.global_batch * config.data.sequence_length
+    devices = layout.fixed * max(1, layout.data)
+    flops = flops_per_token(config.model, config.data.sequence_length) * tokens
+    return devices > most_devices or count(config.model) > MOST_PARAMETERS or flops > MOST_FLOPS
+
+
+def changes(before: Config, after: Config) -> Changes:
+    """Every value that differs."""
+    old, new = before.model_dump(), after.model_dump()
+    return {f"{name}.{key}": (value, new[name][key]) for name, table in old.items() for key, value in table.items()
+            if value != new[name][key]}  # fmt: skip
+
+
+def _smallest(config: Config, most_devices: int) -> Config:
+    layout = _with_data(config)
+    model, small_layout = _degrees(config.model, layout, most_devices)
+    model, small_layout = _depth(config.model, layout, model, small_layout)
+    length = _sequence_length(config.data.sequence_length, model, small_layout)
+    model = _widths(config.model, layout, model, small_layout)
+    model = model.model_copy(update=_positions(config, layout, length, small_layout))
+    small = _changed(config, "model", model.model_dump())
+    small = _changed(small, "layout", small_layout.model_dump())
+    small = _changed(small, "data", {"sequence_length": length})
+    return _changed(small, "train", _batch(config.train, layout, small_layout))
+
+
+def _checked(config: Config) -> Config:
+    """Through the rules that every job must keep."""
+    tables = {
+        name: {key: value for key, value in table.items() if value is not None} for name, table in config.model_dump().items()
+    }
+    tables["train"].setdefault("clip", False)
+    return from_tables(tables, "the shrunk job")
+
+
+def _changed(config: Config, section: str, values: dict[str, Any]) -> Config:
+    table = getattr(config, section)
+    return config.model_copy(update={section: type(table).model_validate({**table.model_dump(), **values})})
+
+
+def _closest(
+    candidates: Iterable[_Value],
+    facts: Callable[[_Value], Facts],
+    wanted: Facts,
+    cost: Callable[[_Value], Any] = lambda value: value,
+) -> _Value:
+    """The cheapest of the candidates that come nearest to the wanted facts."""
+    return min(candidates, key=lambda candidate: (_missed(facts(candidate), wanted), cost(candidate)))
+
+
+def _missed(facts: Facts, wanted: Facts) -> Facts:
+    """True where a fact differs. Such tuples compare like numbers in binary: the most important fact decides."""
+    return tuple(fact != want for fact, want in zip(facts, wanted, strict=True))
+
+
+# -- degrees, heads and experts, which must fit each other --------------------------------------------------------------
+
+
+def _with_data(config: Config) -> Layout:
+    """`data = -1` takes the devices that are left over. Here those are as few as the experts need; two if there is no other
+    axis, because then they are what there is to prove."""
+    layout = config.layout
+    if layout.data > 0:
+        return layout
+    needed = layout.expert // math.gcd(layout.expert, layout.context * layout.tensor)
+    several = 2 if layout.fixed == 1 and config.train.global_batch % 2 == 0 else 1
+    return layout.model_copy(update={"data": max(needed, several)})
+
+
+def _degrees(model: Model, layout: Layout, most_devices: int) -> tuple[Model, Layout]:
+    """Degrees of every axis, heads and experts. Too many processes weigh more than a missed fact, unless no choice has fewer."""
+
+    def missed(pair: tuple[Model, Layout]) -> Facts:
+        return _missed(_group_facts(*pair), wanted)
+
+    wanted = _group_facts(model, layout)
+    pairs = [(_experts(model, layout, _heads(model, layout, smaller), smaller), smaller) for smaller in _layouts(layout)]
+    fitting = [pair for pair in pairs if fits(*pair)] or pairs
+    fewest = min(pair[1].world for pair in fitting)
+    allowed = [pair for pair in fitting if pair[1].world <= max(most_devices, fewest)]
+    return min(allowed, key=lambda pair: (missed(pair), pair[1].world, pair[1].expert, pair[0].heads, pair[0].experts))
+
+
+def _layouts(layout: Layout) -> Iterator[Layout]:
+    """Every choice of small degrees: an axis above 1 stays above 1."""
+    names = [axis for axis in AXES if getattr(layout, axis) > 1]
+    small = [EXPERT_DEGREES if axis == "expert" else DEGREES for axis in names]
+    choices = [
+        [degree for degree in degrees if degree <= getattr(layout, axis)] for axis, degrees in zip(names, small, strict=True)
+    ]
+    for degrees in product(*choices):
+        yield layout.model_copy(update=dict(zip(names, degrees, strict=True)))
+    yield layout  # a hard case may have no smaller form
+
+
+def fits(model: Model, layout: Layout) -> bool:
+    """Whether heads and experts can be dealt out over these degrees at all."""
+    left = layout.expert
+    for size in (layout.tensor, layout.context, layout.data):  # experts borrow ranks innermost first
+        if left % size and size % left:
+            return False
+        left = left // size if left % size == 0 else 1
+    return left == 1 and model.experts % layout.expert == 0 and _heads_fit(model, layout)
+
+
+def _heads_fit(model: Model, layout: Layout) -> bool:
+    alike = model.kv_heads % layout.tensor == 0 or layout.tensor % model.kv_heads == 0
+    dealt = layout.attention != "ulysses" or model.heads // layout.tensor % layout.context == 0
+    return model.heads % layout.tensor == 0 and alike and dealt
+
+
+def _group_facts(model: Model, layout: Layout) -> Facts:
+    return (*_head_facts(model, layout), *_expert_facts(model, layout), *_borrowing_facts(layout))
+
+
+def _head_facts(model: Model, layout: Layout) -> Facts:
+    heads, kv_heads, tensor, context = model.heads, model.kv_heads, layout.tensor, layout.context
+    own, own_kv = heads // tensor, max(1, kv_heads // tensor)
+    shared = (kv_heads == heads, kv_heads < tensor, kv_heads == tensor)
+    meeting = context_attention(model, layout) == "ulysses"
+    return (*shared, meeting, kv_heads == 1, heads == tensor, own_kv % context == 0, own % context == 0)
+
+
+def _heads(given: Model, layout: Layout, smaller: Layout) -> Model:
+    pairs = [
+        (heads, kv) for heads in range(1, min(given.heads, MOST_HEADS) + 1) for kv in divisors(heads) if kv <= given.kv_heads
+    ]
+    shapes = [given.model_copy(update={"heads": heads, "kv_heads": kv}) for heads, kv in [*pairs, (given.heads, given.kv_heads)]]
+    return _closest(
+        [shape for shape in shapes if _heads_fit(shape, smaller)] or shapes[-1:],
+        lambda model: _head_facts(model, smaller),
+        _head_facts(given, layout),
+        lambda model: (model.heads, model.kv_heads),
+    )
+
+
+def _expert_facts(model: Model, layout: Layout) -> Facts:
+    if not model.experts:
+        return ()
+    holders = (
+        layout.tensor * layout.context * layout.data // layout.expert
+    )  # devices with the same experts, which share their states
+    own = model.experts // layout.expert
+    chosen = (model.experts_per_token == 1, model.experts_per_token == model.experts)
+    return (*chosen, own == 1, own % max(1, holders) == 0)
+
+
+def _experts(given: Model, layout: Layout, model: Model, smaller: Layout) -> Model:
+    """Fewer experts; a token that visits several visits two."""
+    if not given.experts:
+        return model
+    numbers = range(smaller.expert, min(given.experts, MOST_EXPERTS) + 1, smaller.expert)
+    pairs = [(number, chosen) for number in numbers for chosen in range(1, min(number, given.experts_per_token) + 1)]
+    pairs.append((given.experts, given.experts_per_token))
+    found = _closest(
+        [model.model_copy(update={"experts": number, "experts_per_token": chosen}) for number, chosen in pairs],
+        lambda model: _expert_facts(model, smaller),
+        _expert_facts(given, layout),
+        lambda model: (model.experts, model.experts_per_token),
+    )
+    return found.model_copy(update={"shared_experts": min(2, given.shared_experts)})
+
+
+def _borrowing_facts(layout: Layout) -> Facts:
+    """From which axes the experts borrow ranks, and whether all of an axis or some."""
+    tensor = layout.tensor
+    context, data = tensor * layout.context, tensor * layout.context * layout.data
+    return tuple(fact for size in (tensor, context, data) for fact in (layout.expert < size, layout.expert == size))
+
+
+# -- depth and batch ----------------------------------------------------------------------------------------------------
+
+
+def _depth(given: Model, layout: Layout, model: Model, smaller: Layout) -> tuple[Model, Layout]:
+    """As few layers as show the same cut into stages: even or not, one block a stage or more."""
+    stages, fewer = layout.pipeline * stages_on_a_rank(layout), smaller.pipeline * stages_on_a_rank(smaller)
+    if layout.stages is not None:
+        by_hand = _cut_by_hand(layout.stages, fewer)
+        return model.model_copy(update={"layers": sum(by_hand)}), smaller.model_copy(update={"stages": by_hand})
+    layers = _closest(
+        range(1, given.layers + 1),
+        lambda layers: (layers >= fewer, layers % fewer == 0, layers // fewer > 1),
+        (given.layers >= stages, given.layers % stages == 0, given.layers // stages > 1),
+    )
+    return model.model_copy(update={"layers": layers}), smaller
+
+
+def _cut_by_hand(blocks: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    """The first and the last stages of a cut, with the order of their sizes; a cut that was uneven still is."""
+    front = blocks[: stages - stages // 2]
+    kept = (*front, *blocks[len(blocks) - (stages - len(front)) :])
+    sizes = sorted(set(kept))
+    ranked = tuple(1 + sizes.index(size) for size in kept)
+    flattened = len(sizes) == 1 and len(set(blocks)) > 1
+    return (*ranked[:-1], ranked[-1] + 1) if flattened else ranked
+
+
+def _batch(train: Train, layout: Layout, smaller: Layout) -> dict[str, Any]:
+    """One or two sequences a micro-batch, and as few micro-batches as keep their relation to the length of the pipeline."""
+    asked = train.micro_batch is not None
+    sizes = product(range(1, 8 * smaller.pipeline + 1), (1, 2) if asked else (None,))
+    batches = [
+        train.model_copy(update={"global_batch": share * smaller.data_parallel, "micro_batch": rows})
+        for share, rows in sizes
+        if rows is None or share % rows == 0
+    ]
+    found = _closest(
+        [batch for batch in batches if batch.global_batch <= train.global_batch] or [train],
+        lambda batch: _batch_facts(batch, smaller),
+        _batch_facts(train, layout),
+        lambda batch: batch.global_batch,
+    )
+    return {"global_batch": found.global_batch, "micro_batch": found.micro_batch}
+
+
+def _batch_facts(train: Train, layout: Layout) -> Facts:
+    rows = micro_batch_size(train, layout)
+    micro_batches, pipeline = train.global_batch // layout.data_parallel // rows, layout.pipeline
+    enough = micro_batches > pipeline
+    return (rows > 1, micro_batches == 1, enough, enough and micro_batches % pipeline == 0, micro_batches >= 2 * pipeline)
+
+
+def _sequence_length(length: int, model: Model, layout: Layout) -> int:
+    """A multiple of what `context` and `tensor` need, as short as shows more than a token or two on each device."""
+    unit = sequence_multiple(model, layout)
+    short = -(-SEQUENCE // unit) * unit
+    return short if short <= length else max(1, length // unit) * unit
+
+
+def _positions(config: Config, layout: Layout, length: int, smaller: Layout) -> dict[str, int]:
+    """A learned table of positions holds memory, and its rows are dealt out over the devices that share states."""
+    model = config.model
+    if model.positions != "learned":
+        return {}
+    longer = model.max_positions > config.data.sequence_length
+    return {
+        "max_positions": _closest(
+            range(length, model.max_positions + 1)[: 2 * SEQUENCE],
+            lambda rows: (rows > length, rows % smaller.shards == 0),
+            (longer, model.max_positions % layout.shards == 0),
+        )
+    }
+
+
+# -- widths -------------------------------------------------------------------------------------------------------------
+
+
+def _widths(given: Model, layout: Layout, model: Model, smaller: Layout) -> Model:
+    model = model.model_copy(update=_hidden(given, layout, model, smaller))
+    model = model.model_copy(update={"ffn": _inner("ffn", given, layout, model, smaller)})
+    if given.expert_ffn is not None:
+        model = model.model_copy(update={"expert_ffn": _inner("expert_ffn", given, layout, model, smaller)})
+    return model.model_copy(update={"vocabulary": _vocabulary(given, layout, smaller)})
+
+
+def _hidden(given: Model, layout: Layout, model: Model, smaller: Layout) -> dict[str, int]:
+    """Features of the residual stream, and of a head: as wide together as they were to each other."""
+    head_dims = range(min(given.head_dim, HEAD_DIMS[0]), min(given.head_dim, HEAD_DIMS[1]) + 1)
+    widest = min(given.hidden, 2 * model.heads * HEAD_DIMS[1] + HIDDEN)
+    pairs = list(product(head_dims, range(min(given.hidden, HIDDEN), widest + 1)))
+
+    def facts(head_dim: int, hidden: int, heads: int, shards: int) -> Facts:
+        joined = heads * head_dim
+        return (head_dim % 2 == 0, hidden < joined, hidden == joined, hidden % shards == 0, hidden % 2 == 0)
+
+    head_dim, hidden = _closest(
+        [*pairs, (given.head_dim, given.hidden)],
+        lambda pair: facts(*pair, model.heads, smaller.shards),
+        facts(given.head_dim, given.hidden, given.heads, layout.shards),
+        lambda pair: (pair[1], pair[0]),
+    )
+    return {"head_dim": head_dim, "hidden": hidden}
+
+
+def _inner(field: str, given: Model, layout: Layout, model: Model, smaller: Layout) -> int:
+    """Inner features of the feed-forward layer, or of an expert; shared experts are one layer of their joint width."""
+    old: int = getattr(given, field)
+
+    def facts(width: int, shape: Model, layout: Layout) -> Facts:
+        return (width < shape.hidden, width == shape.hidden, *_split_facts(width * max(1, shape.shared_experts), layout))
+
+    most = min(old, 2 * model.hidden + 2 * smaller.tensor * smaller.shards)
+    candidates: list[int] = [*range(min(old, INNER), most + 1), old]
+    return _closest(candidates, lambda width: facts(width, model, smaller), facts(old, given, layout))
+
+
+def _vocabulary(given: Model, layout: Layout, smaller: Layout) -> int:
+    """Ids: at least those of the byte tokenizer, as evenly or unevenly dealt out as before."""
+    candidates = range(BYTE_IDS, BYTE_IDS + 2 * smaller.tensor * smaller.shards)
+    return _closest(candidates, lambda ids: _split_facts(ids, smaller), _split_facts(given.vocabulary, layout))
+
+
+def _split_facts(rows: int, layout: Layout) -> Facts:
+    """Whether rows divide over the tensor devices, and what each then has over those that share its states."""
+    return (rows % layout.tensor == 0, -(-rows // layout.tensor) % layout.shards == 0)

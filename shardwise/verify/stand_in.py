@@ -1,0 +1,65 @@
+"""Text to prove a job on, where its own is not at hand.
+
+A proof compares two computations of the same batches; what the batches say does not matter, only that many ids occur and that
+documents end inside of sequences. So a job whose data live on another machine, whose tokenizer has more ids than the shrunk
+vocabulary, or whose text would take minutes to tokenise, is proven on random bytes: 96 KiB of short documents, the same every
+time, under the byte tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from pathlib import Path
+
+from shardwise.config import Data
+from shardwise.data import Index
+from shardwise.data.ownership import is_begun, is_prepared
+from shardwise.data.shards import write_whole
+from shardwise.data.sources import find_files
+from shardwise.data.tokenizer import BYTES, tokenizer_fingerprint
+from shardwise.errors import UserError
+
+NAME = "random-text.jsonl"
+FIELD = "text"
+CHARACTERS = 96 << 10
+LONGEST_DOCUMENT = 60
+QUICK_BYTES = 16 << 20
+"""The most text that is tokenised just for a proof."""
+_LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n\tßéжλ中😀"
+
+
+def is_at_hand(data: Data, only_bytes: bool) -> bool:
+    """Whether the job's own data can be read here, quickly; `only_bytes`: and have no other ids than the byte tokenizer's."""
+    try:
+        tokenizer_fingerprint(data.tokenizer)
+        paths = [source.path for source in data.sources] or [data.source or ""]
+        return all(_readable(path, data.tokenizer, only_bytes) for path in paths)
+    except UserError:
+        return False
+
+
+def _readable(path: str, tokenizer: str, only_bytes: bool) -> bool:
+    if is_prepared(Path(path)):
+        return not only_bytes or Index.read(Path(path)).tokenizer == BYTES
+    quick = not is_begun(Path(path)) and sum(file.size for file in find_files(path)) <= QUICK_BYTES
+    return quick and (tokenizer == BYTES or not only_bytes)
+
+
+def stand_in(data: Data, folder: Path) -> Data:
+    """The same data section over random text, which is written into the folder unless it is there."""
+    path = folder / NAME
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, _text().encode())
+    return data.model_copy(update={"source": str(path), "sources": (), "tokenizer": BYTES, "text_field": FIELD})
+
+
+def _text() -> str:
+    draw, lines, left = random.Random(0), [], CHARACTERS
+    while left > 0:
+        document = "".join(draw.choices(_LETTERS, k=draw.randint(1, LONGEST_DOCUMENT)))
+        lines.append(json.dumps({FIELD: document}))
+        left -= len(document)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,203 @@
+"""From what every rank found to a verdict, in plain numbers and without torch.
+
+**Error of a quantity** (the gradient of a parameter at a step, a weight after the last): the norm of the difference over the norm
+of the reference. A parameter lies in slices on the ranks, so squares are summed over the slices that tile it; where several ranks
+hold the same slice, the worst copy counts. That the slices tile the parameter is checked too: an element that nobody holds is a
+failure.
+
+**Yardstick.** Some gradients are zero in exact arithmetic: a bias of the keys adds the same to all of a softmax's scores. Such a
+reference is rounding noise, and a norm relative to it would be too. So the reference's norm is taken as at least FLOOR times that
+of an average parameter of the same size, which still shows an error as large as the gradient itself down to 1e-13 of the average:
+the level of the rounding. A weight is measured against at least what one step may move it by (a bias begins at zero); where the
+gradient is such noise, Adam divides noise by noise, and the average weight is the yardstick.
+
+**Limit.** 1e-9 in float64. In a shorter dtype the same layout cannot be that close, and no constant is right for every model;
+there the truth is one device in float64, and the limit is what the dtype itself costs: ALLOWANCE times the error of one device
+in that dtype, or of one rounding if that is more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.verify.findings import Box, Key, RankReport, Truth
+from shardwise.verify.job import ROUNDING, Dtype
+
+LIMIT = 1e-9
+ALLOWANCE = 8.0
+FLOOR = 1e-4
+NOISE = 1e-9
+"""A gradient smaller than this share of the average one, element by element, is taken to be zero but for rounding."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far one quantity is off, where it is worst."""
+
+    parameter: str
+    quantity: str
+    relative_error: float
+    limit: float
+    step: int
+    ranks: tuple[int, ...]
+    """Ranks that hold a slice with an error above the limit; if there is none, those with the largest."""
+    rounding_cost: float | None = None
+    """In a dtype shorter than float64: the error of one device."""
+
+    @property
+    def passes(self) -> bool:
+        """Not above the limit; not a number never passes."""
+        return self.relative_error <= self.limit
+
+    def to_json(self, dtype: Dtype) -> dict[str, Any]:
+        """As --json shows it."""
+        cost = {} if self.rounding_cost is None else {"rounding_cost": self.rounding_cost}
+        return {
+            "parameter": self.parameter,
+            "quantity": self.quantity,
+            "relative_error": finite(self.relative_error),
+            "rounding_units": finite(self.relative_error / ROUNDING[dtype]),
+            "limit": self.limit,
+            "step": self.step,
+            "ranks": list(self.ranks),
+            "pass": self.passes,
+            **cost,
+        }
+
+
+def finite(number: float) -> float:
+    """JSON has no infinity and no NaN."""
+    return number if math.isfinite(number) else 1e308
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All errors, worst first, and what else is wrong."""
+
+    errors: tuple[Error, ...]
+    faults: tuple[str, ...]
+    """Parameters without a gradient, elements that nobody holds."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether the layout computes what one device computes."""
+        return not self.faults and all(error.passes for error in self.errors)
+
+    def failing(self, quantity: str | None = None) -> list[Error]:
+        """What is off, or off in this quantity, worst first."""
+        return [error for error in self.errors if quantity in (None, error.quantity) and not error.passes]
+
+
+def judge(reports: Sequence[RankReport], truth: Truth, cost: RankReport | None, dtype: Dtype) -> Verdict:
+    """The verdict on a layout; `cost` is one device in the same dtype, where that is not float64."""
+    yardstick = Yardstick(truth)
+    costs = {} if cost is None else {key: error.relative_error for key, error in _errors([cost], yardstick).items()}
+    found = _errors(reports, yardstick)
+    limited = [_with_limit(error, costs.get(key), dtype) for key, error in found.items()]
+    worst = sorted(_worst_step(limited), key=_severity, reverse=True)
+    marked = [replace(error, ranks=_ranks(error, reports, yardstick)) for error in worst]
+    return Verdict(tuple(marked), tuple(_faults(reports, truth)))
+
+
+def _with_limit(error: Error, cost: float | None, dtype: Dtype) -> Error:
+    limit = LIMIT if cost is None else ALLOWANCE * max(cost, ROUNDING[dtype])
+    return replace(error, limit=limit, rounding_cost=cost)
+
+
+def _severity(error: Error) -> float:
+    severity = error.relative_error / error.limit
+    return math.inf if math.isnan(severity) else severity
+
+
+def _worst_step(errors: Iterable[Error]) -> list[Error]:
+    """One for each parameter and quantity. The first step that fails: later ones inherit from it; else the worst."""
+    by_name: dict[tuple[str, str], list[Error]] = defaultdict(list)
+    for error in errors:
+        by_name[error.parameter, error.quantity].append(error)
+    failing = {name: [error for error in own if not error.passes] for name, own in by_name.items()}
+    return [
+        min(failing[name], key=lambda error: error.step) if failing[name] else max(own, key=_severity)
+        for name, own in by_name.items()
+    ]
+
+
+class Yardstick:
+    """What the norm of an error is divided by."""
+
+    def __init__(self, truth: Truth) -> None:
+        self._truth = truth
+        self._sizes = {**truth.shapes, **truth.buffers}
+        sums: dict[tuple[str, int], float] = defaultdict(float)
+        for (_, quantity, step), square in truth.squares.items():
+            sums[quantity, step] += square
+        elements = sum(math.prod(shape) for shape in truth.shapes.values())
+        self._average = {key: math.sqrt(square / max(1, elements)) for key, square in sums.items()}
+
+    def __call__(self, key: Key) -> float:
+        """For a whole parameter."""
+        name, quantity, step = key
+        norm, root = math.sqrt(self._truth.squares[key]), math.sqrt(math.prod(self._sizes.get(name, ())))
+        average = self._average[quantity, step]
+        if quantity == "gradient":
+            return max(norm, FLOOR * average * root)
+        if quantity != "weight":
+            return norm or 1.0
+        moved = average if self._is_noise(name) else self._truth.learning_rate
+        return max(norm, moved * root)
+
+    def _is_noise(self, name: str) -> bool:
+        root, squares = math.sqrt(math.prod(self._sizes[name])), self._truth.squares
+        steps = range(1, len(self._truth.losses) + 1)
+        return any(math.sqrt(squares[name, "gradient", step]) < NOISE * self._average["gradient", step] * root for step in steps)
+
+
+def _errors(reports: Sequence[RankReport], yardstick: Yardstick) -> dict[Key, Error]:
+    tiles: dict[Key, dict[Box, float]] = defaultdict(dict)
+    for report in reports:
+        for piece in report.pieces:
+            own = tiles[piece.key]
+            own[piece.box] = max(own.get(piece.box, 0.0), _or_infinite(piece.difference))
+    return {key: Error(*key[:2], math.sqrt(sum(own.values())) / yardstick(key), LIMIT, key[2], ()) for key, own in tiles.items()}
+
+
+def _or_infinite(number: float) -> float:
+    return math.inf if math.isnan(number) else number
+
+
+def _ranks(error: Error, reports: Sequence[RankReport], yardstick: Yardstick) -> tuple[int, ...]:
+    """Whose copy is off: above the limit by itself, or else the worst."""
+    key = (error.parameter, error.quantity, error.step)
+    offs: dict[int, float] = {}
+    for report in reports:
+        for piece in report.pieces:
+            if piece.key == key:
+                off = math.sqrt(_or_infinite(piece.difference)) / yardstick(key)
+                offs[report.rank] = max(off, offs.get(report.rank, 0.0))
+    above = tuple(rank for rank, off in offs.items() if off > error.limit)
+    return above or tuple(rank for rank, off in offs.items() if off == max(offs.values()))
+
+
+def _faults(reports: Sequence[RankReport], truth: Truth) -> Iterator[str]:
+    """What is wrong without any number being off."""
+    for name in truth.shapes:
+        if ranks := [report.rank for report in reports if name in report.missing]:
+            yield f"{name} has no gradient on ranks {', '.join(map(str, ranks))}"
+    boxes: dict[str, set[Box]] = defaultdict(set)
+    for report in reports:
+        for piece in report.pieces:
+            if piece.key[1] in ("weight", "buffer"):
+                boxes[piece.key[0]].add(piece.box)
+    for name, shape in {**truth.shapes, **truth.buffers}.items():
+        if name not in boxes:
+            yield f"{name} is not held by any rank"
+        elif uncovered := math.prod(shape) - sum(map(_volume, boxes[name])):
+            what = f"{uncovered} of its elements are" if uncovered > 0 else f"{-uncovered} elements too many are"
+            yield f"{name}: {what} {'not held by any rank' if uncovered > 0 else 'held in slices that overlap'}"
+
+
+def _volume(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)

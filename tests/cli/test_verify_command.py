@@ -1,0 +1,97 @@
+"""`shardwise verify` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardwise.config import AXES
+
+ROOT = Path(__file__).parents[2]
+JOB = "examples/verify.toml"
+FIELDS = {"pass", "layout", "dtype", "steps", "loss", "worst", "parameters", "shrunk", "seconds"}
+
+
+def test_json_is_all_that_goes_to_standard_output(shardwise) -> None:
+    done = shardwise("verify", JOB, "layout.expert=2", "--steps", "1", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert found.keys() >= FIELDS
+    assert found["pass"] is True
+    assert (found["layout"]["expert"], found["layout"]["data"], found["world"]) == (2, 2, 2)
+    assert (found["dtype"], found["steps"], found["shrunk"]) == ("float64", 1, None)
+    assert found["worst"].keys() >= {"parameter", "quantity", "relative_error"}
+    assert found["worst"]["relative_error"] < 1e-9
+
+
+def test_a_failure_is_status_1_and_says_what_and_where(shardwise) -> None:
+    done = shardwise("verify", JOB, "layout.tensor=2", "--steps", "1", "--sabotage", "drop-all-reduce")
+    assert done.returncode == 1, done.stderr
+    assert "FAIL: tensor 2, zero 0, on 2 processes" in done.stdout
+    assert "missing reduction over tensor" in done.stdout
+    assert "attention_norm.weight" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--dtype", "float8"], "float64, float32, bfloat16"),
+        (["--sabotage", "everything"], "drop-all-reduce"),
+        (["layout.data=1", "--sabotage", "drop-all-reduce"], "layout.data=2"),
+        (["layout.data=3"], "train.global_batch = 8"),
+    ],
+)
+def test_a_mistake_is_status_2_and_one_message(shardwise, arguments: list[str], says: str) -> None:
+    done = shardwise("verify", JOB, *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_command(tmp_path: Path, sent: signal.Signals) -> None:
+    command = [sys.executable, "-m", "shardwise", "verify", str(ROOT / JOB), "layout.data=4", "--steps", "500", "--json"]
+    started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert started.stderr is not None
+    assert any("one device" in line for line in started.stderr)
+    time.sleep(1)
+    children = psutil.Process(started.pid).children(recursive=True)
+    assert len(children) >= 4
+    started.send_signal(sent)
+    out, errors = started.communicate(timeout=60)
+    assert started.returncode == (130 if sent == signal.SIGINT else -sent)
+    assert "Traceback" not in errors
+    assert not out
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+
+
+def pairs() -> list[list[str]]:
+    axes = [axis for axis in AXES if axis != "replica"]
+    alone = [[f"layout.{axis}=2"] for axis in AXES]
+    return alone + [[f"layout.{a}=2", f"layout.{b}=2"] for index, a in enumerate(axes) for b in axes[index + 1 :]]
+
+
+MORE = [
+    ["layout.pipeline=2", "layout.data=2", "layout.tensor=2"],
+    ["layout.data=2", "layout.context=2", "layout.tensor=2"],
+    ["layout.data=2", "layout.expert=2", "layout.tensor=2"],
+    ["layout.pipeline=2", "layout.context=2", "layout.data=2"],
+    ["layout.pipeline=2", "layout.context=2", "layout.data=2", "layout.tensor=2", "layout.expert=2"],
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [*pairs(), *MORE], ids=" ".join)
+def test_every_axis_every_pair_and_all_five_pass(shardwise, layout: list[str]) -> None:
+    done = shardwise("verify", JOB, *layout, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["pass"]

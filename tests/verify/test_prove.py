@@ -1,0 +1,238 @@
+"""A right layout passes, a broken one fails, and the fault is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from ranks.jobs import GPT, LLAMA
+
+from shardwise.config import Config, from_tables
+from shardwise.errors import RunFailed, UserError
+from shardwise.verify import prove as proving
+from shardwise.verify.prove import Result, prove
+
+MODEL = {**LLAMA, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
+EXPERTS = {**MODEL, "experts": 4, "experts_per_token": 2, "expert_ffn": 20, "shared_experts": 1, "balance_loss": 0.01,
+           "router_z_loss": 0.001, "balance_bias": 0.001}  # fmt: skip
+TIED = {**GPT, "layers": 3, "heads": 4, "kv_heads": 4, "hidden": 24, "max_positions": 48}
+
+
+def job(source: str, layout: dict[str, Any], model: dict[str, Any] = MODEL, **train: Any) -> Config:
+    return from_tables(
+        {
+            "model": model,
+            "data": {"source": source, "sequence_length": 24},
+            "train": {"global_batch": 8, "micro_batch": 2, "learning_rate": 0.01, "clip": 0.5, "warmup": 50, **train},
+            "layout": layout,
+        }
+    )
+
+
+def shown(result: Result) -> dict[str, Any]:
+    """As a reader of --json gets it."""
+    read: dict[str, Any] = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    return read
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ({"data": 2, "zero": 3}, MODEL),
+        pytest.param({"replica": 2}, EXPERTS, marks=pytest.mark.full),
+        pytest.param({"tensor": 4}, MODEL, marks=pytest.mark.full),
+        ({"tensor": 2}, TIED),
+        ({"pipeline": 2, "data": 1}, TIED),
+        ({"context": 2, "pipeline": 2}, EXPERTS),
+        ({"expert": 2, "tensor": 2, "data": 2}, EXPERTS),
+    ],
+    ids=lambda value: "" if "layers" in value else str(value),
+)
+def test_a_layout_passes(corpus: str, layout: dict[str, Any], model: dict[str, Any]) -> None:
+    found = shown(prove(job(corpus, layout, model), steps=2))
+    assert found["pass"], found["worst"]
+    assert found["worst"]["relative_error"] < 1e-9
+    assert math.isclose(found["loss"]["reference"], found["loss"]["parallel"], rel_tol=1e-12)
+    assert found["diagnosis"] is None
+
+
+def test_the_report_covers_every_parameter(corpus: str) -> None:
+    from shardwise.models import Transformer
+
+    found = shown(prove(job(corpus, {"tensor": 2}, EXPERTS), steps=1))
+    names = {
+        name for name, _ in Transformer(from_tables({"model": EXPERTS, "data": {"source": corpus}}).model).named_parameters()
+    }
+    for quantity in ("gradient", "weight"):
+        assert {row["parameter"] for row in found["parameters"] if row["quantity"] == quantity} == names
+    assert {"blocks.0.feed_forward.router.bias"} <= {
+        row["parameter"] for row in found["parameters"] if row["quantity"] == "buffer"
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_short_dtype_is_held_against_its_own_rounding(corpus: str, dtype: Any) -> None:
+    found = shown(prove(job(corpus, {"data": 2}), steps=2, dtype=dtype))
+    assert found["pass"], found["worst"]
+    rows = found["parameters"]
+    assert all(row["rounding_cost"] > 0 for row in rows if row["quantity"] == "gradient")
+    assert max(row["relative_error"] for row in rows) > 1e-9, "a short dtype cannot be that exact"
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_does_not_fail(corpus: str) -> None:
+    """The bias of the keys."""
+    found = shown(prove(job(corpus, {"data": 2, "zero": 2}, TIED), steps=3))
+    assert found["pass"], found["worst"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis", "names"),
+    [
+        ({"data": 2}, "data", "head.weight"),
+        ({"data": 2, "zero": 3}, "data", "blocks.0.attention.query.weight"),
+        pytest.param({"context": 2, "tensor": 2}, "context", "blocks.0.attention.query.weight", marks=pytest.mark.full),
+        ({"tensor": 2}, "tensor", "blocks.0.attention_norm.weight"),
+    ],
+    ids=str,
+)
+def test_a_dropped_all_reduce_is_found(corpus: str, layout: dict[str, Any], axis: str, names: str) -> None:
+    found = shown(prove(job(corpus, layout), steps=1, sabotage="drop-all-reduce"))
+    broken, causes = found["sabotage"], found["diagnosis"]["causes"]
+    assert not found["pass"]
+    assert {cause["what"] for cause in causes} == {f"missing reduction over {axis}"}
+    assert broken["axis"] == axis
+    assert all(broken["rank"] in cause["ranks"] for cause in causes)  # a later sum over `tensor` carries it to others
+    parameters = {name for cause in causes for name in cause["parameters"]}
+    assert names in parameters
+    assert parameters == set(broken.get("parameters", parameters))
+
+
+def test_a_dropped_all_reduce_over_stages_is_found_in_the_norm(corpus: str) -> None:
+    found = shown(prove(job(corpus, {"pipeline": 2}), steps=2, sabotage="drop-all-reduce"))
+    (cause,) = found["diagnosis"]["causes"]
+    assert not found["pass"]
+    assert "gradient norm" in cause["what"]
+    assert (cause["axis"], cause["ranks"]) == ("pipeline", [found["sabotage"]["rank"]])
+
+
+@pytest.mark.parametrize(
+    "layout", [{"pipeline": 2}, pytest.param({"data": 2, "tensor": 2, "zero": 3}, marks=pytest.mark.full)], ids=str
+)
+def test_a_scaled_gradient_is_found(corpus: str, layout: dict[str, Any]) -> None:
+    found = shown(prove(job(corpus, layout), steps=1, sabotage="scale-gradient"))
+    (cause,) = found["diagnosis"]["causes"]
+    assert not found["pass"]
+    assert cause["parameters"] == [found["sabotage"]["parameter"]] == [found["worst"]["parameter"]]
+    assert (cause["what"], cause["ranks"]) == ("scaled by 1.01", [found["sabotage"]["rank"]])
+    assert math.isclose(cause["ratio"], 1.01)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "model", "recompute"),
+    [
+        ({"pipeline": 2, "schedule": "zb1p", "tensor": 2}, MODEL, "none"),
+        ({"pipeline": 2, "schedule": "dualpipev", "tensor": 2}, EXPERTS, "none"),
+        ({"pipeline": 2, "tensor": 2}, TIED, "full"),
+        ({"pipeline": 2, "schedule": "interleaved", "data": 2, "zero": 2}, MODEL, "none"),
+        ({"tensor": 4}, EXPERTS, "none"),
+        ({"tensor": 3, "data": 1}, {**TIED, "heads": 6, "kv_heads": 6, "hidden": 25, "ffn": 51}, "none"),
+        ({"tensor": 2}, {**MODEL, "kv_heads": 1}, "none"),
+        ({"tensor": 2, "context": 2, "attention": "ring"}, MODEL, "selective"),
+        ({"tensor": 2, "context": 2, "data": 2, "expert": 4, "zero": 3}, EXPERTS, "none"),
+    ],
+    ids=lambda value: "" if "layers" in value else str(value),
+)
+def test_a_fault_in_one_gradient_is_not_blamed_on_a_module(
+    corpus: str, layout: dict[str, Any], model: dict[str, Any], recompute: str
+) -> None:
+    """On every kind of split, the trace of a rank is held against the right part of the reference."""
+    found = shown(prove(job(corpus, layout, model, recompute=recompute), steps=1, sabotage="scale-gradient"))
+    assert found["diagnosis"]["forward"] is found["diagnosis"]["backward"] is None
+    assert [cause["parameters"] for cause in found["diagnosis"]["causes"]] == [[found["sabotage"]["parameter"]]]
+
+
+@pytest.mark.parametrize("layout", [{"context": 2}, pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.full)], ids=str)
+def test_swapped_chunks_are_found(corpus: str, layout: dict[str, Any]) -> None:
+    found = shown(prove(job(corpus, layout), steps=1, sabotage="swap-chunks"))
+    assert not found["pass"]
+    assert found["diagnosis"]["forward"]["module"] == "embedding"
+    assert found["diagnosis"]["forward"]["ranks"] == [found["sabotage"]["rank"]]
+
+
+@pytest.mark.parametrize("layout", [{"expert": 2}, pytest.param({"tensor": 2, "pipeline": 2}, marks=pytest.mark.full)], ids=str)
+def test_a_misrouted_token_is_found(corpus: str, layout: dict[str, Any]) -> None:
+    found = shown(prove(job(corpus, layout, EXPERTS), steps=1, sabotage="misroute-token"))
+    assert not found["pass"]
+    assert found["diagnosis"]["forward"]["module"] == found["sabotage"]["module"]
+    assert found["diagnosis"]["forward"]["module"].endswith("feed_forward.router")
+    assert found["diagnosis"]["forward"]["ranks"] == [found["sabotage"]["rank"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "needs"), [("drop-all-reduce", {"data": 1}, "layout.data=2"), ("misroute-token", {"data": 2}, "experts")]
+)
+def test_a_sabotage_that_cannot_be_says_what_it_needs(corpus: str, kind: Any, layout: dict[str, Any], needs: str) -> None:
+    with pytest.raises(UserError, match=needs):
+        prove(job(corpus, layout), sabotage=kind)
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    monkeypatch.setattr(proving, "COMPARE", f"layout_faults:measured_{fault}")
+    monkeypatch.setattr(proving, "COMPARE_TRACE", f"layout_faults:traced_{fault}")
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "what", "named"),
+    [
+        ("whole_weights_not_summed", {"tensor": 2}, "missing reduction over tensor", "norm.weight"),
+        ("whole_weights_summed_twice", {"tensor": 2}, "reduced twice, or not divided, over tensor", "norm.weight"),
+        ("copies_not_summed", {"data": 2, "context": 2}, "missing reduction over data x context", "embedding.weight"),
+        ("copies_averaged", {"data": 2}, "averaged where it should be summed, over data", "embedding.weight"),
+    ],
+)
+def test_a_wrong_reduction_is_named_with_its_axis(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, fault: str, layout: dict[str, Any], what: str, named: str
+) -> None:
+    broken(monkeypatch, fault)
+    diagnosis = shown(prove(job(corpus, layout), steps=1))["diagnosis"]
+    assert diagnosis["forward"] is diagnosis["backward"] is None
+    (cause,) = diagnosis["causes"]
+    assert cause["what"] == what
+    assert named in cause["parameters"]
+    if "whole" in fault:
+        assert all("norm" in name for name in cause["parameters"])
+
+
+def test_the_first_module_that_computes_something_else_is_named(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, "row_outputs_not_summed")
+    found = shown(prove(job(corpus, {"tensor": 2}), steps=1))["diagnosis"]["forward"]
+    assert (found["module"], found["ranks"]) == ("blocks.0.attention.output", [0, 1])
+
+
+def test_the_first_module_whose_gradient_differs_is_named(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, "gathered_inputs_not_summed_back")
+    diagnosis = shown(prove(job(corpus, {"tensor": 2}), steps=1))["diagnosis"]
+    assert diagnosis["forward"] is None
+    assert (diagnosis["backward"]["module"], diagnosis["backward"]["ranks"]) == ("norm", [0, 1])
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_wrong_update_is_told_from_wrong_gradients(corpus: str, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    broken(monkeypatch, "optimizer_skips_decay")
+    found = shown(prove(job(corpus, {"data": 2}), steps=steps))
+    (cause,) = found["diagnosis"]["causes"]
+    assert cause["what"] == "gradients agree, but not the weights after the update"
+    assert "blocks.0.attention.query.weight" in cause["parameters"]
+    assert steps > 1 or "norm.weight" not in cause["parameters"]
+
+
+@pytest.mark.parametrize(("fault", "says"), [("rank_dies", "exit status 3"), ("rank_raises", "a fault of the test")])
+def test_a_worker_that_fails_ends_everything_with_its_own_words(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, fault: str, says: str
+) -> None:
+    broken(monkeypatch, fault)
+    with pytest.raises(RunFailed, match=says):
+        prove(job(corpus, {"data": 2}), steps=1)
