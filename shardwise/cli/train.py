@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from shardwise.config import Config
+    from shardwise.config import Config, Layout
     from shardwise.mesh import Launched, Worker
 
 
@@ -112,10 +112,19 @@ def _start(config: Config, arguments: list[str], how: Launched, workers: int | N
             raise UserError(f"layout: {layout.world} devices do not divide over {nodes} nodes; give --workers, or layout.data=-1")
         asked = layout.world // nodes
     here = asked or local_gpus() or 1
-    choose(config, here * nodes, device_memory(here))
+    plan = choose(config, here * nodes, device_memory(here))
+    if config.model.module is not None:
+        _check_module(config, plan.layout)
     if here * nodes == 1:
         return _be_worker(config, Worker(0, 1, 0, 1, "localhost", 0, "this process"))
     return launch(["train", *arguments], here, node, Path(config.run.folder) / "logs")
+
+
+def _check_module(config: Config, layout: Layout) -> None:
+    """Only a job with a module of the user's own needs torch before the workers do."""
+    from shardwise.parallel import check_module
+
+    check_module(config, layout)
 
 
 def _be_worker(config: Config, worker: Worker) -> int:

@@ -62,14 +62,18 @@ def linear_cross_entropy(
 
     `hidden` is (tokens, hidden), `weight` (vocabulary, hidden) in any dtype, `targets` (tokens) with -100 for none. The
     matmuls run in the dtype of `hidden`, the softmax in float32 (or float64). Backward may run once; with
-    `split_backward` twice, with the same gradient: for the hidden states, then for the weight, as zero-bubble pipelines do.
+    `split_backward` in two halves, for the hidden states and for the weight, as zero-bubble pipelines do.
 
     With a `part` of the vocabulary, the loss is that of all parts, and the gradient of `hidden` is this part's share of it.
     """
     chunk = chunk or chunk_rows(hidden.shape[0], weight.shape[0], hidden.dtype, hidden.device.type)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, chunk, compiled, part, split_backward)  # type: ignore[no-untyped-call]
-        return loss
+        chosen = (targets, chunk, compiled, part)
+        if split_backward:
+            loss, gradient = _LinearCrossEntropy.apply(hidden, weight.detach(), *chosen, True)  # type: ignore[no-untyped-call]
+            return _with_gradient(loss, weight, gradient)
+        whole: Tensor = _LinearCrossEntropy.apply(hidden, weight, *chosen, False)  # type: ignore[no-untyped-call]
+        return whole
     return _loss_alone(hidden, weight.to(hidden.dtype), targets, chunk, part)
 
 
@@ -79,6 +83,14 @@ def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, device_type: st
     at_most = max(1, budget // (vocabulary * dtype.itemsize))
     chunks = max(1, -(-tokens // at_most))
     return max(1, -(-tokens // chunks))
+
+
+def _with_gradient(loss: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
+    """The loss, whose gradient for the weight is known. A split backward looks for the place where the paths of inputs and
+    weights meet and starts its second half there, which must not be inside a function of ours: here it is a plain sum.
+    """
+    product = (weight * gradient.to(weight.dtype)).sum()
+    return loss + (product - product.detach())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -93,10 +105,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         compiled: bool,
         part: VocabularyPart | None,
-        split_backward: bool,
-    ) -> Tensor:
+        gives_weight: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         scale = FLOAT16_GRADIENT_SCALE if hidden.dtype == torch.float16 else 1.0
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or gives_weight
         hidden_gradient = torch.empty_like(hidden, dtype=_kept(hidden.dtype)) if wants_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=_wide(hidden.dtype)) if wants_weight else None
         used_weight = weight.to(hidden.dtype)
@@ -111,22 +123,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _multiply(logits, used_weight, into=hidden_gradient[start : start + chunk])
             if weight_gradient is not None:
                 _multiply_add(logits.t(), rows, into=weight_gradient)
-        if split_backward:
-            ctx.kept, ctx.scaled = (hidden_gradient, weight_gradient), False
-        else:
-            ctx.save_for_backward(hidden_gradient, weight_gradient)
-        ctx.split, ctx.scale, ctx.dtypes = split_backward, scale, (hidden.dtype, weight.dtype)
+        ctx.scale, ctx.dtypes = scale, (hidden.dtype, weight.dtype)
+        if gives_weight:
+            assert weight_gradient is not None
+            ctx.save_for_backward(hidden_gradient, None)
+            weight_gradient = weight_gradient / scale
+            ctx.mark_non_differentiable(weight_gradient)
+            return loss, weight_gradient
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        factor: Tensor | float = loss_gradient / ctx.scale
-        both = ctx.saved_tensors
-        if ctx.split:
-            both, factor, ctx.scaled = ctx.kept, 1.0 if ctx.scaled else factor, True
+    def backward(ctx: Any, loss_gradient: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        factor = loss_gradient / ctx.scale
         # In place, so that no second copy exists; a second backward is then refused by autograd's version check.
         hidden, weight = (
-            None if kept is None else kept.mul_(factor).to(dtype).detach() for kept, dtype in zip(both, ctx.dtypes, strict=True)
+            None if kept is None else kept.mul_(factor).to(dtype)
+            for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return hidden, weight, None, None, None, None, None
 

@@ -10,8 +10,9 @@ To the rest of shardwise the module then looks like the transformer. It gets a s
 which translates; a wrapper around it would change the names of the parameters.
 
 Mixed precision: shardwise's layers follow the dtype of their input, those of others do not. So in bfloat16 and float16 a module
-runs under torch's autocast, whether its weights are float32 masters (one device, zero = 0) or come cast from FSDP2. What leaves
-a pipeline stage is cast to the dtype that the next expects.
+runs under torch's autocast, whether its weights are float32 masters (one device, zero = 0) or come cast from FSDP2. What
+`nn.Embedding` looks up is cast as in the transformer, since autocast would leave the residual stream in float32 in one case and
+not in the other, and a layout would round differently from one device.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -34,6 +36,8 @@ from shardwise.errors import UserError
 
 OPTIONAL = ("documents", "positions", "logits_at")
 """Arguments that a module's forward may have or lack."""
+MIXED = (torch.bfloat16, torch.float16)
+"""Dtypes to compute in while weights are kept in float32."""
 
 
 def build_own(model: Model) -> nn.Module:
@@ -45,8 +49,8 @@ def build_own(model: Model) -> nn.Module:
         raise
     except Exception as error:
         raise UserError(
-            f"{where}: could not be built: {type(error).__name__}: {error} ({_line(error)}). It is called with the [model] "
-            "section, on torch's meta device, where tensors have no values"
+            f"{where}: could not be built: {type(error).__name__}: {error} ({_line(error, model)}). It is called with the "
+            "[model] section, on torch's meta device, where tensors have no values"
         ) from error
     if not isinstance(module, nn.Module):
         raise UserError(
@@ -67,7 +71,7 @@ def _find(model: Model) -> Callable[[Model], Any]:
     try:
         loaded = _load(path)
     except Exception as error:
-        raise UserError(f"{where}: {file} could not be run: {type(error).__name__}: {error} ({_line(error)})") from error
+        raise UserError(f"{where}: {file} could not be run: {type(error).__name__}: {error} ({_line(error, model)})") from error
     found = getattr(loaded, name, None)
     if not callable(found):
         made = [key for key, value in vars(loaded).items() if getattr(value, "__module__", None) == loaded.__name__]
@@ -89,12 +93,11 @@ def _load(path: Path) -> ModuleType:
     return loaded
 
 
-def _line(error: BaseException) -> str:
-    """Where an exception came from."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return "unknown place" if trace is None else f"{trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno}"
+def _line(error: BaseException, model: Model) -> str:
+    """Where an exception came from: the last line of the user's own file that was on the way to it."""
+    file = str(Path(str(model.module).rpartition(":")[0]).resolve())
+    lines = [place.lineno for place in traceback.extract_tb(error.__traceback__) if place.filename == file]
+    return f"{file}, line {lines[-1]}" if lines else file
 
 
 def accepted(module: nn.Module) -> set[str]:
@@ -128,12 +131,16 @@ def adapt(module: nn.Module, dtype: torch.dtype) -> None:
         result = result.to(dtype)
         return result[:, logits_at] if logits_at is not None and "logits_at" not in known else result
 
+    if dtype in MIXED:
+        for part in module.modules():
+            if isinstance(part, nn.Embedding):
+                part.register_forward_hook(lambda _, inputs, output: output.to(dtype))
     own = {"forward": forward, "_own_forward": kind.forward, "__module__": kind.__module__}
     module.__class__ = type(kind.__name__, (kind,), own)
 
 
 def _mixed(device_type: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    if dtype not in (torch.bfloat16, torch.float16) or device_type == "meta":
+    if dtype not in MIXED or device_type == "meta":
         return nullcontext()
     return torch.autocast(device_type, dtype)
 

@@ -119,7 +119,7 @@ class Transformer(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
         """What `to`, `to_empty` and the like do; torch would make two weights of a tied one that changes its device."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.config.tied and self.embedding is not None and self.head is not None:
             self.head._parameters["weight"] = self.embedding._parameters["weight"]
         return self

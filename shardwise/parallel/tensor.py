@@ -214,7 +214,7 @@ def _put_together(features: Tensor, rows: int, traffic: Traffic) -> Tensor:
     size = traffic.mesh.size(AXIS)
     longest = -(-rows // size)
     padded = F.pad(features, (0, longest - features.shape[-1]))
-    return collect(padded, traffic, AXIS, -1)[..., :rows]  # only behind the last row is there padding
+    return collect(padded, traffic, AXIS, padded.ndim - 1)[..., :rows]  # only behind the last row is there padding
 
 
 def _first_row(module: nn.Module, traffic: Traffic) -> int:

@@ -93,13 +93,13 @@ def save(training: Training) -> Path:
 
 def _state(training: Training) -> dict[str, Tensor]:
     parallel = training.parallel
-    return state_of(parallel.named_parameters(once=True), training.optimizer, parallel.named_buffers())
+    return state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
 
 
 @torch.no_grad()
 def _share_tied(training: Training) -> None:
-    """Both copies of a tied weight are on this rank, where first and last stage are; one of them was loaded."""
-    loaded = dict(training.parallel.named_parameters(once=True))
+    """Both copies of a tied weight are on this rank, where first and last stage are; the last of them was loaded."""
+    loaded = dict(training.parallel.named_parameters())
     for name, copy in training.parallel.named_parameters():
         if name in loaded and loaded[name] is not copy:
             local(copy).copy_(local(loaded[name]))

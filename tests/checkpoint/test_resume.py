@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks.jobs import ALONE, LLAMA, Tables, Trained, difference, job, start, weights, whole
+from ranks.jobs import ALONE, FAMILIES, LLAMA, Tables, Trained, across_stages, difference, job, start, weights, whole
 from ranks.pool import Pool
 from torch import Tensor
 
@@ -24,7 +24,9 @@ State = dict[str, Tensor]
 
 def state(training: Training) -> State:
     """Every weight and moment, whole."""
-    return {name: whole(tensor) for name, tensor in state_of(training.parallel.named_parameters(), training.optimizer).items()}
+    parallel = training.parallel
+    own = state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
+    return across_stages(training, {name: whole(tensor) for name, tensor in own.items()})
 
 
 def train_and_save(worker: Worker, tables: Tables, at: int | None) -> tuple[Trained, State]:
@@ -80,6 +82,43 @@ def test_ten_steps_and_ten_more_are_twenty_to_the_last_bit(
         assert equal(saved, loaded)
         assert numbers(continued) == numbers(uninterrupted)[10:]
         assert equal(continued.weights, uninterrupted.weights)
+
+
+AXES = [
+    ("llama", {"tensor": 2, "data": 2, "zero": 3}),
+    ("gpt", {"tensor": 4, "data": 1}),
+    ("tied", {"pipeline": 2, "data": 1, "schedule": "zbv"}),
+    ("tied", {"pipeline": 2, "data": 2, "zero": 1}),
+    ("experts", {"context": 2, "data": 2, "expert": 2, "zero": 2}),
+    ("experts", {"pipeline": 2, "tensor": 2, "data": 1, "expert": 2}),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), AXES, ids=str)
+def test_a_run_on_any_axis_goes_on_to_the_last_bit(
+    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, model: str, layout: dict[str, Any]
+) -> None:
+    train = {"steps": 4, "precision": "float32", "micro_batch": 2}
+    tables = job(corpus, model=FAMILIES[model], train=train, layout=layout, run={"folder": str(tmp_path)})
+    for (uninterrupted, saved), (continued, loaded) in zip(
+        run(ranks, tables, train_and_save, 2), run(ranks, tables, resume), strict=True
+    ):
+        assert equal(saved, loaded)
+        assert numbers(continued) == numbers(uninterrupted)[2:]
+        assert equal(continued.weights, uninterrupted.weights)
+
+
+@pytest.mark.parametrize(("model", "layout"), AXES, ids=str)
+def test_a_checkpoint_of_any_axis_loads_on_one_device_to_the_last_bit(
+    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, model: str, layout: dict[str, Any]
+) -> None:
+    tables = job(
+        corpus, model=FAMILIES[model], train={"steps": 4, "micro_batch": 2}, layout=layout, run={"folder": str(tmp_path)}
+    )
+    (before, saved), *_ = run(ranks, tables, train_and_save, 2)
+    after, loaded = resume(ALONE, {**tables, "layout": {}})
+    assert equal(saved, loaded)
+    assert max(difference(after.weights[name], before.weights[name]) for name in before.weights) < 1e-9
 
 
 def test_saving_does_not_change_the_run(corpus: str, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Every axis and their products, in float64, against one device: tensor, pipeline, context and experts, with all they meet.
 
-Sizes are uneven where the axes allow it: 259 ids and 50 inner features on two tensor devices, five blocks on stages of two and
-three, three on two; the q/k norms leave some ranks with an empty shard.
+Sizes are uneven where the axes allow it: 259 ids and 50 inner features on two or four tensor devices, five blocks on two stages,
+three on two; the q/k norms leave some ranks with an empty shard.
 """
 
 from __future__ import annotations
@@ -13,19 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from ranks.jobs import FAMILIES as MODELS
 from ranks.jobs import job, on_one_device, train, worst_difference
 from ranks.pool import Pool
 
 from shardwise.config import Layout
 
 EXACT = 1e-9
-LLAMA = {"layers": 5, "hidden": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 50, "vocabulary": 259, "qk_norm": True}
-TIED = {**LLAMA, "layers": 4, "tied": True}
-GPT = {"layers": 3, "hidden": 24, "heads": 4, "kv_heads": 4, "head_dim": 6, "ffn": 50, "vocabulary": 259, "tied": True,
-       "norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "max_positions": 48}  # fmt: skip
-EXPERTS = {**LLAMA, "layers": 4, "experts": 4, "experts_per_token": 2, "expert_ffn": 21, "shared_experts": 1, "balance_loss": 0.01,
-           "router_z_loss": 0.001, "balance_bias": 0.001}  # fmt: skip
-MODELS = {"llama": LLAMA, "tied": TIED, "gpt": GPT, "experts": EXPERTS}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev")
 
 
@@ -80,9 +74,7 @@ PAIRS = [
     Row(layout(**{one: 2, other: 2}, zero=zero), model)
     for one, other in combinations(AXES, 2)
     for model, zero in (("llama", 3), ("experts", 1))
-] + [
-    Row(layout(**{axis: 2}, data=2, zero=zero), "tied") for axis in ("tensor", "context", "pipeline") for zero in range(4)
-]
+] + [Row(layout(**{axis: 2}, data=2, zero=zero), "tied") for axis in ("tensor", "context", "pipeline") for zero in range(4)]
 PRODUCTS = [
     Row(layout(pipeline=2, data=2, tensor=2, zero=2)),
     Row(layout(pipeline=2, data=2, tensor=2, zero=0), "gpt"),
@@ -108,7 +100,8 @@ MATRIX = [
         ("none", "selective", "full", 0.5),
         (False, True),
     )
-    if Layout(**degrees).pipeline * (2 if degrees.get("schedule") in ("interleaved", "zbv", "dualpipev") else 1) <= MODELS[model]["layers"]
+    if Layout(**degrees).pipeline * (2 if degrees.get("schedule") in ("interleaved", "zbv", "dualpipev") else 1)
+    <= MODELS[model]["layers"]
 ]
 
 

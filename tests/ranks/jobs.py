@@ -26,6 +26,15 @@ Tables = dict[str, dict[str, Any]]
 LLAMA = {"layers": 2, "hidden": 18, "heads": 3, "kv_heads": 1, "head_dim": 6, "ffn": 50, "vocabulary": 259, "qk_norm": True}
 GPT = {"layers": 2, "hidden": 18, "heads": 3, "kv_heads": 3, "head_dim": 6, "ffn": 50, "vocabulary": 259, "tied": True,
        "norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "max_positions": 37}  # fmt: skip
+_LLAMA = {**LLAMA, "layers": 5, "hidden": 24, "heads": 4, "kv_heads": 2}
+FAMILIES: Tables = {
+    "llama": _LLAMA,
+    "tied": {**_LLAMA, "layers": 4, "tied": True},
+    "gpt": {**GPT, "layers": 3, "hidden": 24, "heads": 4, "kv_heads": 4, "max_positions": 48},
+    "experts": {**_LLAMA, "layers": 4, "experts": 4, "experts_per_token": 2, "expert_ffn": 21, "shared_experts": 1,
+                "balance_loss": 0.01, "router_z_loss": 0.001, "balance_bias": 0.001},
+}  # fmt: skip
+"""The same with heads and blocks that all axes can share."""
 TRAIN = {"steps": 3, "global_batch": 8, "precision": "float64", "learning_rate": 0.01, "warmup": 1, "clip": 0.5, "seed": 3}
 ALONE = Worker(rank=0, world=1, local_rank=0, local_world=64, address="", port=0, launcher="test")
 """One device, with one thread, as every rank of a pool has."""
@@ -75,7 +84,11 @@ def train(worker: Worker, tables: Tables) -> Trained:
 
 def weights(training: Training) -> dict[str, Tensor]:
     """Every parameter, whole, on every rank, with what the pipeline stages hold put together."""
-    own = {name: whole(parameter) for name, parameter in training.parallel.named_parameters()}
+    return across_stages(training, {name: whole(parameter) for name, parameter in training.parallel.named_parameters()})
+
+
+def across_stages(training: Training, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What this rank's stages hold, and those of the others."""
     group = training.mesh.group("pipeline")
     if group is None:
         return own

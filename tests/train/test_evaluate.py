@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks.faults import snapshot
-from ranks.jobs import ALONE, Tables, Trained, job, on_one_device, start, weights, worst_difference
+from ranks.jobs import ALONE, FAMILIES, Tables, Trained, job, on_one_device, start, weights, worst_difference
 from ranks.pool import Pool
 
+from shardwise.config import Layout
 from shardwise.mesh import Worker
 from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.steps import steps
@@ -62,6 +63,28 @@ def test_evaluation_and_sample_are_those_of_one_device_and_leave_no_trace(
         assert found_losses == pytest.approx(losses, rel=1e-9)
         assert found_text == text
         assert worst_difference(trained, undisturbed) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama", {"tensor": 2}),
+        ("gpt", {"context": 2, "attention": "ring"}),
+        ("gpt", {"pipeline": 2, "tensor": 2}),
+        ("tied", {"pipeline": 2, "schedule": "zbv"}),
+        ("llama", {"pipeline": 2, "context": 2, "schedule": "interleaved"}),
+        ("experts", {"data": 2, "tensor": 2, "expert": 2, "zero": 3}),
+    ],
+    ids=str,
+)
+def test_evaluation_and_sample_of_any_axis_are_those_of_one_device(
+    ranks: Callable[[int], Pool], corpus: str, model: str, layout: dict[str, Any]
+) -> None:
+    tables = evaluated(corpus, model=FAMILIES[model], layout={"data": 1, **layout})
+    losses, text, _ = evaluate(ALONE, {**tables, "layout": {}})
+    for found_losses, found_text, _ in ranks(Layout(**tables["layout"]).world).run(evaluate, tables):
+        assert found_losses == pytest.approx(losses, rel=1e-9)
+        assert found_text == text
 
 
 def unchanged(worker: Worker, tables: Tables) -> bool:

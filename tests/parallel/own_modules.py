@@ -1,0 +1,162 @@
+"""Modules as a user may write them: one that is different from ours in all it may be, and some that are wrong in one thing."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.config import Model
+from shardwise.models import Head
+from shardwise.models.sharding import Sharding, columns, gathered, loss, rows, vocabulary, whole
+
+
+class Layer(nn.Module):
+    """Attention alone, with one key head for all queries."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.norm = nn.RMSNorm(config.hidden)
+        self.mix = nn.Module()
+        self.mix.q = nn.Linear(config.hidden, config.heads * config.head_dim)
+        self.mix.kv = nn.Linear(config.hidden, 2 * config.head_dim)
+        self.mix.out = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
+        self.mix.forward = self._mix
+
+    def _mix(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        query = self.mix.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        key, value = (part.unsqueeze(1).expand_as(query) for part in self.mix.kv(x).chunk(2, -1))
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        return self.mix.out(mixed.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x + self.mix(self.norm(x), mask)
+
+
+class Tied(nn.Module):
+    """Nested, tied, with a buffer, first values of its own (zeros among them), documents, and neither positions nor logits_at."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.body = nn.Module()
+        self.body.words = nn.Embedding(config.vocabulary, config.hidden)
+        self.body.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.head = Head(self.body.words.weight)
+        self.register_buffer("scale", torch.empty(config.hidden), persistent=False)
+        self.sharding = Sharding(
+            modules={
+                "body.words": vocabulary(),
+                "body.layers.*.norm": whole(),
+                "body.layers.*.mix": gathered(),
+                "body.layers.*.mix.q": columns(config.heads),
+                "body.layers.*.mix.kv": columns(1),
+                "body.layers.*.mix.out": rows(config.heads),
+                "head": loss(),
+            },
+            blocks="body.layers",
+            first=("body.words",),
+            last=("head",),
+            tied={"head.weight": "body.words.weight"},
+        )
+
+    def fill_buffers(self) -> None:
+        self.scale.copy_(torch.linspace(1, 2, self.scale.numel()))
+
+    def initial_value(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+        if name.endswith(("out.weight", "bias")):
+            return torch.zeros(shape)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))) * 0.1
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        x = inputs if self.body.words is None else self.body.words(inputs) * self.scale
+        mask = None if documents is None else (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+        for layer in self.body.layers:
+            x = layer(x, mask)
+        return x if self.head is None else self.head(x, targets)
+
+
+class NoTable(nn.Module):
+    """The smallest that trains: the next byte from this one."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.vocabulary, config.hidden)
+        self.scores = nn.Linear(config.hidden, config.vocabulary)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = self.scores(self.table(inputs))
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+class NoLoss(NoTable):
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        return self.scores(self.table(inputs))
+
+
+class Pair(NoTable):
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Any:
+        return super().forward(inputs, targets), inputs
+
+
+class MissingEntry(NoTable):
+    sharding = Sharding({"table": vocabulary()})
+
+
+class MisspeltEntry(NoTable):
+    sharding = Sharding({"table": vocabulary(), "score": columns(gather=True)})
+
+
+class WrongRole(NoTable):
+    sharding = Sharding({"table": vocabulary(), "scores": vocabulary()})
+
+
+class NotATable(NoTable):
+    sharding = ("table", "vocabulary")
+
+
+class Homeless(Tied):
+    """A weight in no stage."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.spare = nn.Linear(2, 2)
+
+
+class UntoldTie(Tied):
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        table = self.sharding
+        self.sharding = Sharding(table.modules, table.blocks, table.first, table.last)
+
+
+class ThreeLayers(Tied):
+    """Whatever was asked for."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config.model_copy(update={"layers": 3}))
+
+
+class Unfilled(NoTable):
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.register_buffer("angles", torch.empty(3))
+
+
+class Frozen(NoTable):
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.table.requires_grad_(False)
+
+
+class Broken(nn.Module):
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.wrong = nn.Linear(config.hidden, "wide")  # type: ignore[arg-type]
+
+
+def number(config: Model) -> int:
+    return 3

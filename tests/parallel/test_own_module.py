@@ -1,0 +1,235 @@
+"""A user's own module through the job file, in float64, against a plain torch loop on one device."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks.jobs import Trained, difference, job, start, train, weights
+from ranks.pool import Pool
+from torch import Tensor, nn
+
+from shardwise.config import Config, Layout, from_tables
+from shardwise.data import Dataset
+from shardwise.errors import UserError
+from shardwise.mesh import Worker
+from shardwise.models import initial_value
+from shardwise.parallel import check_module
+from shardwise.plan import choose
+from shardwise.train.build import restore, save
+from shardwise.train.evaluate import held_out_loss
+from shardwise.train.steps import steps
+
+HERE = Path(__file__).parent
+EXAMPLE = f"{HERE.parents[1] / 'examples' / 'own_model.py'}:OwnModel"
+SHAPE = {"layers": 4, "hidden": 24, "heads": 4, "head_dim": 6, "ffn": 50, "vocabulary": 259, "max_positions": 24}
+Tables = dict[str, dict[str, Any]]
+
+
+def own(name: str) -> str:
+    return f"{HERE / 'own_modules.py'}:{name}"
+
+
+def tables_of(corpus: str, module: str, layout: dict[str, Any], reset: bool = False, **more: Any) -> Tables:
+    return job(
+        corpus,
+        model={**SHAPE, "module": module},
+        data={"reset_attention": reset},
+        train={"micro_batch": 2, "schedule": "constant", "check_every": 1, **more},
+        layout={"data": 1, **layout},
+    )
+
+
+def plain_module(config: Config) -> nn.Module:
+    """As its author would build and fill it, without us."""
+    file, _, name = str(config.model.module).rpartition(":")
+    spec = importlib.util.spec_from_file_location("plain", file)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    module: nn.Module = getattr(loaded, name)(config.model).double()
+    with torch.no_grad():
+        for path, parameter in module.named_parameters():
+            shape = tuple(parameter.shape)
+            value = getattr(module, "initial_value", lambda path, shape, seed: initial_value(path, shape, None, seed))
+            parameter.copy_(value(path, shape, config.train.seed))
+        getattr(module, "fill_buffers", lambda: None)()
+    return module
+
+
+@cache
+def plain_loop(text: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """Whole logits, torch's AdamW, whole batches."""
+    torch.set_num_threads(1)
+    config = from_tables(json.loads(text))
+    dataset, module = Dataset.open(config.data, config.train.seed), plain_module(config)
+    looked_up = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
+    plain = [p for p in module.parameters() if p.ndim < 2 or any(p is table for table in looked_up)]
+    rest = [p for p in module.parameters() if all(p is not other for other in plain)]
+    groups = [{"params": rest, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    numbers = []
+    for step in range(3):
+        rows = dataset.sequences(step, 8, 0, 8)
+        documents = {} if rows.documents is None else {"documents": torch.from_numpy(rows.documents)}
+        logits = module(torch.from_numpy(rows.inputs), None, **documents)
+        loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows.targets).flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()], foreach=False))
+        for parameter in module.parameters():
+            parameter.grad *= min(1.0, 0.5 / norm)
+        optimizer.step()
+        numbers.append((loss.item(), norm))
+    return numbers, {name: p.detach() for name, p in module.named_parameters()}
+
+
+def worst(found: Trained, tables: Tables) -> float:
+    numbers, truth = plain_loop(json.dumps({**tables, "layout": {}}))
+    assert found.weights.keys() == truth.keys()
+    pairs = zip((*found.losses, *found.norms), (*(loss for loss, _ in numbers), *(norm for _, norm in numbers)), strict=True)
+    return max(*(abs(a - b) / abs(b) for a, b in pairs), *(difference(found.weights[name], truth[name]) for name in truth))
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "reset"),
+    [
+        (EXAMPLE, {}, False),
+        (EXAMPLE, {"tensor": 2, "data": 2, "zero": 3}, False),
+        (EXAMPLE, {"pipeline": 2}, False),
+        (EXAMPLE, {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, False),
+        (EXAMPLE, {"context": 2, "tensor": 2, "attention": "ring"}, False),
+        (EXAMPLE, {"data": 2, "zero": 0}, False),
+        (own("Tied"), {}, True),
+        (own("Tied"), {"tensor": 2, "data": 2, "zero": 3}, True),
+        (own("Tied"), {"pipeline": 2, "data": 2, "zero": 1}, True),
+        (own("Tied"), {"pipeline": 2, "tensor": 2, "schedule": "interleaved"}, False),
+        (own("NoTable"), {"data": 4, "zero": 3}, False),
+        (own("NoTable"), {"data": 2, "replica": 2}, False),
+    ],
+    ids=lambda value: value.rpartition(":")[2] if isinstance(value, str) else str(value),
+)
+def test_a_users_module_trains_as_in_a_plain_loop(
+    ranks: Callable[[int], Pool], corpus: str, module: str, layout: dict[str, Any], reset: bool
+) -> None:
+    tables = tables_of(corpus, module, layout, reset)
+    for found in ranks(Layout(**tables["layout"]).world).run(train, tables):
+        assert worst(found, tables) < 1e-9
+
+
+def saved(worker: Worker, tables: Tables) -> dict[str, Tensor]:
+    training = start(worker, tables)
+    list(steps(training))
+    save(training)
+    return weights(training)
+
+
+def restored(worker: Worker, tables: Tables, folder: Path) -> dict[str, Tensor]:
+    training = start(worker, tables)
+    restore(training, folder)
+    return weights(training)
+
+
+def test_a_users_module_goes_on_under_another_layout(ranks: Callable[[int], Pool], corpus: str, tmp_path: Path) -> None:
+    tables = tables_of(corpus, own("Tied"), {"tensor": 2, "data": 2, "zero": 3})
+    before = ranks(4).run(saved, {**tables, "run": {"folder": str(tmp_path)}})[0]
+    for layout in ({"pipeline": 2, "data": 2, "zero": 3}, {"data": 4, "zero": 1}):
+        for after in ranks(4).run(restored, {**tables, "layout": layout}, tmp_path / "checkpoints" / "step-3"):
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def evaluated(worker: Worker, tables: Tables) -> tuple[float | None, Tensor]:
+    """The held-out loss, and the logits after a few tokens, before any training."""
+    training = start(worker, tables)
+    with torch.no_grad():
+        logits = training.parallel.logits(torch.tensor([[5, 7, 11]], device=training.mesh.device))
+    return held_out_loss(training), logits.cpu()
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"context": 2}], ids=str)
+def test_a_users_module_is_evaluated_and_sampled_from_alike(
+    ranks: Callable[[int], Pool], corpus: str, layout: dict[str, Any]
+) -> None:
+    tables = tables_of(corpus, EXAMPLE, layout)
+    module = plain_module(from_tables(tables))
+    with torch.no_grad():
+        truth = module(torch.tensor([[5, 7, 11]]), None)[0, -1]
+    losses = []
+    for loss, logits in ranks(2).run(evaluated, tables):
+        assert difference(logits, truth) < 1e-9
+        losses.append(loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "zero": 3, "data": 2}, {"data": 2, "zero": 0}, {"pipeline": 2}], ids=str)
+def test_bfloat16_differs_from_float64_by_rounding_alone(
+    ranks: Callable[[int], Pool], corpus: str, layout: dict[str, Any]
+) -> None:
+    tables = tables_of(corpus, EXAMPLE, layout, precision="bfloat16")
+    numbers, _ = plain_loop(json.dumps({**tables_of(corpus, EXAMPLE, {}), "layout": {}}))
+    for found in ranks(Layout(**tables["layout"]).world).run(train, tables):
+        assert found.losses == pytest.approx([loss for loss, _ in numbers], rel=2**-7)
+        assert all(weight.dtype == torch.float32 for weight in found.weights.values())
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "words"),
+    [
+        ("own_modules.py", {}, ["own_modules.py", "file.py:Class"]),
+        ("nowhere.py:Model", {}, ["no such file", "nowhere.py"]),
+        (own("Missing"), {}, ["no class or function Missing", "NoTable", "Tied"]),
+        (own("Broken"), {}, ["could not be built", "TypeError", "own_modules.py, line", "meta"]),
+        (own("number"), {}, ["gave int", "torch.nn.Module"]),
+        (own("NoLoss"), {}, ["NoLoss.forward returned a tensor of shape (1, 24, 259)", 'reduction="sum"']),
+        (own("Pair"), {}, ["Pair.forward returned tuple", "the loss"]),
+        (own("Unfilled"), {}, ["angles", "fill_buffers()"]),
+        (own("Frozen"), {}, ["table.weight", "requires_grad=False"]),
+        (own("NotATable"), {}, ["NotATable.sharding is tuple", "shardwise.models.Sharding"]),
+        (own("NoTable"), {"tensor": 2}, ["layout.tensor = 2", "NoTable has no sharding table", "docs/sharding.md"]),
+        (own("NoTable"), {"pipeline": 2}, ["layout.pipeline = 2", "NoTable has no sharding table"]),
+        (own("NoTable"), {"context": 2}, ["layout.context = 2", "NoTable has no sharding table"]),
+        (own("MissingEntry"), {"tensor": 2}, ["no entry for scores", "weight, bias", '"scores": whole()']),
+        (own("MisspeltEntry"), {}, ["names 'score'", "no module"]),
+        (own("WrongRole"), {"tensor": 2}, ["scores", "nn.Embedding", "Linear"]),
+        (own("Homeless"), {"pipeline": 2}, ["spare.weight", "no stage would own it"]),
+        (own("UntoldTie"), {"pipeline": 2}, ["head.weight", "tied={'head.weight': 'body.words.weight'}"]),
+        (own("ThreeLayers"), {"pipeline": 2}, ["body.layers has 3 modules", "model.layers = 4"]),
+        (own("Tied"), {"context": 2}, ["layout.context = 2", "`mixing`"]),
+    ],
+    ids=lambda value: value.rpartition(":")[2] if isinstance(value, str) else "",
+)
+def test_what_a_module_lacks_is_named(corpus: str, module: str, layout: dict[str, Any], words: list[str]) -> None:
+    config = from_tables(tables_of(corpus, module, layout))
+    with pytest.raises(UserError) as error:
+        check_module(config, choose(config, config.layout.world).layout)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_documents_and_blocks_are_asked_for_only_where_needed(corpus: str) -> None:
+    for changes, word in (({"reset": True}, "documents"), ({"recompute": "full"}, "blocks"), ({"compile": True}, "blocks")):
+        config = from_tables(tables_of(corpus, own("NoTable"), {}, **changes))
+        with pytest.raises(UserError, match=word):
+            check_module(config, config.layout)
+    check_module(from_tables(tables_of(corpus, own("NoTable"), {})), Layout(data=1))
+
+
+def test_the_plan_of_a_users_module_counts_its_own_parameters(corpus: str) -> None:
+    from shardwise.parallel import count_parameters
+
+    config = from_tables(tables_of(corpus, own("NoTable"), {}))
+    parameters = 259 * 24 + 24 * 259 + 259
+    assert count_parameters(config) == parameters
+    plan = choose(config, 1, None, parameters)
+    assert (plan.parameters, plan.flops_per_token) == (parameters, 6 * parameters)
+    assert plan.state_bytes.total == 32 * parameters, "float64 weights, gradients and two moments"
+    assert plan.to_json()["flop_convention"].startswith("6 per parameter")
