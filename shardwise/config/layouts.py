@@ -95,7 +95,7 @@ def _pipeline(model: Model, layout: Layout) -> Iterator[str]:
             f"layout.pipeline = {layout.pipeline}: {layout.schedule} cuts the model into {stages} stages of at least one block, and "
             f"model.layers = {model.layers} makes at most {model.layers} stages"
         )
-    elif layout.pipeline > 1 and layout.stages is not None and (len(layout.stages), sum(layout.stages)) != (stages, model.layers):
+    elif layout.pipeline > 1 and layout.stages and (len(layout.stages), sum(layout.stages)) != (stages, model.layers):
         yield (
             f"layout.stages = {list(layout.stages)}: give {stages} numbers that add up to model.layers = {model.layers}, "
             "or leave it out"

@@ -44,7 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bytes-400k": _bytes(2, 128, 4, 2, 336),
     "bytes-2m": _bytes(4, 192, 6, 2, 512),
     "bytes-10m": _bytes(6, 384, 6, 6, 1024),
-    "moe-tiny": _experts(_bytes(4, 64, 4, 2, 128), 8, 2, balance_loss=0.01),
+    "moe-tiny": _experts(_bytes(4, 64, 4, 2, 128), 8, 2, balance_loss=1.0),
     "gpt2": _gpt(12, 768, 12),
     "gpt2-medium": _gpt(24, 1024, 16),
     "gpt2-large": _gpt(36, 1280, 20),

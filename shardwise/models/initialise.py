@@ -7,7 +7,8 @@ that a float64 proof starts from the same numbers as the float32 run that it pro
 memory beside the model. The cost is time on the CPU, some seconds a billion parameters.
 
 The distribution is GPT-2's: normal with deviation 0.02, and the matrices of a block that write to the residual stream
-divided by sqrt(2 · layers), so that the stream's variance does not grow with depth; norms one, biases zero. A user's own module
+divided by sqrt(2 · layers), so that the stream's variance does not grow with depth; norms one, biases zero. A router's
+logits begin with variance one at any width, so that tokens spread over the experts from the first step. A user's own module
 (models/own.py) may say otherwise, in a method `initial_value(name, shape, seed)`.
 """
 
@@ -80,6 +81,8 @@ def initial_value(name: str, shape: tuple[int, ...], layers: int | None, seed: i
     if len(shape) <= 1:
         return full.fill_(1.0)  # the weight of a norm
     deviation = DEVIATION / math.sqrt(2 * layers) if layers and name.endswith(WRITES_TO_STREAM) else DEVIATION
+    if name.endswith("feed_forward.router.weight"):
+        deviation = 1 / math.sqrt(shape[1])
     return full.normal_(0.0, deviation, generator=_generator(seed, name))
 
 

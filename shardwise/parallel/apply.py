@@ -88,7 +88,9 @@ def _part(config: Config, model: nn.Module, table: Sharding, traffic: Traffic) -
     """Steps 3 to 6, for the whole model or one stage of it."""
     layout, train = traffic.mesh.layout, config.train
     if layout.tensor > 1:
-        split_over_tensor(model, table, traffic)
+        split_over_tensor(
+            model, table, traffic, gather_again=train.recompute == "none" and not is_compiled(config, traffic.device)
+        )
     if config.model.experts:
         split_over_experts(model, table, traffic)
     if layout.context > 1:

@@ -118,7 +118,8 @@ class _Piece(nn.Module):
     def forward(self, x: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         more = {"targets": targets} if self.last else {}
         result: Tensor = self.part(x, documents=documents, positions=self.positions, **more)
-        return result
+        # What is sent is let go after backward, so it must be nobody else's.
+        return result.clone() if result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else result
 
 
 class _Stage(PipelineStage):
@@ -126,6 +127,33 @@ class _Stage(PipelineStage):
 
     part: Alone
     split: bool
+    sent: dict[int, list[Tensor]]
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Nothing to warm up: torch 2.11 would send to itself where two neighbouring stages are on one device."""
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The sends of a micro-batch's output, which is remembered until its backward is done."""
+        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        self.sent[fwd_chunk_id] = [operation.tensor for operation in operations]
+        return operations
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            self._let_go(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._let_go(bwd_chunk_id)
+
+    def _let_go(self, micro_batch: int) -> None:
+        """torch holds every output that was sent until the step ends. Its gradient has come back, so it has arrived."""
+        for tensor in self.sent.pop(micro_batch, []):
+            tensor.untyped_storage().resize_(0)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         if self.split:
@@ -177,7 +205,7 @@ class Pipelined(ParallelModel):
             output_args=loss if stage == stages.last else hidden,
             group=group,
         )
-        made.part, made.split = part, stages.splits_backward
+        made.part, made.split, made.sent = part, stages.splits_backward, {}
         return made
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:

@@ -7,7 +7,10 @@ gathered, after the second the partial results are summed and scattered along th
 lies outside the pair, norms and residuals, is held and computed once, in parts.
 
 A layer, forward: all-gather of batch x sequence x hidden values before attention and before the feed-forward, and a
-reduce-scatter of as many after each; the same again in backward, where each becomes the other.
+reduce-scatter of as many after each; the same again in backward, where each becomes the other. The gathered sequence is not
+kept for backward: a device keeps its own part and gathers again when the weights' gradients ask for it, one more all-gather
+before each of the two. (Recomputation, of all or of selected parts, does the same by itself; a compiled block keeps what its
+compiler decides.)
 
 DTensor holds the weights (who has which slice: sharded further by FSDP2, saved, loaded and compared by it), and no more than
 that. A module computes on its local part, as if it were a smaller module: torch's kernels, the compiler and a user's own
@@ -38,8 +41,11 @@ SEQUENCE = 1
 """The dim of activations (batch, sequence, hidden) that is split between the pairs of matrices."""
 
 
-def split_over_tensor(model: nn.Module, table: Sharding, traffic: Traffic) -> None:
-    """Turn a plain model, on the meta device, into this rank's part of it. Experts are left to parallel/expert.py."""
+def split_over_tensor(model: nn.Module, table: Sharding, traffic: Traffic, gather_again: bool = False) -> None:
+    """Turn a plain model, on the meta device, into this rank's part of it. Experts are left to parallel/expert.py.
+
+    With `gather_again`, gathered sequences are let go after forward and gathered again in backward.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in list(model.named_modules()):
         role = table.role(path)
@@ -49,6 +55,8 @@ def split_over_tensor(model: nn.Module, table: Sharding, traffic: Traffic) -> No
                 raise UserError(missing_entry(path, owned))
         elif role.kind != "experts":
             _ROLES[role.kind](module, role, traffic)
+            if role.kind == "gathered" and gather_again:
+                _keep_own_part(module, traffic)
             for name in owned:
                 _distribute(module, name, _split_dim(role, module, name, traffic), traffic, made)
 
@@ -137,6 +145,46 @@ def _whole(module: nn.Module, role: Role, traffic: Traffic) -> None:
 def _gathered(module: nn.Module, role: Role, traffic: Traffic) -> None:
     see_local(module)
     module.register_forward_pre_hook(lambda _, inputs: (gather(inputs[0], traffic, AXIS, SEQUENCE), *inputs[1:]))
+
+
+def _keep_own_part(module: nn.Module, traffic: Traffic) -> None:
+    """Wherever autograd would keep the gathered input of a module, or a view of it, keep this device's part of it instead."""
+    inner = module.forward
+
+    def forward(whole: Tensor, *rest: Any, **more: Any) -> Any:
+        again = _Again(whole, traffic)
+        with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
+            return inner(whole, *rest, **more)
+
+    module.forward = forward
+
+
+class _Again:
+    """A gathered tensor that is let go, and gathered again when the first of its users asks for it in backward."""
+
+    def __init__(self, whole: Tensor, traffic: Traffic) -> None:
+        index, size = traffic.mesh.coordinate(AXIS), traffic.mesh.size(AXIS)
+        self.traffic, self.storage = traffic, whole.untyped_storage().data_ptr()
+        self.own = whole.detach().chunk(size, SEQUENCE)[index].clone()
+        self.whole: Tensor | None = None
+        self.users = self.left = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() != self.storage:
+            return tensor
+        self.users += 1
+        return tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if self.whole is None:
+            self.whole, self.left = gather(self.own, self.traffic, AXIS, SEQUENCE), self.users
+        view = self.whole.as_strided(*packed)
+        self.left -= 1
+        if not self.left:
+            self.whole = None
+        return view
 
 
 def _columns(module: nn.Module, role: Role, traffic: Traffic) -> None:

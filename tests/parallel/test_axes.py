@@ -37,7 +37,8 @@ class Row:
     def __str__(self) -> str:
         layout = "-".join(f"{name}{value}" for name, value in self.layout.items() if value != 1)
         odd = f"-{self.global_batch}x{self.micro_batch}" if (self.global_batch, self.micro_batch) != (8, 2) else ""
-        return f"{self.model}-{layout}{odd}{'' if self.recompute == 'none' else f'-{self.recompute}'}{'-reset' if self.reset else ''}"
+        recompute = "" if self.recompute == "none" else f"-{self.recompute}"
+        return f"{self.model}-{layout}{odd}{recompute}{'-reset' if self.reset else ''}"
 
 
 def layout(**degrees: Any) -> dict[str, Any]:
