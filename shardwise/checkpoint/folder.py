@@ -91,11 +91,9 @@ def to_resume(config: Config) -> Path | None:
 
 def _check_same_model(path: Path, manifest: Manifest, model: Model) -> None:
     asked = model.model_dump(exclude={"preset"})
-    differing = [
-        f"{key} (checkpoint {manifest.model.get(key)!r}, job {value!r})"
-        for key, value in asked.items()
-        if manifest.model.get(key) != value
-    ]
+    # A key that the checkpoint does not know came later, and its default is what was done before.
+    held = {key: manifest.model.get(key, Model.model_fields[key].default) for key in asked}
+    differing = [f"{key} (checkpoint {held[key]!r}, job {value!r})" for key, value in asked.items() if held[key] != value]
     if differing:
         raise UserError(
             f"{path} holds another model: model.{', model.'.join(differing)}. "

@@ -98,6 +98,7 @@ def _check_data(config: Config) -> None:
 
 
 def _start(config: Config, arguments: list[str], how: Launched, workers: int | None) -> int:
+    from shardwise.config import fewest_devices
     from shardwise.errors import UserError
     from shardwise.mesh import Node, Worker, device_memory, local_gpus
     from shardwise.plan import choose
@@ -111,7 +112,7 @@ def _start(config: Config, arguments: list[str], how: Launched, workers: int | N
         if layout.world % nodes:
             raise UserError(f"layout: {layout.world} devices do not divide over {nodes} nodes; give --workers, or layout.data=-1")
         asked = layout.world // nodes
-    here = asked or local_gpus() or 1
+    here = asked or local_gpus() or fewest_devices(layout)
     plan = choose(config, here * nodes, device_memory(here))
     if config.model.module is not None:
         _check_module(config, plan.layout)

@@ -110,6 +110,6 @@ def _scattered(x: Tensor, traffic: Traffic, axis: str, dim: int) -> Tensor:
     assert x.shape[dim] % size == 0, f"dim {dim} of {tuple(x.shape)} does not split over {axis} {size}"
     parts = torch.stack(x.chunk(size, dim))
     traffic.count("reduce_scatter", axis, parts)
-    own = torch.empty_like(parts[:1])
-    reduce_scatter_single(own, parts, op=dist.ReduceOp.SUM, group=group)
-    return own[0]
+    own = torch.empty_like(parts[0])
+    reduce_scatter_single(own, parts.flatten(0, 1), op=dist.ReduceOp.SUM, group=group)
+    return own

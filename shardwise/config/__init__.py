@@ -3,6 +3,7 @@
 from shardwise.config.check import divisors, problems_of_batch
 from shardwise.config.layouts import (
     context_attention,
+    fewest_devices,
     nearest_layout,
     problems_of_layout,
     sequence_multiple,
@@ -40,6 +41,7 @@ __all__ = [
     "Train",
     "context_attention",
     "divisors",
+    "fewest_devices",
     "from_tables",
     "nearest_layout",
     "problems_of_batch",

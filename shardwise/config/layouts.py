@@ -44,6 +44,11 @@ def stages_on_a_rank(layout: Layout) -> int:
     return layout.stages_per_rank or (2 if layout.schedule in (*IN_A_V, "interleaved") else 1)
 
 
+def fewest_devices(layout: Layout) -> int:
+    """How many devices a layout with an open data axis needs at least: those of the other axes, and enough for the experts."""
+    return layout.fixed * -(-layout.expert // (layout.context * layout.tensor))
+
+
 def sequence_multiple(model: Model, layout: Layout) -> int:
     """What the length of a sequence must be a multiple of: each context device has one chunk of it, or two in a ring, and
     the tensor devices share a context device's tokens."""
@@ -92,8 +97,8 @@ def _pipeline(model: Model, layout: Layout) -> Iterator[str]:
         )
     elif layout.pipeline > 1 and stages > model.layers:
         yield (
-            f"layout.pipeline = {layout.pipeline}: {layout.schedule} cuts the model into {stages} stages of at least one block, and "
-            f"model.layers = {model.layers} makes at most {model.layers} stages"
+            f"layout.pipeline = {layout.pipeline}: {layout.schedule} cuts the model into {stages} stages of at least one block, "
+            f"and model.layers = {model.layers} makes at most {model.layers} stages"
         )
     elif layout.pipeline > 1 and layout.stages and (len(layout.stages), sum(layout.stages)) != (stages, model.layers):
         yield (

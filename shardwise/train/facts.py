@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.config import context_attention
 from shardwise.mesh import RANK_AXES, device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.observe import peak_flops
-from shardwise.parallel import DTYPES, is_compiled
-from shardwise.plan import reduce_dtype, state_dtype
+from shardwise.parallel import DTYPES, Pipelined, is_compiled
+from shardwise.plan import reduce_dtype, simulate, state_dtype
 from shardwise.train.build import Training
 
 
@@ -26,6 +27,7 @@ def facts(training: Training) -> dict[str, str]:
         f"{plan.accumulation} micro-batches of {plan.micro_batch}",
         "precision": f"{train.precision} computation, {state_dtype(train)} weights and optimizer state, gradients summed in "
         f"{reduce_dtype(train) if plan.layout.zero else state_dtype(train)}",
+        **_pipeline(training),
         "attention": _attention(training),
         "compile": "each block" if is_compiled(config, device) and training.parallel.table.blocks else "off",
         "recompute": str(train.recompute),
@@ -41,13 +43,27 @@ def _attention(training: Training) -> str:
         return "the module's own"
     dtype, masked = DTYPES[config.train.precision], config.data.reset_attention
     kernel = describe_attention(config.model, training.mesh.device.type, dtype, config.data.sequence_length, masked=masked)
-    return f"{kernel}, within documents" if masked else kernel
+    words = [kernel, *(["within documents"] if masked else [])]
+    if training.plan.layout.context > 1:
+        words.append(f"{context_attention(config.model, training.plan.layout)} over context devices")
+    return ", ".join(words)
+
+
+def _pipeline(training: Training) -> dict[str, str]:
+    """How the model is cut, and how long devices will wait for each other if stages take equal time."""
+    if not isinstance(training.parallel, Pipelined):
+        return {}
+    stages = training.parallel.stages
+    blocks = ", ".join(str(len(own)) for own in stages.blocks)
+    bubble = simulate(stages.schedule).bubble
+    return {"pipeline": f"{stages.schedule.name}, stages of {blocks} blocks, idle share {bubble:.2f} if they take equal time"}
 
 
 def _layout(training: Training) -> str:
     layout = training.plan.layout
     degrees = [f"{axis} {getattr(layout, axis)}" for axis in RANK_AXES if getattr(layout, axis) > 1]
-    return f"{' x '.join(degrees) or 'one device'}, zero {layout.zero}"
+    experts = f", experts over {layout.expert} of them" if layout.expert > 1 else ""
+    return f"{' x '.join(degrees) or 'one device'}{experts}, zero {layout.zero}"
 
 
 def _threads(device: torch.device) -> str:
@@ -60,7 +76,12 @@ def _without_effect(training: Training) -> dict[str, str]:
     on_cpu = training.mesh.device.type == "cpu"
     found = {
         "layout.offload: states are in host memory already": layout.offload and on_cpu,
-        f"layout.zero = {config.layout.zero}: the data axis has one device": bool(config.layout.zero) and layout.zero == 0,
+        f"layout.zero = {config.layout.zero}: no other device holds the same weights": bool(config.layout.zero)
+        and layout.zero == 0,
+        f"layout.schedule = {layout.schedule!r}: there is no pipeline": layout.pipeline == 1 and layout.schedule != "1f1b",
+        "layout.stages: there is no pipeline": layout.pipeline == 1 and bool(layout.stages or layout.stages_per_rank),
+        f"layout.attention = {layout.attention!r}: no devices share a sequence": layout.context == 1
+        and layout.attention != "auto",
         "GPUs: there are more workers than GPUs, so all compute on the CPU": on_cpu and local_gpus() > 0,
         "train.evaluate_every: data.held_out is 0": train.evaluate_every > 0 and config.data.held_out == 0,
         "train.decay: only the wsd schedule has it": train.decay is not None and train.schedule != "wsd",

@@ -380,7 +380,7 @@ def test_first_values_of_stacked_weights_are_those_of_other_matrices() -> None:
     feed_forward = module.blocks.get_submodule("3.feed_forward")
     assert len({tuple(expert.flatten()[:4].tolist()) for expert in feed_forward.experts.gate}) == 6
     for name, value in feed_forward.named_parameters():
-        expected = 0.02 / 4 if "down" in name else 0.02
+        expected = 0.02 / 4 if "down" in name else 1 / math.sqrt(64) if "router" in name else 0.02
         assert value.std().item() == pytest.approx(expected, rel=4 / math.sqrt(2 * value.numel())), name
     nn.init.zeros_(feed_forward.experts.up)
     with pytest.raises(AssertionError, match=r"blocks\.3\.feed_forward\.experts\.up is all zero$"):
