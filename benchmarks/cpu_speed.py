@@ -94,7 +94,7 @@ def _wrapped(config: Config, zero: int) -> torch.nn.Module:
     initialise(model, config.train.seed)
     if zero == 0:
         return DistributedDataParallel(model)
-    for block in model.blocks:
+    for block in model.blocks.children():
         fully_shard(block)
     fully_shard(model)
     return model

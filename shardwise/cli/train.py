@@ -37,7 +37,7 @@ def _train(job: Path, overrides: list[str], workers: int | None) -> int:
     from shardwise.config import read
     from shardwise.errors import UserError
 
-    config = read(job, overrides)
+    config = read(job, overrides, workers)
     if problem := torch_problem():
         raise UserError(problem)
     from shardwise.mesh.launched import Worker, launched

@@ -2,6 +2,7 @@
 
 from shardwise.config.check import divisors, problems_of_batch
 from shardwise.config.layouts import (
+    SPLIT_BACKWARD,
     context_attention,
     fewest_devices,
     nearest_layout,
@@ -29,6 +30,7 @@ from shardwise.config.write import to_toml
 __all__ = [
     "AXES",
     "PRESETS",
+    "SPLIT_BACKWARD",
     "Checkpoint",
     "Config",
     "Data",

@@ -9,26 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from math import lcm, log2
-from typing import Any, Literal
+from typing import Literal
 
 from shardwise.config.check import divisors, problems_of_batch
 from shardwise.config.schema import Data, Layout, Model, Train
 
+SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
+"""Schedules that compute the gradients of inputs and of weights apart."""
 IN_A_V = ("zbv", "dualpipev")
 """Schedules with two stages a device: the model goes down the devices and comes back."""
 
 
-def problems_of_layout(model: Model, data: Data, train: Train, layout: Layout) -> list[str]:
-    """Every rule that the layout breaks, and at the end the nearest layout that breaks none. Rules about how many devices read
-    other sequences wait until that number is known.
+def problems_of_layout(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> list[str]:
+    """Every rule that the layout breaks, and at the end the nearest layout that breaks none, on as many devices where that
+    number is known. Rules about how many devices read other sequences wait for it.
     """
-    found = [*_rules(model, data, layout), *(problems_of_batch(train, layout) if layout.data > 0 else ())]
-    nearest = nearest_layout(model, data, train, layout) if found else None
+    found = _rules(model, data, train, layout)
+    nearest = nearest_layout(model, data, train, layout, devices) if found else None
     return [*found, f"the nearest layout that works: {nearest}"] if nearest else found
 
 
-def _rules(model: Model, data: Data, layout: Layout) -> list[str]:
-    return [*_tensor(model, layout), *_sequence(model, data, layout), *_pipeline(model, layout), *_expert(model, layout)]
+def _rules(model: Model, data: Data, train: Train, layout: Layout) -> list[str]:
+    return [
+        *_tensor(model, layout),
+        *_sequence(model, data, layout),
+        *_pipeline(model, layout),
+        *_recompute(train, layout),
+        *_expert(model, layout),
+        *(problems_of_batch(train, layout) if layout.data > 0 else ()),
+    ]
 
 
 def context_attention(model: Model, layout: Layout) -> Literal["ring", "ulysses"]:
@@ -107,6 +116,14 @@ def _pipeline(model: Model, layout: Layout) -> Iterator[str]:
         )
 
 
+def _recompute(train: Train, layout: Layout) -> Iterator[str]:
+    if layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD and train.recompute == "selective":
+        yield (
+            f"train.recompute = 'selective': {layout.schedule} goes through backward in two halves, and selective recomputation "
+            "allows one pass; use 'full', a number from 0 to 1, or layout.schedule = '1f1b'"
+        )
+
+
 def _expert(model: Model, layout: Layout) -> Iterator[str]:
     if layout.expert == 1:
         return
@@ -131,9 +148,10 @@ def _can_borrow(layout: Layout) -> bool:
     return left == 1
 
 
-def nearest_layout(model: Model, data: Data, train: Train, layout: Layout) -> str | None:
+def nearest_layout(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> str | None:
     """The layout on as many devices that works and changes the degrees least, in the words of the command line."""
-    works = [other for other in _others(model, layout) if _works(model, data, train, other)]
+    world = devices or (layout.world if layout.data > 0 else None)
+    works = [other for other in _others(model, layout, world) if not _rules(model, data, train, other)]
     if not works:
         return None
     best = min(works, key=lambda other: _distance(layout, other))
@@ -143,35 +161,27 @@ def nearest_layout(model: Model, data: Data, train: Train, layout: Layout) -> st
     return " ".join([*words, *left_out])
 
 
-def _others(model: Model, layout: Layout) -> Iterator[Layout]:
-    """Layouts with other degrees, and as many devices where that number is known."""
-    world = layout.world if layout.data > 0 else None
-    degrees = (
-        divisors(world) if world else sorted({2**power for power in range(11)} | {layout.tensor, layout.context, layout.pipeline})
-    )
+def _others(model: Model, layout: Layout, world: int | None) -> Iterator[Layout]:
+    """Layouts with other degrees and simpler choices, on as many devices where that number is known."""
+    powers = {2**power for power in range(11)} | {layout.tensor, layout.context, layout.pipeline}
+    degrees = divisors(world) if world else sorted(powers)
     experts = divisors(model.experts) if model.experts else [1]
-    attention = "auto" if layout.attention == "ulysses" else layout.attention
+    attentions = {layout.attention, "auto" if layout.attention == "ulysses" else layout.attention}
+    schedules = {(layout.schedule, layout.stages_per_rank), ("1f1b", None)}
     for pipeline, context, tensor in product(degrees, repeat=3):
         fixed = pipeline * context * tensor * layout.replica
         if world and world % fixed:
             continue
-        change: dict[str, Any] = {
-            "pipeline": pipeline,
-            "context": context,
-            "tensor": tensor,
-            "data": world // fixed if world else -1,
-        }
-        if layout.stages and (len(layout.stages), sum(layout.stages)) != (pipeline * stages_on_a_rank(layout), model.layers):
-            change["stages"] = None
-        if pipeline * stages_on_a_rank(layout) > model.layers:
-            change |= {"schedule": "1f1b", "stages_per_rank": None}
-        for expert in experts:
-            yield layout.model_copy(update={**change, "expert": expert})
-            yield layout.model_copy(update={**change, "expert": expert, "attention": attention})
-
-
-def _works(model: Model, data: Data, train: Train, layout: Layout) -> bool:
-    return not _rules(model, data, layout) and not (layout.data > 0 and any(problems_of_batch(train, layout)))
+        data = world // fixed if world else -1
+        for expert, attention, (schedule, per_rank) in product(experts, attentions, schedules):
+            degrees_of_other = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor, "expert": expert}
+            choices = {"attention": attention, "schedule": schedule, "stages_per_rank": per_rank}
+            other = layout.model_copy(update={**degrees_of_other, **choices})
+            fits = layout.stages and (len(layout.stages), sum(layout.stages)) == (
+                pipeline * stages_on_a_rank(other),
+                model.layers,
+            )
+            yield other if fits else other.model_copy(update={"stages": None})
 
 
 def _distance(asked: Layout, other: Layout) -> tuple[float, ...]:

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from shardwise.config.check import problems_across
 from shardwise.config.layouts import problems_of_layout
 from shardwise.config.presets import PRESETS
-from shardwise.config.schema import Config, Section
+from shardwise.config.schema import Config, Data, Layout, Model, Section, Train
 from shardwise.errors import ConfigError, UserError
 
 Tables = dict[str, dict[str, Any]]
@@ -28,14 +28,16 @@ SECTIONS: dict[str, type[Section]] = {
 }
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The job in a TOML file, with `section.key=value` overrides laid over it."""
+def read(path: str | Path, overrides: Sequence[str] = (), devices: int | None = None) -> Config:
+    """The job in a TOML file, with `section.key=value` overrides laid over it. `devices`, where known, are what a nearest
+    layout is looked for on.
+    """
     path = Path(path)
     problems: list[str] = []
     tables = _tables(_load(path), problems)
     for override in overrides:
         _apply(override, tables, problems)
-    return _validate(tables, str(path), problems)
+    return _validate(tables, str(path), problems, devices)
 
 
 def from_tables(tables: Tables, source: str = "configuration") -> Config:
@@ -89,7 +91,7 @@ def _parse(text: str, section: str, field: str) -> Any:
         return text
 
 
-def _validate(tables: Tables, source: str, problems: list[str]) -> Config:
+def _validate(tables: Tables, source: str, problems: list[str], devices: int | None = None) -> Config:
     sections: dict[str, Section] = {}
     for name in tables.keys() - SECTIONS.keys():
         problems.append(f"[{name}]: unknown section{_suggest(name, SECTIONS)}")
@@ -105,9 +107,9 @@ def _validate(tables: Tables, source: str, problems: list[str]) -> Config:
                 unknown = {detail["loc"][0] for detail in error.errors()}  # the rest is sound, and can be checked further
                 sections[name] = kind.model_validate({key: value for key, value in table.items() if key not in unknown})
     problems.extend(problems_across(sections))
-    parts = [sections.get(name) for name in ("model", "data", "train", "layout")]
-    if all(part is not None for part in parts):
-        problems.extend(problems_of_layout(*parts))  # type: ignore[arg-type]
+    model, data, train, layout = (sections.get(name) for name in ("model", "data", "train", "layout"))
+    if isinstance(model, Model) and isinstance(data, Data) and isinstance(train, Train) and isinstance(layout, Layout):
+        problems.extend(problems_of_layout(model, data, train, layout, devices))
     if problems:
         raise ConfigError(source, problems)
     return Config.model_validate(sections)

@@ -26,6 +26,8 @@ from shardwise.mesh.devices import pick_device
 from shardwise.mesh.launched import Worker
 
 RANK_AXES = ("pipeline", "replica", "data", "context", "tensor")
+JOINED_AXES = ("data x context", "replica x data x context", "expert", "expert_data", "replica x expert_data")
+"""Axes that are several of the grid's as one."""
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 Dims = dict[str, int]
@@ -80,7 +82,7 @@ class Mesh:
         return " x ".join(part for part in axis.split(" x ") if self.size(part) > 1) or axis.split(" x ")[0]
 
     def _flat(self, axis: str) -> str:
-        """The name of a dimension of the grid that is this axis; several become one here, on all ranks together."""
+        """The name of a dimension of the grid that is this axis; several become one, which makes a group on all ranks."""
         assert self.grid is not None, "one device has no grid"
         dims = [dim for dim, size in self._dims(axis).items() if size > 1]
         if len(dims) < 2:
@@ -142,7 +144,10 @@ def join(worker: Worker, layout: Layout) -> Mesh:
         return Mesh(worker, layout, device, None)
     _meet(worker, device)
     dims = grid_dims(layout)
-    return Mesh(worker, layout, device, init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims)))
+    mesh = Mesh(worker, layout, device, init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims)))
+    for axis in JOINED_AXES:  # all ranks must make a group at once; later, some of them may have no use for it
+        mesh.group(axis)
+    return mesh
 
 
 def _meet(worker: Worker, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The report of a run as a person reads it: the loss drawn as a curve, the time as bars, the collectives as a table.
+"""The report of a run as a person reads it: the loss drawn as a curve, time and experts as bars, the collectives as a table.
 
 `summarise` (observe/summary.py) makes the numbers, `render` only draws them, so `--json` and the terminal never disagree.
 """
@@ -21,8 +21,11 @@ from shardwise.observe.summary import Summary, summarise
 __all__ = ["render", "summarise"]
 
 _BAR = 40
+_EXPERTS = 32
+"""More experts than this are not drawn one by one: the busiest and the idlest half of so many."""
 _CROP: OverflowMethod = "crop"  # rich would end a cell that does not fit with a character that ASCII lacks
 _TIME_COLUMNS: tuple[JustifyMethod, ...] = ("left", "right", "left")
+_EXPERT_COLUMNS: tuple[JustifyMethod, ...] = ("right", "right", "left")
 _LABELS = {"forward_backward": "forward and backward", "exposed_communication": "exposed communication"}
 _COLOURS = {
     "data": "yellow",
@@ -44,6 +47,7 @@ def render(summary: Summary, console: Console) -> None:
     console.print(Panel(grid, title=title, title_align="left", border_style="cyan", expand=False))
     _curve(summary, console)
     _time(summary, console)
+    _experts(summary["experts"], console)
     _collectives(summary["collectives"], console)
 
 
@@ -62,6 +66,10 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "peak memory", _memory(summary)
     overlap = "" if communication["overlap"] is None else f", {words.share(communication['overlap'])} of it hidden"
     yield "communication", f"{words.share(communication['efficiency'])} of a step does not wait for it{overlap}"
+    if summary["experts"]:
+        imbalance = summary["experts"]["imbalance"]
+        worst = f"worst {imbalance['worst']:.2f} at step {imbalance['worst_step']}"
+        yield "busiest expert", f"{imbalance['last']:.2f} times an even load, {worst}"
     yield from _choices(summary)
     yield "checkpoints", _checkpoints(summary["checkpoints"])
     if summary["skipped_steps"]:
@@ -151,6 +159,27 @@ def _time(summary: Summary, console: Console) -> None:
     for name, part in summary["time"]["shares"].items():
         drawn = bar(part, min(_BAR, max(10, console.width - 40)), console.options.ascii_only)
         grid.add_row(Text(_LABELS.get(name, name)), Text(words.share(part)), Text(drawn, style=_COLOURS[name]))
+    console.print(Padding(grid, (0, 0, 0, 2), expand=False))
+
+
+def _experts(experts: Summary | None, console: Console) -> None:
+    """A bar for each expert; where there are many, for the busiest and the idlest."""
+    if not experts:
+        return
+    load = list(enumerate(experts["load"]))
+    shown, note = load, "last step, all layers; 1 is even"
+    if len(load) > _EXPERTS:
+        ranked = sorted(load, key=lambda one: -one[1])
+        shown = ranked[: _EXPERTS // 2] + ranked[-_EXPERTS // 2 :]
+        note += f"; the busiest and the idlest {_EXPERTS // 2} of {len(load)}"
+    _heading(console, "load of each expert", note)
+    most = max(1.0, *experts["load"])
+    grid = Table.grid(padding=(0, 2))
+    for justify in _EXPERT_COLUMNS:
+        grid.add_column(justify=justify, no_wrap=True, overflow=_CROP)
+    for index, one in shown:
+        drawn = bar(one / most, min(_BAR, max(10, console.width - 40)), console.options.ascii_only)
+        grid.add_row(Text(str(index)), Text(f"{one:.2f}"), Text(drawn, style="magenta"))
     console.print(Padding(grid, (0, 0, 0, 2), expand=False))
 
 

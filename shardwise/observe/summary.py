@@ -56,6 +56,7 @@ def summarise(folder: str | Path) -> Summary:
         "time": _time(steady),
         "communication": _communication(steady),
         "collectives": _collectives(steps, steady),
+        "experts": _experts(steps),
         "checkpoints": _checkpoints(folder, events),
         "skipped_steps": [step["step"] for step in steps if step.get("skipped")],
         "events": dict(Counter(event["event"] for event in events)),
@@ -158,6 +159,22 @@ def _collectives(steps: Sequence[Record], steady: Sequence[Record]) -> Summary:
         found[key] = {what: statistics.median(one[what] for one in typical) for what in nothing}
         found[key] |= {f"total_{what}": sum(one[what] for one in every) for what in nothing}
     return found
+
+
+def _experts(steps: Sequence[Record]) -> Summary | None:
+    """How evenly tokens were dealt out, 1 being even; null for a model without experts."""
+    known = [step for step in steps if step.get("expert_load")]
+    if not known:
+        return None
+    worst = max(known, key=lambda step: float(step["expert_imbalance"]))
+    return {
+        "imbalance": {
+            "last": known[-1]["expert_imbalance"],
+            "worst": worst["expert_imbalance"],
+            "worst_step": worst["step"],
+        },
+        "load": known[-1]["expert_load"],
+    }
 
 
 def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:

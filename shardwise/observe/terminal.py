@@ -127,7 +127,7 @@ class TrainingProgress:
             ProgressBar(total=self._steps, completed=step, width=room),
             Text.assemble((f" {step:,}", "bold"), f" / {self._steps:,} steps", (f"  {self._left()}", "dim")),
         )
-        loss, speed = f"{record['loss']:.4f} ", _speed(record)
+        loss, speed = f"{record['loss']:.4f} ", _speed(record) + _experts(record)
         curve = self._curve(min(_CURVE, max(8, self._console.width - len(loss) - len(speed) - 8)))
         facts = Text.assemble(("loss ", "dim"), (loss, "bold green"), (curve, "green"), "  ", speed)
         facts.no_wrap, facts.overflow = True, "crop"
@@ -138,7 +138,7 @@ class TrainingProgress:
         skipped = "  (skipped)" if record.get("skipped") else ""
         line = (
             f"step {record['step']:>{width}}/{self._steps}  loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
-            f"gradient {record['gradient_norm']:.3f}  {_speed(record)}  {self._left()}{skipped}"
+            f"gradient {record['gradient_norm']:.3f}  {_speed(record)}{_experts(record)}  {self._left()}{skipped}"
         )
         return line.rstrip()
 
@@ -151,6 +151,12 @@ class TrainingProgress:
 
     def _curve(self, width: int) -> str:
         return sparkline(self._losses.values, width, ascii_only=self._console.options.ascii_only)
+
+
+def _experts(record: Mapping[str, Any]) -> str:
+    """How many times an even load the busiest expert has; nothing for a model without experts."""
+    imbalance = record.get("expert_imbalance")
+    return "" if imbalance is None else f"  busiest expert {imbalance:.2f}"
 
 
 def _speed(record: Mapping[str, Any]) -> str:

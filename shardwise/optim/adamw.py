@@ -32,7 +32,7 @@ def make_optimizer(
     for name, parameter in named:
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups[is_decayed(name, parameter) and name not in embeddings, mesh].append(parameter)
+            groups[parameter.ndim >= 2 and name not in embeddings, mesh].append(parameter)
     ordered = sorted(groups.items(), key=lambda item: not item[0][0])  # those with decay first
     return torch.optim.AdamW(
         [{"params": params, "weight_decay": train.weight_decay if decayed else 0.0} for (decayed, _), params in ordered],
@@ -41,11 +41,6 @@ def make_optimizer(
         eps=train.epsilon,
         fused=True,
     )
-
-
-def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Matrices are decayed; embedding tables, norms and biases are not."""
-    return parameter.ndim >= 2 and not name.startswith(("embedding.", "positions."))
 
 
 def update(optimizer: torch.optim.AdamW, lr: float, divide_by: Tensor, skip: Tensor) -> None:

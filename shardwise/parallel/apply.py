@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm import Traffic
-from shardwise.config import Config, Layout
+from shardwise.config import Config, Layout, sequence_multiple
 from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise
 from shardwise.optim import local
 from shardwise.parallel.context import places, split_over_context
@@ -41,7 +41,7 @@ def parallelise(config: Config, plan: Plan, traffic: Traffic) -> ParallelModel:
         check_own(plain, config, layout)
     table, tables = table_of(plain), _embeddings(plain)
     where = lru_cache(maxsize=8)(partial(places, config.model, traffic)) if layout.context > 1 else None
-    multiple = layout.tensor * layout.context * (2 if layout.context > 1 else 1)
+    multiple = sequence_multiple(config.model, layout)
     if layout.pipeline == 1:
         return ParallelModel(traffic, [_part(config, build_plain(config), table, traffic)], table, where, multiple, tables)
     stages = own_stages(config, plan, traffic)

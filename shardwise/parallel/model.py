@@ -85,6 +85,8 @@ class ParallelModel:
 
     def take_loads(self) -> Tensor:
         """Of each mixture of this rank, how many choices fell on each expert in the whole global batch: (mixtures, experts)."""
+        if not self.mixtures:  # a stage may have none
+            return torch.zeros(0, 1, dtype=torch.int64, device=self.traffic.device)
         loads = torch.stack([mixture.take_load() for mixture in self.mixtures])
         for axis in ("replica", "data", "context", "tensor"):  # each of them had other tokens
             self.traffic.all_reduce(loads, axis)

@@ -14,6 +14,7 @@ A share is handed to the compiler's own trade-off where blocks are compiled, and
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def recompute(blocks: Sequence[nn.Module], mode: str | float, compiled: bool) ->
         if compiled:
             set_activation_memory_budget(float(mode))
             return
-        for block in blocks[: round((1 - mode) * len(blocks))]:
+        for block in blocks[: math.ceil((1 - mode) * len(blocks))]:
             _wrap(block, None)
     elif mode != "none":
         for block in blocks:

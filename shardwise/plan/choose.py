@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.config import Config, Layout, Train, divisors, problems_of_layout
+from shardwise.config import Config, Layout, Train, divisors, nearest_layout, problems_of_layout
 from shardwise.errors import ConfigError
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token
 from shardwise.plan.memory import StateBytes, state_bytes
@@ -61,7 +61,7 @@ def choose(config: Config, devices: int, memory_bytes: float | None = None, para
     micro_batch = micro_batch_size(config.train, layout)
     accumulation = share // micro_batch
     zero, reason = _zero(config, layout, accumulation, memory_bytes, parameters)
-    states = state_bytes(config.model, config.train, layout.model_copy(update={"zero": zero}), accumulation, parameters)
+    states = state_bytes(config, layout.model_copy(update={"zero": zero}), accumulation, parameters)
     if memory_bytes is not None and states.total > memory_bytes and not layout.offload:
         raise ConfigError(f"the job on {devices} devices", [_too_large(states.total, memory_bytes, zero)])
     return Plan(
@@ -86,22 +86,23 @@ def micro_batch_size(train: Train, layout: Layout) -> int:
 
 def _with_data(config: Config, devices: int) -> Layout:
     layout = config.layout
+    if layout.data == -1 and devices % layout.fixed:
+        problem = f"layout: the other axes take {layout.fixed} devices, which does not divide {devices}"
+        raise ConfigError(f"the job on {devices} devices", [problem, *_nearest(config, devices)])
     if layout.data == -1:
-        if devices % layout.fixed:
-            raise ConfigError(
-                f"the job on {devices} devices",
-                [f"layout: the other axes take {layout.fixed} devices, which does not divide {devices}"],
-            )
         layout = layout.model_copy(update={"data": devices // layout.fixed})
     if layout.world != devices:
-        raise ConfigError(
-            f"the job on {devices} devices",
-            [
-                f"layout: {_product(layout)} = {layout.world} devices, but {devices} are there; "
-                f"start {layout.world} workers (--workers {layout.world}), or write layout.data=-1 to use them all"
-            ],
+        problem = (
+            f"layout: {_product(layout)} = {layout.world} devices, but {devices} are there; "
+            f"start {layout.world} workers (--workers {layout.world}), or write layout.data=-1 to use them all"
         )
+        raise ConfigError(f"the job on {devices} devices", [problem])
     return layout
+
+
+def _nearest(config: Config, devices: int) -> list[str]:
+    nearest = nearest_layout(config.model, config.data, config.train, config.layout, devices)
+    return [f"the nearest layout that works: {nearest}"] if nearest else []
 
 
 def _product(layout: Layout) -> str:
@@ -133,7 +134,7 @@ def _zero(
     room = STATE_SHARE * memory_bytes
     for zero in range(4):
         sharded = layout.model_copy(update={"zero": zero})
-        states = state_bytes(config.model, config.train, sharded, accumulation, parameters).total
+        states = state_bytes(config, sharded, accumulation, parameters).total
         if states <= room:
             break
     fits = f"states take {states / GIB:.3g} GiB of the {room / GIB:.3g} GiB meant for them on each device"

@@ -25,8 +25,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from shardwise.config import Layout, Model, Train
+from shardwise.config import SPLIT_BACKWARD, Config, Layout, Train
 from shardwise.plan.parameters import parameter_shapes
+from shardwise.plan.schedule import rank_of_stage
+from shardwise.plan.stages import stage_blocks
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -57,26 +59,45 @@ def reduce_dtype(train: Train) -> str:
     return "float64" if train.precision == "float64" else "float32"
 
 
-def state_bytes(model: Model, train: Train, layout: Layout, accumulation: int, parameters: int | None = None) -> StateBytes:
-    """The table above, for the fullest device: of its stage, its part of the matrices and its experts. Of a model that is not
+def state_bytes(config: Config, layout: Layout, accumulation: int, parameters: int | None = None) -> StateBytes:
+    """The table above, for the fullest device: of its stages, its part of the matrices and its experts. Of a model that is not
     ours only the number of parameters is known, and they are taken to be split evenly.
     """
-    dense, experts = _held(model, layout) if parameters is None else (parameters / (layout.pipeline * layout.tensor), 0.0)
-    one = zero_bytes(dense, train, layout.zero or 0, layout.shards, accumulation)
-    other = zero_bytes(experts, train, layout.zero or 0, layout.shards * layout.tensor // layout.expert, accumulation)
-    return StateBytes(one.weights + other.weights, one.gradients + other.gradients, one.optimizer + other.optimizer)
+    held = [(parameters / (layout.pipeline * layout.tensor), 0.0)] if parameters is not None else _held(config, layout)
+    return max((_states(config, layout, accumulation, *own) for own in held), key=lambda states: states.total)
 
 
-def _held(model: Model, layout: Layout) -> tuple[float, float]:
-    """Parameters of the fullest stage that one device holds before ZeRO: shared matrices, and experts."""
-    shapes = parameter_shapes(model)
-    experts = sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
-    blocks = sum(prod(shape) for name, shape in shapes.items() if name.startswith("blocks.")) - experts
-    ends = sum(prod(shape) for name, shape in shapes.items() if not name.startswith("blocks."))
-    if layout.pipeline > 1:
-        ends = max(ends - model.vocabulary * model.hidden, model.vocabulary * model.hidden)  # the two ends are apart
-    share = -(-model.layers // layout.pipeline) / model.layers
-    return (blocks * share + ends) / layout.tensor, experts * share / layout.expert
+def _states(config: Config, layout: Layout, accumulation: int, dense: float, experts: float) -> StateBytes:
+    zero = layout.zero or 0
+    one = zero_bytes(dense, config.train, zero, layout.shards, accumulation)
+    other = zero_bytes(experts, config.train, zero, layout.shards * layout.tensor // layout.expert, accumulation)
+    weights, gradients = one.weights + other.weights, one.gradients + other.gradients
+    if zero and layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD:
+        # Backward in two halves: weights stay gathered and gradients whole until the step ends (parallel/pipeline.py).
+        gathered = BYTES[config.train.precision] if zero == 3 else 0
+        weights += gathered * (dense + experts)
+        gradients = BYTES[reduce_dtype(config.train)] * (dense + experts)
+    return StateBytes(weights, gradients, one.optimizer + other.optimizer)
+
+
+def _held(config: Config, layout: Layout) -> list[tuple[float, float]]:
+    """Parameters that a device of each pipeline rank holds before ZeRO: shared matrices, and experts."""
+    shapes = {name: prod(shape) for name, shape in parameter_shapes(config.model).items()}
+    experts = sum(size for name, size in shapes.items() if ".experts." in name)
+    blocks = sum(size for name, size in shapes.items() if name.startswith("blocks.")) - experts
+    first = sum(size for name, size in shapes.items() if name.startswith(("embedding.", "positions.")))
+    last = sum(shapes.values()) - experts - blocks - first
+    if layout.pipeline > 1 and config.model.tied:
+        last += shapes["embedding.weight"]  # both ends have a copy
+    ranks = rank_of_stage(layout.schedule, layout.pipeline, layout.stages_per_rank)
+    counts = stage_blocks(config.model, config.data.sequence_length, len(ranks), layout.stages if layout.pipeline > 1 else None)
+    dense = [0.0] * layout.pipeline
+    own = [0.0] * layout.pipeline
+    for stage, (rank, count) in enumerate(zip(ranks, counts, strict=True)):
+        share = count / config.model.layers
+        dense[rank] += blocks * share + (first if stage == 0 else 0) + (last if stage == len(ranks) - 1 else 0)
+        own[rank] += experts * share
+    return [(one / layout.tensor, other / layout.expert) for one, other in zip(dense, own, strict=True)]
 
 
 def zero_bytes(parameters: float, train: Train, zero: int, devices: int, accumulation: int) -> StateBytes:

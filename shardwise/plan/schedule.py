@@ -103,6 +103,11 @@ def stages_on_a_rank(name: str, asked: int | None = None) -> int:
     return fixed
 
 
+def rank_of_stage(name: str, ranks: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+    """Which rank holds each stage; one rank holds one."""
+    return _placement(name, ranks, stages_on_a_rank(name, stages_per_rank)) if ranks > 1 else (0,)
+
+
 def _placement(name: str, ranks: int, per_rank: int) -> tuple[int, ...]:
     if name in IN_A_V:
         return (*range(ranks), *reversed(range(ranks)))

@@ -83,6 +83,9 @@ def _sums(training: Training) -> dict[int, tuple[str, int]]:
         for suffix, tensor in {"": parameter, **{f" ({key})": moments[key] for key in MOMENTS if key in moments}}.items():
             labels.append(f"{name}[{where}]{suffix}")
             sums.append(bit_sum(local(tensor.detach())))
+    for name, buffer in training.parallel.named_buffers():
+        labels.append(name)
+        sums.append(bit_sum(buffer))
     values = torch.stack(sums).tolist() if sums else []
     found: dict[int, tuple[str, int]] = {}
     for label, value in zip(labels, values, strict=True):

@@ -72,9 +72,10 @@ def steps(training: Training, stop_asked: Callable[[], bool] = lambda: False) ->
     try:
         clock.restart()
         batch: list[Batch] | None = None
+        first = training.step
         while training.step < train.steps:
             batch = batch or _fetch(batches, clock)
-            queued = _queue(training, batch, stop_asked())
+            queued = _queue(training, batch, stop_asked(), training.step == first)
             batch = _fetch(batches, clock) if training.step + 1 < train.steps else None  # while the device is busy
             done = _read(training, queued)
             yield done
@@ -89,7 +90,7 @@ def _fetch(batches: Batches, clock: StepClock) -> list[Batch]:
         return next(batches)
 
 
-def _queue(training: Training, batch: list[Batch], stop_asked: bool) -> _Queued:
+def _queue(training: Training, batch: list[Batch], stop_asked: bool, first: bool) -> _Queued:
     """Hand all of a step's work to the device."""
     traffic, clock = training.traffic, training.traffic.clock
     tokens = count_tokens(training, batch)
@@ -99,7 +100,7 @@ def _queue(training: Training, batch: list[Batch], stop_asked: bool) -> _Queued:
         shared = share(training, torch.stack([loss, torch.full_like(loss, float(stop_asked))]))
     train = training.config.train
     checked = train.check_every > 0 and (training.step + 1) % train.check_every == 0
-    if checked:
+    if checked or first:
         check_gradients(training)
     lr = learning_rate(train, training.step + 1)
     with clock.span("optimizer"):
@@ -118,9 +119,10 @@ def _balance(training: Training, finite: Tensor) -> Tensor:
         return torch.empty(0, device=traffic.device)
     loads = parallel.take_loads()
     parallel.balance(loads * finite)
-    relative = loads.double() / loads.double().mean(1, keepdim=True)
-    worst = traffic.all_reduce(relative.max(), "pipeline", op=torch.distributed.ReduceOp.MAX)
-    sums = traffic.all_reduce(loads.sum(0), "pipeline").double()
+    worst = (loads.double() / loads.double().mean(1, keepdim=True)).flatten()
+    worst = torch.cat((worst, worst.new_zeros(1))).max()  # of a stage without experts: zero
+    traffic.all_reduce(worst, "pipeline", op=torch.distributed.ReduceOp.MAX)
+    sums = traffic.all_reduce(loads.sum(0) + loads.new_zeros(training.config.model.experts), "pipeline").double()
     return torch.cat((worst.unsqueeze(0), sums / sums.mean()))
 
 

@@ -3,7 +3,8 @@
 The order of the questions is the order of the computation, since every later difference may follow from an earlier one:
 
 1. Does a module's output differ? Then that module, on those ranks, is where to look; gradients follow from it.
-2. Do outputs agree, but the gradient of one does not? Then the backward of what comes after that module.
+2. Do outputs agree, but the gradient of one does not? Then the backward of what comes after that module. In both cases a factor
+   between what is there and the reference that is the size of an axis points to a sum over that axis: one too many, or none.
 3. Do all of those agree, but gradients of weights do not? Then the fault lies in what is done to them: the sums over axes. The
    numbers tell which: copies that, added up over an axis, give the reference were not summed over it; copies that differ along
    an axis were not all summed over it; a slice that is the reference times a number was scaled by it, and a number that is the
@@ -15,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.verify.findings import Difference, Piece, RankReport, Trace
@@ -26,6 +27,12 @@ EXACT = 1e-6
 """A slice is a multiple of the reference if what a factor does not explain is smaller than this."""
 ROUGHLY = 0.4
 """Summands over devices are alike in size, not equal: one of n is 1/n of the sum to within this."""
+MISSING, TWICE, AVERAGED = (
+    "missing reduction over",
+    "reduced twice, or not divided, over",
+    "averaged where it should be summed, over",
+)
+UNEXPLAINED = "differs in a way that no sum over an axis explains"
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ def _where(place: Place) -> str:
 
 def _sentence(cause: Cause) -> str:
     names = ", ".join(cause.parameters[:3]) + (f" and {len(cause.parameters) - 3} more" if len(cause.parameters) > 3 else "")
-    ratio = "" if cause.ratio is None else f", {cause.ratio:.6g} times the reference"
+    ratio = "" if cause.ratio is None else f"; {cause.ratio:.6g} times the reference"
     return f"{cause.what}{': ' if names else ''}{names} ({ranks_in_words(cause.ranks)}{ratio})"
 
 
@@ -92,16 +99,19 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def diagnose(verdict: Verdict, reports: Sequence[RankReport], traces: Sequence[Trace]) -> Diagnosis:
-    """What the numbers say."""
+def diagnose(
+    verdict: Verdict, reports: Sequence[RankReport], traces: Sequence[Trace], sizes: Mapping[str, int] | None = None
+) -> Diagnosis:
+    """What the numbers say; `sizes` are those of the layout's axes."""
     forward = _first({trace.rank: trace.forward for trace in traces if trace.forward})
     backward = _first({trace.rank: trace.backward for trace in traces if trace.backward}, last=True)
     if forward or backward:
-        return Diagnosis(forward, backward, ())
+        found = [trace.forward if forward else trace.backward for trace in traces]
+        return Diagnosis(forward, backward, tuple(_flow_causes(forward, backward, [one for one in found if one], sizes or {})))
     first = min((error.step for error in verdict.failing()), default=0)
     failing = [error for error in verdict.failing("gradient") if error.step == first]
     if first == 1 and failing:
-        causes = _joined(_gradient_causes(failing, reports, traces))
+        causes = _joined(_as_one_fault(list(_gradient_causes(failing, reports, traces)), reports))
     else:
         causes = _late_causes(verdict, first, reports)
     return Diagnosis(None, None, tuple(causes))
@@ -115,6 +125,52 @@ def _first(found: dict[int, Difference], last: bool = False) -> Place | None:
     worst = max(own.values(), key=lambda difference: difference.error)
     error = worst.error if math.isfinite(worst.error) else 1e308
     return Place(worst.module, tuple(own), error, min(difference.micro_batch for difference in own.values()))
+
+
+def _flow_causes(
+    forward: Place | None, backward: Place | None, found: Sequence[Difference], sizes: Mapping[str, int]
+) -> Iterator[Cause]:
+    """What is wrong with the sums on the way of an activation, or of its gradient; nothing where the numbers do not tell."""
+    place = forward or backward
+    assert place is not None, "something differs"
+    ratio, exact = _multiple([one for one in found if one.module == place.module])
+    if ratio is None:
+        return
+    axes = {axis: sizes[axis] for axis in ("tensor", "context", "data", "replica", "expert") if sizes.get(axis, 1) > 1}
+    what, over = f"scaled by {ratio:.6g}", ""
+    if exact:
+        twice = [axis for axis, size in axes.items() if math.isclose(ratio, size, rel_tol=EXACT)]
+        averaged = [axis for axis, size in axes.items() if math.isclose(ratio, 1 / size, rel_tol=EXACT)]
+        if over := " or ".join(twice or averaged):
+            what = f"{TWICE if twice else AVERAGED} {over}"
+    elif not forward:  # Outputs of other tokens are alike by chance. Devices that share a sequence add up gradients of one token.
+        over = " or ".join(axis for axis in axes if axis in ("tensor", "context") and abs(ratio * axes[axis] - 1) < ROUGHLY)
+        what = f"{MISSING} {over}"
+    if exact or over:
+        yield Cause(what, over or None, (), place.ranks, ratio)
+
+
+def _multiple(found: Sequence[Piece | Difference]) -> tuple[float | None, bool]:
+    """The factor between the reference and what is there (least squares), and whether it explains all of the difference."""
+    reference, product = sum(one.reference for one in found), sum(one.product for one in found)
+    if not reference > 0 or not math.isfinite(product):
+        return None, False
+    ratio = product / reference
+    rest = sum(one.own for one in found) - ratio * product  # what is left when ratio times the reference is taken away
+    return ratio, abs(rest) <= EXACT**2 * max(reference, product * ratio)
+
+
+def _as_one_fault(causes: Sequence[Cause], reports: Sequence[RankReport]) -> Iterator[Cause]:
+    """A slice may be too unlike the other summands to tell by itself (a router's weight). If on the same ranks one sum is missing
+    for other parameters, and nothing else is, and this parameter passes that sum too, it is the same fault."""
+    missing = {cause.axis: cause.what for cause in causes if cause.axis is not None and cause.what.startswith(MISSING)}
+    ranks = {cause.ranks for cause in causes if cause.axis in missing}
+    for cause in causes:
+        sums = {axis for report in reports for name in cause.parameters for axis in report.reductions.get(name, {})}
+        if cause.what == UNEXPLAINED and len(missing) == 1 and cause.ranks in ranks and missing.keys() <= sums:
+            ((axis, what),) = missing.items()
+            cause = replace(cause, what=what, axis=axis)
+        yield cause
 
 
 def _joined(causes: Iterable[Cause]) -> Iterator[Cause]:
@@ -149,13 +205,7 @@ class _Copies:
 
     def ratio(self) -> tuple[float | None, bool]:
         """The factor between the reference and what the bad ranks have, and whether it explains all of the difference."""
-        pieces = [self.pieces[rank] for rank in self.bad]
-        reference, product = sum(piece.reference for piece in pieces), sum(piece.product for piece in pieces)
-        if not reference > 0 or not math.isfinite(product):
-            return None, False
-        ratio = product / reference
-        rest = sum(piece.own for piece in pieces) - ratio * product  # what is left when ratio times the reference is taken away
-        return ratio, abs(rest) <= EXACT**2 * max(reference, product * ratio)
+        return _multiple([self.pieces[rank] for rank in self.bad])
 
     def unequal_axes(self) -> set[str]:
         """Axes along which two ranks hold the same slice with other values."""
@@ -178,23 +228,23 @@ def _cause(error: Error, copies: _Copies, summed: Sequence[str]) -> Cause:
         return Cause(f"{what} {axis}" if axis else what, axis, (error.parameter,), error.ranks, ratio)
 
     if summed:
-        return cause("missing reduction over", summed[0])
+        return cause(MISSING, summed[0])
     if ratio is not None and exact:
         for axis, size in copies.reductions.items():
             if math.isclose(ratio, size, rel_tol=EXACT):
-                return cause("reduced twice, or not divided, over", axis)
+                return cause(TWICE, axis)
             if math.isclose(ratio, 1 / size, rel_tol=EXACT):
-                return cause("averaged where it should be summed, over", axis)
+                return cause(AVERAGED, axis)
         return cause(f"scaled by {ratio:.6g}")
     unequal = copies.unequal_axes()
     for axis in copies.reductions:
         if unequal & _members(axis):
-            return cause("missing reduction over", axis)
+            return cause(MISSING, axis)
     if ratio is not None:
         for axis, size in copies.reductions.items():
             if abs(ratio * size - 1) < ROUGHLY:
-                return cause("missing reduction over", axis)
-    return cause("differs in a way that no sum over an axis explains")
+                return cause(MISSING, axis)
+    return cause(UNEXPLAINED)
 
 
 def _members(axis: str) -> set[str]:

@@ -67,6 +67,12 @@ class Difference:
     error: float
     micro_batch: int
     """The first in which it differs."""
+    reference: float = 0.0
+    """Sums over the elements that are compared, in all micro-batches, as in a Piece: of the squares of the reference,"""
+    own: float = 0.0
+    """of the squares of what the rank has,"""
+    product: float = 0.0
+    """and of one times the other."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from shardwise.verify.shrink import shrink
 Dtype = Literal["float64", "float32", "bfloat16"]
 ROUNDING: dict[Dtype, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
 """The spacing of numbers just above 1."""
+ALLOWANCE = 8.0
+"""In a short dtype, how many times one device's own rounding error a layout may be off by."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,18 @@ Sabotage = Literal["drop-all-reduce", "scale-gradient", "swap-chunks", "misroute
 """What verify/sabotage.py can break."""
 
 
+SCALE = 1.01
+"""What scale-gradient multiplies by."""
+
+
 def check_sabotage(kind: Sabotage, proof: Proof) -> None:
     """A layout without what is to be broken cannot be sabotaged so."""
     model = proof.config.model
+    if kind == "scale-gradient" and ALLOWANCE * ROUNDING[proof.dtype] > SCALE - 1:
+        raise UserError(
+            f"--sabotage scale-gradient: a gradient that is off by {(SCALE - 1) * 100:.0f} % is within what rounding to "
+            f"{proof.dtype} may cost; use --dtype float64"
+        )
     if kind == "drop-all-reduce" and proof.world == 1:
         raise UserError("--sabotage drop-all-reduce: one device sums over nobody; give a layout, for example layout.data=2")
     if kind == "misroute-token" and model.experts <= model.experts_per_token:

@@ -25,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -208,14 +208,24 @@ def _differences(order: Sequence[str], own: Outputs, whole: Outputs, view: View,
     for place, path in reversed(places) if backward else places:
         if len(whole[path]) != 1:
             continue  # used several times: which call is which micro-batch's is not known
-        errors = [_error(path, call, whole[path][0], found, view, backward) for call, found in enumerate(own.get(path, []))]
-        if errors and not max(errors) <= LIMIT:
-            call = next(call for call, error in enumerate(errors) if not error <= LIMIT)
-            yield Difference(path, place, max(errors), call)
+        found = [_held(path, call, whole[path][0], mine, view, backward) for call, mine in enumerate(own.get(path, []))]
+        if found and not (error := max(one.error for one in found)) <= LIMIT:
+            call = next(call for call, one in enumerate(found) if not one.error <= LIMIT)
+            sums = (sum(one[index] for one in found) for index in range(1, 4))
+            yield Difference(path, place, error, call, *sums)
 
 
-def _error(path: str, call: int, whole: Sequence[Tensor], own: Sequence[Tensor], view: View, backward: bool) -> float:
-    errors = [0.0]
+class _Held(NamedTuple):
+    """One call of a module, held against the reference."""
+
+    error: float
+    reference: float
+    own: float
+    product: float
+
+
+def _held(path: str, call: int, whole: Sequence[Tensor], own: Sequence[Tensor], view: View, backward: bool) -> _Held:
+    errors, reference_squares, own_squares, product = [0.0], 0.0, 0.0, 0.0
     for reference, found in zip(whole, own, strict=False):
         pair = view.match(path, call, reference, found) if reference.numel() and found.numel() else None
         if pair is None or (backward and not pair[2]):
@@ -224,7 +234,10 @@ def _error(path: str, call: int, whole: Sequence[Tensor], own: Sequence[Tensor],
         yardstick = float(reference.double().norm()) * math.sqrt(part.numel() / reference.numel())
         error = float((mine - part).norm()) / (yardstick or 1.0)
         errors.append(math.inf if math.isnan(error) else error)
-    return max(errors)
+        reference_squares += float(part.square().sum())
+        own_squares += float(mine.square().sum())
+        product += float((mine * part).sum())
+    return _Held(max(errors), reference_squares, own_squares, product)
 
 
 def _sums(training: Training, truth: dict[Key, Tensor], suspects: Sequence[str]) -> dict[str, list[str]]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import AXES
+from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.optim import local
 from shardwise.optim.norm import sharded_axes
@@ -39,7 +40,11 @@ def refer(worker: Worker, proof: Proof, path: Path) -> Truth:
 
     def keep(step: int) -> None:
         for name, parameter in training.parallel.named_parameters():
-            assert parameter.grad is not None, f"{name} has no gradient on one device"
+            if parameter.grad is None:
+                raise UserError(
+                    f"{name} has no gradient on one device: is it used in forward? Use it, remove it, or make it a buffer, "
+                    "which is not trained"
+                )
             kept[name, "gradient", step] = parameter.grad.detach().clone()
 
     done = watch(training, proof.steps, keep)

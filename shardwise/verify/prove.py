@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.config import Config
+from shardwise.config import AXES, Config
 from shardwise.data import Dataset, check_vocabulary
 from shardwise.verify.diagnose import Diagnosis, diagnose
 from shardwise.verify.findings import RankReport, Truth
@@ -45,6 +45,11 @@ class Result:
         """What was broken on purpose."""
         return next((report.sabotaged for report in self.reports if report.sabotaged), None)
 
+    @property
+    def unnoticed(self) -> bool:
+        """Something was broken on purpose, and the proof passes all the same."""
+        return self.sabotaged is not None and self.verdict.passes
+
     def to_json(self) -> dict[str, Any]:
         """What --json prints."""
         proof, verdict = self.proof, self.verdict
@@ -72,6 +77,7 @@ class Result:
             "parameters": parameters,
             "diagnosis": None if self.diagnosis is None else self.diagnosis.to_json(),
             "sabotage": self.sabotaged,
+            "sabotage_found": None if self.sabotaged is None else not self.unnoticed,
             "shrunk": None if self.shrunk is None else {key: list(pair) for key, pair in self.shrunk.items()},
             "seconds": round(self.seconds, 3),
         }
@@ -96,6 +102,7 @@ def prove(
     proof, shrunk = prepare(config, steps, dtype)
     if sabotage is not None:
         check_sabotage(sabotage, proof)
+    _check_module(proof)
     with preparing() as progress:
         dataset = Dataset.open(proof.config.data, proof.config.train.seed, progress)
     check_vocabulary(dataset, proof.config.model.vocabulary)
@@ -114,6 +121,14 @@ def prove(
     return Result(proof, shrunk, verdict, truth, reports, diagnosis, time.monotonic() - started)
 
 
+def _check_module(proof: Proof) -> None:
+    """A user's own module is tried here, before any process starts; only then does this one import torch."""
+    if proof.config.model.module is not None:
+        from shardwise.parallel import check_module
+
+        check_module(proof.config, proof.plan.layout)
+
+
 def _localise(
     workers: Workers,
     proof: Proof,
@@ -127,4 +142,5 @@ def _localise(
     path, suspects = workers.folder / "trace.pt", [error.parameter for error in verdict.failing("gradient")]
     workers.run(REFER_TRACE, proof.on_one_device("float64"), path, on=1)
     traces = workers.run(COMPARE_TRACE, proof.in_dtype("float64"), path, workers.folder / TRUTH, suspects, sabotage)
-    return diagnose(verdict, reports, traces)
+    layout = proof.plan.layout
+    return diagnose(verdict, reports, traces, {axis: getattr(layout, axis) for axis in AXES})

@@ -30,9 +30,8 @@ from shardwise.models.experts import Routing
 from shardwise.optim import local
 from shardwise.parallel.data import COPIES, Replicated, Sharded
 from shardwise.train.build import Training
-from shardwise.verify.job import Sabotage
+from shardwise.verify.job import SCALE, Sabotage
 
-FACTOR = 1.01
 Facts = dict[str, Any]
 """What was broken where, for people to hold against what the proof found."""
 
@@ -78,9 +77,10 @@ def _drop_bucket(part: Replicated, facts: Facts) -> None:
 
 
 def _drop_unit(part: Sharded, training: Training, facts: Facts) -> None:
-    """FSDP2's first block."""
+    """FSDP2's first block; of a module without blocks, the unit that holds the rest."""
     mesh = training.mesh
-    path, unit = next((path, unit) for path, unit in part.model.named_modules() if isinstance(unit, FSDPModule) and "." in path)
+    units = [(path, unit) for path, unit in part.model.named_modules() if isinstance(unit, FSDPModule) and _own_names(unit)]
+    path, unit = next(((path, unit) for path, unit in units if "." in path), units[0])
     if mesh.layout.zero and mesh.size("data x context") > 1:
         axis = mesh.label("data x context")
         unit.set_custom_reduce_scatter(_OwnSummand(training.traffic, axis))  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def _drop_unit(part: Sharded, training: Training, facts: Facts) -> None:
         kept = _Kept(training.traffic, axis)
         unit.set_custom_reduce_scatter(kept)  # type: ignore[arg-type]
         unit.set_all_reduce_hook(kept.give_back)
-    facts.update(axis=axis, parameters=[f"{path}.{name}" for name in _own_names(unit)])
+    facts.update(axis=axis, parameters=[f"{path}.{name}".lstrip(".") for name in _own_names(unit)])
 
 
 def _own_names(unit: FSDPModule) -> list[str]:
@@ -162,10 +162,10 @@ def _scale(training: Training, facts: Facts) -> None:
     def complete_gradients() -> None:
         complete()
         assert parameter.grad is not None
-        local(parameter.grad).mul_(FACTOR)
+        local(parameter.grad).mul_(SCALE)
 
     parallel.complete_gradients = complete_gradients  # type: ignore[method-assign]
-    facts.update(parameter=name, factor=FACTOR)
+    facts.update(parameter=name, factor=SCALE)
 
 
 def _swap(training: Training, facts: Facts) -> None:

@@ -25,10 +25,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.verify.findings import Box, Key, RankReport, Truth
-from shardwise.verify.job import ROUNDING, Dtype
+from shardwise.verify.job import ALLOWANCE, ROUNDING, Dtype
 
 LIMIT = 1e-9
-ALLOWANCE = 8.0
 FLOOR = 1e-4
 NOISE = 1e-9
 """A gradient smaller than this share of the average one, element by element, is taken to be zero but for rounding."""

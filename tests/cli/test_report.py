@@ -44,5 +44,13 @@ def test_without_json_the_report_is_for_people(run):
     assert "loss by step" in result.stdout
 
 
+def test_experts_are_in_the_json_and_drawn(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        line = {"step": 4, "loss": 2.0, "seconds": 0.5, "tokens_per_second": 10.0}
+        file.write(json.dumps({**line, "expert_imbalance": 1.5, "expert_load": [1.25, 0.75]}) + "\n")
+    assert json.loads(invoke(run, "--json").stdout)["experts"]["load"] == [1.25, 0.75]
+    assert "load of each expert" in invoke(run).stdout
+
+
 def test_a_folder_that_is_not_there_is_the_users_mistake(tmp_path):
     assert isinstance(invoke(tmp_path / "absent").exception, UserError)

@@ -158,6 +158,37 @@ def test_the_report_shows_the_numbers_and_fits_any_output(run, encoding, width):
         assert "all gather" in text
 
 
+LOADS = [(1.5, [1.5, 0.5]), (2.5, [1.75, 0.25]), (1.25, [1.0, 1.0])]
+
+
+def test_the_load_of_experts_is_that_of_the_last_step_beside_the_worst(tmp_path):
+    steps = [
+        record(step, 1.0, 1.0, 1.0, 0.0, expert_imbalance=worst, expert_load=load)
+        for step, (worst, load) in enumerate(LOADS, start=1)
+    ]
+    write_run(tmp_path / "run", steps)
+    summary = summarise(tmp_path / "run")
+    assert summary["experts"] == {"imbalance": {"last": 1.25, "worst": 2.5, "worst_step": 2}, "load": [1.0, 1.0]}
+    out = Console(file=io.StringIO(), width=100)
+    render(summary, out)
+    assert "1.25 times an even load, worst 2.50 at step 2" in out.file.getvalue()
+    assert "load of each expert" in out.file.getvalue()
+
+
+def test_a_model_without_experts_has_no_load(run):
+    assert summarise(run)["experts"] is None
+
+
+def test_of_very_many_experts_the_busiest_and_the_idlest_are_drawn(tmp_path):
+    load = [expert / 50 for expert in range(100)]
+    write_run(tmp_path / "run", [record(1, 1.0, 1.0, 1.0, 0.0, expert_imbalance=3.0, expert_load=load)])
+    out = Console(file=io.StringIO(), width=100)
+    render(summarise(tmp_path / "run"), out)
+    drawn = out.file.getvalue().partition("load of each expert")[2]
+    numbers = [int(line.split()[0]) for line in drawn.splitlines() if line[:2] == "  " and line.split()[0].isdigit()]
+    assert numbers == [*range(99, 83, -1), *range(15, -1, -1)]
+
+
 def test_what_is_not_a_run_is_the_users_mistake(tmp_path):
     with pytest.raises(UserError, match="no such run folder"):
         summarise(tmp_path / "absent")

@@ -54,6 +54,14 @@ def test_away_from_a_terminal_there_is_one_plain_line_a_shown_step():
     assert lines[-1].endswith("done in 3:20")
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_how_busy_the_busiest_expert_is_stands_in_the_line(terminal):
+    shown = console(terminal, 140)
+    with TrainingProgress(shown, steps=1) as progress:
+        progress.update(record(1, expert_imbalance=1.375, expert_load=[1.25, 0.75]))
+    assert "busiest expert 1.38" in shown.file.getvalue()
+
+
 def test_messages_are_lasting_lines_and_brackets_survive():
     for terminal in (False, True):
         shown = console(terminal)

@@ -74,6 +74,16 @@ def gathered_inputs_not_summed_back() -> None:
     flow._Gather.backward = staticmethod(backward)
 
 
+def gathered_inputs_summed_back_twice() -> None:
+    """Backward: as if every device had computed the same from what was gathered, and each added its copy."""
+    honest = flow._Gather.backward
+
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return honest(ctx, gradient * ctx.where[0].mesh.size("tensor"))
+
+    flow._Gather.backward = staticmethod(backward)
+
+
 def optimizer_skips_decay() -> None:
     honest = measure.build
 

@@ -217,6 +217,19 @@ def test_the_first_module_whose_gradient_differs_is_named(corpus: str, monkeypat
     diagnosis = shown(prove(job(corpus, {"tensor": 2}), steps=1))["diagnosis"]
     assert diagnosis["forward"] is None
     assert (diagnosis["backward"]["module"], diagnosis["backward"]["ranks"]) == ("norm", [0, 1])
+    (cause,) = diagnosis["causes"]
+    assert (cause["what"], cause["axis"]) == ("missing reduction over tensor", "tensor")
+
+
+def test_an_activation_gradient_that_is_counted_twice_is_named_with_its_axis(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch, "gathered_inputs_summed_back_twice")
+    diagnosis = shown(prove(job(corpus, {"tensor": 2}), steps=1))["diagnosis"]
+    assert (diagnosis["backward"]["module"], diagnosis["backward"]["ranks"]) == ("norm", [0, 1])
+    (cause,) = diagnosis["causes"]
+    assert (cause["what"], cause["axis"]) == ("reduced twice, or not divided, over tensor", "tensor")
+    assert math.isclose(cause["ratio"], 2)
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -1,0 +1,113 @@
+"""Proofs of a user's own module, and proofs that someone ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from shardwise.cli import verify as command
+from shardwise.config import Config, read
+from shardwise.errors import UserError
+from shardwise.verify import prove as proving
+from shardwise.verify.diagnose import diagnose
+from shardwise.verify.findings import Difference, Piece, RankReport, Trace, Truth
+from shardwise.verify.job import prepare
+from shardwise.verify.prove import prove
+from shardwise.verify.verdict import Verdict, judge
+
+ROOT = Path(__file__).parents[2]
+OWN = (ROOT / "examples" / "own_model.py").read_text()
+SMALL = ["train.global_batch=4", "model.hidden=32", "model.head_dim=8", "model.ffn=32", "data.sequence_length=16"]
+
+
+def job(module: Path, *overrides: str) -> Config:
+    source = f"data.source={ROOT / 'examples' / 'shakespeare.txt'}"
+    return read(ROOT / "examples" / "own_model.toml", [f"model.module={module}:OwnModel", source, *SMALL, *overrides])
+
+
+def written(folder: Path, old: str, new: str) -> Path:
+    """The example with one thing changed."""
+    assert OWN.count(old) == 1
+    path = folder / "own.py"
+    path.write_text(OWN.replace(old, new))
+    return path
+
+
+def test_a_dropped_sum_of_a_module_without_blocks_is_found(tmp_path: Path) -> None:
+    module = written(tmp_path, "self.sharding = Sharding(", "self.table = Sharding(")
+    result = prove(job(module, "layout.data=2", "layout.zero=3"), steps=1, sabotage="drop-all-reduce")
+    assert result.sabotaged is not None
+    assert result.diagnosis is not None
+    (cause,) = result.diagnosis.causes
+    assert cause.what == "missing reduction over data"
+    assert set(cause.parameters) <= set(result.sabotaged["parameters"])
+    assert "embedding.weight" in result.sabotaged["parameters"]
+
+
+def test_a_parameter_that_forward_does_not_use_is_named(tmp_path: Path) -> None:
+    head = "self.norm = nn.LayerNorm(config.hidden)"
+    module = written(tmp_path, head, f"{head}\n        self.spare = nn.Linear(2, 2)")
+    with pytest.raises(UserError, match=r"spare\.weight.*used in forward"):
+        prove(job(module, "layout.data=2"), steps=1)
+
+
+def test_a_module_that_cannot_be_split_is_refused_before_any_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(count: int) -> None:
+        raise AssertionError("workers were started")
+
+    monkeypatch.setattr(proving, "Workers", started)
+    module = written(tmp_path, "self.sharding = Sharding(", "self.table = Sharding(")
+    with pytest.raises(UserError, match="sharding"):
+        prove(job(module, "layout.tensor=2"), steps=1)
+
+
+def test_one_percent_is_not_looked_for_in_bfloat16() -> None:
+    with pytest.raises(UserError, match=r"rounding to bfloat16.*float64"):
+        prove(job(ROOT / "examples" / "own_model.py", "layout.data=1"), dtype="bfloat16", sabotage="scale-gradient")
+
+
+def test_a_sabotage_that_passes_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    number = [Piece(("", quantity, 1), (), 0.0, 1.0, 1.0, 1.0) for quantity in ("loss", "gradient norm")]
+    report = RankReport(0, {}, number, [1.0], [], {}, {"kind": "scale-gradient", "rank": 0})
+    truth = Truth([1.0], [1.0], {}, {}, {("", "loss", 1): 1.0, ("", "gradient norm", 1): 1.0}, 0.1)
+    proof, _ = prepare(job(ROOT / "examples" / "own_model.py", "layout.data=1"), 1, "float64")
+    result = proving.Result(proof, None, judge([report], truth, None, "float64"), truth, [report], None, 0.0)
+    assert result.verdict.passes
+    assert result.to_json()["sabotage_found"] is False
+    monkeypatch.setattr(command, "_prove", lambda *arguments: result)
+    with pytest.raises(typer.Exit) as left:
+        command.verify(Path("job.toml"))
+    assert left.value.exit_code == 1
+    assert "the sabotage was not found" in capsys.readouterr().err
+
+
+def test_a_terminated_proof_leaves_nothing_behind(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "shardwise", "verify", "examples/verify.toml", "layout.data=2", "--steps", "500"]
+    environment: dict[str, Any] = {**os.environ, "TMPDIR": str(tmp_path)}
+    started = subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert started.stderr is not None
+    assert any("one device" in said for said in started.stderr)
+    assert list(tmp_path.glob("shardwise-verify-*"))
+    started.terminate()
+    _, errors = started.communicate(timeout=60)
+    assert started.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in errors
+    assert not list(tmp_path.glob("shardwise-verify-*"))
+
+
+def test_axes_of_one_size_are_all_named() -> None:
+    # Three times the reference, in squares and products: 9 and 3.
+    traces = [Trace(rank, None, Difference("norm", 4, 2.0, 0, 1.0, 9.0, 3.0), {}) for rank in range(2)]
+    (cause,) = diagnose(Verdict((), ()), [], traces, {"tensor": 3, "data": 3, "context": 2}).causes
+    assert (cause.axis, cause.ratio, cause.ranks) == ("tensor or data", 3.0, (0, 1))
+    (cause,) = diagnose(Verdict((), ()), [], traces, {"tensor": 2}).causes
+    assert (cause.what, cause.axis) == ("scaled by 3", None)
