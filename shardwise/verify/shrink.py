@@ -93,6 +93,8 @@ def changes(before: Config, after: Config) -> Changes:
 
 def _smallest(config: Config, most_devices: int) -> Config:
     layout = _with_data(config)
+    if layout.context > 1:  # what `auto` means here must not change with the number of heads
+        layout = layout.model_copy(update={"attention": context_attention(config.model, layout)})
     model, small_layout = _degrees(config.model, layout, most_devices)
     model, small_layout = _depth(config.model, layout, model, small_layout)
     length = _sequence_length(config.data.sequence_length, model, small_layout)
@@ -357,7 +359,7 @@ def _inner(field: str, given: Model, layout: Layout, model: Model, smaller: Layo
     old: int = getattr(given, field)
 
     def facts(width: int, shape: Model, layout: Layout) -> Facts:
-        return (width < shape.hidden, width == shape.hidden, *_split_facts(width * max(1, shape.shared_experts), layout))
+        return (*_split_facts(width * max(1, shape.shared_experts), layout), width < shape.hidden, width == shape.hidden)
 
     most = min(old, 2 * model.hidden + 2 * smaller.tensor * smaller.shards)
     candidates: list[int] = [*range(min(old, INNER), most + 1), old]

@@ -20,7 +20,7 @@ KEPT = {
               "balance_bias", "router_z_loss", "rope_theta", "rope_scale"),
     "data": ("reset_attention", "held_out"),
     "train": ("recompute", "precision", "clip", "seed", "betas", "weight_decay", "schedule"),
-    "layout": ("zero", "schedule", "stages_per_rank", "attention", "offload"),
+    "layout": ("zero", "schedule", "stages_per_rank", "offload"),
 }  # fmt: skip
 LLAMA_70B = {"preset": "llama3-70b"}
 
@@ -160,8 +160,6 @@ def test_experts_keep_their_kind_and_borrow_from_the_same_axes(config: Config, f
         assert 1 <= new.experts_per_token <= new.experts
         ranks = small.layout.tensor * small.layout.context * small.layout.data
         assert ranks % small.layout.expert == 0
-        assert (small.layout.expert == ranks) == (config.layout.expert == math.prod(
-            (config.layout.tensor, config.layout.context, config.layout.data))) or ranks > 4  # fmt: skip
 
 
 @ANY_JOB
