@@ -13,7 +13,6 @@ import torch._functorch.config as _functorch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renames `all_gather_into_tensor`, which 2.11 has, and warns at each use of the old name."""
@@ -46,6 +45,8 @@ def pipeline_runtime(
     """torch's executor of a list of pipeline actions, which it completes with sends and receives. The ready-made schedules are
     public, the executor behind them is not yet. Actions are written as in "3F0": stage, kind, micro-batch.
     """
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime  # a second to import
+
     runtime: Any = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
         stages, micro_batches, loss_fn=loss, scale_grads=False
     )

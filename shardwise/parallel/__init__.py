@@ -2,12 +2,10 @@
 
 from shardwise.parallel.apply import DTYPES, build_plain, check_module, count_parameters, is_compiled, parallelise
 from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.pipeline import Pipelined
 
 __all__ = [
     "DTYPES",
     "ParallelModel",
-    "Pipelined",
     "build_plain",
     "check_module",
     "count_parameters",

@@ -25,7 +25,6 @@ from shardwise.parallel.data import COPIES, Alone, replicate, shard
 from shardwise.parallel.expert import expert_modules, split_over_experts
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.own import check_own, table_of
-from shardwise.parallel.pipeline import Pipelined, cut_out, own_stages
 from shardwise.parallel.placement import assign
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.tensor import split_over_tensor
@@ -44,6 +43,8 @@ def parallelise(config: Config, plan: Plan, traffic: Traffic) -> ParallelModel:
     multiple = sequence_multiple(config.model, layout)
     if layout.pipeline == 1:
         return ParallelModel(traffic, [_part(config, build_plain(config), table, traffic)], table, where, multiple, tables)
+    from shardwise.parallel.pipeline import Pipelined, cut_out, own_stages  # torch's pipelines take a second to import
+
     stages = own_stages(config, plan, traffic)
     parts = []
     for stage, _ in stages.own:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from shardwise.data.batches import Batch
 from shardwise.models import MixtureOfExperts, Sharding
 from shardwise.parallel.data import Alone
 from shardwise.parallel.tensor import sum_whole
+
+if TYPE_CHECKING:
+    from shardwise.parallel.pipeline import Stages
 
 
 @dataclass
@@ -42,6 +45,11 @@ class ParallelModel:
         """The model, where it is not cut into stages."""
         (part,) = self.parts
         return part.model
+
+    @property
+    def pipeline(self) -> Stages | None:
+        """How the model is cut, if it is."""
+        return None
 
     @property
     def keeps_gradients(self) -> bool:

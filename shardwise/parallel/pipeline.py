@@ -189,6 +189,10 @@ class Pipelined(ParallelModel):
         actions = {rank: [str(action) for action in own] for rank, own in enumerate(schedule.actions)}
         self._runtime = pipeline_runtime(made, schedule.micro_batches, self._loss, actions)
 
+    @property
+    def pipeline(self) -> Stages:
+        return self.stages
+
     def _stage(self, piece: _Piece, part: Alone, stage: int, group: Any) -> _Stage:
         stages, layout = self.stages, self.traffic.mesh.layout
         ids = torch.empty(stages.micro_batch, stages.length, dtype=torch.int64, device="meta")

@@ -8,7 +8,7 @@ from shardwise.config import context_attention
 from shardwise.mesh import RANK_AXES, device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.observe import peak_flops
-from shardwise.parallel import DTYPES, Pipelined, is_compiled
+from shardwise.parallel import DTYPES, is_compiled
 from shardwise.plan import reduce_dtype, simulate, state_dtype
 from shardwise.train.build import Training
 
@@ -51,9 +51,9 @@ def _attention(training: Training) -> str:
 
 def _pipeline(training: Training) -> dict[str, str]:
     """How the model is cut, and how long devices will wait for each other if stages take equal time."""
-    if not isinstance(training.parallel, Pipelined):
+    stages = training.parallel.pipeline
+    if stages is None:
         return {}
-    stages = training.parallel.stages
     blocks = ", ".join(str(len(own)) for own in stages.blocks)
     bubble = simulate(stages.schedule).bubble
     return {"pipeline": f"{stages.schedule.name}, stages of {blocks} blocks, idle share {bubble:.2f} if they take equal time"}
