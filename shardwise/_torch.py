@@ -5,6 +5,7 @@ A new torch release is checked against this file first.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,15 @@ def set_activation_memory_budget(share: float) -> None:
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Join the axes of a mesh into one; still underscored in torch 2.11 to 2.13."""
     return mesh._flatten(name)
+
+
+def part_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The part of a mesh that these dimensions span, joined ones among them: torch warns that it wants another way for those
+    one day, and has none yet that is public.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
+        return mesh[names] if len(names) > 1 else mesh[names[0]]
 
 
 def inside_backward() -> bool:

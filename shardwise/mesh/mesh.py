@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise._torch import flatten
+from shardwise._torch import flatten, part_of
 from shardwise.config import Layout
 from shardwise.mesh.devices import pick_device
 from shardwise.mesh.launched import Worker
@@ -67,8 +67,7 @@ class Mesh:
         """The part of the grid spanned by these axes, one dimension each."""
         assert self.grid is not None, "one device has no grid"
         if axes not in self._subs:
-            names = [self._flat(axis) for axis in axes]
-            self._subs[axes] = self.grid[tuple(names)] if len(names) > 1 else self.grid[names[0]]
+            self._subs[axes] = part_of(self.grid, tuple(self._flat(axis) for axis in axes))
         return self._subs[axes]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
