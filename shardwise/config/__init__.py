@@ -2,7 +2,9 @@
 
 from shardwise.config.check import divisors, problems_of_batch
 from shardwise.config.layouts import (
+    IN_A_V,
     SPLIT_BACKWARD,
+    can_borrow,
     context_attention,
     fewest_devices,
     nearest_layout,
@@ -29,6 +31,7 @@ from shardwise.config.write import to_toml
 
 __all__ = [
     "AXES",
+    "IN_A_V",
     "PRESETS",
     "SPLIT_BACKWARD",
     "Checkpoint",
@@ -41,6 +44,7 @@ __all__ = [
     "Run",
     "Source",
     "Train",
+    "can_borrow",
     "context_attention",
     "divisors",
     "fewest_devices",

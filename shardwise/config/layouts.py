@@ -21,12 +21,14 @@ IN_A_V = ("zbv", "dualpipev")
 
 
 def problems_of_layout(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> list[str]:
-    """Every rule that the layout breaks, and at the end the nearest layout that breaks none, on as many devices where that
+    """Every rule that the layout breaks, and below the last the nearest layout that breaks none, on as many devices where that
     number is known. Rules about how many devices read other sequences wait for it.
     """
-    found = _rules(model, data, train, layout)
-    nearest = nearest_layout(model, data, train, layout, devices) if found else None
-    return [*found, f"the nearest layout that works: {nearest}"] if nearest else found
+    broken, batch = _rules(model, data, train, layout), _batch(train, layout)
+    nearest = nearest_layout(model, data, train, layout, devices) if broken else None
+    if nearest:
+        broken[-1] += f"\n  the nearest layout that works: {nearest}"
+    return [*batch, *broken]
 
 
 def _rules(model: Model, data: Data, train: Train, layout: Layout) -> list[str]:
@@ -36,8 +38,11 @@ def _rules(model: Model, data: Data, train: Train, layout: Layout) -> list[str]:
         *_pipeline(model, layout),
         *_recompute(train, layout),
         *_expert(model, layout),
-        *(problems_of_batch(train, layout) if layout.data > 0 else ()),
     ]
+
+
+def _batch(train: Train, layout: Layout) -> list[str]:
+    return list(problems_of_batch(train, layout)) if layout.data > 0 else []
 
 
 def context_attention(model: Model, layout: Layout) -> Literal["ring", "ulysses"]:
@@ -131,14 +136,15 @@ def _expert(model: Model, layout: Layout) -> Iterator[str]:
         yield f"layout.expert = {layout.expert}: the model has no experts; use layout.data or layout.tensor"
     elif model.experts % layout.expert:
         yield f"layout.expert = {layout.expert}: does not divide model.experts = {model.experts}"
-    elif layout.data > 0 and not _can_borrow(layout):
+    elif layout.data > 0 and not can_borrow(layout):
         yield (
             f"layout.expert = {layout.expert}: borrows devices from tensor {layout.tensor}, then context {layout.context}, then "
             f"data {layout.data}, whole axes first, and cannot be made of these"
         )
 
 
-def _can_borrow(layout: Layout) -> bool:
+def can_borrow(layout: Layout) -> bool:
+    """Whether the expert axis can be made of whole axes, innermost first, and a part of the next."""
     left = layout.expert
     for size in (layout.tensor, layout.context, layout.data):
         if left % size == 0:
@@ -151,7 +157,8 @@ def _can_borrow(layout: Layout) -> bool:
 def nearest_layout(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> str | None:
     """The layout on as many devices that works and changes the degrees least, in the words of the command line."""
     world = devices or (layout.world if layout.data > 0 else None)
-    works = [other for other in _others(model, layout, world) if not _rules(model, data, train, other)]
+    others = _others(model, layout, world)
+    works = [other for other in others if not _rules(model, data, train, other) and not _batch(train, other)]
     if not works:
         return None
     best = min(works, key=lambda other: _distance(layout, other))

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from shardwise.comm import Traffic
-from shardwise.comm.flow import eager
 from shardwise.config import Model, context_attention
 from shardwise.errors import UserError
 from shardwise.models import Sharding, matches
@@ -61,7 +60,6 @@ def _documents(documents: Tensor) -> Tensor:
 
 
 def _mixing(attend: Attend, traffic: Traffic) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    @eager
     def forward(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         return attend(query, key, value, traffic, documents)
 

@@ -16,6 +16,9 @@ in a tied model the embedding, which is the head). The root is used last in forw
 gathered between them and moves once. Rows that do not divide over `data` are padded until they do. tests/comm holds the
 ledger of real steps to this table, to the byte.
 
+Beside tensor, pipeline or expert axes, `zero = 0` is FSDP2 too, on shards of one device: nothing is gathered over the wire, and
+gradients are summed over the copies unit by unit in the last backward. With `context` above 1 its devices count as data devices.
+
 With `replica` above 1 the shards live inside each replica, and an all-reduce of the summed shards (rP / data) joins the
 replicas once a step.
 

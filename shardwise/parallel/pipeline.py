@@ -110,9 +110,9 @@ class _Piece(nn.Module):
     """A stage's module as torch's runtime calls it: hidden states in, the rest by name. Not an FSDP2 module itself, so that
     the runtime leaves gathering and reducing to parallel/data.py."""
 
-    def __init__(self, part: nn.Module, first: bool, last: bool) -> None:
+    def __init__(self, part: nn.Module, last: bool) -> None:
         super().__init__()
-        self.part, self.first, self.last = part, first, last
+        self.part, self.last = part, last
         self.positions: Tensor | None = None
 
     def forward(self, x: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -174,8 +174,7 @@ class Pipelined(ParallelModel):
         self._factor = torch.zeros(())
         self._total = torch.zeros(())
         self._pieces = [
-            _Piece(part.model, stage == 0, stage == self.stages.last)
-            for part, (stage, _) in zip(self.parts, self.stages.own, strict=True)
+            _Piece(part.model, stage == self.stages.last) for part, (stage, _) in zip(self.parts, self.stages.own, strict=True)
         ]
         if self.stages.splits_backward:
             for part in self.parts:

@@ -58,11 +58,11 @@ def _selected(block: nn.Module) -> list[nn.Module]:
     themselves, which torch's selective recomputation must not see, and sending tokens to experts twice would cost more than
     keeping their activations.
     """
-    if not any(isinstance(module, MixtureOfExperts) for module in block.children()):
-        return [block]
     mixtures = [module for module in block.children() if isinstance(module, MixtureOfExperts)]
-    shared = [module.shared for module in mixtures if module.shared is not None]
-    return [*(module for module in block.children() if not isinstance(module, MixtureOfExperts)), *shared]
+    if not mixtures:
+        return [block]
+    shared = [mixture.shared for mixture in mixtures if mixture.shared is not None]
+    return [*(module for module in block.children() if module not in mixtures), *shared]
 
 
 def _wrap(block: nn.Module, contexts: Callable[[], Any] | None) -> None:

@@ -50,6 +50,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Traffic
+from shardwise.comm.flow import eager
 from shardwise.errors import UserError
 from shardwise.parallel.blockwise import (
     KERNELS,
@@ -99,7 +100,7 @@ def zigzag_block(rank: int, source: int, tokens: int) -> Block:
     return Block(slice(half, tokens), everything, causal=False)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@eager
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, traffic: Traffic, documents: Tensor | None = None) -> Tensor:
     """Causal attention over a sequence that lies in zig-zag over the `context` axis.
 

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise._torch import all_gather_single
 from shardwise.comm import Traffic
+from shardwise.comm.flow import eager
 from shardwise.errors import UserError
 from shardwise.parallel.blockwise import whole_attention
 
@@ -39,7 +40,7 @@ def contiguous_places(length: int, size: int, rank: int) -> Tensor:
     return torch.arange(length).view(size, -1)[rank]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@eager
 def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, traffic: Traffic, documents: Tensor | None = None) -> Tensor:
     """Causal attention over a sequence that lies in contiguous chunks over the `context` axis.
 

@@ -87,8 +87,10 @@ def micro_batch_size(train: Train, layout: Layout) -> int:
 def _with_data(config: Config, devices: int) -> Layout:
     layout = config.layout
     if layout.data == -1 and devices % layout.fixed:
-        problem = f"layout: the other axes take {layout.fixed} devices, which does not divide {devices}"
-        raise ConfigError(f"the job on {devices} devices", [problem, *_nearest(config, devices)])
+        nearest = nearest_layout(config.model, config.data, config.train, layout, devices)
+        advice = f"\n  the nearest layout that works: {nearest}" if nearest else ""
+        problem = f"layout: the other axes take {layout.fixed} devices, which does not divide {devices}{advice}"
+        raise ConfigError(f"the job on {devices} devices", [problem])
     if layout.data == -1:
         layout = layout.model_copy(update={"data": devices // layout.fixed})
     if layout.world != devices:
@@ -98,11 +100,6 @@ def _with_data(config: Config, devices: int) -> Layout:
         )
         raise ConfigError(f"the job on {devices} devices", [problem])
     return layout
-
-
-def _nearest(config: Config, devices: int) -> list[str]:
-    nearest = nearest_layout(config.model, config.data, config.train, config.layout, devices)
-    return [f"the nearest layout that works: {nearest}"] if nearest else []
 
 
 def _product(layout: Layout) -> str:

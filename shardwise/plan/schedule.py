@@ -34,12 +34,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
+from shardwise.config import IN_A_V
 from shardwise.config.schema import Schedule as ScheduleName
 from shardwise.errors import ConfigError
 
 Kind = Literal["F", "B", "I", "W"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
-IN_A_V = ("zbv", "dualpipev")
 
 
 @dataclass(frozen=True, slots=True)

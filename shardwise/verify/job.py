@@ -7,11 +7,10 @@ go unseen), blocks are not compiled, and everything runs on CPU processes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.config import Config, Layout
+from shardwise.config import Config, Layout, fewest_devices
 from shardwise.errors import UserError
 from shardwise.plan import Plan, choose
 from shardwise.verify.shrink import shrink
@@ -64,8 +63,7 @@ def smallest_data(layout: Layout) -> int:
     """The data axis: as given, or where it is left open, what the experts need; two where no other axis is there to prove."""
     if layout.data > 0:
         return layout.data
-    needed = layout.expert // math.gcd(layout.expert, layout.context * layout.tensor)
-    return max(needed, 2 if layout.fixed == 1 else 1)
+    return max(fewest_devices(layout) // layout.fixed, 2 if layout.fixed == 1 else 1)
 
 
 def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:

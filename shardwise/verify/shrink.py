@@ -26,6 +26,7 @@ from shardwise.config import (
     Layout,
     Model,
     Train,
+    can_borrow,
     context_attention,
     divisors,
     from_tables,
@@ -177,12 +178,7 @@ def _layouts(layout: Layout) -> Iterator[Layout]:
 
 def fits(model: Model, layout: Layout) -> bool:
     """Whether heads and experts can be dealt out over these degrees at all."""
-    left = layout.expert
-    for size in (layout.tensor, layout.context, layout.data):  # experts borrow ranks innermost first
-        if left % size and size % left:
-            return False
-        left = left // size if left % size == 0 else 1
-    return left == 1 and model.experts % layout.expert == 0 and _heads_fit(model, layout)
+    return can_borrow(layout) and model.experts % layout.expert == 0 and _heads_fit(model, layout)
 
 
 def _heads_fit(model: Model, layout: Layout) -> bool:

@@ -12,14 +12,13 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
-import torch
 from ranks.jobs import FAMILIES as MODELS
-from ranks.jobs import job, on_one_device, train, worst_difference
+from ranks.jobs import job
 from ranks.pool import Pool
+from ranks.truth import check_trains_as_one_device
 
 from shardwise.config import Layout
 
-EXACT = 1e-9
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev")
 
 
@@ -115,12 +114,7 @@ def check(row: Row, ranks: Callable[[int], Pool], corpus: str) -> None:
         train={**train_table, "check_every": 1},
         layout=row.layout,
     )
-    truth = on_one_device(tables)
-    found = ranks(Layout(**row.layout).world).run(train, tables)
-    assert worst_difference(found[0], truth) < EXACT
-    for rank in found[1:]:
-        assert (rank.losses, rank.norms) == (found[0].losses, found[0].norms), "ranks tell different numbers"
-        assert all(torch.equal(rank.weights[name], found[0].weights[name]) for name in rank.weights), "copies drifted apart"
+    check_trains_as_one_device(ranks(Layout(**row.layout).world), tables)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

@@ -8,14 +8,11 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
-from ranks.jobs import GPT, LLAMA, job, on_one_device, train, worst_difference
+from ranks.jobs import GPT, LLAMA, job
 from ranks.pool import Pool
+from ranks.truth import check_trains_as_one_device
 
 from shardwise.config import Layout
-
-EXACT = 1e-9
-"""A correct layout differs from one device by rounding in float64, here about 1e-13; a wrong one by far more."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +65,7 @@ def check(row: Row, ranks: Callable[[int], Pool], corpus: str) -> None:
         train={"micro_batch": row.micro_batch, "recompute": row.recompute},
         layout=row.layout,
     )
-    truth = on_one_device(tables)
-    found = ranks(Layout(**row.layout).world).run(train, tables)
-    assert worst_difference(found[0], truth) < EXACT
-    for rank in found[1:]:
-        assert (rank.losses, rank.norms) == (found[0].losses, found[0].norms), "ranks tell different numbers"
-        assert all(torch.equal(rank.weights[name], found[0].weights[name]) for name in rank.weights), "replicas drifted apart"
+    check_trains_as_one_device(ranks(Layout(**row.layout).world), tables)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
