@@ -225,12 +225,44 @@ class Layout(Section):
 
 
 class Checkpoint(Section):
-    """When to save, and what to start from."""
+    """When to save, where, and what to start from."""
 
-    every: NonNegative = Field(0, description="steps between saves; 0: only at the end and on Ctrl-C")
+    every: NonNegative = Field(0, description="steps between saves; 0: only at the end and when asked to stop")
     keep: Positive = Field(2, description="newest checkpoints kept")
+    keep_every: NonNegative = Field(0, description="also keep, for good, each checkpoint whose step this divides; 0: none")
+    background: bool = Field(
+        True, description="go on training while a checkpoint is written, after one copy in host memory (`async` is accepted too)"
+    )
+    folder: str | None = Field(
+        None, description="a folder or any address fsspec knows, such as `s3://bucket/run`; left out: `checkpoints` in run.folder"
+    )
     resume: Literal["auto", "never"] | str = Field(
         "auto", description="`auto`: the newest in the run folder, if any; `never`; or the path of a checkpoint"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _peer_spelling(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "async" in values:
+            if "background" in values:
+                raise ValueError("background is given twice, once as async; keep one")
+            values = {("background" if key == "async" else key): value for key, value in values.items()}
+        return values
+
+
+class Recovery(Section):
+    """What to do when workers fail. Who may join is asked on the command line: --min-workers, --max-workers."""
+
+    attempts: Positive = Field(3, description="failures at one and the same step after which the run stops and says why")
+    hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="seconds without a step done that count as a hang; left out: 30 times the usual step, at least 60"
+    )
+    start_seconds: float = Field(1800.0, gt=0, description="seconds until the first step is done that count as a hang")
+    copies: NonNegative = Field(
+        0, description="steps between copies of each device's state in a neighbour's memory, to recover without storage; 0: none"
+    )
+    straggler: float = Field(
+        1.5, gt=1, description="a device that needs this many times the median time for its own work, for a while, is named"
     )
 
 
@@ -258,5 +290,6 @@ class Config(Section):
     train: Train = Field(default_factory=Train, description="how to train")  # type: ignore[arg-type]
     layout: Layout = Field(default_factory=Layout, description="who computes what; left out: chosen")  # type: ignore[arg-type]
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")  # type: ignore[arg-type]
+    recovery: Recovery = Field(default_factory=Recovery, description="surviving failures")  # type: ignore[arg-type]
     observe: Observe = Field(default_factory=Observe, description="what to show and keep")  # type: ignore[arg-type]
     run: Run = Field(default_factory=Run, description="where results go")  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from shardwise.config import read
 from shardwise.config.reference import markdown
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FAST = ["train.steps=2", "model.preset=bytes-400k", "observe.sample_tokens=2", "train.evaluate_sequences=4"]
 
@@ -41,9 +42,22 @@ def test_every_command_in_the_documentation_runs(workplace: Path, line: str) -> 
         words[:1] = [sys.executable, "-m", "shardwise" if words[0] == "shardwise" else "torch.distributed.run"]
     if "train" in words:
         words += FAST
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=workplace, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def _shown() -> list[tuple[str, str]]:
+    """Commands whose output a page shows, and that output: those that start no work."""
+    blocks = [block for page in PAGES for block in re.findall(r"```text\n\$ (.*?)```", page.read_text(), re.DOTALL)]
+    parted = (block.partition("\n") for block in blocks)
+    return [(command, output) for command, _, output in parted if output.startswith("error:")]
+
+
+@pytest.mark.parametrize(("command", "output"), _shown(), ids=lambda text: text.split("\n")[0])
+def test_a_mistake_is_answered_as_the_documentation_shows(workplace: Path, command: str, output: str) -> None:
+    words = [sys.executable, "-m", *command.split()]
+    done = subprocess.run(words, cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, output)
 
 
 def test_the_documentation_names_the_two_commands_and_they_exist() -> None:
@@ -58,8 +72,7 @@ def test_the_documentation_names_the_two_commands_and_they_exist() -> None:
 def test_every_example_trains(workplace: Path, example: Path) -> None:
     read(example)
     command = [sys.executable, "-m", "shardwise", "train", str(example), *FAST[:1], *FAST[2:], f"run.folder={example.stem}-run"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "a sample" in done.stderr
 
