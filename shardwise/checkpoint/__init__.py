@@ -1,5 +1,14 @@
-"""Atomic save and load. Importing this package needs no torch: `checkpoint.save` does."""
+"""Atomic save and load. Importing this package needs no torch: `checkpoint.contents` and `checkpoint.save` do."""
 
-from shardwise.checkpoint.folder import Manifest, checkpoints, read_manifest, set_aside, to_resume
+from shardwise.checkpoint.folder import (
+    Manifest,
+    checkpoint_folder,
+    checkpoints,
+    hold,
+    read_manifest,
+    set_aside,
+    step_of,
+    to_resume,
+)
 
-__all__ = ["Manifest", "checkpoints", "read_manifest", "set_aside", "to_resume"]
+__all__ = ["Manifest", "checkpoint_folder", "checkpoints", "hold", "read_manifest", "set_aside", "step_of", "to_resume"]

@@ -1,27 +1,43 @@
-"""Checkpoints on disk: what counts as one, which is newest, and what it says of itself. No torch.
+"""Checkpoints in a folder: what counts as one, which is newest, and what it says of itself. No torch.
 
-A checkpoint is a folder `step-N` that holds torch Distributed Checkpoint shards and `checkpoint.json`, its manifest: the step,
-the model, the layout that wrote it, and size and checksum of every file. It is written under another name and renamed when
-it is whole and on disk, so a folder with the right name is a whole checkpoint, and a crash at any moment leaves the
-previous one untouched.
+A checkpoint is a folder `step-N` that holds
+
+    checkpoint.json        its manifest: the step, the model, the layout that wrote it, size and checksum of every file
+    tensors-ID.json        where each tensor's pieces lie (checkpoint/contents.py)
+    rank-R-ID.data         what rank R wrote: raw tensors, one after the other
+
+The manifest is put in place last, whole or not at all, and a folder without one is no checkpoint. ID is drawn anew for every
+save, so that saving a step again touches no file of the checkpoint that is there, and a writer left over from workers that are
+long gone writes files that no manifest will ever name. A crash at any byte thus leaves the old checkpoint or the new one.
+
+One flipped bit anywhere is noticed: the manifest holds a CRC-32 of every file, and ends with one of itself. Nothing is ever
+unpickled, here or elsewhere in this room, so opening a checkpoint runs no code from it; names in it that are not of the three
+kinds above are refused, which leaves no way out of the folder.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
-import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.storage import Storage, parent, storage
 from shardwise.config import Config, Model
 from shardwise.errors import UserError
 
 MANIFEST = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
+
+_STEP = re.compile(r"step-(\d{1,18})")
+_FILE = re.compile(r"(tensors-[0-9a-z]{1,32}\.json|rank-\d{1,9}-[0-9a-z]{1,32}\.data)")
+_END = b',\n "crc32": '
 
 
 @dataclass(frozen=True)
@@ -39,90 +55,253 @@ class Manifest:
     files: dict[str, dict[str, int]]
     format: int = FORMAT
 
-    def write(self, folder: Path) -> None:
-        """As checkpoint.json in that folder."""
-        (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=1) + "\n")
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files but the manifest."""
+        return sum(facts["bytes"] for facts in self.files.values())
+
+    def encode(self) -> bytes:
+        """As JSON whose last key is the CRC-32 of all that stands before it."""
+        body = json.dumps(asdict(self), indent=1).encode().removesuffix(b"\n}")
+        return body + _ending(body)
+
+    def write(self, folder: str | Path) -> None:
+        """As checkpoint.json in that folder: from now on it is a checkpoint."""
+        storage(folder).put(MANIFEST, self.encode())
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, with its files' sizes compared against the disk."""
-    path = folder / MANIFEST
-    try:
-        manifest = Manifest(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise UserError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path} cannot be read: {error}. Remove {folder} to resume from an older checkpoint.") from None
-    if manifest.format != FORMAT:
-        raise UserError(f"{folder} has checkpoint format {manifest.format}; this version of shardwise reads {FORMAT}")
+def _ending(body: bytes) -> bytes:
+    return _END + b"%d\n}\n" % zlib.crc32(body)
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of a checkpoint, with its files' sizes compared against the storage."""
+    where = storage(folder)
+    manifest = _decode(_content(where), where.address)
+    if ".metadata" in where.names():
+        raise UserError(f"{where.address}/.metadata is a pickle, which may run code: it is no part of a checkpoint. Remove it.")
     for name, facts in manifest.files.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        found = where.size(name)
         if found != facts["bytes"]:
             state = "is missing" if found is None else f"has {found} bytes instead of {facts['bytes']}"
-            raise UserError(f"{folder / name} {state}. Remove {folder} to resume from an older checkpoint.")
+            raise UserError(f"{where.address}/{name} {state}. {_advice(where)}")
     return manifest
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = [(int(match[1]), path) for path in (run / "checkpoints").glob("step-*") if (match := _STEP.match(path.name))]
-    return [path for _, path in sorted(found)]
+def _content(where: Storage) -> bytes:
+    try:
+        return where.read(MANIFEST)
+    except FileNotFoundError:
+        raise UserError(f"{where.address} is not a checkpoint: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise UserError(f"{where.address}/{MANIFEST} cannot be read: {error}. {_advice(where)}") from None
 
 
-_STEP = re.compile(r"step-(\d+)$")
+def _advice(where: Storage) -> str:
+    return f"Remove {where.address} to resume from an older checkpoint."
 
 
-def to_resume(config: Config) -> Path | None:
-    """The checkpoint this job starts from, checked to belong to it; None for a fresh start."""
+def _decode(content: bytes, address: str) -> Manifest:
+    body, end, tail = content.rpartition(_END)
+    if end + tail != _ending(body):
+        older = _format_of(content) if not end else None
+        if older not in (None, FORMAT):
+            raise UserError(f"{address} has checkpoint format {older}; this version of shardwise reads {FORMAT}")
+        raise UserError(f"{address}/{MANIFEST} is damaged. Remove {address} to resume from an older checkpoint.")
+    held = _object(body + b"\n}") or {}
+    if held.get("format") != FORMAT:
+        raise UserError(f"{address} has checkpoint format {held.get('format')}; this version of shardwise reads {FORMAT}")
+    problem = _problem(held)
+    if problem:
+        raise UserError(f"{address}/{MANIFEST} does not belong to a checkpoint: {problem}")
+    return Manifest(**held)
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _format_of(content: bytes) -> Any:
+    return (_object(content) or {}).get("format")
+
+
+_KINDS = {
+    **dict.fromkeys(("step", "world", "format"), int),
+    **dict.fromkeys(("model", "train", "data", "layout", "loss_scale", "files"), dict),
+    "torch": str,
+}
+
+
+def _problem(held: dict[str, Any]) -> str | None:
+    """What is wrong with a manifest that is undamaged, but perhaps not ours."""
+    if held.keys() != _KINDS.keys():
+        return f"its keys are {', '.join(sorted(held))}"
+    for key, kind in _KINDS.items():
+        if type(held[key]) is not kind:
+            return f"{key} is {held[key]!r}"
+    if held["step"] < 0 or held["world"] < 1:
+        return f"step is {held['step']} and world {held['world']}"
+    for name, facts in held["files"].items():
+        if not _FILE.fullmatch(name):
+            return f"it names a file {name!r}"
+        if not (isinstance(facts, dict) and facts.keys() == {"bytes", "crc32"} and all(is_count(one) for one in facts.values())):
+            return f"of {name} it says {facts!r}"
+    return None
+
+
+def is_count(value: Any) -> bool:
+    """Whether something read from a file is a number of things: whole, not negative, and not absurd."""
+    return type(value) is int and 0 <= value < 1 << 60
+
+
+def checkpoint_folder(config: Config) -> str:
+    """Where the checkpoints of a job are."""
+    return config.checkpoint.folder or str(Path(config.run.folder) / "checkpoints")
+
+
+def step_of(address: str) -> int:
+    """The step of a checkpoint, by its name."""
+    match = _STEP.fullmatch(address.rpartition("/")[2])
+    assert match, f"{address} is no checkpoint's name"
+    return int(match[1])
+
+
+def checkpoints(folder: str | Path) -> list[str]:
+    """The checkpoints in a folder, oldest first: those that were saved to the end, whether or not damaged since."""
+    where = storage(folder)
+    found = [(int(match[1]), where.inside(name)) for name in where.names() if (match := _STEP.fullmatch(name))]
+    return [inside.address for _, inside in sorted(found, key=lambda one: one[0]) if inside.size(MANIFEST) is not None]
+
+
+def to_resume(config: Config) -> str | None:
+    """The checkpoint this job will start from as far as manifests can tell, checked to belong to it; None for a fresh start.
+
+    It reads no tensors, so that it can be asked before any worker starts. The workers then look at every byte
+    (`Checkpointer.choose`), and may go back to an older one.
+    """
+    candidates = to_try(config)
+    reasons = []
+    for address in candidates:
+        try:
+            manifest = read_manifest(address)
+        except UserError as error:
+            if config.checkpoint.resume != "auto":
+                raise
+            reasons.append(str(error))
+            continue
+        check_same_model(address, manifest, config.model)
+        return address
+    if candidates:
+        raise none_is_whole(checkpoint_folder(config), reasons)
+    return None
+
+
+def to_try(config: Config) -> list[str]:
+    """The checkpoints this job may start from, the best first."""
     wanted = config.checkpoint.resume
     if wanted == "never":
-        return None
+        return []
     if wanted == "auto":
-        found = checkpoints(Path(config.run.folder))
-        path = found[-1] if found else None
-    else:
-        path = Path(wanted)
-        if not path.is_dir():
-            raise UserError(f"checkpoint.resume = {wanted!r}: no such folder; give a step-N folder, 'auto' or 'never'")
-    if path is not None:
-        _check_same_model(path, read_manifest(path), config.model)
-    return path
+        return checkpoints(checkpoint_folder(config))[::-1]
+    if not storage(wanted).names():
+        raise UserError(f"checkpoint.resume = {wanted!r}: no such folder; give a step-N folder, 'auto' or 'never'")
+    return [wanted.rstrip("/")]
 
 
-def _check_same_model(path: Path, manifest: Manifest, model: Model) -> None:
+def none_is_whole(folder: str, reasons: list[str]) -> UserError:
+    """What to say where every checkpoint is damaged: to start afresh is the user's decision, not ours."""
+    told = "\n  ".join(reasons)
+    return UserError(
+        f"{folder} has checkpoints, but none that is whole:\n  {told}\n"
+        "Mend one, give another with checkpoint.resume=PATH, or start afresh with checkpoint.resume=never."
+    )
+
+
+def check_same_model(address: str, manifest: Manifest, model: Model) -> None:
+    """Refuse the checkpoint of another model, with what differs."""
     asked = model.model_dump(exclude={"preset"})
     # A key that the checkpoint does not know came later, and its default is what was done before.
     held = {key: manifest.model.get(key, Model.model_fields[key].default) for key in asked}
     differing = [f"{key} (checkpoint {held[key]!r}, job {value!r})" for key, value in asked.items() if held[key] != value]
     if differing:
         raise UserError(
-            f"{path} holds another model: model.{', model.'.join(differing)}. "
+            f"{address} holds another model: model.{', model.'.join(differing)}. "
             "Use another run.folder, or checkpoint.resume=never to start afresh."
         )
 
 
-def set_aside(run: Path, after: int = -1) -> Path | None:
+def set_aside(folder: str | Path, after: int = -1) -> str | None:
     """Move checkpoints later than step `after` out of the way of a run that goes on from there; none touches the other."""
-    later = [path for path in checkpoints(run) if int(path.name.removeprefix("step-")) > after]
+    later = [address for address in checkpoints(folder) if step_of(address) > after]
     if not later:
         return None
-    moved = next(path for number in itertools.count(1) if not (path := run / f"checkpoints.old-{number}").exists())
-    moved.mkdir()
-    for path in later:
-        path.rename(moved / path.name)
-    return moved
+    where = storage(folder)
+    beside = storage(parent(where.address))
+    stem = where.address.rpartition("/")[2]
+    taken = set(beside.names())
+    moved = beside.inside(next(name for number in itertools.count(1) if (name := f"{stem}.old-{number}") not in taken))
+    moved.make()
+    for address in later:
+        where.move(address.rpartition("/")[2], moved)
+    return moved.address
 
 
-def checksum(path: Path) -> dict[str, int]:
-    """Size and CRC-32 of a file."""
-    crc = size = 0
-    with path.open("rb") as stream:
-        while piece := stream.read(1 << 22):
-            crc, size = zlib.crc32(piece, crc), size + len(piece)
-    return {"bytes": size, "crc32": crc}
+def prune(folder: str | Path, keep: int, keep_every: int = 0) -> None:
+    """Remove all but the newest `keep` checkpoints and each whose step `keep_every` divides, and what saves that never finished
+    left behind. Not while a save is being written.
+    """
+    where, whole = storage(folder), checkpoints(folder)
+    kept = {step_of(address) for address in whole[-keep:]}
+    kept |= {step for address in whole if keep_every and (step := step_of(address)) % keep_every == 0}
+    for name in where.names():
+        match = _STEP.fullmatch(name)
+        if match and int(match[1]) in kept:
+            _remove_leftovers(where.inside(name))
+        elif match:
+            where.inside(name).remove(MANIFEST)  # first, so that a half removed checkpoint is none
+            where.remove(name)
 
 
-def prune(run: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what saves that never finished left behind."""
-    for path in [*checkpoints(run)[:-keep], *(run / "checkpoints").glob(".step-*")]:
-        shutil.rmtree(path, ignore_errors=True)
+def _remove_leftovers(where: Storage) -> None:
+    """Files of saves of the same step that never finished, or that a later one replaced."""
+    try:
+        named = {MANIFEST, *_decode(_content(where), where.address).files}
+    except UserError:
+        return  # a damaged manifest: what is here may still help somebody to mend it
+    for name in where.names():
+        if name not in named and (_FILE.fullmatch(name) or name.startswith(f".{MANIFEST}.")):
+            where.remove(name)
+
+
+@contextmanager
+def hold(folder: str | Path) -> Iterator[None]:
+    """Keep any other run from saving into a folder while this one lasts. Only a local folder can be held."""
+    where = storage(folder)
+    if "://" in where.address:
+        yield
+        return
+    try:
+        where.make()
+        descriptor = os.open(where.address, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise UserError(f"checkpoints cannot be written to {where.address} ({error.strerror}). Give another folder.") from None
+    try:
+        _lock(descriptor, where.address)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, address: str) -> None:
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{address}: another run is saving its checkpoints there now; give another checkpoint.folder") from None
+    except OSError:
+        pass  # a file system without locks: nothing can be known

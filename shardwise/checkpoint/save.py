@@ -1,41 +1,68 @@
-"""Save and load through torch's Distributed Checkpoint: each rank writes the shards it holds.
+"""Save while training goes on, and load on any mesh.
 
 State is one flat dictionary from names to tensors: `model.NAME`, and `optimizer.NAME.MOMENT` for each parameter. Names are the
 plain model's, never a rank's or a wrapper's, and sharded tensors are DTensors that know their place in the whole, so the same
 dictionary can be loaded under another layout.
+
+A save in the background costs training one copy of the state to host memory, at the speed of that memory; the buffers are kept
+for the next save, and page-locked where the state is on a GPU. A thread then writes, fsyncs and commits while steps go on (as
+CheckFreq does: Mohan et al., FAST 2021). It costs host memory the size of this rank's state. A save that is waited for copies
+nothing. At most one is in flight: the next one waits for it, and that wait counts as stall as well.
+
+A save that fails leaves the older checkpoints as they were. All ranks learn of it, because each exchange of a save carries
+failures too; a rank that dies breaks the connection, which ends the exchange for the others.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import logging
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.folder import Manifest, checksum, prune, read_manifest
+from shardwise.checkpoint.contents import Contents, damage
+from shardwise.checkpoint.folder import (
+    Manifest,
+    check_same_model,
+    checkpoint_folder,
+    checkpoints,
+    none_is_whole,
+    prune,
+    step_of,
+    to_try,
+)
+from shardwise.checkpoint.shards import Planner, Reader, Writer, load_planner
+from shardwise.checkpoint.storage import storage
+from shardwise.config import Config
 from shardwise.errors import UserError
 from shardwise.mesh import Mesh
 
 T = TypeVar("T")
+State = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PATIENCE = 1.0
+"""Seconds that giving up a save may take."""
+
+log = logging.getLogger("shardwise")
 
 
 def state_of(
     named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, buffers: Iterable[tuple[str, Tensor]] = ()
-) -> dict[str, Tensor]:
+) -> State:
     """Every tensor a run consists of, by name; moments that do not exist yet are made as zeros."""
-    state: dict[str, Tensor] = {f"model.{name}": buffer for name, buffer in buffers}
+    state: State = {f"model.{name}": buffer for name, buffer in buffers}
     for name, parameter in named:
         state[f"model.{name}"] = parameter.detach()
         moments = optimizer.state[parameter]
@@ -46,7 +73,7 @@ def state_of(
     return state
 
 
-def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
+def random_state(rank: int, device: torch.device) -> State:
     """The random generators of this rank."""
     state = {f"random.{rank}.cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -54,81 +81,237 @@ def random_state(rank: int, device: torch.device) -> dict[str, Tensor]:
     return state
 
 
+def set_random_state(state: State, rank: int, device: torch.device) -> None:
+    """Put the random generators of this rank where they were, as far as the state tells."""
+    if f"random.{rank}.cpu" in state:
+        torch.set_rng_state(state[f"random.{rank}.cpu"])
+    if f"random.{rank}.cuda" in state:
+        torch.cuda.set_rng_state(state[f"random.{rank}.cuda"], device)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint is in place. `stall_seconds` is how long training stood still for it, `bytes` what all ranks wrote."""
+
+    step: int
+    folder: str
+    seconds: float
+    stall_seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SaveFailed:
+    """A checkpoint could not be written; the older ones are as they were."""
+
+    step: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a run starts from: a checkpoint of which every byte was looked at, or None. Skipped ones come with the reason."""
+
+    folder: str | None
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the newest `keep`, and those whose step `keep_every` divides."""
+
+    keep: int
+    keep_every: int = 0
+
+
+class HostCopies:
+    """Copies of this rank's part of the state in host memory, in buffers that are used again for the next."""
+
+    def __init__(self) -> None:
+        self._buffers: State = {}
+
+    def take(self, state: State) -> State:
+        """Copy, and wait until the copies are there."""
+        parts = own_parts(state)
+        for name, part in parts.items():
+            self._buffer(name, part).copy_(part, non_blocking=True)
+        if any(part.is_cuda for part in parts.values()):
+            torch.cuda.synchronize()
+        return {name: self._buffers[name] for name in parts}
+
+    def _buffer(self, name: str, part: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
+            buffer = self._buffers[name] = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+        return buffer
+
+
+def own_parts(state: State) -> State:
+    """What of each tensor is on this rank."""
+    return {name: (value.to_local() if isinstance(value, DTensor) else value).detach() for name, value in state.items()}
+
+
 class Checkpointer:
     """Saves and loads a run's state. It talks over a gloo group of its own, so that it never mixes with training traffic."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, background: bool = True) -> None:
+        self.mesh, self.background = mesh, background
         self.group = dist.new_group(backend="gloo") if mesh.worker.world > 1 else None
+        self._copies = HostCopies()
+        self._outcomes: deque[Saved | SaveFailed] = deque()
+        self._in_flight: threading.Thread | None = None
+        self._committing, self._given_up = threading.Lock(), False
+        self._checked: str | None = None
 
-    def save(self, run: Path, state: dict[str, Tensor], keep: int, manifest: Callable[[dict[str, Any]], Manifest]) -> Path:
-        """Write aside, checksum, then rename into place; an error anywhere leaves the older checkpoints as they were."""
-        step = manifest({}).step
-        target = run / "checkpoints" / f"step-{step}"
-        aside = run / "checkpoints" / f".step-{step}.writing"
-        try:
-            self._on_main(lambda: _fresh(aside))
-            with _quiet():
-                save_shards(
-                    {**state, **random_state(self.mesh.worker.rank, self.mesh.device)},
-                    storage_writer=FileSystemWriter(aside, sync_files=True),
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
-            parts = self._together(lambda: self._own_files(aside))
-            files = {name: facts for part in parts for name, facts in part.items()}
-            self._on_main(lambda: _commit(manifest(files), aside, target))
-        except (OSError, CheckpointException) as error:
-            if self.mesh.is_main:
-                shutil.rmtree(aside, ignore_errors=True)
-            raise UserError(f"the checkpoint of step {step} could not be written to {aside.parent}: {_cause(error)}") from None
-        self._on_main(lambda: prune(run, keep))
-        return target
+    def save(self, folder: str, state: State, manifest: Manifest, retention: Retention, wait: bool = True) -> str:
+        """Write a checkpoint, in the background unless it is to be waited for; where it is, or will be.
 
-    def load(self, folder: Path, state: dict[str, Tensor], same_world: bool) -> None:
-        """Fill `state` in place, once every byte is known to be what was saved."""
-        self._together(lambda: self._check_files(folder))
+        What came of it is told by `outcomes`. A save that is waited for raises if it fails.
+        """
+        began = time.monotonic()
+        self.finish()
+        assert not self._given_up, "workers that broke up save no more"
+        _expect_single_process()
+        state = {**state, **random_state(self.mesh.worker.rank, self.mesh.device)}
+        task = _Save(folder, manifest, retention, began, state)
+        if self.background and not wait:
+            numbers = self._copies.take(state)
+            stall = time.monotonic() - began
+            self._in_flight = threading.Thread(target=self._quietly, args=(task, numbers, stall), name="checkpoint", daemon=True)
+            self._in_flight.start()
+        else:
+            outcome = self._run(task, own_parts(state), None)
+            self._outcomes.append(outcome)
+            if wait and isinstance(outcome, SaveFailed):
+                raise UserError(outcome.message)
+        return task.address
+
+    def outcomes(self) -> list[Saved | SaveFailed]:
+        """What came of saves since this was last asked."""
+        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+
+    def finish(self, seconds: float | None = None) -> None:
+        """Wait for the save in flight, if there is one, but no longer than this."""
+        if self._in_flight is not None:
+            self._in_flight.join(seconds)
+            if not self._in_flight.is_alive():
+                self._in_flight = None
+
+    def abandon(self) -> None:
+        """Give up what is in flight without waiting for peers that may be gone. It will not be committed from now on."""
+        self._given_up = True
+        if self._committing.acquire(timeout=PATIENCE):  # a commit under way is left to end: it is whole
+            self._committing.release()
+        self._in_flight = None
+
+    def choose(self, config: Config) -> Chosen:
+        """What to start from. Rank 0 lists the folder and everyone hears; then each reads a share of the files, to see that they
+        are what was saved. A damaged checkpoint is skipped for an older one, unless it was asked for by its path.
+        """
+        candidates = self._from_main(lambda: to_try(config))
+        skipped: list[tuple[str, str]] = []
+        for address in candidates:
+            try:
+                manifest = self._checked_manifest(address)
+            except UserError as error:
+                if config.checkpoint.resume != "auto":
+                    raise
+                skipped.append((address, str(error)))
+                continue
+            check_same_model(address, manifest, config.model)
+            return Chosen(address, tuple(skipped))
+        if skipped:
+            raise none_is_whole(checkpoint_folder(config), [reason for _, reason in skipped])
+        return Chosen(None)
+
+    def newest_step(self, config: Config) -> int:
+        """Of the checkpoints in the run's folder, whole or not, as rank 0 sees them; -1 if there is none."""
+        return self._from_main(lambda: max((step_of(one) for one in checkpoints(checkpoint_folder(config))), default=-1))
+
+    def load(self, folder: str, state: State, same_world: bool) -> None:
+        """Fill `state` in place, once every byte is known to be what was saved. A checkpoint of weights only leaves the optimizer
+        as it is when new.
+        """
+        if self._checked != folder:
+            self._checked_manifest(folder)
+        _expect_single_process()
         rank, device = self.mesh.worker.rank, self.mesh.device
-        held = _names(folder)  # a run that moves from CPU to GPU finds no state of the GPU's generator
-        random = {name: value for name, value in random_state(rank, device).items() if same_world and name in held}
+        opened: list[Contents] = []
+        self._together(lambda: opened.append(Contents.open(folder)))  # by all, or by none: nobody may wait for the others in vain
+        contents = opened[0]
+        # A run that moves from CPU to GPU finds no state of the GPU's generator.
+        random = {name: value for name, value in random_state(rank, device).items() if same_world and name in contents.tensors}
         try:
-            with _quiet():
-                load_shards(
-                    {**state, **random},
-                    storage_reader=FileSystemReader(folder),
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
+            load_shards(
+                {**_expected(state, contents), **random},
+                storage_reader=Reader(contents),
+                planner=load_planner(),
+                process_group=self.group,
+                no_dist=self.group is None,
+            )
         except (OSError, CheckpointException) as error:
             raise UserError(f"{folder} could not be loaded: {_cause(error)}") from None
-        if f"random.{rank}.cpu" in random:
-            torch.set_rng_state(random[f"random.{rank}.cpu"])
-        if f"random.{rank}.cuda" in random:
-            torch.cuda.set_rng_state(random[f"random.{rank}.cuda"], device)
+        set_random_state(random, rank, device)
 
-    def _own_files(self, folder: Path) -> dict[str, dict[str, int]]:
-        """Checksums of what this rank wrote; the main rank also answers for the metadata."""
-        mine = sorted(folder.glob(f"__{self.mesh.worker.rank}_*"))
+    def _quietly(self, task: _Save, numbers: State, stall: float) -> None:
+        """A save in its thread: nothing that happens there may end the run."""
+        try:
+            self._outcomes.append(self._run(task, numbers, stall))
+        except Exception as error:
+            log.info("the save of step %d ended", task.manifest.step, exc_info=True)
+            self._outcomes.append(task.failed(error))
+
+    def _run(self, task: _Save, numbers: State, stall: float | None) -> Saved | SaveFailed:
+        writer = Writer(task.address, self.mesh.worker.rank, task.manifest, self._commit)
+        try:
+            save_shards(
+                task.state,
+                storage_writer=writer,
+                planner=Planner(numbers),
+                process_group=self.group,
+                no_dist=self.group is None,
+            )
+        except (OSError, CheckpointException) as error:
+            log.info("the save of step %d failed", task.manifest.step, exc_info=True)
+            if self.mesh.is_main:
+                _clear(task, writer.identity)
+            return task.failed(error)
         if self.mesh.is_main:
-            mine.append(folder / ".metadata")
-        return {path.name: checksum(path) for path in mine}
+            _prune(task)
+        seconds = time.monotonic() - task.began
+        stalled = seconds if stall is None else stall
+        return Saved(task.manifest.step, task.address, seconds, stalled, writer.manifest.total_bytes)
 
-    def _check_files(self, folder: Path) -> None:
-        """Compare checksums, each rank for its share of the files."""
-        files = read_manifest(folder).files
-        for name in sorted(files)[self.mesh.worker.rank :: self.mesh.worker.world]:
-            if checksum(folder / name) != files[name]:
-                raise UserError(f"{folder / name} is damaged. Remove {folder} to resume from an older checkpoint.")
+    def _commit(self, action: Callable[[], Manifest]) -> Manifest:
+        with self._committing:
+            if self._given_up:
+                raise OSError("the workers broke up while it was being written")
+            return action()
 
-    def _on_main(self, action: Callable[[], None]) -> None:
-        self._together(action if self.mesh.is_main else lambda: None)
+    def _checked_manifest(self, address: str) -> Manifest:
+        """The manifest of a checkpoint of which the ranks have read every byte, each its share of the files."""
+        manifest = self._from_main(lambda: Contents.open(address).manifest)
+        share = sorted(manifest.files)[self.mesh.worker.rank :: self.mesh.worker.world]
+        found = self._together(lambda: list(damage(storage(address), manifest, share)))
+        for problem in (problem for part in found for problem in part):
+            raise UserError(f"{problem}. Remove {address} to resume from an older checkpoint.")
+        self._checked = address
+        return manifest
+
+    def _from_main(self, action: Callable[[], T]) -> T:
+        """What rank 0 finds, on every rank."""
+        found: list[Any] = self._together(action if self.mesh.is_main else lambda: None)
+        result: T = found[0]
+        return result
 
     def _together(self, action: Callable[[], T]) -> list[T]:
         """Run on every rank and share the results; a failure of one is raised on all, so that none goes on or waits alone."""
         try:
             mine: T | Exception = action()
-        except (OSError, UserError) as error:
+        except UserError as error:
             mine = error
+        except Exception as error:  # of whatever kind the storage raises
+            mine = UserError(f"checkpoints cannot be read: {error}")
         everyone: list[Any] = [mine]
         if self.group is not None:
             everyone = [None] * self.mesh.worker.world
@@ -139,36 +322,58 @@ class Checkpointer:
         return everyone
 
 
-def _names(folder: Path) -> set[str]:
-    """What a checkpoint holds; nothing where its metadata is damaged, of which the load itself will tell."""
+@dataclass(frozen=True)
+class _Save:
+    """One save: what, where, and since when."""
+
+    folder: str
+    manifest: Manifest
+    retention: Retention
+    began: float
+    state: State
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.manifest.step}"
+
+    @property
+    def address(self) -> str:
+        return storage(self.folder).inside(self.name).address
+
+    def failed(self, error: BaseException) -> SaveFailed:
+        where = f"the checkpoint of step {self.manifest.step} could not be written to {self.folder}"
+        return SaveFailed(self.manifest.step, f"{where}: {_cause(error)}")
+
+
+def _clear(task: _Save, identity: str | None) -> None:
+    """Remove what a failed save has written, and nothing else."""
+    where = storage(task.address)
     try:
-        return set(FileSystemReader(folder).read_metadata().state_dict_metadata)
+        for name in where.names():
+            if identity and identity in name:
+                where.remove(name)
+        if not where.names():
+            storage(task.folder).remove(task.name)
     except Exception:
-        return set()
+        log.info("remains of a failed save stay in %s", task.address, exc_info=True)
 
 
-def _fresh(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _commit(manifest: Manifest, aside: Path, target: Path) -> None:
-    manifest.write(aside)
-    _flush(aside / "checkpoint.json")
-    _flush(aside)
-    if target.exists():  # the same step saved again, after a resume
-        target.rename(aside.with_suffix(".replaced"))
-    aside.rename(target)
-    _flush(target.parent)
-
-
-def _flush(path: Path) -> None:
-    """Make a file, or the names in a folder, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _prune(task: _Save) -> None:
+    """The new checkpoint is in place; that old ones cannot be removed does not change that."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        prune(task.folder, task.retention.keep, task.retention.keep_every)
+    except Exception as error:
+        log.warning("old checkpoints in %s could not be removed: %s", task.folder, error)
+
+
+def _expected(state: State, contents: Contents) -> State:
+    """What a checkpoint is to fill; moments are left out, and zero, where it holds none at all."""
+    if any(name.startswith("optimizer.") for name in contents.tensors):
+        return state
+    for name, part in own_parts(state).items():
+        if name.startswith("optimizer."):
+            part.zero_()
+    return {name: value for name, value in state.items() if name.startswith("model.")}
 
 
 def _cause(error: BaseException) -> str:
@@ -179,9 +384,8 @@ def _cause(error: BaseException) -> str:
     return str(error)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Distributed Checkpoint warns of things that are as we mean them (a single process, a private group)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _expect_single_process() -> None:
+    """Distributed Checkpoint warns of a single process, which is as we mean it. Filters belong to all threads, so this one is
+    set from the main thread, and stays.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

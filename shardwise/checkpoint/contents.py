@@ -1,0 +1,290 @@
+"""The tensors of a checkpoint, as one process reads or writes them: no peers, and one tensor in memory at a time.
+
+Data files hold raw bytes, each tensor's beginning at a multiple of 64. A JSON file says for each name its type, its whole shape,
+and its pieces: which part of the whole (offset and shape), in which file, from which byte. That is all that is needed to put a
+tensor together again on any mesh, and it is checked before a byte is read: pieces must lie inside their tensor and inside
+their file, and fill the tensor.
+
+State names: `model.NAME`, `optimizer.NAME.MOMENT`, `random.RANK.cpu`. A checkpoint may hold weights only.
+
+The checksum of a data file is made while it is written, by another thread: zlib lets go of the interpreter, so with a second
+core it costs nothing where a disk is slower than 1 GB/s, and no file is read again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.folder import MANIFEST, Manifest, is_count, read_manifest
+from shardwise.checkpoint.storage import BLOCK, Storage, storage
+from shardwise.errors import UserError
+
+ALIGNMENT = 64
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+"""What a tensor in a checkpoint may be made of."""
+
+Shape = tuple[int, ...]
+Files = dict[str, dict[str, int]]
+"""Size and CRC-32 of files by name."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor, and where its bytes are."""
+
+    offset: Shape
+    shape: Shape
+    file: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint."""
+
+    dtype: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    def bytes_of(self, shape: Shape) -> int:
+        """Size of a part of it."""
+        return math.prod(shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint opened for reading."""
+
+    address: str
+    manifest: Manifest
+    tensors: dict[str, Stored]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Contents:
+        """Read the manifest and the list of tensors, and check all that can be known without reading the tensors."""
+        where = storage(folder)
+        manifest = read_manifest(where.address)
+        indices = [name for name in manifest.files if name.startswith("tensors-")]
+        if len(indices) != 1:
+            raise UserError(
+                f"{where.address}/{MANIFEST} does not belong to a checkpoint: it names {len(indices)} lists of tensors"
+            )
+        for problem in damage(where, manifest, indices):
+            raise UserError(f"{problem}. Remove {where.address} to resume from an older checkpoint.")
+        try:
+            tensors = _parse(where.read(indices[0]), manifest)
+        except _Refused as error:
+            raise UserError(f"{where.address}/{indices[0]} does not belong to a checkpoint: {error}") from None
+        return cls(where.address, manifest, tensors)
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor, put together from its pieces."""
+        stored = self.tensors[name]
+        result = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        for piece in stored.pieces:
+            region = result
+            for dim, (begin, length) in enumerate(zip(piece.offset, piece.shape, strict=True)):
+                region = region.narrow(dim, begin, length)
+            region.copy_(self.read_rows(stored, piece, 0, piece.shape[0] if piece.shape else 1))
+        return result
+
+    def read_rows(self, stored: Stored, piece: Piece, first: int, count: int) -> Tensor:
+        """Some rows of a piece: what is next to each other in the file as well."""
+        shape = (count, *piece.shape[1:]) if piece.shape else ()
+        buffer = torch.empty(stored.bytes_of(shape), dtype=torch.uint8)
+        start = piece.start + stored.bytes_of((first, *piece.shape[1:]))
+        storage(self.address).read_into(piece.file, start, _view(buffer))
+        return buffer.view(DTYPES[stored.dtype]).view(shape)
+
+    def check(self) -> None:
+        """Read every byte, and refuse the checkpoint with the name of the first file that is not what was saved."""
+        for problem in damage(storage(self.address), self.manifest, self.manifest.files):
+            raise UserError(f"{problem}. Remove {self.address} to resume from an older checkpoint.")
+
+
+def faults(folder: str | Path) -> Iterator[str]:
+    """One sentence for each file of a checkpoint that is not what was saved, after reading every byte; none if it is whole."""
+    try:
+        contents = Contents.open(folder)
+    except UserError as error:
+        yield str(error)
+        return
+    yield from damage(storage(contents.address), contents.manifest, contents.manifest.files)
+
+
+def damage(where: Storage, manifest: Manifest, files: Iterable[str]) -> Iterator[str]:
+    """A sentence for each of these files that is not what the manifest says."""
+    for name in files:
+        problem = _damage(where, manifest, name)
+        if problem:
+            yield problem
+
+
+def _damage(where: Storage, manifest: Manifest, name: str) -> str | None:
+    crc = size = 0
+    try:
+        for block in where.blocks(name):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+    except OSError as error:
+        return f"{where.address}/{name} cannot be read ({error})"
+    return None if manifest.files[name] == {"bytes": size, "crc32": crc} else f"{where.address}/{name} is damaged"
+
+
+class _Refused(Exception):
+    """A list of tensors that no save has written."""
+
+
+def _parse(content: bytes, manifest: Manifest) -> dict[str, Stored]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        raise _Refused("it is not JSON") from None
+    if not isinstance(found, dict):
+        raise _Refused("it is not an object")
+    return {name: _stored(name, value, manifest) for name, value in found.items()}
+
+
+def _stored(name: str, value: Any, manifest: Manifest) -> Stored:
+    if not (isinstance(value, dict) and value.keys() == {"dtype", "shape", "pieces"} and isinstance(value["pieces"], list)):
+        raise _Refused(f"{name} is {str(value)[:80]!r}")
+    if not (isinstance(value["dtype"], str) and value["dtype"] in DTYPES):
+        raise _Refused(f"{name} is of type {str(value['dtype'])[:80]!r}")
+    whole = Stored(value["dtype"], _shape(name, value["shape"]), ())
+    pieces = tuple(_piece(name, piece, whole, manifest) for piece in value["pieces"])
+    if sum(math.prod(piece.shape) for piece in pieces) != math.prod(whole.shape) or len({p.offset for p in pieces}) != len(
+        pieces
+    ):
+        raise _Refused(f"the pieces of {name} do not fill it")
+    return replace(whole, pieces=pieces)
+
+
+def _piece(name: str, value: Any, whole: Stored, manifest: Manifest) -> Piece:
+    if not (isinstance(value, dict) and value.keys() == {"offset", "shape", "file", "start"} and is_count(value["start"])):
+        raise _Refused(f"a piece of {name} is {str(value)[:80]!r}")
+    piece = Piece(_shape(name, value["offset"]), _shape(name, value["shape"]), value["file"], value["start"])
+    inside = len(piece.offset) == len(piece.shape) == len(whole.shape) and all(
+        begin + length <= size for begin, length, size in zip(piece.offset, piece.shape, whole.shape, strict=True)
+    )
+    if not inside:
+        raise _Refused(f"a piece of {name} reaches beyond it")
+    if not (isinstance(piece.file, str) and piece.file in manifest.files and piece.file.startswith("rank-")):
+        raise _Refused(f"a piece of {name} lies in {str(piece.file)[:80]!r}")
+    if piece.start + whole.bytes_of(piece.shape) > manifest.files[piece.file]["bytes"]:
+        raise _Refused(f"a piece of {name} reaches beyond the end of {piece.file}")
+    return piece
+
+
+def _shape(name: str, value: Any) -> Shape:
+    if not (isinstance(value, list) and len(value) <= 64 and all(is_count(size) for size in value)):
+        raise _Refused(f"{name} has a shape {str(value)[:80]!r}")
+    if math.prod(value) >= 1 << 60:
+        raise _Refused(f"{name} has an absurd shape {value}")
+    return tuple(value)
+
+
+def encode(tensors: dict[str, Stored]) -> bytes:
+    """The list of tensors as its file holds it, one line a tensor."""
+    lines = (f"{json.dumps(name)}: {json.dumps(asdict(stored))}" for name, stored in tensors.items())
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+class DataFile:
+    """A file of raw tensors being written."""
+
+    def __init__(self, stream: BinaryIO, pool: ThreadPoolExecutor) -> None:
+        self._stream, self._pool, self._size = stream, pool, 0
+        self._crc: Future[int] = pool.submit(int)
+
+    def append(self, tensor: Tensor) -> int:
+        """Write a tensor, from any device; at which byte it begins."""
+        self._write(memoryview(bytes(-self._size % ALIGNMENT)))
+        start = self._size
+        self._write(_view(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)))
+        return start
+
+    def _write(self, content: memoryview) -> None:
+        for begin in range(0, len(content), BLOCK):
+            block = content[begin : begin + BLOCK]
+            before = self._crc.result()  # at most one block behind, so that no more than one is kept for it
+            self._crc = self._pool.submit(zlib.crc32, block, before) if len(block) > 1 << 16 else _done(zlib.crc32(block, before))
+            self._stream.write(block)
+            self._size += len(block)
+
+    def facts(self) -> dict[str, int]:
+        """Size and CRC-32 of all that was written."""
+        return {"bytes": self._size, "crc32": self._crc.result()}
+
+
+def _view(numbers: Tensor) -> memoryview:
+    array: Any = numbers.numpy()
+    return memoryview(array)
+
+
+def _done(value: int) -> Future[int]:
+    future: Future[int] = Future()
+    future.set_result(value)
+    return future
+
+
+@contextmanager
+def data_file(where: Storage, name: str) -> Iterator[DataFile]:
+    """A new data file: durable after the block, gone if the block fails."""
+    with ThreadPoolExecutor(1, "checksum") as pool, where.create(name) as stream:
+        yield DataFile(stream, pool)
+
+
+def save_id() -> str:
+    """What tells the files of one save from those of any other."""
+    return secrets.token_hex(6)
+
+
+def commit(where: Storage, manifest: Manifest, tensors: dict[str, Stored], files: Files, identity: str) -> Manifest:
+    """Make these data files, which are durable by now, a checkpoint; returns the manifest that is in place."""
+    index = encode(tensors)
+    with where.create(f"tensors-{identity}.json") as stream:
+        stream.write(index)
+    files = {**files, f"tensors-{identity}.json": {"bytes": len(index), "crc32": zlib.crc32(index)}}
+    for file, facts in files.items():
+        if where.size(file) != facts["bytes"]:  # another run cleaned up here: a manifest would promise what is gone
+            raise OSError(f"{where.address}/{file} was removed while the checkpoint was being written")
+    complete = replace(manifest, files=files)
+    where.put(MANIFEST, complete.encode())
+    return complete
+
+
+def write_whole(folder: str | Path, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write a checkpoint from one process, tensor by tensor; it is there whole at the end, or not at all."""
+    where, identity = storage(folder), save_id()
+    file = f"rank-0-{identity}.data"
+    stored: dict[str, Stored] = {}
+    try:
+        where.make()
+        with data_file(where, file) as data:
+            for name, tensor in tensors:
+                shape = tuple(tensor.shape)
+                start = data.append(tensor)
+                pieces = (Piece((0,) * len(shape), shape, file, start),) if tensor.numel() else ()
+                stored[name] = Stored(str(tensor.dtype).removeprefix("torch."), shape, pieces)
+            facts = data.facts()
+        commit(where, manifest, stored, {file: facts}, identity)
+    except OSError as error:
+        where.remove(file)
+        raise UserError(f"the checkpoint could not be written to {where.address}: {error}") from None
