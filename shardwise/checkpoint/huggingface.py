@@ -1,0 +1,254 @@
+"""A checkpoint's weights written as a Hugging Face folder, a tensor at a time. checkpoint/pretrained.py is the way back.
+
+Such a folder is config.json, weights in safetensors files, an index that says which file holds which tensor where there are
+several, and the tokenizer. The model never is in memory: names, shapes and so all offsets are known from the configuration alone
+(families.py), so a file's header is written first and the numbers behind it as they are read. That is why the files are not
+written by the safetensors library, which wants all tensors of a file at once; the format is a length, a JSON header, raw bytes.
+
+Memory is that of the largest tensor and its copy in another form; for experts, of one layer's (benchmarks/export_memory.py). Time
+is that of the disk, which is read twice: first to know that the checkpoint is what was saved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.families import Match, matches, shapes, their_shapes
+from shardwise.checkpoint.model_config import to_config
+from shardwise.config import Model
+from shardwise.data import load_tokenizer
+from shardwise.data.tokenizer import BYTES, HuggingFaceTokenizer
+from shardwise.errors import UserError
+
+Progress = Callable[[int, int, int, int], None]
+"""Told of tensors done, tensors in all, bytes done, bytes in all."""
+
+PREFIX = "model."
+"""Of the names of weights in a checkpoint."""
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
+"""Ours, the name in a safetensors header, and bytes."""
+SHOWN = 8
+"""Names that a message lists; the rest is counted."""
+
+
+def unheard(*_: int) -> None:
+    """Progress that nobody looks at."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return torch.Size(self.shape).numel() * DTYPES[self.dtype][1]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote."""
+
+    folder: Path
+    architecture: str
+    tensors: int
+    bytes: int
+    files: int
+    note: str | None
+    """What a reader of the folder will miss."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to be written: its configuration, and its tensors by our names."""
+
+    model: Model
+    dtypes: Mapping[str, str]
+    read: Callable[[str], Tensor]
+    tokenizer: str | None
+
+
+def export_checkpoint(
+    checkpoint: str, folder: Path, dtype: str | None = None, shard_bytes: int = 1 << 30, progress: Progress = unheard
+) -> Exported:
+    """Write the weights of a checkpoint as a folder that `from_pretrained` opens; `dtype` None keeps each tensor's."""
+    contents = Contents.open(checkpoint)
+    model = held_model(contents)
+    to_config(model)  # refused before every byte is read
+    contents.check()
+    dtypes = {name.removeprefix(PREFIX): stored.dtype for name, stored in contents.tensors.items() if name.startswith(PREFIX)}
+    tokenizer = contents.manifest.data.get("tokenizer")
+    source = Source(model, dtypes, lambda name: contents.read(PREFIX + name), tokenizer)
+    return write_folder(source, folder, dtype, shard_bytes, progress)
+
+
+def held_model(contents: Contents) -> Model:
+    """The model that a checkpoint says it holds."""
+    try:
+        return Model.model_validate(contents.manifest.model)
+    except ValidationError as error:
+        wrong = ", ".join(f"model.{detail['loc'][0]} = {detail['input']!r}" for detail in error.errors())
+        raise UserError(f"{contents.address} holds a model that this version of shardwise does not know: {wrong}") from None
+
+
+def write_folder(source: Source, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress = unheard) -> Exported:
+    """A Hugging Face folder of a model. It has its name only once it is whole."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already and not empty; give another folder, or remove it")
+    family, config = to_config(source.model)
+    plan = matches(family, source.model)
+    entries = _entries(source, plan, dtype)
+    with _aside(folder) as aside:
+        files = _write_weights(aside, entries, _converted(source, plan, entries), shard_bytes, progress)
+        end, note = _write_tokenizer(aside, source)
+        tokens = {"bos_token_id": None, "eos_token_id": end, "torch_dtype": dtype or _commonest(entries), "use_cache": True}
+        _write_json(aside / CONFIG, {**config, **tokens})
+    return Exported(folder, family.architecture, len(entries), sum(entry.bytes for entry in entries), files, note)
+
+
+@contextmanager
+def _aside(folder: Path) -> Iterator[Path]:
+    """A folder beside, which takes the right name at the end, or goes."""
+    aside = folder.absolute().parent / f".{folder.absolute().name}.writing"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        yield aside
+        aside.rename(folder)
+    except OSError as error:
+        raise UserError(f"{folder} could not be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _entries(source: Source, plan: list[Match], dtype: str | None) -> list[Entry]:
+    held, found = shapes(source.model), []
+    if absent := [name for name in held if name not in source.dtypes]:
+        raise UserError(f"the checkpoint lacks {listed(absent)} of the model that it says it holds")
+    for match in plan:
+        kept = dtype or source.dtypes[match.ours[0]]
+        found += [Entry(name, shape, kept) for name, shape in their_shapes(match, held).items()]
+    if unknown := {entry.dtype for entry in found} - DTYPES.keys():
+        raise UserError(f"dtype {', '.join(sorted(unknown))}: not known here; use one of {', '.join(DTYPES)}")
+    return found
+
+
+def _commonest(entries: list[Entry]) -> str:
+    sizes = {kind: sum(entry.bytes for entry in entries if entry.dtype == kind) for kind in {entry.dtype for entry in entries}}
+    return max(sizes, key=lambda kind: sizes[kind])
+
+
+def _converted(source: Source, plan: list[Match], entries: list[Entry]) -> Iterator[Tensor]:
+    """The tensors of the entries, in their order."""
+    remaining = iter(entries)
+    for match in plan:
+        for tensor in match.form.to_theirs([source.read(name) for name in match.ours]):
+            entry = next(remaining)
+            assert tuple(tensor.shape) == entry.shape, entry.name
+            yield tensor.to(getattr(torch, entry.dtype))
+
+
+def _write_weights(folder: Path, entries: list[Entry], tensors: Iterator[Tensor], shard_bytes: int, progress: Progress) -> int:
+    shards = _shards(entries, shard_bytes)
+    names = (
+        [WEIGHTS] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    )
+    total, done, count = sum(entry.bytes for entry in entries), 0, 0
+    for name, shard in zip(names, shards, strict=True):
+        with (folder / name).open("wb") as stream:
+            stream.write(_header(shard))
+            for entry in shard:
+                stream.write(_raw(next(tensors)))
+                done, count = done + entry.bytes, count + 1
+                progress(count, len(entries), done, total)
+            _flush(stream.fileno())
+    if len(shards) > 1:
+        places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    return len(shards)
+
+
+def _shards(entries: list[Entry], limit: int) -> list[list[Entry]]:
+    """Filled in order; a tensor that is larger than the limit is alone in its file."""
+    shards: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if shards[-1] and filled + entry.bytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += entry.bytes
+    return shards
+
+
+def _header(entries: list[Entry]) -> bytes:
+    """The length of the JSON, and the JSON, padded so that the numbers begin at a multiple of 8."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for entry in entries:
+        table[entry.name] = {
+            "dtype": DTYPES[entry.dtype][0], "shape": list(entry.shape), "data_offsets": [begin, begin := begin + entry.bytes],
+        }  # fmt: skip
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _raw(tensor: Tensor) -> Any:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(json.dumps(content, indent=2) + "\n")
+        _flush(stream.fileno(), stream.flush)
+
+
+def _flush(descriptor: int, first: Callable[[], None] = lambda: None) -> None:
+    first()
+    os.fsync(descriptor)
+
+
+def _write_tokenizer(folder: Path, source: Source) -> tuple[int | None, str | None]:
+    """The run's tokenizer.json and what makes transformers open it: the id that ends a text, and what is missing."""
+    if source.tokenizer is None:
+        return None, "the checkpoint names no tokenizer, so the folder has none"
+    if source.tokenizer == BYTES:
+        return load_tokenizer(BYTES).end, "tokens are bytes, for which Hugging Face has no tokenizer file, so the folder has none"
+    try:
+        tokenizer = load_tokenizer(source.tokenizer)
+    except UserError as error:
+        return None, f"{error} The folder has no tokenizer."
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    tokenizer.save(folder)
+    facts = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.decode([tokenizer.end]),
+        "model_max_length": source.model.max_positions,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(folder / "tokenizer_config.json", facts)
+    return tokenizer.end, None
+
+
+def listed(names: list[str]) -> str:
+    """Names in a message."""
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + rest

@@ -1,0 +1,161 @@
+"""config.json and our `[model]`, each from the other, by the tables of families.py.
+
+A key of theirs that we cannot follow, or one of ours that they have no word for, is refused with its name and value, all at
+once. What only matters in training (dropout, the initial deviation) is left behind: the job says that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardwise.checkpoint.families import FAMILIES, GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, Family
+from shardwise.config import Model
+from shardwise.config.check import problems_across
+from shardwise.errors import UserError
+from shardwise.models.rotary import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR
+
+_NEVER = {"rope_interleaved": False, "quantization_config": None, "is_encoder_decoder": False, "partial_rotary_factor": 1.0}
+"""Keys of any config.json that we cannot follow unless they say this, or are missing."""
+
+
+def to_config(model: Model) -> tuple[Family, dict[str, Any]]:
+    """The family of a model and its config.json, tokens and dtype left out."""
+    family = _family_of(model)
+    if problems := list(_differences(family, model)):
+        raise UserError(
+            f"the model cannot be written as Hugging Face's {family.architecture}, the nearest:\n  " + "\n  ".join(problems)
+        )
+    if family is MIXTRAL:  # it has one key for the width
+        model = model.model_copy(update={"ffn": model.expert_width})
+    if family is QWEN3_MOE:
+        model = model.model_copy(update={"expert_ffn": model.expert_width})
+    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    config |= {key: getattr(model, ours) for ours, keys in family.fields.items() for key in keys}
+    config |= {key: values[0] for key, values in family.demands.items()}
+    if family is GPT2:
+        return family, config | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    if model.experts:  # their loss counts each of a token's choices, ours is a mean over them
+        config["router_aux_loss_coef"] = model.balance_loss / model.experts_per_token
+    return family, config | _to_rope(model)
+
+
+def _family_of(model: Model) -> Family:
+    if model.positions == "learned":
+        return GPT2
+    if model.experts:
+        return QWEN3_MOE if model.qk_norm else MIXTRAL
+    return QWEN3 if model.qk_norm else LLAMA
+
+
+def _differences(family: Family, model: Model) -> Iterator[str]:
+    for key, wanted in family.fixed.items():
+        if (given := getattr(model, key)) != wanted:
+            yield f"model.{key} = {given!r}: such a model has {wanted!r}"
+    if family is GPT2 and model.kv_heads != model.heads:
+        yield f"model.kv_heads = {model.kv_heads}: such a model has as many as model.heads = {model.heads}"
+    if family is GPT2 and model.heads * model.head_dim != model.hidden:
+        yield f"model.head_dim = {model.head_dim}: such a model has model.hidden / model.heads = {model.hidden / model.heads:g}"
+
+
+def _to_rope(model: Model) -> dict[str, Any]:
+    """In the older of the two spellings, which every version of the library reads."""
+    if model.rope_scale == 1:
+        return {"rope_theta": model.rope_theta, "rope_scaling": None}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": model.rope_scale,
+        "low_freq_factor": LOW_FREQUENCY_FACTOR,
+        "high_freq_factor": HIGH_FREQUENCY_FACTOR,
+        "original_max_position_embeddings": model.rope_original,
+    }
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+
+
+def to_model(config: dict[str, Any], source: str) -> tuple[Family, Model]:
+    """The family and our model of a config.json; every key that we cannot follow is named."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        raise UserError(f"{source}: model_type = {config.get('model_type')!r} is not known; {', '.join(FAMILIES)} are")
+    problems = [*_refused(family, config)]
+    given = _read_fields(family, config, problems)
+    if family is not GPT2 and not problems:
+        given |= _from_rope(config, problems)
+    if problems:
+        raise _unreadable(source, problems)
+    if family is GPT2:
+        given |= {"kv_heads": given["heads"], "head_dim": given["hidden"] // given["heads"]}
+    if "experts" in given:
+        given["balance_loss"] = (config.get("router_aux_loss_coef") or 0.0) * given["experts_per_token"]
+    try:
+        model = Model.model_validate({**family.fixed, **given})
+    except ValidationError as error:
+        raise _unreadable(
+            source, [f"{detail['loc'][0]} = {detail['input']!r}: {detail['msg']}" for detail in error.errors()]
+        ) from None
+    if problems := problems_across({"model": model}):
+        raise _unreadable(source, problems)
+    return family, model
+
+
+def _unreadable(source: str, problems: Iterable[str]) -> UserError:
+    return UserError(f"{source} describes a model that shardwise does not have:\n  " + "\n  ".join(problems))
+
+
+def _refused(family: Family, config: dict[str, Any]) -> Iterator[str]:
+    for key, values in {**family.demands, **{key: (value,) for key, value in _NEVER.items()}}.items():
+        if (given := config.get(key, values[0])) not in values:
+            yield f"{key} = {given!r}: only {' or '.join(map(repr, values))} is known"
+    if others := set(config.get("layer_types") or ()) - {"full_attention"}:
+        yield f"layer_types holds {', '.join(sorted(others))}: only full_attention is known"
+    window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
+    if window and longest and window < longest and config.get("use_sliding_window", True):
+        yield f"sliding_window = {window}: shorter than max_position_embeddings = {longest}, so that it would cut attention"
+
+
+def _read_fields(family: Family, config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for ours, keys in family.fields.items():
+        values = {key: config[key] for key in keys if config.get(key) is not None}
+        if wrong := [f"{key} = {value!r}: not a number above 0" for key, value in values.items() if not _is_sound(value)]:
+            problems.extend(wrong)
+        elif len(set(map(repr, values.values()))) > 1:
+            problems.append(
+                " and ".join(f"{key} = {value!r}" for key, value in values.items()) + ": only the same for all is known"
+            )
+        elif values:
+            found[ours] = next(iter(values.values()))
+        elif ours not in family.defaults:
+            problems.append(f"{' or '.join(keys)} is missing")
+    if not problems:
+        found |= {ours: make(config) for ours, make in family.defaults.items() if ours in family.fields and ours not in found}
+    return found
+
+
+def _is_sound(value: Any) -> bool:
+    """A size, a small number or a truth value, which is all that our keys take; further rules are the model's own."""
+    return isinstance(value, bool) or (isinstance(value, int | float) and value > 0)
+
+
+def _from_rope(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """From `rope_parameters` (transformers 5), or from `rope_theta` beside `rope_scaling`."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    scaling = config.get(key) or {}
+    if not isinstance(scaling, dict):
+        problems.append(f"{key} = {scaling!r}: not an object")
+        return {}
+    found: dict[str, Any] = {"rope_theta": scaling.get("rope_theta") or config.get("rope_theta") or 10000.0}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    wanted: dict[str, Any] = {"partial_rotary_factor": 1.0}
+    if kind == "llama3":
+        wanted |= {"low_freq_factor": LOW_FREQUENCY_FACTOR, "high_freq_factor": HIGH_FREQUENCY_FACTOR}
+        found |= {"rope_scale": scaling.get("factor"), "rope_original": scaling.get("original_max_position_embeddings")}
+    elif kind != "default":
+        problems.append(f"{key}.rope_type = {kind!r}: only 'default' and 'llama3' are known")
+    for name, value in wanted.items():
+        if scaling.get(name, value) != value:
+            problems.append(f"{key}.{name} = {scaling[name]!r}: only {value!r} is known")
+    problems.extend(f"{key}: the {name.removeprefix('rope_')} is missing" for name, value in found.items() if value is None)
+    return found

@@ -1,0 +1,226 @@
+"""A Hugging Face folder read into a checkpoint, a tensor at a time: a model from elsewhere to train on.
+
+config.json says what the tensors must be (families.py, model_config.py), and the headers of the files say what they are. Both are
+compared before a number is read, and all that is missing, left over or of another shape is named together.
+
+The files are read with the safetensors library, because a folder from elsewhere is to be distrusted and its checks of a header
+are good ones; the index may name no file outside of the folder. Pickled weights are refused: opening one runs whatever is in it.
+
+The checkpoint has step 0 and weights alone, in the dtype they came in. Memory is that of the largest tensor, for experts of one
+layer's: files are mapped, and let go after each tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shardwise.checkpoint.contents import write_whole
+from shardwise.checkpoint.families import Family, Match, matches, shapes, their_shapes
+from shardwise.checkpoint.folder import Manifest
+from shardwise.checkpoint.huggingface import CONFIG, DTYPES, INDEX, PREFIX, WEIGHTS, Progress, listed, unheard
+from shardwise.checkpoint.model_config import to_model
+from shardwise.checkpoint.storage import storage
+from shardwise.config import Model
+from shardwise.data.tokenizer import FILE
+from shardwise.errors import UserError
+
+HEAD = "lm_head.weight"
+_KNOWN = dict(DTYPES.values())
+_BUFFERS = re.compile(r"\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+"""Constants that older versions of the library saved beside the weights."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of a folder: where it is, under what name there, and what it says of itself."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As the header spells it."""
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return torch.Size(self.shape).numel() * _KNOWN[self.dtype]
+
+    def read(self) -> Tensor:
+        """Its numbers. The file is opened for each tensor, so that no more of it than that stays mapped."""
+        with _opened(self.file) as stream:
+            tensor: Tensor = stream.get_tensor(self.name)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A folder, understood and compared with what its config.json promises; no numbers are read yet."""
+
+    folder: Path
+    model: Model
+    plan: list[Match]
+    held: Mapping[str, Held]
+    tokenizer: Path | None
+
+    @property
+    def tensors(self) -> int:
+        """Tensors of ours that `read` will give."""
+        return sum(len(match.ours) for match in self.plan)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the weights."""
+        names = [name for match in self.plan for name in match.theirs]
+        return sum(self.held[name].bytes for name in names)
+
+    def read(self, progress: Progress = unheard) -> Iterator[tuple[str, Tensor]]:
+        """Our names and their values, in turn."""
+        count = done = 0
+        if self.model.tied:
+            self._check_tied()
+        for match in self.plan:
+            read = [self.held[name].read() for name in match.theirs]
+            done += sum(tensor.nbytes for tensor in read)
+            for name, tensor in zip(match.ours, match.form.to_ours(read), strict=True):
+                count += 1
+                yield name, tensor.contiguous()
+                progress(count, self.tensors, done, self.bytes)
+
+    def _check_tied(self) -> None:
+        """A head beside a tied embedding must be the same numbers; else one of the two is not what was trained."""
+        if head := self.held.get(HEAD):
+            table = next(match.theirs[0] for match in self.plan if match.ours == ("embedding.weight",))
+            if not torch.equal(head.read(), self.held[table].read()):
+                raise UserError(
+                    f"{self.folder / CONFIG} has tie_word_embeddings = true, but {head.name} and {self.held[table].name} differ; "
+                    "write false there if the model has a head of its own"
+                )
+
+
+def open_folder(folder: Path) -> Pretrained:
+    """Read config.json and the headers of the weights, and refuse whatever is not a model that we have."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}")
+    family, model = to_model(_read_json(path), str(path))
+    held = _held(folder, family)
+    fused = _is_fused(family, model, held)
+    plan = matches(family, model, fused)
+    _check_tensors(folder, model, plan, held)
+    tokenizer = folder / FILE
+    return Pretrained(folder, model, plan, held, tokenizer if tokenizer.is_file() else None)
+
+
+def import_folder(folder: Path, checkpoint: str, progress: Progress = unheard) -> Pretrained:
+    """Write the weights of a Hugging Face folder as a checkpoint of step 0, without optimizer state."""
+    if storage(checkpoint).names():
+        raise UserError(f"{checkpoint} is there already and not empty; give another folder, or remove it")
+    found = open_folder(folder)
+    data = {} if found.tokenizer is None else {"tokenizer": str(found.tokenizer.absolute())}
+    model = found.model.model_dump(exclude={"preset"})
+    manifest = Manifest(0, model, {}, data, {}, {}, world=1, torch=str(torch.__version__), files={})
+    write_whole(checkpoint, manifest, ((PREFIX + name, tensor) for name, tensor in found.read(progress)))
+    return found
+
+
+def _held(folder: Path, family: Family) -> dict[str, Held]:
+    """Every tensor in the folder by its full name, constants left out."""
+    found: dict[str, Held] = {}
+    for file, wanted in _files(folder).items():
+        with _opened(folder / file) as stream:
+            present = set(stream.keys())
+            if absent := sorted((wanted or set()) - present):
+                raise UserError(f"{folder / file} lacks {listed(absent)}, which {INDEX} says it holds")
+            for name in sorted(wanted or present):
+                if not _BUFFERS.search(name):
+                    part = stream.get_slice(name)
+                    held = Held(folder / file, name, tuple(part.get_shape()), part.get_dtype())
+                    found[_full_name(name, family)] = held
+    return found
+
+
+def _full_name(name: str, family: Family) -> str:
+    return name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name
+
+
+def _files(folder: Path) -> dict[str, set[str] | None]:
+    """The files with weights, and the tensors that the index promises in each; None: whatever is there."""
+    if (folder / INDEX).is_file():
+        places = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) and _is_plain(file) for file in places.values()):
+            raise UserError(f"{folder / INDEX} has no weight_map from tensors to files of this folder")
+        files: dict[str, set[str] | None] = {file: {name for name in places if places[name] == file} for file in places.values()}
+        if absent := [file for file in files if not (folder / file).is_file()]:
+            raise UserError(f"{folder} lacks {listed(sorted(absent))}, which {INDEX} names; download it again")
+        return files
+    if (folder / WEIGHTS).is_file():
+        return {WEIGHTS: None}
+    if pickled := sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)):
+        raise UserError(
+            f"{folder} holds pickled weights ({listed(pickled)}), which can run code when opened. Convert them to safetensors "
+            "where you trust them: open the folder with transformers' from_pretrained and write it with save_pretrained."
+        )
+    raise UserError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}")
+
+
+def _is_plain(file: str) -> bool:
+    return Path(file).name == file and file.endswith(".safetensors")
+
+
+def _is_fused(family: Family, model: Model, held: Mapping[str, Held]) -> bool:
+    if not family.fused:
+        return False
+    found = [
+        len(held.keys() & {name for match in matches(family, model, fused) for name in match.theirs}) for fused in (False, True)
+    ]
+    return found[1] > found[0]
+
+
+def _check_tensors(folder: Path, model: Model, plan: list[Match], held: Mapping[str, Held]) -> None:
+    """Name all that is missing, left over, of another shape, or of a dtype that is not plain numbers."""
+    ours = shapes(model)
+    wanted = {name: shape for match in plan for name, shape in their_shapes(match, ours).items()}
+    spare = {HEAD} if model.tied else set()
+    wrong = [
+        f"{held[name].name} has shape {held[name].shape} instead of {shape}"
+        for name, shape in wanted.items() if name in held and held[name].shape != shape
+    ]  # fmt: skip
+    coded = [f"{tensor.name} is {tensor.dtype}" for name, tensor in held.items() if name in wanted and tensor.dtype not in _KNOWN]
+    problems = {
+        "missing": [name for name in wanted if name not in held],
+        "not part of such a model": [held[name].name for name in held if name not in wanted and name not in spare],
+        "of another shape": wrong,
+        f"of a dtype other than {', '.join(_KNOWN)}": coded,
+    }
+    lines = [f"{kind}: {listed(names)}" for kind, names in problems.items() if names]
+    if lines:
+        raise UserError(f"the tensors in {folder} are not those of its {CONFIG}:\n  " + "\n  ".join(lines))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return content
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as stream:
+            yield stream
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None

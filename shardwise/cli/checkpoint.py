@@ -1,0 +1,301 @@
+"""`shardwise checkpoint list | check | diff | export | import`: what a run has saved, and Hugging Face folders.
+
+Where a checkpoint is wanted, a run folder or a folder of checkpoints stands for its newest; `list` and `check` take all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.compare import Comparison
+    from shardwise.config import Model
+
+checkpoint = typer.Typer(no_args_is_help=True, help="List, check and compare checkpoints; to and from Hugging Face folders.")
+SHOWN = 12
+"""Lines of a kind; the rest is counted. `--json` has all."""
+SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "max_positions")
+
+Checkpoint = Annotated[str, typer.Argument(help="A step-N folder, or a run folder for its newest; addresses such as s3://… too.")]
+Many = Annotated[str, typer.Argument(help="A run folder, a folder of checkpoints, or one step-N folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+
+
+@checkpoint.command("list")
+def list_(folder: Many, json: Json = False) -> None:
+    """The checkpoints of a run: step, when, size, layout, and whether all files are there. Reads manifests only."""
+    rows = [_facts(address) for address in _found(folder)]
+    if json:
+        _print_json({"checkpoints": rows})
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("step", "saved", "size", "layout", "state", "folder", box=None, pad_edge=False)
+    for row in rows:
+        saved = (row["saved"] or "").replace("T", " ")
+        table.add_row(str(row["step"]), saved, _size(row["bytes"]), row["layout"], row["problem"] or "whole", row["path"])
+    console = Console(highlight=False)
+    console.print(table) if console.is_terminal else _print_plain(table)
+
+
+@checkpoint.command()
+def check(folder: Many, json: Json = False) -> None:
+    """Read every byte and compare it with what was saved; a damaged file is named, with status 1."""
+    _need_torch()
+    found = []
+    for address in _found(folder):
+        problems = list(_faults(address))
+        found.append({"path": address, "whole": not problems, "problems": problems})
+        if not json:
+            print(f"{address}: {'damaged' if problems else 'whole'}", *(f"  {problem}" for problem in problems), sep="\n")
+    whole = all(row["whole"] for row in found)
+    if json:
+        _print_json({"whole": whole, "checkpoints": found})
+    raise typer.Exit(0 if whole else 1)
+
+
+@checkpoint.command()
+def diff(first: Checkpoint, second: Checkpoint, json: Json = False) -> None:
+    """Compare two checkpoints tensor by tensor, whatever layouts wrote them. Status 1 if any bit of a tensor differs."""
+    _need_torch()
+    from shardwise.checkpoint.compare import compare
+    from shardwise.checkpoint.contents import Contents
+
+    with _bar("comparing", in_bytes=False) as progress:
+        one, other = (Contents.open(_newest(address)) for address in (first, second))
+        comparison = compare(one, other, lambda done, total: progress(done, total, done, total))
+    if json:
+        _print_json({"first": one.address, "second": other.address, **comparison.to_json()})
+    else:
+        _show(comparison, one.address, other.address)
+    raise typer.Exit(0 if comparison.equal else 1)
+
+
+@checkpoint.command()
+def export(
+    checkpoint: Checkpoint,
+    folder: Annotated[Path, typer.Argument(help="The Hugging Face folder to write; it must not exist.")],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or float64; left out: as it was trained.")] = None,
+    shard_size: Annotated[str, typer.Option(help="Most bytes in a file, for example 500MB or 5GB.")] = "1GB",
+    json: Json = False,
+) -> None:
+    """Write a checkpoint's weights as a Hugging Face folder: config.json, safetensors, tokenizer. Holds one tensor in memory."""
+    _need_torch()
+    from shardwise.checkpoint.huggingface import DTYPES, export_checkpoint
+
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: not known; use one of {', '.join(DTYPES)}")
+    address, limit = _newest(checkpoint), parse_size(shard_size)
+    with _bar("exporting") as progress:
+        done = export_checkpoint(address, folder, dtype, limit, progress)
+    if json:
+        facts = {"architecture": done.architecture, "tensors": done.tensors, "bytes": done.bytes, "files": done.files}
+        _print_json({"checkpoint": address, "folder": str(folder), **facts, "note": done.note})
+        return
+    files = "1 file" if done.files == 1 else f"{done.files} files"
+    print(f"{folder}: {done.architecture}, {done.tensors} tensors, {_size(done.bytes)} in {files}, from {address}")
+    if done.note:
+        typer.echo(f"note: {done.note}", err=True)
+
+
+@checkpoint.command("import")
+def import_(
+    folder: Annotated[Path, typer.Argument(help="A Hugging Face folder with safetensors.")],
+    checkpoint: Annotated[str, typer.Argument(help="The checkpoint to write: a new folder.")],
+    json: Json = False,
+) -> None:
+    """Write the weights of a Hugging Face folder as a checkpoint that a job can start from, and print the job's [model]."""
+    _need_torch()
+    from shardwise.checkpoint.pretrained import import_folder
+
+    with _bar("importing") as progress:
+        found = import_folder(folder, checkpoint, progress)
+    tables: dict[str, dict[str, Any]] = {"model": _set_fields(found.model)}
+    if found.tokenizer is not None:
+        tables["data"] = {"tokenizer": str(found.tokenizer)}
+    if json:
+        _print_json({"checkpoint": checkpoint, "tensors": found.tensors, "bytes": found.bytes, "job": tables})
+        return
+    typer.echo(f"{checkpoint}: {found.tensors} tensors, {_size(found.bytes)}; the job says", err=True)
+    print("\n\n".join(_table(name, values) for name, values in tables.items()))
+    typer.echo(f"and `shardwise train JOB checkpoint.resume={checkpoint}` starts from it", err=True)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 500MB, 1GiB or 1000000."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    amount = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0
+    if amount < 1:
+        raise UserError(f"--shard-size {text}: not a size; write for example 500MB or 5GB")
+    return int(amount)
+
+
+def _need_torch() -> None:
+    from shardwise.cli.doctor import torch_problem
+
+    if problem := torch_problem():
+        raise UserError(problem)
+
+
+def _found(folder: str) -> list[str]:
+    """The checkpoints that a run folder, a folder of checkpoints or a checkpoint stands for, oldest first."""
+    from shardwise.checkpoint.folder import MANIFEST, checkpoints
+    from shardwise.checkpoint.storage import storage
+
+    where = storage(folder)
+    if where.size(MANIFEST) is not None:
+        return [where.address]
+    names = where.names()
+    if not names:
+        raise UserError(f"{folder}: no such folder, or nothing in it; give a run folder or a step-N folder")
+    inside = _run_checkpoints(Path(folder) / "config.toml") if "config.toml" in names else None
+    for place in (inside, where.inside("checkpoints").address, where.address):
+        if place and (found := checkpoints(place)):
+            return found
+    raise UserError(f"{folder} holds no checkpoint; a checkpoint is a folder step-N with a {MANIFEST}")
+
+
+def _run_checkpoints(config: Path) -> str | None:
+    """Where the job of a run folder said that its checkpoints go, if it did."""
+    import tomllib
+
+    try:
+        place = tomllib.loads(config.read_text()).get("checkpoint", {}).get("folder")
+    except (OSError, ValueError):
+        return None
+    return str(place) if place else None
+
+
+def _faults(address: str) -> Iterator[str]:
+    """A sentence for each file that is not what was saved."""
+    from shardwise.checkpoint.contents import Contents, damage
+    from shardwise.checkpoint.storage import storage
+
+    try:
+        manifest = Contents.open(address).manifest
+    except UserError as error:
+        yield str(error)
+        return
+    done = 0
+    with _bar("checking", "files") as progress:
+        for count, (name, facts) in enumerate(manifest.files.items()):
+            progress(count, len(manifest.files), done, manifest.total_bytes)
+            yield from damage(storage(address), manifest, [name])
+            done += facts["bytes"]
+
+
+def _newest(folder: str) -> str:
+    return _found(folder)[-1]
+
+
+def _facts(address: str) -> dict[str, Any]:
+    from datetime import datetime
+
+    from shardwise.checkpoint import read_manifest
+    from shardwise.checkpoint.folder import MANIFEST
+
+    path = Path(address) / MANIFEST
+    time = datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds") if path.is_file() else None
+    name = re.search(r"step-(\d+)$", address)
+    facts = {"path": address, "step": int(name[1]) if name else None, "saved": time, "bytes": None, "layout": "", "world": None}
+    try:
+        manifest = read_manifest(address)
+    except UserError as error:
+        return {**facts, "whole": False, "problem": str(error).partition(". Remove")[0]}
+    facts |= {"step": manifest.step, "bytes": manifest.total_bytes, "layout": _layout(manifest.layout), "world": manifest.world}
+    return {**facts, "whole": True, "problem": None}
+
+
+def _layout(layout: Mapping[str, Any]) -> str:
+    """In words; an import has none."""
+    from shardwise.config import AXES
+
+    if not layout:
+        return "weights alone"
+    axes = " x ".join(f"{axis} {layout[axis]}" for axis in AXES if layout.get(axis, 1) > 1)
+    return f"{axes or 'one device'}, zero {layout.get('zero')}"
+
+
+def _show(comparison: Comparison, first: str, second: str) -> None:
+    lines = [f"{key}: {one!r} and {other!r}" for key, (one, other) in comparison.facts.items()]
+    _lines("the manifests differ in", lines)
+    _lines("not compared:", [f"{kind}.*: {why}" for kind, why in comparison.left_out.items()])
+    _lines(f"only in {first}:", comparison.only_first)
+    _lines(f"only in {second}:", comparison.only_second)
+    gaps = [
+        f"{one.tensor}: {one.reason}" + ("" if one.max_abs is None else f" differ, by {one.max_abs:.3g} at most")
+        for one in comparison.differences
+    ]
+    _lines("tensors that differ, weights first:", gaps)
+    if comparison.equal:
+        print(f"equal to the bit: {comparison.compared} tensors")
+    else:
+        print(f"different: {len(gaps)} of the {comparison.compared} tensors that both have")
+
+
+def _lines(title: str, lines: list[str]) -> None:
+    rest = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    if lines:
+        print("\n  ".join([title, *lines[:SHOWN], *rest]))
+
+
+def _set_fields(model: Model) -> dict[str, Any]:
+    """What a job must say to get this model: its shape, and whatever else is not the default."""
+    fields, values = type(model).model_fields, model.model_dump(exclude={"preset"})
+    return {key: value for key, value in values.items() if key in SHAPE or value != fields[key].default}
+
+
+def _table(name: str, values: Mapping[str, Any]) -> str:
+    from json import dumps  # numbers, truth values and strings are the same in TOML
+
+    return "\n".join([f"[{name}]", *(f"{key} = {dumps(value, ensure_ascii=False)}" for key, value in values.items())])
+
+
+def _size(bytes: int | None) -> str:
+    from shardwise.observe import words
+
+    return "" if bytes is None else words.size(bytes)
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    from shardwise.observe.files import to_json
+
+    print(to_json(content))
+
+
+def _print_plain(table: Any) -> None:
+    """In a file or a pipe no line is broken."""
+    from rich.console import Console
+
+    Console(highlight=False, width=400).print(table)
+
+
+@contextmanager
+def _bar(title: str, what: str = "tensors", in_bytes: bool = True) -> Iterator[Callable[[int, int, int, int], None]]:
+    """How many and how much is done, how fast, how long it will take; on standard error, and on a terminal only."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    bytes_ = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else ()
+    columns = (TextColumn(f"{title} {{task.fields[counted]}}"), BarColumn(), *bytes_, TimeRemainingColumn())
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task(title, total=None, counted="")
+
+    def show(count: int, of: int, done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total, counted=f"{count}/{of} {what}")
+
+    try:
+        yield show
+    finally:
+        bar.stop()
