@@ -12,11 +12,12 @@ def report(
     run: Annotated[Path, typer.Argument(help="The run folder: run.folder of the job, for example runs/default.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """What happened in a run: loss, speed, MFU, memory, where the time went, communication, checkpoints."""
+    """What happened in a run: loss, speed, MFU, memory, where the time went, communication, goodput, faults, checkpoints."""
     from shardwise.observe.files import to_json
     from shardwise.observe.report import render, summarise
+    from shardwise.plan.interval import advise
 
-    summary = summarise(run)
+    summary = summarise(run, advise)
     if json:
         print(to_json(summary, indent=2))
         return

@@ -101,7 +101,8 @@ def _gathered(x: Tensor, traffic: Traffic, axis: str, dim: int) -> Tensor:
     size, group = traffic.mesh.size(axis), traffic.mesh.group(axis)
     parts = x.new_empty(size, *x.shape)
     traffic.count("all_gather", axis, parts)
-    all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
+    with traffic.waiting():
+        all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -111,5 +112,6 @@ def _scattered(x: Tensor, traffic: Traffic, axis: str, dim: int) -> Tensor:
     parts = torch.stack(x.chunk(size, dim))
     traffic.count("reduce_scatter", axis, parts)
     own = torch.empty_like(parts[0])
-    reduce_scatter_single(own, parts.flatten(0, 1), op=dist.ReduceOp.SUM, group=group)
+    with traffic.waiting():
+        reduce_scatter_single(own, parts.flatten(0, 1), op=dist.ReduceOp.SUM, group=group)
     return own

@@ -5,13 +5,17 @@ the doors that torch leaves open (a DDP communication hook; FSDP2's custom all-g
 holds what really ran, by kind and axis, and the planner can be held to it.
 
 Gradients are always summed, never averaged: the loss is already divided by the global number of tokens.
+
+On a CPU a collective blocks, and the time inside it is time this rank waits for others or for bytes: it is kept apart from the
+rank's own work, so that a slow rank can be told from those that wait for it. On a GPU collectives wait on streams; what can be
+timed there, and what cannot, is said where it happens.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +51,17 @@ class Traffic:
         group = self.mesh.group(axis)
         if group is not None:
             self.count("all_reduce", axis, tensor)
-            dist.all_reduce(tensor, op=op, group=group)
+            with self.waiting():
+                dist.all_reduce(tensor, op=op, group=group)
         return tensor
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a call that blocks until the peers have come too: on a CPU, its time is exposed communication."""
+        return self.clock.span(EXPOSED) if self.device.type == "cpu" else nullcontext()
+
+    def working(self) -> AbstractContextManager[None]:
+        """Around work inside a wait: on a CPU, its time is forward and backward again."""
+        return self.clock.span("forward_backward") if self.device.type == "cpu" else nullcontext()
 
     def sum_over_data(self, tensor: Tensor) -> Tensor:
         """Sum in place over every device that reads different sequences."""

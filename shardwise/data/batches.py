@@ -4,16 +4,22 @@ The only state is the step number, so resuming is starting at another `first_ste
 come from memory-mapped tokens, and numpy and torch let go of the interpreter lock while copying. For a GPU the thread
 also copies into pinned memory, from where the copy to the device runs behind the computation. Costs host memory for two
 steps of this rank's rows, 16 bytes a token (20 with document numbers).
+
+Every sequence is summed up as it is read: the CRC-32 of its token ids. The sum of these over a global batch does not depend on
+who read which sequence, so it is the same on any layout, and a run that was interrupted can show by it that each step saw the
+sequences it should have seen. It costs the reading thread a few nanoseconds a token.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -31,6 +37,8 @@ class Batch:
     documents: torch.Tensor | None
     valid: int
     """Targets that count in the loss, known without asking the device."""
+    checksum: int = 0
+    """The sum of the sequences' own checksums."""
 
 
 class Batches(Iterator[list[Batch]]):
@@ -108,7 +116,12 @@ def to_batch(rows: Rows, device: torch.device) -> Batch:
 def host_batch(rows: Rows, pinned: bool) -> Batch:
     """Rows as tensors in host memory."""
     documents = None if rows.documents is None else _tensor(rows.documents, pinned)
-    return Batch(_tensor(rows.inputs, pinned), _tensor(rows.targets, pinned), documents, rows.valid)
+    return Batch(_tensor(rows.inputs, pinned), _tensor(rows.targets, pinned), documents, rows.valid, checksum(rows.inputs))
+
+
+def checksum(inputs: NDArray[np.int64]) -> int:
+    """Of sequences, one a row: the sum of the CRC-32 of each, taken over its token ids as 8 bytes each, lowest first."""
+    return sum(zlib.crc32(row.data) for row in np.ascontiguousarray(inputs, dtype="<i8"))
 
 
 def _part(rows: Rows, start: int, count: int) -> Rows:
@@ -124,4 +137,4 @@ def _tensor(values: NDArray[Any], pinned: bool) -> torch.Tensor:
 def _to(batch: Batch, device: torch.device) -> Batch:
     documents = None if batch.documents is None else batch.documents.to(device, non_blocking=True)
     inputs, targets = (tensor.to(device, non_blocking=True) for tensor in (batch.inputs, batch.targets))
-    return Batch(inputs, targets, documents, batch.valid)
+    return replace(batch, inputs=inputs, targets=targets, documents=documents)

@@ -27,11 +27,13 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._recent: dict[str, tuple[int, int]] = {}
+        self.last = "none yet"
 
     def record(self, kind: str, axis: str, bytes: int) -> None:
         """One collective of this kind over this axis, on a full tensor of so many bytes."""
         key = f"{kind}/{axis}"
         with self._lock:
+            self.last = f"{kind} over {axis}, {bytes} bytes"
             count, before = self._recent.get(key, (0, 0))
             self._recent[key] = (count + 1, before + bytes)
 

@@ -1,4 +1,4 @@
-"""The report of a run as a person reads it: the loss drawn as a curve, time and experts as bars, the collectives as a table.
+"""The report of a run as a person reads it: the loss as a curve, time, goodput and experts as bars, the rest as tables.
 
 `summarise` (observe/summary.py) makes the numbers, `render` only draws them, so `--json` and the terminal never disagree.
 """
@@ -26,7 +26,31 @@ _EXPERTS = 32
 _CROP: OverflowMethod = "crop"  # rich would end a cell that does not fit with a character that ASCII lacks
 _TIME_COLUMNS: tuple[JustifyMethod, ...] = ("left", "right", "left")
 _EXPERT_COLUMNS: tuple[JustifyMethod, ...] = ("right", "right", "left")
+_PART_COLUMNS: tuple[JustifyMethod, ...] = ("left", "left", "right", "right")
+_FAULT_COLUMNS: dict[str, JustifyMethod] = {
+    "at step": "right",
+    "what": "left",
+    "where": "left",
+    "recovered": "right",
+    "steps lost": "right",
+    "from": "left",
+    "cause": "left",
+}
 _LABELS = {"forward_backward": "forward and backward", "exposed_communication": "exposed communication"}
+_PARTS = {
+    "productive": ("productive", "green", "P"),
+    "stragglers": ("waiting for slow ranks", "magenta", "S"),
+    "data": ("waiting for data", "yellow", "D"),
+    "checkpoint": ("standing still for saves", "blue", "C"),
+    "evaluation": ("evaluation", "cyan", "E"),
+    "recovery": ("recovery", "red", "R"),
+    "lost": ("lost work", "bright_red", "L"),
+    "start_up": ("start-up", "white", "U"),
+    "other": ("other", "bright_black", "O"),
+}
+"""The parts of goodput: what they are called, their colour, and the letter that stands for it where there are none."""
+_FAULTS = 12
+"""More faults than this are not listed: the last of them are."""
 _COLOURS = {
     "data": "yellow",
     "forward_backward": "green",
@@ -47,6 +71,8 @@ def render(summary: Summary, console: Console) -> None:
     console.print(Panel(grid, title=title, title_align="left", border_style="cyan", expand=False))
     _curve(summary, console)
     _time(summary, console)
+    _goodput(summary["goodput"], console)
+    _faults(summary["goodput"], console)
     _experts(summary["experts"], console)
     _collectives(summary["collectives"], console)
 
@@ -72,6 +98,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "busiest expert", f"{imbalance['last']:.2f} times an even load, {worst}"
     yield from _choices(summary)
     yield "checkpoints", _checkpoints(summary["checkpoints"])
+    if summary["checkpoints"]["advice"]:
+        yield "save", _advice(summary["checkpoints"]["advice"])
     if summary["skipped_steps"]:
         yield "skipped steps", ", ".join(map(str, summary["skipped_steps"]))
     if summary["events"]:
@@ -131,7 +159,16 @@ def _telling(name: str, value: Any) -> bool:
 def _checkpoints(checkpoints: Summary) -> str:
     kept = checkpoints["kept_steps"]
     names = ", ".join(f"step {step}" for step in kept) or "none"
-    return f"{checkpoints['saved']} saved; kept: {names}"
+    took = checkpoints["save_seconds"]
+    typical = (
+        "" if took is None else f" (in {took:.3g} s each, of which training stood still {checkpoints['stall_seconds']:.3g} s)"
+    )
+    return f"{checkpoints['saved']} saved{typical}; kept: {names}"
+
+
+def _advice(advice: Summary) -> str:
+    every = f"every {advice['every_steps']:,} steps ({words.duration(advice['every_seconds'])})"
+    return f"{every} loses least, at one failure in {words.amount(advice['mtbf_hours'])} hours: {advice['basis']}"
 
 
 def _curve(summary: Summary, console: Console) -> None:
@@ -160,6 +197,74 @@ def _time(summary: Summary, console: Console) -> None:
         drawn = bar(part, min(_BAR, max(10, console.width - 40)), console.options.ascii_only)
         grid.add_row(Text(_LABELS.get(name, name)), Text(words.share(part)), Text(drawn, style=_COLOURS[name]))
     console.print(Padding(grid, (0, 0, 0, 2), expand=False))
+
+
+def _goodput(goodput: Summary, console: Console) -> None:
+    """One bar for the whole time, cut into its parts, and what each of them is."""
+    if goodput["share"] is None:
+        return
+    wall, parts = goodput["wall_seconds"], {name: seconds for name, seconds in goodput["parts"].items() if seconds > 0}
+    _heading(console, "goodput", f"{words.share(goodput['share'])} of {words.duration(wall)}")
+    width = min(2 * _BAR, max(10, console.width - 4))
+    plain = console.options.ascii_only or console.color_system is None or console.no_color
+    drawn = Text()
+    for name, cells in _cells(parts, width).items():
+        _, colour, letter = _PARTS[name]
+        drawn.append((letter if plain else "█") * cells, style=colour)
+    console.print(Padding(drawn, (0, 0, 0, 2), expand=False))
+    grid = Table.grid(padding=(0, 2))
+    for justify in _PART_COLUMNS:
+        grid.add_column(justify=justify, no_wrap=True, overflow=_CROP)
+    for name, seconds in parts.items():
+        label, colour, letter = _PARTS[name]
+        sign = Text(letter if plain else "█", style=colour)
+        grid.add_row(sign, Text(label), Text(words.share(seconds / wall)), Text(_seconds(seconds)))
+    console.print(Padding(grid, (0, 0, 0, 2), expand=False))
+
+
+def _cells(parts: Mapping[str, float], width: int) -> dict[str, int]:
+    """Characters for each part, so that they fill the width: what rounding down leaves goes to the largest remainders."""
+    whole = sum(parts.values())
+    exact = {name: seconds / whole * width for name, seconds in parts.items()}
+    cells = {name: int(value) for name, value in exact.items()}
+    for name in sorted(exact, key=lambda name: cells[name] - exact[name])[: width - sum(cells.values())]:
+        cells[name] += 1
+    return cells
+
+
+def _faults(goodput: Summary, console: Console) -> None:
+    """What went wrong and how the run got over it; then who held it up."""
+    faults, recoveries = goodput["faults"], goodput["recoveries"]
+    if faults:
+        _heading(console, "faults", f"the last {_FAULTS} of {len(faults)}" if len(faults) > _FAULTS else "")
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
+        for name, justify in _FAULT_COLUMNS.items():
+            table.add_column(name, justify=justify, no_wrap=name != "cause", overflow=_CROP)
+        for fault in faults[-_FAULTS:]:
+            table.add_row(*_fault(fault, None if fault["recovery"] is None else recoveries[fault["recovery"]]))
+        console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    if goodput["stragglers"]:
+        _heading(console, "slow ranks", "times the median of the ranks that do the same work")
+        for one in goodput["stragglers"]:
+            until = "the end" if one["until_step"] is None else f"step {one['until_step']}"
+            who = "all ranks wait" if one["rank"] is None else f"rank {one['rank']}"
+            line = f"{who}, step {one['step']} to {until}: {one['factor']:.1f} times as long; {one['cause']}"
+            console.print(Padding(Text(line, overflow=_CROP), (0, 0, 0, 2), expand=False))
+
+
+def _fault(fault: Summary, recovery: Summary | None) -> list[Text]:
+    rank = "" if fault.get("rank") is None else f"rank {fault['rank']}"
+    cells = [f"{fault.get('step', '')}", f"{fault.get('kind', '')}", rank]
+    if recovery is None:
+        cells += ["not", "", ""]
+    else:
+        cells += [f"in {_seconds(recovery['seconds'])}", f"{recovery.get('lost_steps', '')}", f"step {recovery.get('step', '')}"]
+    return [Text(cell) for cell in (*cells, str(fault.get("cause", "")).partition("\n")[0])]
+
+
+def _seconds(value: float) -> str:
+    """A short time to a tenth of a second, a long one as on a clock."""
+    return f"{value:.1f} s" if value < 60 else words.duration(value)
 
 
 def _experts(experts: Summary | None, console: Console) -> None:

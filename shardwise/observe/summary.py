@@ -4,6 +4,8 @@ Speeds and shares are taken over the steady steps, all but the first two, which 
 the median, so that a slow step here and there does not move it, and a share is a ratio of sums, so that the shares add up
 to one. Everything comes from four files (config.toml, plan.json, metrics.jsonl, events.jsonl); what a file does not say
 is null.
+
+How often to save is the planner's to say. This room does not know the planner, so whoever knows both hands its advice in.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import statistics
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.errors import UserError
 from shardwise.observe.clock import SPANS
 from shardwise.observe.files import Record, read_lines
+from shardwise.observe.goodput import goodput
 
 WARM_UP = 2
 """Steps at the start that are left out of speeds and shares."""
@@ -31,13 +35,15 @@ Summary = dict[str, Any]
 _T = TypeVar("_T")
 
 
-def summarise(folder: str | Path) -> Summary:
-    """The summary of the run in a folder; it may still be running."""
+def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> Summary:
+    """The summary of the run in a folder; it may still be running. `advise` (plan/interval.py) says how often to save."""
     folder = Path(folder)
     steps = _steps(folder)
     config, plan, events = _table(folder), _plan(folder), _events(folder)
     start = next((event for event in reversed(events) if event["event"] in ("start", "resume")), {})
     steady = steps[WARM_UP:] or steps
+    found = goodput(events, steps)
+    saves = _checkpoints(folder, events)
     return {
         "run": str(folder),
         "steps": steps[-1]["step"],
@@ -57,7 +63,8 @@ def summarise(folder: str | Path) -> Summary:
         "communication": _communication(steady),
         "collectives": _collectives(steps, steady),
         "experts": _experts(steps),
-        "checkpoints": _checkpoints(folder, events),
+        "goodput": found,
+        "checkpoints": {**saves, "advice": _advice(advise, saves, found, _time(steady), start.get("world", 1))},
         "skipped_steps": [step["step"] for step in steps if step.get("skipped")],
         "events": dict(Counter(event["event"] for event in events)),
         "layout": plan.get("layout", config.get("layout")),
@@ -178,8 +185,33 @@ def _experts(steps: Sequence[Record]) -> Summary | None:
 
 
 def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:
+    """What was saved and is kept; of a typical save, how long it took, for how long training stood still, and its size."""
     kept = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdigit()]
-    return {"saved": sum(event["event"] == "save" for event in events), "kept_steps": sorted(kept)}
+    saves = [event for event in events if event["event"] == "save"]
+    typical = {key: _median(saves, key) for key in ("seconds", "stall_seconds", "bytes")}
+    return {
+        "saved": len(saves),
+        "kept_steps": sorted(kept),
+        "save_seconds": typical["seconds"],
+        "stall_seconds": typical["seconds"] if typical["stall_seconds"] is None else typical["stall_seconds"],
+        "bytes": typical["bytes"],
+    }
+
+
+def _advice(advise: Callable[..., Any] | None, saves: Summary, found: Summary, time: Summary, world: int) -> Summary | None:
+    """How often to save, from this run's own saves, steps and faults; null where it has not saved yet."""
+    if advise is None or saves["save_seconds"] is None:
+        return None
+    advice = advise(
+        stall=saves["stall_seconds"],
+        save=saves["save_seconds"],
+        step=time["seconds_a_step"],
+        devices=world,
+        faults=len(found["faults"]),
+        seconds=found["wall_seconds"],
+        restart=_median(found["recoveries"], "seconds") or 0.0,
+    )
+    return asdict(advice)
 
 
 def _thinned(points: list[list[float]]) -> list[list[float]]:

@@ -79,7 +79,8 @@ def exchange(experts: Visit, rows: Tensor, counts: Tensor, group: dist.ProcessGr
     ours = counts.view(dist.get_world_size(group), -1)  # (owner, its experts)
     theirs = torch.empty_like(ours)  # (source, our experts)
     traffic.count("all_to_all", "expert", ours)
-    dist.all_to_all_single(theirs, ours.contiguous(), group=group)
+    with traffic.waiting():
+        dist.all_to_all_single(theirs, ours.contiguous(), group=group)
     sent, received = torch.stack((ours.sum(1), theirs.sum(1))).tolist()  # the host waits here
     send = partial(_AllToAll.apply, group, traffic)
     order = _by_expert(theirs, sum(received))
@@ -116,5 +117,6 @@ class _AllToAll(torch.autograd.Function):
 def _all_to_all(group: dist.ProcessGroup, traffic: Traffic, received: Sequence[int], sent: Sequence[int], rows: Tensor) -> Tensor:
     result = rows.new_empty(sum(received), rows.shape[1])
     traffic.count("all_to_all", "expert", rows)
-    dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group)
+    with traffic.waiting():
+        dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group)
     return result

@@ -126,6 +126,7 @@ class _Stage(PipelineStage):
     """torch's stage, whose backward reduces gradients as the part's data parallelism says."""
 
     part: Alone
+    traffic: Traffic
     split: bool
     sent: dict[int, list[Tensor]]
 
@@ -139,15 +140,21 @@ class _Stage(PipelineStage):
         self.sent[fwd_chunk_id] = [operation.tensor for operation in operations]
         return operations
 
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.traffic.working():
+            return super().forward_one_chunk(*args, **kwargs)
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
     ) -> None:
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with self.traffic.working():
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self._let_go(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        with self.traffic.working():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._let_go(bwd_chunk_id)
 
     def _let_go(self, micro_batch: int) -> None:
@@ -208,7 +215,7 @@ class Pipelined(ParallelModel):
             output_args=loss if stage == stages.last else hidden,
             group=group,
         )
-        made.part, made.split, made.sent = part, stages.splits_backward, {}
+        made.part, made.traffic, made.split, made.sent = part, self.traffic, stages.splits_backward, {}
         return made
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -231,7 +238,8 @@ class Pipelined(ParallelModel):
         if own[0].documents is not None:
             more["documents"] = torch.cat([micro_batch.documents for micro_batch in own if micro_batch.documents is not None])
         inputs = (torch.cat([micro_batch.inputs for micro_batch in own]),) if self._has(0) else ()
-        self._runtime.step(*inputs, target=targets, losses=[], return_outputs=False, **more)
+        with self.traffic.waiting():  # what torch's runtime does beside the stages' work is wait for sends and receives
+            self._runtime.step(*inputs, target=targets, losses=[], return_outputs=False, **more)
         if self.stages.splits_backward:
             for part in self.parts:
                 part.release()
@@ -270,8 +278,9 @@ class Pipelined(ParallelModel):
             dist.P2POp(dist.isend, gradient.contiguous(), group_peer=peer, group=group),
             dist.P2POp(dist.irecv, theirs, group_peer=peer, group=group),
         ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
+        with self.traffic.waiting():
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
         gradient += theirs
 
     def loss(self, batch: Batch) -> Tensor:

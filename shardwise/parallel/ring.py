@@ -140,6 +140,7 @@ class Passing:
     """Tensors on their way. What is sent must stay as it is until `arrived` has returned."""
 
     def __init__(self, ring: Ring, tensors: Sequence[Tensor], first_tag: int) -> None:
+        self.traffic = ring.traffic
         self.leaving, self.arriving = tensors, [torch.empty_like(tensor) for tensor in tensors]
         after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
         operations = []
@@ -151,8 +152,9 @@ class Passing:
 
     def arrived(self) -> list[Tensor]:
         """Wait; what came."""
-        for work in self.works:
-            work.wait()
+        with self.traffic.waiting():
+            for work in self.works:
+                work.wait()
         self.leaving = ()
         return self.arriving
 

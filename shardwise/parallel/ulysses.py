@@ -115,7 +115,8 @@ def _all_to_all(tensor: Tensor, traffic: Traffic) -> Tensor:
     leaving = tensor.contiguous()
     arriving = torch.empty_like(leaving)
     traffic.count("all_to_all", "context", leaving)
-    dist.all_to_all_single(arriving, leaving, group=traffic.mesh.group("context"))
+    with traffic.waiting():
+        dist.all_to_all_single(arriving, leaving, group=traffic.mesh.group("context"))
     return arriving
 
 
@@ -124,5 +125,6 @@ def _gather(documents: Tensor, traffic: Traffic, group: dist.ProcessGroup) -> Te
     batch, tokens = documents.shape
     gathered = documents.new_empty(dist.get_world_size(group) * batch, tokens)
     traffic.count("all_gather", "context", gathered)
-    all_gather_single(gathered, documents.contiguous(), group=group)
+    with traffic.waiting():
+        all_gather_single(gathered, documents.contiguous(), group=group)
     return gathered.view(-1, batch, tokens).movedim(0, 1).flatten(1)

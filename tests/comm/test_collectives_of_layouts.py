@@ -34,8 +34,10 @@ def expected(model: dict[str, Any], zero: int, data: int, replica: int, micro_ba
     """bfloat16: weights are gathered in 2 bytes, gradients summed in 4."""
     units, root = unit_sizes(model, data if zero else 1)
     count, size = len(units) + 1, sum(units) + root
-    loss_and_stop = {"count": 1, "bytes": 8}
-    ledger = {"all_reduce/data": loss_and_stop, **({"all_reduce/replica": loss_and_stop} if replica > 1 else {})}
+    # Loss, votes to stop, the two halves of the data's checksum, and two times of each rank, in float64.
+    shared = 8 * (4 + 2 * data * replica)
+    told = {"count": 1, "bytes": shared}
+    ledger = {"all_reduce/data": told, **({"all_reduce/replica": told} if replica > 1 else {})}
     if zero == 0:
         axis = "data" if replica == 1 else "replica x data"
         before = ledger.get(f"all_reduce/{axis}", {"count": 0, "bytes": 0})
@@ -43,11 +45,11 @@ def expected(model: dict[str, Any], zero: int, data: int, replica: int, micro_ba
     gathers = count if zero < 3 else micro_batches * (2 * count - 1)
     gathered = size if zero < 3 else micro_batches * (2 * size - root)
     scatters = 1 if zero == 1 else micro_batches
-    ledger["all_reduce/data"] = {"count": 2, "bytes": 12}  # and the sum of squares for the norm
+    ledger["all_reduce/data"] = {"count": 2, "bytes": shared + 4}  # and the sum of squares for the norm
     ledger["all_gather/data"] = {"count": gathers, "bytes": 2 * gathered}
     ledger["reduce_scatter/data"] = {"count": scatters * count, "bytes": scatters * 4 * size}
     if replica > 1:
-        ledger["all_reduce/replica"] = {"count": 1 + count, "bytes": 8 + 4 * size // data}
+        ledger["all_reduce/replica"] = {"count": 1 + count, "bytes": shared + 4 * size // data}
     return ledger
 
 

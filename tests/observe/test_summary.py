@@ -1,6 +1,7 @@
 import io
 import json
 import math
+from datetime import UTC, datetime
 
 import pytest
 from rich.console import Console
@@ -8,6 +9,7 @@ from rich.console import Console
 from shardwise.config import Observe
 from shardwise.errors import UserError
 from shardwise.observe import open_sinks, render, summarise
+from shardwise.plan.interval import DEVICE_HOURS, advise
 
 GATHER, REDUCE = "all_gather/data", "all_reduce/data"
 
@@ -86,7 +88,8 @@ def test_a_summary_equals_the_values_worked_out_by_hand(run):
     assert summary["flop_convention"] == "6 N + attention"
     assert summary["skipped_steps"] == [4]
     assert summary["events"] == {"start": 1, "save": 1}
-    assert summary["checkpoints"] == {"saved": 1, "kept_steps": [6]}
+    unknown = dict.fromkeys(("save_seconds", "stall_seconds", "bytes", "advice"))
+    assert summary["checkpoints"] == {"saved": 1, "kept_steps": [6], **unknown}
     assert (summary["layout"], summary["precision"], summary["device"]) == (PLAN["layout"], "bfloat16", "4 x CPU")
     assert [step for step, _ in summary["curve"]] == [1, 2, 3, 4, 5, 6]
 
@@ -156,6 +159,84 @@ def test_the_report_shows_the_numbers_and_fits_any_output(run, encoding, width):
             assert part in text
         assert "12.5 %" in text
         assert "all gather" in text
+
+
+T0 = 1_700_000_000.0
+
+
+def event(at, name, **facts):
+    return {"time": datetime.fromtimestamp(T0 + at, UTC).isoformat(timespec="milliseconds"), "event": name, **facts}
+
+
+FAULT = {"kind": "died", "rank": 2, "step": 6, "cause": "signal 9 (SIGKILL)", "generation": 1}
+HISTORY = [
+    event(0, "start", world=4, device="CPU"),
+    event(5.5, "save", step=4, checkpoint="a", seconds=2.0, stall_seconds=0.5, bytes=1000),
+    event(6.5, "fault", **FAULT),
+    event(8.0, "resume", step=4, checkpoint="a", world=4),
+    event(9.5, "recovery", step=4, lost_steps=1, lost_seconds=1.0, seconds=3.0, parts={}, generation=2, world=4),
+    event(9.6, "straggler", rank=3, factor=2.1, cause="data", step=5),
+    event(11.0, "save", step=6, checkpoint="b", seconds=3.0, stall_seconds=0.5, bytes=2000),
+]
+
+
+@pytest.fixture
+def disturbed(tmp_path):
+    """Four steps, of which the first takes two seconds to start; a fault at 6.5 that costs step 5; then steps 5 and 6."""
+    folder = tmp_path / "disturbed"
+    folder.mkdir()
+    ends = {1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0, 5: 9.5, 6: 10.5}
+    steps = [record(step, 1.0, 1.0, 1000.0, 0.0, time=T0 + end) for step, end in ends.items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in HISTORY))
+    return folder
+
+
+def test_goodput_and_saves_are_summed_up(disturbed):
+    summary = summarise(disturbed)
+    found = summary["goodput"]
+    assert found["wall_seconds"] == pytest.approx(11)
+    assert found["share"] == pytest.approx(6 * 0.9375 / 11)  # of each second a sixteenth is data
+    expected = {"start_up": 1.0, "data": 0.375, "productive": 5.625, "checkpoint": 1.0, "lost": 1.0, "recovery": 2.0}
+    assert {name: seconds for name, seconds in found["parts"].items() if seconds > 0} == pytest.approx(expected, abs=2e-3)
+    assert found["faults"] == [{"time": HISTORY[2]["time"], **FAULT, "recovery": 0}]
+    assert found["stragglers"] == [{"rank": 3, "factor": 2.1, "cause": "data", "step": 5, "until_step": None}]
+    assert summary["checkpoints"] == {
+        "saved": 2,
+        "kept_steps": [],
+        "save_seconds": 2.5,
+        "stall_seconds": 0.5,
+        "bytes": 1500,
+        "advice": None,
+    }
+
+
+def test_advice_on_saving_is_youngs_interval_of_what_was_measured(disturbed):
+    advice = summarise(disturbed, advise)["checkpoints"]["advice"]
+    between = DEVICE_HOURS * 3600 / 4
+    assert advice["every_seconds"] == pytest.approx(math.sqrt(2 * 0.5 * between))
+    assert advice["every_steps"] == round(advice["every_seconds"])
+    assert advice["mtbf_hours"] == pytest.approx(between / 3600)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("width", [40, 100, 130])
+def test_faults_and_goodput_are_drawn_on_any_output(disturbed, encoding, width):
+    raw = io.BytesIO()
+    out = Console(file=io.TextIOWrapper(raw, encoding=encoding, write_through=True), width=width, highlight=False)
+    render(summarise(disturbed, advise), out)
+    text = raw.getvalue().decode(encoding)
+    assert all(len(line) <= width for line in text.splitlines())
+    if width == 130:
+        for part in (
+            "51.1 % of 0:11",
+            "lost work",
+            "rank 2",
+            "3.0 s",
+            "signal 9 (SIGKILL)",
+            "rank 3, step 5 to the end: 2.1 times",
+        ):
+            assert part in text
 
 
 LOADS = [(1.5, [1.5, 0.5]), (2.5, [1.75, 0.25]), (1.25, [1.0, 1.0])]
