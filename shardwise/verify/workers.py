@@ -25,7 +25,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,6 +32,7 @@ from types import TracebackType
 from typing import Any
 
 from shardwise.errors import RunFailed, UserError
+from shardwise.resilience.server import start_server
 
 PRELOAD = ["shardwise.verify.measure", "shardwise.verify.localise"]
 SECONDS = 600.0
@@ -73,7 +73,7 @@ class Workers:
         return Path(self._folder.name)
 
     def __enter__(self) -> Workers:
-        _start_server()
+        start_server(PRELOAD)
         try:
             for rank in range(self.count):
                 self._started.append(self._start(rank))
@@ -133,18 +133,6 @@ class Workers:
         stack = self._started[ranks[0]].log.read_text(errors="replace")[-3000:]
         waited = f"no answer from ranks {ranks} within {self.seconds:.0f} s: they wait for each other"
         return f"{waited}. Rank {ranks[0]} is here:\n{stack}"
-
-
-def _start_server() -> None:
-    """Start what workers are forked from. It inherits that Ctrl-C is ignored, also while it still imports torch."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    if threading.current_thread() is not threading.main_thread():  # others may not set signals
-        return forkserver.ensure_running()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _receive(one: _Process) -> Any:

@@ -1,0 +1,177 @@
+"""`shardwise drill JOB`: train undisturbed, then with faults, and prove that the two are the same run."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from shardwise.config import Config
+    from shardwise.verify.drill import Result
+    from shardwise.verify.faults import Kind
+
+
+def drill(
+    job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, as section.key=value.")] = None,
+    faults: Annotated[
+        str, typer.Option("--faults", help="Kinds, with commas between: kill, hang, corrupt, full, term, lose.")
+    ] = "kill,hang,corrupt,full,term",
+    count: Annotated[int, typer.Option("--count", min=1, help="Faults in all; kinds take turns.")] = 5,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Decides steps, ranks, files and bytes.")] = 0,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, help="Local workers; left out: one a GPU, or as many as the layout needs."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Train a job undisturbed, then again while killing, freezing and corrupting, and prove that nothing was lost."""
+    try:
+        with _terminated_as_interrupted():
+            result = _drill(job, overrides or [], faults, count, seed, workers)
+    except KeyboardInterrupt:
+        typer.echo("stopped; nothing is left running", err=True)
+        raise typer.Exit(130) from None
+    if json:
+        from json import dumps
+
+        print(dumps(result.to_json()))
+    else:
+        _show(result)
+    if result.failure:
+        typer.echo(result.failure, err=True)
+    raise typer.Exit(0 if result.passes else 1)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does, so that the runs are ended with it."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # others may not set signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _drill(job: Path, overrides: list[str], faults: str, count: int, seed: int, workers: int | None) -> Result:
+    from shardwise.cli.doctor import torch_problem
+    from shardwise.config import read
+    from shardwise.errors import UserError
+
+    kinds = _kinds(faults)
+    config = read(job, overrides, workers)
+    if problem := torch_problem():
+        raise UserError(problem)
+    from shardwise.plan import choose
+    from shardwise.verify.drill import drill as run
+
+    devices = _workers(config, workers)
+    choose(config, devices)
+    with _Stage(config.train.steps, count) as stage:
+        return run(config, devices, kinds, count, seed, stage)
+
+
+def _kinds(faults: str) -> list[Kind]:
+    from shardwise.errors import UserError
+    from shardwise.verify.faults import KINDS
+
+    given = list(dict.fromkeys(word.strip() for word in faults.split(",") if word.strip()))
+    unknown = [word for word in given if word not in KINDS]
+    if unknown or not given:
+        raise UserError(f"--faults {faults}: {', '.join(unknown) or 'none'} is not known; use some of {', '.join(KINDS)}")
+    return cast("list[Kind]", given)
+
+
+def _workers(config: Config, workers: int | None) -> int:
+    """As many as `shardwise train` would start."""
+    from shardwise.config import fewest_devices
+    from shardwise.mesh import local_gpus
+
+    asked = workers or (config.layout.world if config.layout.data > 0 else None)
+    return asked or local_gpus() or fewest_devices(config.layout)
+
+
+class _Stage:
+    """What a person sees meanwhile, on standard error: one line that is redrawn on a terminal, and what happened above it."""
+
+    def __init__(self, steps: int, faults: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = Console(stderr=True, highlight=False)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(30),
+            MofNCompleteColumn(),
+            TextColumn("steps, {task.fields[faults]} faults survived"),
+            TimeElapsedColumn(),
+        )
+        self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
+        self._task = self._bar.add_task("starting", total=steps, faults=f"0 of {faults}")
+        self._count, self._phase = faults, ""
+
+    def __enter__(self) -> _Stage:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def at(self, phase: str, step: int, faults: int) -> None:
+        """This far, with so many faults survived."""
+        self._bar.update(self._task, description=phase, completed=step, faults=f"{faults} of {self._count}")
+        if phase != self._phase and not self._console.is_terminal:
+            self._console.print(f"{phase} (step {step})", markup=False, soft_wrap=True)
+        self._phase = phase
+
+    def say(self, text: str) -> None:
+        """Something happened."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _show(result: Result) -> None:
+    print("\n".join(_table(result)))
+    same = result.sameness
+    for line in (
+        *(same.sentences() if same else ()),
+        *(f"among more faults than the drill did: {one}" for one in result.unexpected),
+    ):
+        print(line)
+    steps = f"the steps took {result.usual.training:.1f} s undisturbed, {result.drilled_seconds:.1f} s with faults"
+    print(f"goodput {result.goodput:.2f}: {steps}, from the beginning of the first to the end of the last")
+    print(f"{'PASS' if result.passes else 'FAIL'}: {_verdict(result)}")
+
+
+def _verdict(result: Result) -> str:
+    same, of = result.sameness, len(result.planned)
+    survived = "1 fault" if len(result.faults) == 1 else f"{len(result.faults)} faults"
+    if same is None:
+        return f"{len(result.faults)} of {of} faults were survived; the run did not reach its end"
+    alike = "to the last bit" if same.tolerance is None else f"to rounding (relative {same.tolerance:g}: the layout changed)"
+    if result.passes:
+        told = f"the losses of {same.steps} steps, their data and {same.tensors} tensors at the end"
+        return f"{survived} on {result.workers} workers; {told} equal the undisturbed run's {alike}"
+    return f"{survived} survived, but the run is not the undisturbed one {alike}"
+
+
+def _table(result: Result) -> list[str]:
+    """A line a fault, in columns as wide as what is in them."""
+    rows = [["fault", "step", "seconds to recover", "steps lost", "what happened"]]
+    for fault in result.faults:
+        rows.append([fault.kind, str(fault.step), f"{fault.seconds_to_recover:.1f}", str(fault.steps_lost), fault.happened])
+    rows += [[fault.kind, "-", "-", "-", "not survived, or not reached"] for fault in result.planned[len(result.faults) :]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows] + [""]

@@ -1,0 +1,139 @@
+"""The `shardwise train` commands of a drill: real processes, as a user or a scheduler would start them, and none left behind.
+
+One command is one host. Several on this machine meet as the nodes of a cluster would, told by the variables that operators set
+for torchrun. Each has a session of its own, so that Ctrl-C reaches only the drill, which then ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "PET_NNODES", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
+"""By these a command takes itself for part of somebody else's run (mesh/launched.py): the drill's are taken away."""
+WORDS = 4000
+GONE_SECONDS = 10.0
+
+
+class Commands:
+    """The processes of one run."""
+
+    def __init__(self, job: Path, folder: Path) -> None:
+        self.job, self.folder = job, folder
+        self.log = folder.with_suffix(".log")
+        self._hosts: list[subprocess.Popen[bytes]] = []
+        self._starts: list[list[str]] = []
+        self._ended: list[subprocess.Popen[bytes]] = []
+        self._seen: set[psutil.Process] = set()
+        """Workers that were looked up: one that is stopped does not notice that its host is gone."""
+
+    def __enter__(self) -> Commands:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end([*self._ended, *self._hosts], self._seen)
+
+    def start(self, workers: Sequence[int]) -> None:
+        """A command with this many workers, or one for each of several hosts."""
+        self._ended += self._hosts
+        meeting = [f"PET_RDZV_ENDPOINT=127.0.0.1:{_free_port()}", f"PET_RDZV_ID=drill-{secrets.token_hex(4)}"]
+        self._starts = [self._words(node, workers, meeting) for node in range(len(workers))]
+        self._hosts = [self._run(words) for words in self._starts]
+
+    def start_again(self) -> None:
+        """The host that was lost comes back."""
+        self._hosts.append(self._run(self._starts[-1]))
+
+    def _words(self, node: int, workers: Sequence[int], meeting: Sequence[str]) -> list[str]:
+        environment, bounds = [word for name in LAUNCHERS for word in ("-u", name)], []
+        if len(workers) > 1:
+            environment += [f"PET_NNODES={len(workers)}", f"PET_NODE_RANK={node}", *meeting]
+            bounds = ["--min-workers", str(workers[0]), "--max-workers", str(sum(workers))]
+        command = [sys.executable, "-m", "shardwise", "train", str(self.job), "--workers", str(workers[node]), *bounds]
+        return ["env", *environment, *command]
+
+    def _run(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+
+    def running(self) -> bool:
+        """Whether any of them still runs."""
+        return any(host.poll() is None for host in self._hosts)
+
+    def statuses(self) -> list[int | None]:
+        """How each of them ended; None: it did not."""
+        return [host.poll() for host in self._hosts]
+
+    def terminate(self) -> None:
+        """Ask all of them to leave, as a scheduler does."""
+        for host in self._hosts:
+            host.send_signal(signal.SIGTERM)
+
+    def lose_last(self) -> list[int]:
+        """The last host is gone at once, with all that runs on it; which ranks it had."""
+        host = self._hosts.pop()
+        ranks = sorted(rank for rank, pid in self.workers({host.pid}).items())
+        end([host])
+        return ranks
+
+    def workers(self, supervisors: set[int] | None = None) -> dict[int, int]:
+        """The processes of the present workers, by rank."""
+        wanted = supervisors or {host.pid for host in self._hosts}
+        found: dict[int, int] = {}
+        for path in (self.folder / "logs").glob("workers-*.json"):
+            known = json.loads(path.read_text())
+            if known["supervisor"] in wanted:
+                found |= {one["rank"]: one["pid"] for one in known["workers"] if psutil.pid_exists(one["pid"])}
+        for pid in found.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._seen.add(psutil.Process(pid))
+        return found
+
+    def last_words(self) -> str:
+        """What the commands said last."""
+        return self.log.read_text(errors="replace")[-WORDS:].strip() if self.log.exists() else ""
+
+
+def end(hosts: Sequence[subprocess.Popen[bytes]], others: Collection[psutil.Process] = ()) -> None:
+    """Kill commands with all that they started, and wait until it is gone. Supervisors first: they would replace workers."""
+    doomed: list[psutil.Process] = []
+    for host in hosts:
+        if host.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                doomed += [psutil.Process(host.pid), *psutil.Process(host.pid).children(recursive=True)]
+    doomed += others
+    _kill(doomed)
+    for host in hosts:
+        host.wait()
+    _, left = psutil.wait_procs([*doomed, *_in_sessions({host.pid for host in hosts})], timeout=GONE_SECONDS)
+    _kill(left)
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _in_sessions(leaders: set[int]) -> Iterator[psutil.Process]:
+    """What a command that has ended started in its session: the server that workers were forked from takes a moment to go."""
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            if os.getsid(pid) in leaders:
+                yield psutil.Process(pid)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,176 @@
+"""Whether two runs of a job are one and the same: every step's loss, the data of every step, and the weights at the end.
+
+On one layout the sums are made in the same order, so losses, gradient norms, weights and optimizer state must have the same
+bits. A run that went on with fewer workers for a while added the same numbers in another order; from then on it differs by
+roundings, which training carries on. There losses must agree to `TOLERANCE`, and each weight to `WEIGHT_FACTOR` times as much:
+AdamW divides a gradient by its own size, so that where a gradient is near zero its rounding is as large as itself.
+
+Data has no rounding. Each step has a checksum of the sequences it read (data/batches.py), whatever rank read them: a checksum
+that occurs more often than in the undisturbed run was repeated, one that occurs less often was skipped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint import checkpoints
+from shardwise.config import Precision
+from shardwise.observe import read_lines
+
+TOLERANCE: dict[Precision, float] = {"float64": 1e-9, "float32": 1e-5, "float16": 5e-3, "bfloat16": 5e-2}
+"""Largest relative difference of a loss after the layout changed."""
+WEIGHT_FACTOR = 10.0
+SHOWN = 3
+
+Records = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sameness:
+    """What was compared, and what differs. Steps are numbers; weights are names with how far they are apart."""
+
+    steps: int
+    tolerance: float | None
+    """None: the same bits."""
+    missing: list[int]
+    doubled: list[int]
+    losses: list[int]
+    """Steps whose loss, or on the same layout gradient norm, differs."""
+    worst_loss: float
+    data_repeated: list[int]
+    data_skipped: list[int]
+    data_differs: list[int]
+    """Steps that read something else than they should have, and are in neither of the two."""
+    weights: dict[str, float]
+    """What differs, with the norm of the difference over that of the undisturbed one."""
+    worst_weight: float
+    tensors: int
+
+    @property
+    def loss_equal(self) -> bool:
+        """Every step is there once, with the same loss."""
+        return not (self.missing or self.doubled or self.losses)
+
+    @property
+    def weights_equal(self) -> bool:
+        """All tensors of the last checkpoint are the same."""
+        return not self.weights
+
+    @property
+    def equal(self) -> bool:
+        """Nothing differs."""
+        return self.loss_equal and self.weights_equal and not (self.data_repeated or self.data_skipped or self.data_differs)
+
+    def sentences(self) -> list[str]:
+        """What differs, in words."""
+        told = {
+            "steps that are missing in the records": self.missing,
+            "steps that are twice in the records": self.doubled,
+            "steps whose loss differs": self.losses,
+            "steps that read data of another step again": self.data_repeated,
+            "steps whose data was never read": self.data_skipped,
+            "steps that read something else": self.data_differs,
+        }
+        found = [f"{what}: {_few(which)}" for what, which in told.items() if which]
+        names = [f"{name} (relative {gap:.2g})" for name, gap in self.weights.items()]
+        return [*found, *([f"tensors that differ at the end: {_few(names)}"] if names else [])]
+
+
+def _few(which: Sequence[Any]) -> str:
+    rest = f" and {len(which) - SHOWN} more" if len(which) > SHOWN else ""
+    return ", ".join(map(str, which[:SHOWN])) + rest
+
+
+def compare_runs(undisturbed: Path, drilled: Path, steps: int, tolerance: float | None) -> Sameness:
+    """Compare two run folders of the same job; to the bit, unless a relative tolerance for losses is given."""
+    first, second = (list(read_lines(folder / "metrics.jsonl")) for folder in (undisturbed, drilled))
+    weights, worst_weight, tensors = _weights(undisturbed, drilled, tolerance)
+    numbers = Counter(record["step"] for record in second)
+    losses, worst_loss = _losses(first, second, tolerance)
+    repeated, skipped, differs = compare_data(first, second)
+    return Sameness(
+        steps=steps,
+        tolerance=tolerance,
+        missing=[step for step in range(1, steps + 1) if not numbers[step]],
+        doubled=sorted(step for step, times in numbers.items() if times > 1 or step > steps),
+        losses=losses,
+        worst_loss=worst_loss,
+        data_repeated=repeated,
+        data_skipped=skipped,
+        data_differs=differs,
+        weights=weights,
+        worst_weight=worst_weight,
+        tensors=tensors,
+    )
+
+
+def _losses(first: Records, second: Records, tolerance: float | None) -> tuple[list[int], float]:
+    """Steps that differ, and the largest relative difference of a loss."""
+    truth = {record["step"]: record for record in first}
+    differing, worst = set(), 0.0
+    for record in second:
+        expected = truth.get(record["step"])
+        if expected is None:
+            continue
+        gap = _relative(expected["loss"], record["loss"])
+        worst = max(worst, gap)
+        keys = ("loss", "gradient_norm") if tolerance is None else ()
+        if any(float.hex(float(record[key])) != float.hex(float(expected[key])) for key in keys) or gap > (tolerance or 0.0):
+            differing.add(record["step"])
+    return sorted(differing), worst
+
+
+def _relative(expected: float, found: float) -> float:
+    if float.hex(float(expected)) == float.hex(float(found)):
+        return 0.0
+    gap = abs(found - expected) / max(abs(expected), 1e-300)
+    return gap if gap == gap else float("inf")
+
+
+def compare_data(first: Records, second: Records) -> tuple[list[int], list[int], list[int]]:
+    """Steps of the second that repeat data, steps of the first whose data is missing there, steps that read something else."""
+    truth = {record["step"]: record["data"] for record in first}
+    expected, found = Counter(truth.values()), Counter(record["data"] for record in second)
+    wrong = [record["step"] for record in second if truth.get(record["step"]) != record["data"]]
+    twice = [step for step, times in Counter(record["step"] for record in second).items() if times > 1]
+    data = {record["step"]: record["data"] for record in second}
+    repeated = sorted({step for step in wrong if found[data[step]] > expected[data[step]] > 0} | set(twice))
+    skipped = sorted(step for step, value in truth.items() if found[value] < expected[value] and data.get(step) != value)
+    return repeated, skipped, sorted(set(wrong) - set(repeated))
+
+
+def _weights(undisturbed: Path, drilled: Path, tolerance: float | None) -> tuple[dict[str, float], float, int]:
+    """Tensors that differ, the largest relative difference of a weight, and how many tensors were compared."""
+    from shardwise.checkpoint.contents import Contents
+
+    folders = [checkpoints(folder / "checkpoints")[-1:] for folder in (undisturbed, drilled)]
+    if not all(folders):
+        return {"the last checkpoint (missing)": float("inf")}, float("inf"), 0
+    one, other = (Contents.open(folder[0]) for folder in folders)
+    kinds = ("model.", "optimizer.") if tolerance is None else ("model.",)
+    names = [name for name in sorted({*one.tensors, *other.tensors}) if name.startswith(kinds)]
+    if one.manifest.step != other.manifest.step:
+        return {f"the last checkpoint (step {other.manifest.step})": float("inf")}, float("inf"), len(names)
+    gaps = {name: _gap(one, other, name) for name in names}
+    worst = max(gap for name, gap in gaps.items() if name.startswith("model."))
+    allowed = 0.0 if tolerance is None else tolerance * WEIGHT_FACTOR
+    return {name: gap for name, gap in gaps.items() if gap > allowed}, worst, len(names)
+
+
+def _gap(one: Any, other: Any, name: str) -> float:
+    """The norm of the difference over the norm of the first; 0 only for the same bits, infinite where one is missing."""
+    import torch
+
+    if name not in one.tensors or name not in other.tensors:
+        return float("inf")
+    if (one.tensors[name].dtype, one.tensors[name].shape) != (other.tensors[name].dtype, other.tensors[name].shape):
+        return float("inf")
+    expected, found = one.read(name).reshape(-1), other.read(name).reshape(-1)
+    if torch.equal(expected.view(torch.uint8), found.view(torch.uint8)):
+        return 0.0
+    gap = float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-300))
+    return gap if gap > 0 else float("inf") if gap != gap else 5e-324

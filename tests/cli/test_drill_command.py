@@ -1,0 +1,160 @@
+"""`shardwise drill` from the outside: real runs, real faults; mistakes; and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardwise.cli.drill import _drill
+from shardwise.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+Shardwise = Callable[..., subprocess.CompletedProcess[str]]
+JOB = ["examples/drill.toml", "data.sequence_length=64", "layout.data=2", "checkpoint.every=3", "run.folder=run"]
+
+
+def result(done: subprocess.CompletedProcess[str], status: int = 0) -> dict[str, Any]:
+    assert done.returncode == status, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_run_with_a_killed_worker_and_a_spoilt_checkpoint_is_the_undisturbed_run(shardwise: Shardwise, tmp_path: Path) -> None:
+    found = result(
+        shardwise("drill", *JOB, "train.steps=30", "--faults", "kill,corrupt", "--count", "2", "--seed", "1", "--json")
+    )
+    fields = ("pass", "faults", "loss_equal", "weights_equal", "data_repeated", "data_skipped", "goodput", "layout_changed")
+    assert [found[field] for field in fields] == [True, found["faults"], True, True, [], [], found["goodput"], False]
+    assert sorted(fault["kind"] for fault in found["faults"]) == ["corrupt", "kill"]
+    for fault in found["faults"]:
+        assert {"kind", "step", "rank", "seconds_to_recover", "steps_lost"} <= fault.keys()
+        assert fault["seconds_to_recover"] > 0
+        assert fault["rank"] in (0, 1)
+    events = [json.loads(line) for line in (tmp_path / "run/drilled/events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events].count("fault") == 2
+    assert [event["event"] for event in events].count("skip_checkpoint") == 1
+    assert found["goodput"] > 0
+    assert found["unexpected"] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_four_workers_survive_six_faults_of_four_kinds(shardwise_slowly: Shardwise, seed: str) -> None:
+    arguments = ["examples/drill.toml", "--faults", "kill,hang,corrupt,term", "--count", "6", "--seed", seed, "--json"]
+    found = result(shardwise_slowly("drill", *arguments, "run.folder=run"))
+    assert found["pass"]
+    assert {fault["kind"] for fault in found["faults"]} == {"kill", "hang", "corrupt", "term"}
+    assert not found["layout_changed"]
+
+
+@pytest.mark.full
+def test_a_full_disk_and_a_request_to_leave_cost_no_step(shardwise_slowly: Shardwise) -> None:
+    arguments = ["examples/drill.toml", "--faults", "full,term", "--count", "2", "--json", "run.folder=run"]
+    found = result(shardwise_slowly("drill", *arguments))
+    assert found["pass"]
+    assert [fault["steps_lost"] for fault in found["faults"]] == [0, 0]
+
+
+@pytest.mark.full
+def test_workers_fall_from_four_to_three_and_come_back(shardwise_slowly: Shardwise, tmp_path: Path) -> None:
+    arguments = ["examples/drill.toml", "train.steps=300", "--faults", "lose", "--count", "1", "--json", "run.folder=run"]
+    found = result(shardwise_slowly("drill", *arguments))
+    assert found["pass"]
+    assert found["layout_changed"]
+    events = [json.loads(line) for line in (tmp_path / "run/drilled/events.jsonl").read_text().splitlines()]
+    assert [event["world"] for event in events if event["event"] in ("start", "resume")][-3:][::2] == [4, 4]
+    assert 3 in [event["world"] for event in events if event["event"] == "resume"]
+
+
+@pytest.mark.full
+def test_a_run_that_does_not_survive_fails_the_drill_with_its_last_words(shardwise_slowly: Shardwise) -> None:
+    arguments = ["--faults", "kill", "--count", "1", "recovery.attempts=1", "--json"]
+    done = shardwise_slowly("drill", *JOB, *arguments)
+    found = result(done, status=1)
+    assert (found["pass"], found["faults"], found["loss_equal"]) == (False, [], False)
+    assert "kill after step" in found["failure"]
+    assert "SIGKILL" in found["failure"]
+    assert "SIGKILL" in done.stderr
+
+
+@pytest.fixture
+def shardwise_slowly(tmp_path: Path) -> Shardwise:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "shardwise", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("overrides", "faults", "count", "words"),
+    [
+        ([], "kill,fire", 5, "fire is not known; use some of kill, hang, corrupt, full, term, lose"),
+        (["layout.data=1"], "kill", 5, "2 workers or more"),
+        ([], "kill", 40, "--count 40"),
+        (["checkpoint.keep=1"], "corrupt", 1, "checkpoint.keep = 1"),
+        (["checkpoint.every=60"], "corrupt", 1, "checkpoint.every = 60"),
+        (["train.global_batch=8", "layout.data=4", "train.micro_batch=2"], "lose", 1, "3 workers"),
+        (["train.stpes=4"], "kill", 1, "Did you mean train.steps?"),
+    ],
+)
+def test_a_mistake_is_answered_before_anything_runs(
+    tmp_path: Path, overrides: list[str], faults: str, count: int, words: str
+) -> None:
+    overrides = ["checkpoint.every=3", "layout.data=2", f"run.folder={tmp_path}/run", *overrides]
+    with pytest.raises(UserError) as raised:
+        _drill(ROOT / "examples/drill.toml", overrides, faults, count, 0, None)
+    assert words in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_job_itself_has_wrong_is_told_as_training_tells_it(shardwise: Shardwise) -> None:
+    done = shardwise("drill", *JOB, "data.source=nowhere.txt")
+    assert done.returncode == 2, done.stderr
+    assert "nowhere.txt" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_is_no_run_is_left_alone(shardwise: Shardwise, tmp_path: Path) -> None:
+    (tmp_path / "run" / "drilled").mkdir(parents=True)
+    (tmp_path / "run" / "drilled" / "diary.txt").write_text("mine")
+    done = shardwise("drill", *JOB)
+    assert done.returncode == 2
+    assert "is in the way" in done.stderr
+    assert (tmp_path / "run" / "drilled" / "diary.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("signal_sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+def test_an_interrupted_drill_leaves_nothing_running(tmp_path: Path, signal_sent: signal.Signals) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    command = [sys.executable, "-m", "shardwise", "drill", *JOB, "train.steps=5000", "--count", "1", "--faults", "kill"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "run/undisturbed/metrics.jsonl").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        started = psutil.Process(process.pid).children(recursive=True)
+        assert len(started) >= 3
+        again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert (again.returncode, "another run is writing there now" in again.stderr) == (2, True), again.stderr
+        process.send_signal(signal_sent)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    _, left = psutil.wait_procs(started, timeout=10)
+    assert left == []
