@@ -41,6 +41,13 @@ def part_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
         return mesh[names] if len(names) > 1 else mesh[names[0]]
 
 
+def count_groups_anew() -> None:
+    """Groups are numbered, and peers find each other by these numbers. torch begins anew when it leaves its groups, but not where
+    joining the first one failed; a process that tries again would wait for its peers under another number.
+    """
+    dist.distributed_c10d._world.group_count = 0
+
+
 def inside_backward() -> bool:
     """Whether this thread is running a backward: a forward seen there is a recomputation. torch's own checkpointing asks so.
 

@@ -10,8 +10,10 @@ import sys
 import typer
 
 from shardwise import __version__
+from shardwise.cli.checkpoint import checkpoint
 from shardwise.cli.data import data
 from shardwise.cli.doctor import doctor
+from shardwise.cli.drill import drill
 from shardwise.cli.plan import plan
 from shardwise.cli.report import report
 from shardwise.cli.train import train
@@ -27,8 +29,10 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(verify)
+app.command()(drill)
 app.command()(report)
 app.command()(doctor)
+app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(data, name="data")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,7 +11,11 @@ import typer
 
 if TYPE_CHECKING:
     from shardwise.config import Config, Layout
-    from shardwise.mesh import Launched, Worker
+    from shardwise.mesh import Launched, Node, Worker
+
+WORKERS_IMPORT = ("__main__", "shardwise.train.run")
+Limits = tuple[int | None, int | None]
+"""Fewest and most workers, over all nodes, where they were given."""
 
 
 def train(
@@ -23,31 +25,42 @@ def train(
         int | None,
         typer.Option("--workers", min=1, help="Local workers; left out: one a GPU, or as many as the layout needs."),
     ] = None,
+    min_workers: Annotated[
+        int | None,
+        typer.Option("--min-workers", min=1, help="Go on with as few as this when workers are lost; left out: all are needed."),
+    ] = None,
+    max_workers: Annotated[
+        int | None,
+        typer.Option("--max-workers", min=1, help="Take in as many as this, over all nodes; left out: those of every node."),
+    ] = None,
 ) -> None:
     """Train a model. Starts its own local workers, or joins those that torchrun, srun or a PET_* operator started."""
     try:
-        raise typer.Exit(_train(job, overrides or [], workers))
+        raise typer.Exit(_train(job, overrides or [], workers, (min_workers, max_workers)))
     except KeyboardInterrupt:
         typer.echo("stopped before the first step", err=True)
         raise typer.Exit(130) from None
 
 
-def _train(job: Path, overrides: list[str], workers: int | None) -> int:
+def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits) -> int:
     from shardwise.cli.doctor import torch_problem
     from shardwise.config import read
     from shardwise.errors import UserError
 
-    config = read(job, overrides, workers)
+    config = read(job, overrides, workers or limits[1])
     if problem := torch_problem():
         raise UserError(problem)
-    from shardwise.mesh.launched import Worker, launched
+    from shardwise.mesh import Node, Worker, launched
+    from shardwise.resilience.server import start_server
 
     how = launched()
-    with _holding(Path(config.run.folder)) if _leads(how) else nullcontext():
+    if not isinstance(how, Worker):
+        start_server(WORKERS_IMPORT)  # it imports torch while this process goes on
+    with _holding(config) if _leads(how) else nullcontext():
         if isinstance(how, Worker):
             return _be_worker(config, how)
         _check_data(config)
-        return _start(config, [str(job), *overrides], how, workers)
+        return _start(config, how if isinstance(how, Node) else None, workers, limits)
 
 
 def _leads(how: Launched) -> bool:
@@ -56,16 +69,18 @@ def _leads(how: Launched) -> bool:
 
     if isinstance(how, Node):
         return how.node_rank == 0
-    return not isinstance(how, Worker) or (how.rank == 0 and how.launcher != "shardwise")
+    return not isinstance(how, Worker) or how.rank == 0
 
 
 @contextmanager
-def _holding(folder: Path) -> Iterator[None]:
-    """Make the run folder, and keep any other run out of it while this one lasts."""
+def _holding(config: Config) -> Iterator[None]:
+    """Make the folders of the run, and keep any other run out of them while this one lasts."""
     import fcntl
 
+    from shardwise.checkpoint import checkpoint_folder, hold
     from shardwise.errors import UserError
 
+    folder = Path(config.run.folder)
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
@@ -80,7 +95,8 @@ def _holding(folder: Path) -> Iterator[None]:
             raise UserError(f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder") from None
         except OSError:
             pass  # a file system without locks: nothing can be known
-        yield
+        with hold(checkpoint_folder(config)):
+            yield
 
 
 def _check_data(config: Config) -> None:
@@ -97,28 +113,35 @@ def _check_data(config: Config) -> None:
     to_resume(config)
 
 
-def _start(config: Config, arguments: list[str], how: Launched, workers: int | None) -> int:
+def _start(config: Config, node: Node | None, workers: int | None, limits: Limits) -> int:
     from shardwise.config import fewest_devices
     from shardwise.errors import UserError
-    from shardwise.mesh import Node, Worker, device_memory, local_gpus
+    from shardwise.mesh import device_memory, local_gpus
     from shardwise.plan import choose
+    from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
 
-    node = how if isinstance(how, Node) else None
     nodes = node.nodes if node else 1
-    layout = config.layout
-    asked = workers or (node.workers if node else None)
-    if asked is None and layout.data > 0:
-        if layout.world % nodes:
-            raise UserError(f"layout: {layout.world} devices do not divide over {nodes} nodes; give --workers, or layout.data=-1")
-        asked = layout.world // nodes
-    here = asked or local_gpus() or fewest_devices(layout)
-    plan = choose(config, here * nodes, device_memory(here))
+    here = workers or (node.workers if node else None) or _asked(config, limits, nodes) or local_gpus()
+    here = here or fewest_devices(config.layout)
+    least, most = limits[0] or limits[1] or here * nodes, limits[1] or here * nodes
+    if least > most:
+        raise UserError(f"--min-workers {least}: more than the {most} workers that there can be")
+    memory = device_memory(here)
+    plan = choose(config, most, memory)
     if config.model.module is not None:
         _check_module(config, plan.layout)
-    if here * nodes == 1:
-        return _be_worker(config, Worker(0, 1, 0, 1, "localhost", 0, "this process"))
-    return launch(["train", *arguments], here, node, Path(config.run.folder) / "logs")
+    return launch(config, here, Bounds(least, most), node, memory)
+
+
+def _asked(config: Config, limits: Limits, nodes: int) -> int | None:
+    """How many workers each node is to have, as far as the command or the layout say."""
+    from shardwise.errors import UserError
+
+    total = limits[1] or (config.layout.world if config.layout.data > 0 else None)
+    if total is not None and total % nodes:
+        raise UserError(f"layout: {total} devices do not divide over {nodes} nodes; give --workers, or layout.data=-1")
+    return total // nodes if total else None
 
 
 def _check_module(config: Config, layout: Layout) -> None:
@@ -129,19 +152,10 @@ def _check_module(config: Config, layout: Layout) -> None:
 
 
 def _be_worker(config: Config, worker: Worker) -> int:
-    from shardwise.train.launch import log_to, tell_failure
+    """One of the workers that another launcher started: what goes wrong is that launcher's to answer."""
+    from shardwise.resilience.pulse import Alone
+    from shardwise.train.launch import log_to
     from shardwise.train.run import run
 
-    ours = worker.launcher == "shardwise"
-    logs = Path(config.run.folder) / "logs"
-    log_to(logs, worker.rank, redirect=ours and worker.rank != 0)
-    try:
-        return run(config, worker)
-    except Exception as error:
-        if not ours:
-            raise
-        # The launcher prints the first cause once; here it only needs to be known, with a status, and to end now: peers may
-        # be waiting inside a collective that will never complete.
-        tell_failure(logs, worker.rank, error)
-        sys.stderr.flush()
-        os._exit(getattr(error, "status", 1))
+    log_to(Path(config.run.folder) / "logs" / f"rank-{worker.rank}.log")
+    return run(config, Alone(worker))

@@ -156,16 +156,21 @@ def can_borrow(layout: Layout) -> bool:
 
 def nearest_layout(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> str | None:
     """The layout on as many devices that works and changes the degrees least, in the words of the command line."""
-    world = devices or (layout.world if layout.data > 0 else None)
-    others = _others(model, layout, world)
-    works = [other for other in others if not _rules(model, data, train, other) and not _batch(train, other)]
-    if not works:
+    best = nearest_to(model, data, train, layout, devices)
+    if best is None:
         return None
-    best = min(works, key=lambda other: _distance(layout, other))
     changed = {field: value for field, value in best.model_dump().items() if value != getattr(layout, field)}
     words = [f"layout.{field}={value}" for field, value in changed.items() if value is not None]
     left_out = [f"without layout.{field}" for field, value in changed.items() if value is None]
     return " ".join([*words, *left_out])
+
+
+def nearest_to(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> Layout | None:
+    """The layout on as many devices that works and changes the degrees least."""
+    world = devices or (layout.world if layout.data > 0 else None)
+    others = _others(model, layout, world)
+    works = [other for other in others if not _rules(model, data, train, other) and not _batch(train, other)]
+    return min(works, key=lambda other: _distance(layout, other), default=None)
 
 
 def _others(model: Model, layout: Layout, world: int | None) -> Iterator[Layout]:

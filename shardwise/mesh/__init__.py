@@ -1,8 +1,15 @@
-"""Ranks, axes, groups; finding out how we were launched."""
+"""Ranks, axes, groups; finding out how we were launched. The latter needs no torch, which is imported once it is needed."""
 
-from shardwise.mesh.devices import cores, device_memory, device_name, local_gpus
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from shardwise.mesh.launched import ALONE, Launched, Node, Worker, launched, worker_environment
-from shardwise.mesh.mesh import RANK_AXES, Mesh, join, leave
+
+if TYPE_CHECKING:
+    from shardwise.mesh.devices import cores, device_memory, device_name, local_gpus
+    from shardwise.mesh.mesh import RANK_AXES, Mesh, abandon, join, leave, open_meeting_place, peer_is_gone
 
 __all__ = [
     "ALONE",
@@ -11,6 +18,7 @@ __all__ = [
     "Mesh",
     "Node",
     "Worker",
+    "abandon",
     "cores",
     "device_memory",
     "device_name",
@@ -18,5 +26,15 @@ __all__ = [
     "launched",
     "leave",
     "local_gpus",
+    "open_meeting_place",
+    "peer_is_gone",
     "worker_environment",
 ]
+
+_DEVICES = ("cores", "device_memory", "device_name", "local_gpus")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("shardwise.mesh.devices" if name in _DEVICES else "shardwise.mesh.mesh"), name)

@@ -5,7 +5,7 @@ This is the only module that reads environment variables. Three situations exist
 - *alone*: someone typed a command. We start the local workers ourselves.
 - *node*: something started one process on each node (srun with one task a node, or a Kubernetes operator that sets PET_*
   for torchrun). We start the local workers and meet the other nodes.
-- *worker*: one process a device already runs (torchrun, srun with one task a device, or our own launcher). We only join.
+- *worker*: one process a device already runs (torchrun, or srun with one task a device). We only join.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Worker:
     address: str
     port: int
     launcher: str
+    generation: int = 0
+    """Of the team it is in, where our own launcher formed one."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,6 @@ class Node:
     run_id: str
     launcher: str
 
-
-OURS = "SHARDWISE_WORKER"
-"""Set for the workers that our own launcher starts."""
 
 ALONE: Literal["alone"] = "alone"
 Launched = Worker | Node | Literal["alone"]
@@ -72,7 +71,7 @@ def _torchrun(env: Mapping[str, str]) -> Worker:
         local_world=_number(env, "LOCAL_WORLD_SIZE", 1),
         address=env.get("MASTER_ADDR", "localhost"),
         port=_number(env, "MASTER_PORT", 29500),
-        launcher="shardwise" if OURS in env else "torchrun",
+        launcher="torchrun",
     )
 
 
@@ -126,12 +125,9 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     return int(text)
 
 
-def worker_environment(threads: int, shutdown_seconds: int) -> dict[str, str]:
-    """What our launcher adds to the environment of the workers it starts."""
-    return {
-        OURS: "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(shutdown_seconds),
-        # Restarted workers would otherwise find the dead peers' addresses in the store they share with the launcher.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+def worker_environment(workers: int, interface: str | None) -> dict[str, str]:
+    """What our own workers need in their environment: a fair share of the cores, and the network that leads to the others."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    threads = str(max(1, cores // workers))
+    wanted = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": interface} if interface else {})}
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}

@@ -11,6 +11,7 @@ others, which hold the same experts. Where that cuts an axis in two, the grid ha
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,9 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise._torch import flatten, part_of
+from shardwise._torch import count_groups_anew, flatten, part_of
 from shardwise.config import Layout
 from shardwise.mesh.devices import pick_device
 from shardwise.mesh.launched import Worker
@@ -150,20 +152,54 @@ def join(worker: Worker, layout: Layout) -> Mesh:
 
 
 def _meet(worker: Worker, device: torch.device) -> None:
-    where = "env://" if worker.launcher in ("torchrun", "shardwise") else f"tcp://{worker.address}:{worker.port}"
-    alone: dict[str, Any] = {"store": dist.HashStore()}  # type: ignore[attr-defined]
-    meeting = alone if worker.world == 1 else {"init_method": where}
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=worker.rank,
         world_size=worker.world,
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
-        **meeting,
+        **_meeting_place(worker),
     )
+
+
+def _meeting_place(worker: Worker) -> dict[str, Any]:
+    if worker.world == 1:
+        return {"store": HashStore()}
+    if worker.launcher == "torchrun":
+        return {"init_method": "env://"}
+    if worker.launcher != "shardwise":
+        return {"init_method": f"tcp://{worker.address}:{worker.port}"}
+    store = TCPStore(worker.address, worker.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    # Peers of an earlier team left their addresses in the store, under its own name.
+    return {"store": PrefixStore(f"team-{worker.generation}", store)}
+
+
+def open_meeting_place() -> TCPStore:
+    """Where workers of one team after another find each other: in a process that outlives them."""
+    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
 
 
 def leave() -> None:
     """Part from the peers, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abandon() -> None:
+    """Let go of peers of whom one is gone: closing the connections tells the others, who may wait for us."""
+    with contextlib.suppress(Exception):  # a broken group may complain; there is nobody to part from
+        dist.destroy_process_group()
+    count_groups_anew()
+
+
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Connection timed out")
+
+
+def peer_is_gone(error: BaseException | None) -> bool:
+    """Whether this only tells that another worker ended, hung up, or never came."""
+    while error is not None:
+        inside = [repr(failure) for failure in getattr(error, "failures", {}).values()]
+        if isinstance(error, dist.DistNetworkError | dist.DistStoreError) or any(w in f"{error}{inside}" for w in _GONE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

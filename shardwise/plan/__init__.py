@@ -1,6 +1,6 @@
 """What we decide: parameters, FLOPs and memory in closed form, and the layout they lead to. No torch."""
 
-from shardwise.plan.choose import Plan, choose, micro_batch_size
+from shardwise.plan.choose import Plan, choose, fit, micro_batch_size
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.plan.memory import StateBytes, reduce_dtype, state_bytes, state_dtype
 from shardwise.plan.parameters import active_count, count, parameter_shapes
@@ -21,6 +21,7 @@ __all__ = [
     "choose",
     "count",
     "cut",
+    "fit",
     "flops_per_token",
     "make_schedule",
     "micro_batch_size",

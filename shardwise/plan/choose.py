@@ -6,10 +6,11 @@ model states fit in the memory given (a lower stage communicates less). A Plan i
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.config import Config, Layout, Train, divisors, nearest_layout, problems_of_layout
+from shardwise.config import Config, Layout, Train, divisors, nearest_layout, nearest_to, problems_of_layout
 from shardwise.errors import ConfigError
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token
 from shardwise.plan.memory import StateBytes, state_bytes
@@ -74,6 +75,21 @@ def choose(config: Config, devices: int, memory_bytes: float | None = None, para
         reason=reason,
         flop_convention=OWN_FLOP_CONVENTION if parameters else FLOP_CONVENTION,
     )
+
+
+def fit(config: Config, devices: int, least: int, memory_bytes: float | None = None) -> Plan | None:
+    """The plan for as many of these devices as a layout near the one asked for can use; None if that is fewer than `least`.
+
+    A run that lost devices goes on under it. On each number of devices, from all of them down, only the data axis is changed
+    if that will do; else the nearest layout is taken.
+    """
+    for count_of in range(devices, least - 1, -1):
+        relaxed = config.layout.model_copy(update={"data": -1})
+        nearest = nearest_to(config.model, config.data, config.train, relaxed, count_of)
+        for layout in (config.layout, relaxed, *([nearest] if nearest else [])):
+            with suppress(ConfigError):
+                return choose(config.model_copy(update={"layout": layout}), count_of, memory_bytes)
+    return None
 
 
 def micro_batch_size(train: Train, layout: Layout) -> int:

@@ -1,21 +1,18 @@
 """From a job and a plan to everything a step needs, on this rank.
 
 `Training` is the only mutable thing in a run besides the tensors: the step reached and the loss scale. `build` makes it,
-`restore` moves it to a checkpoint, `save` writes one.
+`restore` moves it to a checkpoint, `save` writes one; `keep_copy` and `recall` do the same with a neighbour's memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint import Manifest, read_manifest
-from shardwise.checkpoint.save import Checkpointer, state_of
+from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest
+from shardwise.checkpoint.save import Checkpointer, Retention, random_state, set_random_state, state_of
 from shardwise.comm import Traffic
 from shardwise.config import Config
 from shardwise.data import Dataset
@@ -23,6 +20,7 @@ from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, local, make_optimizer
 from shardwise.parallel import ParallelModel, parallelise
 from shardwise.plan import Plan
+from shardwise.resilience.copies import Copies
 
 
 @dataclass
@@ -64,12 +62,12 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
         parallel=parallel,
         optimizer=make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings),
         dataset=dataset or Dataset.open(config.data, config.train.seed),
-        checkpointer=Checkpointer(mesh),
+        checkpointer=Checkpointer(mesh, config.checkpoint.background),
         scale=LossScale.of(config.train),
     )
 
 
-def restore(training: Training, folder: Path) -> None:
+def restore(training: Training, folder: str) -> None:
     """Continue from a checkpoint."""
     manifest = read_manifest(folder)
     same_world = manifest.world == training.mesh.worker.world
@@ -77,18 +75,39 @@ def restore(training: Training, folder: Path) -> None:
     _share_tied(training)
     training.step = manifest.step
     if training.scale.dynamic and manifest.train.get("precision") == "float16":
-        training.scale = LossScale(**{**asdict(training.scale), **manifest.loss_scale})
+        held = manifest.loss_scale
+        training.scale = replace(training.scale, value=float(held["value"]), clean_steps=int(held["clean_steps"]))
 
 
-def save(training: Training) -> Path:
-    """Write a checkpoint of the step reached."""
+def save(training: Training, wait: bool = True) -> str:
+    """Write a checkpoint of the step reached, in the background unless it is to be waited for; where it is, or will be."""
     config = training.config
-    return training.checkpointer.save(
-        Path(config.run.folder),
-        _state(training),
-        config.checkpoint.keep,
-        partial(_manifest, training),
-    )
+    retention = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
+    return training.checkpointer.save(checkpoint_folder(config), _state(training), _manifest(training), retention, wait)
+
+
+def keep_copy(training: Training, copies: Copies) -> None:
+    """Swap the state of the step reached with a neighbour, if it is time to."""
+    facts = {"step": training.step, "scale": asdict(training.scale)}
+    copies.take(training.mesh, training.step, _state_and_random(training), facts)
+
+
+def recall(training: Training, copies: Copies) -> bool:
+    """Continue from the copies in the workers' memories, if they have all of a step that is not older than what is saved."""
+    state = _state_and_random(training)
+    copies.join(training.mesh, state)
+    step = copies.newest(training.mesh)
+    if step is None or step < training.checkpointer.newest_step(training.config):
+        return False
+    facts = copies.restore(training.mesh, step, state)
+    set_random_state(state, training.mesh.worker.rank, training.mesh.device)
+    _share_tied(training)
+    training.step, training.scale = facts["step"], LossScale(**facts["scale"])
+    return True
+
+
+def _state_and_random(training: Training) -> dict[str, Tensor]:
+    return {**_state(training), **random_state(training.mesh.worker.rank, training.mesh.device)}
 
 
 def _state(training: Training) -> dict[str, Tensor]:
@@ -107,7 +126,7 @@ def _share_tied(training: Training) -> None:
             training.optimizer.state[copy] = {key: value.detach().clone() for key, value in moments.items()}
 
 
-def _manifest(training: Training, files: dict[str, Any]) -> Manifest:
+def _manifest(training: Training) -> Manifest:
     config = training.config
     return Manifest(
         step=training.step,
@@ -118,5 +137,5 @@ def _manifest(training: Training, files: dict[str, Any]) -> Manifest:
         loss_scale={"value": training.scale.value, "clean_steps": training.scale.clean_steps},
         world=training.mesh.worker.world,
         torch=str(torch.__version__),
-        files=files,
+        files={},
     )

@@ -22,7 +22,7 @@ def facts(training: Training) -> dict[str, str]:
         "model": f"{config.model.module or config.model.preset or 'custom'}, {plan.parameters:,} parameters",
         "data": f"{seen.tokens:,} tokens, {seen.documents:,} documents, {seen.held_out:,} sequences held out",
         "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
-        "layout": f"{_layout(training)}; {plan.reason}",
+        "layout": f"{describe_layout(training)}; {plan.reason}",
         "batch": f"{train.global_batch} sequences of {config.data.sequence_length}: {plan.layout.data_parallel} devices x "
         f"{plan.accumulation} micro-batches of {plan.micro_batch}",
         "precision": f"{train.precision} computation, {state_dtype(train)} weights and optimizer state, gradients summed in "
@@ -59,7 +59,8 @@ def _pipeline(training: Training) -> dict[str, str]:
     return {"pipeline": f"{stages.schedule.name}, stages of {blocks} blocks, idle share {bubble:.2f} if they take equal time"}
 
 
-def _layout(training: Training) -> str:
+def describe_layout(training: Training) -> str:
+    """The degrees above one, and the stage of sharding."""
     layout = training.plan.layout
     degrees = [f"{axis} {getattr(layout, axis)}" for axis in RANK_AXES if getattr(layout, axis) > 1]
     experts = f", experts over {layout.expert} of them" if layout.expert > 1 else ""

@@ -9,16 +9,18 @@ a read of the states and 16 bytes a slice and rank.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.save import MOMENTS
 from shardwise.errors import RunFailed
-from shardwise.optim import local
+from shardwise.optim import learning_rate, local
 from shardwise.parallel.placement import held
 from shardwise.train.build import Training
 
@@ -60,6 +62,34 @@ def check_copies(training: Training) -> None:
             f"rank {_listed(groups[-1])}{others}. Nothing was saved since. Prove the layout with `shardwise verify`; if "
             "the proof passes, suspect the devices of those ranks."
         )
+
+
+def check_joined(training: Training) -> None:
+    """Before the first step of a team: every rank is at the same place, in the same data, with the same weights.
+
+    A worker that came new or came back counts only once this holds. Random numbers are drawn from seed, step and name, so
+    the step stands for their state too.
+    """
+    if training.mesh.worker.world == 1:
+        return
+    step = training.step
+    row = training.dataset.sequences(step, training.config.train.global_batch, 0, 1)
+    facts = {
+        "step": step,
+        "seed": training.config.train.seed,
+        "learning rate": learning_rate(training.config.train, step + 1),
+        "loss scale": (training.scale.value, training.scale.clean_steps),
+        "data": zlib.crc32(np.ascontiguousarray(row.inputs).tobytes()),
+    }
+    everyone = _from_all(training, facts)
+    for what, usual in everyone[0].items():
+        others = [rank for rank, told in enumerate(everyone) if told[what] != usual]
+        if others:
+            raise RunFailed(
+                f"rank {_listed(others)} would go on with another {what} than rank 0 ({everyone[others[0]][what]}, not {usual}) "
+                f"after step {step}, so no step was done. Do all hosts see the same data and checkpoint folders?"
+            )
+    check_copies(training)
 
 
 def _from_all(training: Training, mine: Any) -> list[Any]:

@@ -1,143 +1,138 @@
-"""Starting local workers with torch's elastic launcher, and telling what became of them.
+"""Starting local workers, and being one.
 
-Each worker runs the very command the user typed, as torchrun would start it, so there is one way in. Workers sit in sessions
-of their own; Ctrl-C reaches only this process, which passes it on and waits until they have saved. When a worker
-fails, the rest are ended and the first real cause is the last thing printed.
+`launch` is what the command becomes where workers are ours to start: a host of the run (resilience/host.py), which also leads
+it unless another node does. `serve` is what a worker becomes: it trains in one team after another and tells its host how
+it fares. When the run cannot go on, the first real cause is the last thing printed.
 """
 
 from __future__ import annotations
 
-import json
+import faulthandler
 import logging
 import os
 import signal
+import socket
 import sys
-import tempfile
-import time
 import traceback
 import uuid
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from functools import cache, partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NoReturn
 
-from shardwise.errors import RunFailed, UserError
-from shardwise.mesh import Node, cores, worker_environment
+import psutil
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C or SIGTERM: the state is saved, and the same command goes on from it."""
+from shardwise.config import Config
+from shardwise.mesh import Node, Worker, open_meeting_place, worker_environment
+from shardwise.observe import EventsFile
+from shardwise.plan import fit
+from shardwise.resilience.host import Host
+from shardwise.resilience.meeting import Caller, Meeting
+from shardwise.resilience.team import Bounds, Lead
 
-SHUTDOWN_SECONDS = 300
-"""How long workers may take to save after Ctrl-C before they are killed."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why one worker ended, in its own words."""
-
-    rank: int
-    at: float
-    status: int
-    message: str
-    trace: str = ""
-
-    @property
-    def is_echo(self) -> bool:
-        """Whether this is only the noise of another worker's death."""
-        return any(word in self.message for word in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+log = logging.getLogger("shardwise")
 
 
-def launch(arguments: Sequence[str], workers: int, node: Node | None, logs: Path) -> int:
-    """Run `shardwise ARGUMENTS` in this many local workers; returns their exit status, or raises the first cause."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, memory_bytes: float) -> int:
+    """Take part in the run with this many local workers; returns the exit status, or raises the first cause."""
+    environment = worker_environment(workers, _interface(node) if node and node.nodes > 1 else None)
+    logs = Path(config.run.folder) / "logs"
+    leads = node is None or node.node_rank == 0
 
-    for name in ("", ".agent.server.api", ".multiprocessing.api"):
-        logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)  # what it would say is said below
-    for old in logs.glob("rank-*.failure.json"):
-        old.unlink()
-    os.environ.update(worker_environment(max(1, cores() // workers), SHUTDOWN_SECONDS))
-    with tempfile.TemporaryDirectory() as scratch:
-        config = LaunchConfig(
-            min_nodes=node.nodes if node else 1,
-            max_nodes=node.nodes if node else 1,
-            nproc_per_node=workers,
-            run_id=node.run_id if node else uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{node.address}:{node.port}" if node else "localhost:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
-        )
-        try:
-            elastic_launch(config, sys.executable)("-m", "shardwise", *arguments)
-        except ChildFailedError as error:
-            statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            return _explain(statuses, _failures(logs), logs)
-        except SignalException as error:
-            return INTERRUPTED if error.sigval in (signal.SIGINT, signal.SIGTERM) else 1
-    return 0
+    @cache
+    def usable(devices: int) -> tuple[int, dict[str, Any]] | None:
+        plan = fit(config, devices, bounds.least, memory_bytes)
+        return (plan.layout.world, plan.layout.model_dump()) if plan else None
 
+    def record(event: str, **facts: Any) -> None:
+        events = EventsFile(Path(config.run.folder) / "events.jsonl")
+        events.write(event, **facts)
+        events.close()
 
-def _explain(statuses: dict[int, int], told: list[Failure], logs: Path) -> int:
-    """Raise the first real cause: what a worker said of itself, else the signal that ended one."""
-    if set(statuses.values()) == {INTERRUPTED}:
-        return INTERRUPTED
-    real = [failure for failure in told if not failure.is_echo]
-    killed = {rank: -status for rank, status in statuses.items() if status < 0 and -status != signal.SIGTERM}
-    if real:
-        first = min(real, key=lambda failure: failure.at)
-        if first.trace:
-            raise RunFailed(
-                f"{first.trace.rstrip()}\nworker {first.rank} failed: {first.message}\nits log: {_log(logs, first.rank)}"
-            )
-        raise UserError(first.message) if first.status == 2 else RunFailed(first.message)
-    if killed:
-        rank, number = next(iter(killed.items()))
-        hint = " The machine may be out of memory." if number == signal.SIGKILL else ""
-        raise RunFailed(
-            f"worker {rank} was ended by {signal.Signals(number).name}.{hint} Its log: {_log(logs, rank)}. "
-            "Run the same command again to resume from the last checkpoint."
-        )
-    rank, status = next(iter(statuses.items()))
-    raise RunFailed(f"worker {rank} ended with status {status}. Its log: {_log(logs, rank)}")
-
-
-def _log(logs: Path, rank: int) -> Path:
-    return logs / f"rank-{rank}.log"
-
-
-def _failures(logs: Path) -> list[Failure]:
-    return [Failure(**json.loads(path.read_text())) for path in sorted(logs.glob("rank-*.failure.json"))]
-
-
-def tell_failure(logs: Path, rank: int, error: BaseException) -> None:
-    """Leave word for the launcher of why this worker ends."""
-    ours = isinstance(error, UserError)
-    failure = Failure(
-        rank=rank,
-        at=time.time(),
-        status=error.status if isinstance(error, UserError) else 1,
-        message=str(error) if ours else f"{type(error).__name__}: {error}",
-        trace="" if ours else "".join(traceback.format_exception(error)),
+    place = open_meeting_place() if leads else None
+    meeting = Meeting(node.address, node.port, node.run_id) if node and leads and node.nodes > 1 else None
+    host = Host(
+        name=f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}",
+        slots=workers,
+        start=partial(serve, config, environment),
+        recovery=config.recovery,
+        logs=logs,
+        lead=(Lead(bounds, usable, config.recovery.attempts, place.port), meeting) if place else None,
+        caller=Caller(node.address, node.port, node.run_id) if node and node.nodes > 1 else None,
+        record=record if leads else _silent,
     )
-    logging.getLogger("shardwise").error("%s", failure.trace or failure.message)
-    path = logs / f"rank-{rank}.failure.json"
-    path.with_suffix(".part").write_text(json.dumps(asdict(failure)))
-    path.with_suffix(".part").rename(path)
+    try:
+        return host.run()
+    finally:
+        if meeting:
+            meeting.close()
 
 
-def log_to(logs: Path, rank: int, redirect: bool) -> None:
-    """Keep this worker's log in its own file; with `redirect`, send all that it prints there too."""
-    logs.mkdir(parents=True, exist_ok=True)
-    path = _log(logs, rank)
+def _silent(event: str, **facts: Any) -> None:
+    """Only the leader keeps the run's records."""
+
+
+def _interface(node: Node) -> str | None:
+    """The network interface that leads to the first node."""
+    address = Caller(node.address, node.port, node.run_id).own_address()
+    found = (name for name, all_of in psutil.net_if_addrs().items() for one in all_of if one.address == address)
+    return next(found, None)
+
+
+def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connection) -> NoReturn:
+    """Be a worker of our own host. Ends this process, in every case at once: peers may wait in a collective forever."""
+    from shardwise.resilience.pulse import Pulse
+    from shardwise.train.run import last_collective, run
+
+    os.setsid()  # Ctrl-C is the host's to answer
+    os.environ.update(environment)
+    output = Output(Path(config.run.folder) / "logs")
+    pulse = Pulse(pipe, last_collective, output.belongs_to)
+    status = 1
+    try:
+        status = run(config, pulse)
+        pulse.done(status)
+    except BaseException as error:
+        log.error("%s", "".join(traceback.format_exception(error)))
+        pulse.failed(error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+class Output:
+    """Where a worker's words go: each rank has a log; what others than rank 0 print goes there too."""
+
+    def __init__(self, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self._logs = logs
+        self._terminal = (os.dup(1), os.dup(2))
+        self._handler: logging.Handler | None = None
+
+    def belongs_to(self, worker: Worker) -> None:
+        """From now on this process is that rank."""
+        path = self._logs / f"rank-{worker.rank}.log"
+        log_to(path, self._handler)
+        self._handler = log.handlers[-1]
+        target = self._terminal
+        if worker.rank != 0:
+            target = (os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT),) * 2
+        os.dup2(target[0], 1)
+        os.dup2(target[1], 2)
+        if worker.rank != 0:
+            os.close(target[0])
+        faulthandler.register(signal.SIGUSR1, file=self._handler.stream, all_threads=True)  # type: ignore[attr-defined]
+
+
+def log_to(path: Path, instead_of: logging.Handler | None = None) -> None:
+    """Keep this worker's log in a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("shardwise")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    if redirect:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.dup2(descriptor, sys.stdout.fileno())
-        os.dup2(descriptor, sys.stderr.fileno())
+    if instead_of is not None:
+        log.removeHandler(instead_of)
+        instead_of.close()
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False

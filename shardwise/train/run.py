@@ -1,13 +1,15 @@
-"""A whole run on one worker: build, resume, step, evaluate, save, sample, and say what happened.
+"""A whole run on one worker: join a team, build, resume, step, evaluate, save, sample, and say what happened.
 
 Every rank executes the same lines in the same order, because most of them communicate. Only the main rank speaks.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -18,78 +20,172 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.checkpoint import to_resume
-from shardwise.config import Config, to_toml
+from shardwise.checkpoint.save import Chosen
+from shardwise.config import Config, Layout, to_toml
 from shardwise.data import Dataset, check_vocabulary
 from shardwise.errors import UserError
-from shardwise.mesh import Worker, device_memory, leave
+from shardwise.mesh import Worker, abandon, device_memory, leave, peer_is_gone
+from shardwise.observe import Ledger
 from shardwise.parallel import count_parameters
 from shardwise.plan import choose
-from shardwise.train.build import Training, build, restore, save
+from shardwise.resilience.copies import Copies
+from shardwise.resilience.host import INTERRUPTED, RESUME_ME
+from shardwise.resilience.pulse import Alone
+from shardwise.resilience.team import Team
+from shardwise.train.build import Training, build, keep_copy, recall, restore, save
 from shardwise.train.evaluate import held_out_loss, sample
-from shardwise.train.launch import INTERRUPTED
+from shardwise.train.guard import check_joined
 from shardwise.train.steps import Step, steps
-from shardwise.train.voice import Silence, Voice, say_nothing_is_left
+from shardwise.train.voice import Beginning, Silence, Voice, say_nothing_is_left
 
 log = logging.getLogger("shardwise")
 
+LAST_SAVE_SECONDS = 60.0
+"""How long a run that ends by a user's mistake waits for the save in flight."""
+_present: list[Ledger] = []
+"""Of the team this worker is in."""
 
-def run(config: Config, worker: Worker) -> int:
-    """Train, as this worker, to the end or until asked to stop; returns the exit status."""
+
+def last_collective() -> str:
+    """The last collective that this worker began, for whoever wonders why it does not go on."""
+    return _present[0].last if _present else "none yet"
+
+
+def run(config: Config, line: Alone) -> int:
+    """Train, in one team of workers after another, to the end or until asked to stop; returns the exit status."""
     warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice to the compiler's authors
     dataset = Dataset.open(config.data, config.train.seed)
     check_vocabulary(dataset, config.model.vocabulary)
+    copies = Copies(config.recovery.copies if line.recovers else 0)
+    with _signals() as signalled:
+        while (place := line.next_team()) is not None:
+            worker, team = place
+            try:
+                status = _in_team(config, worker, team, dataset, line, signalled, copies)
+            except Exception as error:
+                if not (line.recovers and peer_is_gone(error)):
+                    raise
+                log.warning("a peer is gone: %s", error)
+                line.broke()
+                status = None
+                abandon()
+            if status is not None:
+                return status
+            gc.collect()  # the team's model and buffers, which refer to each other
+    return 0
+
+
+def _in_team(
+    config: Config,
+    worker: Worker,
+    team: Team | None,
+    dataset: Dataset,
+    line: Alone,
+    signalled: Callable[[], int | None],
+    copies: Copies,
+) -> int | None:
+    """Train with these peers; None if the team parts before the end and another is to follow."""
+    if team is not None:
+        config = config.model_copy(update={"layout": Layout(**team.layout)})
+    moments = {"joining": time.time()}
+    line.progress("build", 0)
     plan = choose(config, worker.world, device_memory(worker.local_world), count_parameters(config))
-    folder = Path(config.run.folder)
-    with _signals() as stop_asked:
-        training = build(config, plan, worker, dataset)
-        _check_same_job(training)
-        resumed_from = to_resume(config)
-        if resumed_from:
-            restore(training, resumed_from)
-        status = 0
-        if training.step < config.train.steps:
-            status = _speaking(training, folder, resumed_from, stop_asked)
-        elif training.mesh.is_main:
-            say_nothing_is_left(training, folder)
-        leave()  # not after a failure: peers may be stuck in a collective, and parting would wait for them
-        return status
+    training = build(config, plan, worker, dataset)
+    _present[:] = [training.traffic.ledger]
+    _check_same_job(training)
+    moments["built"] = time.time()
+    line.progress("restore", 0)
+    chosen = _go_on(training, team, copies)
+    check_joined(training)
+    moments["restored"] = time.time()
+    line.progress("step", training.step)
+    status: int | None = 0
+    if training.step < config.train.steps:
+        status = _speaking(training, Beginning(chosen, team, moments), line, signalled, copies)
+    elif training.mesh.is_main:
+        say_nothing_is_left(training, Path(config.run.folder))
+    leave()  # not after a failure: peers may be stuck in a collective, and parting would wait for them
+    return status
 
 
-def _speaking(training: Training, folder: Path, resumed_from: Path | None, stop_asked: Callable[[], bool]) -> int:
+def _go_on(training: Training, team: Team | None, copies: Copies) -> Chosen:
+    """Put the newest state in place: from the workers' memories, or from storage."""
+    config, checkpointer = training.config, training.checkpointer
+    if recall(training, copies):
+        return Chosen(None)
+    chosen = Chosen(None)
+    if team is not None and team.reached > 0:  # an earlier team of this run began as it was asked to; this one goes on
+        chosen = checkpointer.choose(_going_on(config))
+    if chosen.folder is None:
+        chosen = checkpointer.choose(config)
+    if chosen.folder:
+        restore(training, chosen.folder)
+    return chosen
+
+
+def _going_on(config: Config) -> Config:
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
+
+
+def _speaking(
+    training: Training, beginning: Beginning, line: Alone, signalled: Callable[[], int | None], copies: Copies
+) -> int | None:
     """The steps that are left, with a voice that is closed however they end."""
-    voice = Voice(training, folder) if training.mesh.is_main else Silence()
+    voice = Voice(training, Path(training.config.run.folder)) if training.mesh.is_main else Silence()
     with closing(voice):
-        voice.start(resumed_from)
+        voice.start(beginning)
         try:
-            return _loop(training, voice, stop_asked)
+            return _loop(training, voice, line, signalled, copies)
         except UserError as error:
             voice.failed(str(error))
+            training.checkpointer.finish(LAST_SAVE_SECONDS)
+            raise
+        except Exception as error:
+            training.checkpointer.abandon()
+            rows = f"rows {training.first_row} to {training.first_row + training.rows - 1} of its global batch"
+            error.add_note(f"rank {training.mesh.worker.rank} was at step {training.step + 1}, with {rows}")
             raise
 
 
-def _loop(training: Training, voice: Silence, stop_asked: Callable[[], bool]) -> int:
+def _loop(training: Training, voice: Silence, line: Alone, signalled: Callable[[], int | None], copies: Copies) -> int | None:
     train, every = training.config.train, training.config.checkpoint.every
     saved_at = training.step
-    for done in _traced(training, stop_asked):
+    for done in _traced(training, lambda: signalled() is not None or line.wish() is not None):
+        line.progress("step", training.step)
+        keep_copy(training, copies)
         last = training.step == train.steps
         evaluate = not done.stop and (last or (train.evaluate_every and training.step % train.evaluate_every == 0))
+        if evaluate:
+            line.progress("evaluate", training.step)
         loss = held_out_loss(training) if evaluate else None
         voice.step(done, loss)
         log.info("step %d: %.6f s, %s", done.step, done.seconds, done.spans)
         if last or done.stop or (every and training.step % every == 0):
-            voice.saved(save(training))
+            line.progress("save", training.step)
+            save(training, wait=last or done.stop)
             saved_at = training.step
+        voice.saves(training.checkpointer.outcomes())
         if done.stop and not last:
-            voice.stopped()
-            return INTERRUPTED
+            return _parted(training, voice, signalled() or (INTERRUPTED if line.wish() == "stop" else None))
         if evaluate or saved_at == training.step:  # their time and traffic are not the next step's
             training.traffic.ledger.take()
             training.traffic.clock.restart()
+            line.progress("step", training.step)
     assert saved_at == training.step, "a run ends with its last step saved"
+    line.progress("end", training.step)
     prompt = training.config.observe.sample
     voice.end(sample(training, prompt) if prompt else None)
     return 0
+
+
+def _parted(training: Training, voice: Silence, status: int | None) -> int | None:
+    """All ranks stopped after the same step: to end the run if any of them was asked to, else to form another team."""
+    if training.mesh.worker.world > 1:
+        wishes = torch.tensor(float(status or 0), device=training.mesh.device)
+        dist.all_reduce(wishes, op=dist.ReduceOp.MAX)
+        status = int(wishes.item()) or None
+    voice.stopped(status is not None)
+    return status
 
 
 def _traced(training: Training, stop_asked: Callable[[], bool]) -> Iterator[Step]:
@@ -111,8 +207,8 @@ def _traced(training: Training, stop_asked: Callable[[], bool]) -> Iterator[Step
 
 
 @contextmanager
-def _signals() -> Iterator[Callable[[], bool]]:
-    """Turn Ctrl-C and SIGTERM into a question the loop can ask; a second one ends the process at once."""
+def _signals() -> Iterator[Callable[[], int | None]]:
+    """Turn Ctrl-C and SIGTERM into a status the loop can ask for; a second Ctrl-C ends the process at once."""
     received: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
@@ -120,9 +216,14 @@ def _signals() -> Iterator[Callable[[], bool]]:
         if len(received) > 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
 
+    def status() -> int | None:
+        if not received:
+            return None
+        return INTERRUPTED if signal.SIGINT in received else RESUME_ME
+
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(received)
+        yield status
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -3,13 +3,18 @@
 One step: forward and backward over the micro-batches, the exact global norm, the fused update, and one read of the numbers.
 The host waits for the device once, after everything is queued, so a GPU never runs dry between steps. A non-finite loss or
 gradient is noticed on the device, in time for the update to leave the weights alone; the host learns of it at that one read.
+
+What ranks have to tell each other travels in one vector of float64, summed once a step: the loss, votes to stop, the checksum of
+the sequences read (data/batches.py), and how long each rank worked on the step before, in a slot of its own (32 bytes, and 16 a
+rank). The checksum, of up to 56 bits, is sent as two halves of 28, whose sums stay exact for more ranks than there can be.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,8 +27,12 @@ from shardwise.models import attention_backends
 from shardwise.observe import StepClock, peak_memory
 from shardwise.optim import first_non_finite, global_norm, learning_rate, update
 from shardwise.parallel import build_plain
+from shardwise.resilience.stragglers import Change, Watch
 from shardwise.train.build import Training
 from shardwise.train.guard import check_copies, check_gradients
+
+_HALF = 1 << 28
+"""A checksum has up to 2 x 28 bits: 32 of each sequence, and 24 of their number."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,14 @@ class Step:
     loss_scale: float
     skipped: bool
     stop: bool
+    data: str
+    """A checksum of the sequences of the global batch, 14 hexadecimal digits: the same on every layout."""
+    ended: float
+    """When it was done, in seconds since 1970."""
+    rank_seconds: tuple[tuple[float, float], ...] = ()
+    """(compute, data) seconds of each rank in the step before, without waits; none after the first step, nor on one device."""
+    stragglers: Change = field(default_factory=Change)
+    """Who began or ceased to be slow, by the step before; on the main rank only."""
     expert_imbalance: float | None = None
     """Load of the busiest expert of any layer, relative to an even load."""
     expert_load: list[float] | None = None
@@ -50,10 +67,11 @@ class Step:
 
 @dataclass(frozen=True)
 class _Queued:
-    """A step whose work is queued on the device: (mean loss, votes to stop, gradient norm, tokens, then for models with
-    experts the worst imbalance and every expert's load), not yet read."""
+    """A step whose work is queued on the device: (what is shared, gradient norm, tokens, then for models with experts the worst
+    imbalance and every expert's load), not yet read."""
 
     numbers: Tensor
+    shared: int
     learning_rate: float
 
 
@@ -69,20 +87,38 @@ def steps(training: Training, stop_asked: Callable[[], bool] = lambda: False) ->
         device=training.mesh.device,
         first_step=training.step,
     )
+    watch = watch_over(training)
     try:
         clock.restart()
         batch: list[Batch] | None = None
-        first = training.step
+        before: Step | None = None
         while training.step < train.steps:
             batch = batch or _fetch(batches, clock)
-            queued = _queue(training, batch, stop_asked(), training.step == first)
+            queued = _queue(training, batch, stop_asked(), before)
             batch = _fetch(batches, clock) if training.step + 1 < train.steps else None  # while the device is busy
-            done = _read(training, queued)
+            done = _watched(watch, before, _read(training, queued, before))
             yield done
             if done.stop:
                 return
+            before = done
     finally:
         batches.close()
+
+
+def watch_over(training: Training) -> Watch | None:
+    """Looks for slow ranks, on the main rank. Those of one pipeline stage do the same work; stages are outermost on the grid."""
+    world, stages = training.mesh.worker.world, training.plan.layout.pipeline
+    if world == 1 or not training.mesh.is_main:
+        return None
+    size = world // stages
+    groups = [range(stage * size, (stage + 1) * size) for stage in range(stages)]
+    return Watch(world, training.config.recovery.straggler, groups)
+
+
+def _watched(watch: Watch | None, before: Step | None, done: Step) -> Step:
+    if watch is None or before is None:
+        return done
+    return replace(done, stragglers=watch.step(before.step, done.rank_seconds, before.seconds))
 
 
 def _fetch(batches: Batches, clock: StepClock) -> list[Batch]:
@@ -90,17 +126,18 @@ def _fetch(batches: Batches, clock: StepClock) -> list[Batch]:
         return next(batches)
 
 
-def _queue(training: Training, batch: list[Batch], stop_asked: bool, first: bool) -> _Queued:
+def _queue(training: Training, batch: list[Batch], stop_asked: bool, before: Step | None) -> _Queued:
     """Hand all of a step's work to the device."""
     traffic, clock = training.traffic, training.traffic.clock
     tokens = count_tokens(training, batch)
+    told = _told(training, batch, stop_asked, before)
     with clock.span("forward_backward"):
         loss = forward_backward(training, batch, tokens)
         norm = global_norm((p for _, p in training.parallel.named_parameters(once=True)), traffic) / training.scale.value
-        shared = share(training, torch.stack([loss, torch.full_like(loss, float(stop_asked))]))
+        shared = share(training, torch.cat((loss.double().reshape(1), told)))
     train = training.config.train
     checked = train.check_every > 0 and (training.step + 1) % train.check_every == 0
-    if checked or first:
+    if checked or before is None:
         check_gradients(training)
     lr = learning_rate(train, training.step + 1)
     with clock.span("optimizer"):
@@ -109,7 +146,35 @@ def _queue(training: Training, batch: list[Batch], stop_asked: bool, first: bool
         loads = _balance(training, finite)
     if checked:
         check_copies(training)
-    return _Queued(torch.stack([*shared, norm.to(shared), tokens.to(shared), *loads.to(shared)]), lr)
+    numbers = torch.cat((shared, norm.to(shared).reshape(1), tokens.to(shared).reshape(1), loads.to(shared)))
+    return _Queued(numbers, len(shared), lr)
+
+
+def _told(training: Training, batch: list[Batch], stop_asked: bool, before: Step | None) -> Tensor:
+    """What this rank tells the others beside its loss: its vote to stop, the checksum of its sequences, and its times of the step
+    before. Devices along pipeline and context read the same sequences, so the first of them speaks for all.
+    """
+    mesh, rank, world = training.mesh, training.mesh.worker.rank, training.mesh.worker.world
+    speaks = mesh.coordinate("pipeline") == mesh.coordinate("context") == 0
+    high, low = divmod(sum(micro_batch.checksum for micro_batch in batch) if speaks else 0, _HALF)
+    times = [(0.0, 0.0)] * (world if world > 1 else 0)
+    if times and before is not None:
+        times[rank] = _own_seconds(training, before)
+    values = [float(stop_asked), high, low, *(seconds for pair in times for seconds in pair)]
+    told = torch.tensor(values, dtype=torch.float64, pin_memory=mesh.device.type == "cuda")
+    return told.to(mesh.device, non_blocking=True)  # from pinned memory, or the host would wait for the device
+
+
+def _own_seconds(training: Training, done: Step) -> tuple[float, float]:
+    """This rank's (compute, data) seconds of a step, without its waits; compute is zero where waits cannot be told from it.
+
+    On a GPU batches are fetched while the device computes. Only what the device had to wait for counts.
+    """
+    layout, spans = training.plan.layout, done.spans
+    compute = spans["forward_backward"] + spans["optimizer"]
+    data = min(spans["data"], max(0.0, done.seconds - compute - spans.get(EXPOSED, 0.0)))
+    unseen = training.mesh.device.type != "cpu" and layout.pipeline * layout.context * layout.tensor * layout.expert > 1
+    return (0.0 if unseen or EXPOSED not in spans else compute), data
 
 
 def _balance(training: Training, finite: Tensor) -> Tensor:
@@ -126,9 +191,11 @@ def _balance(training: Training, finite: Tensor) -> Tensor:
     return torch.cat((worst.unsqueeze(0), sums / sums.mean()))
 
 
-def _read(training: Training, queued: _Queued) -> Step:
+def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
     """Wait for the device, once, and take stock."""
-    loss, stops, norm, tokens, *loads = queued.numbers.tolist()
+    numbers = queued.numbers.tolist()
+    loss, stops, high, low, *times = numbers[: queued.shared]
+    norm, tokens, *loads = numbers[queued.shared :]
     number, scale = training.step + 1, training.scale.value
     overflowed = not (math.isfinite(norm) and math.isfinite(loss))
     hopeless = not math.isfinite(loss) or scale <= 1  # the loss itself is not scaled, and below 1 there is nothing to gain
@@ -153,6 +220,9 @@ def _read(training: Training, queued: _Queued) -> Step:
         loss_scale=scale,
         skipped=overflowed,
         stop=stops > 0,
+        data=f"{int(high) * _HALF + int(low):014x}",
+        ended=time.time(),
+        rank_seconds=tuple(zip(times[::2], times[1::2], strict=True)) if before else (),
         expert_imbalance=loads[0] if loads else None,
         expert_load=loads[1:] if loads else None,
     )

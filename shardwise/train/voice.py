@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import Manifest, read_manifest, set_aside
+from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest, set_aside
+from shardwise.checkpoint.save import Chosen, Saved, SaveFailed
+from shardwise.checkpoint.storage import parent, same_place
 from shardwise.comm import EXPOSED
 from shardwise.config import Config, to_toml
 from shardwise.data import unigram_loss
 from shardwise.mesh import device_name
-from shardwise.observe import TrainingProgress, error_console, header, memory_kind, mfu, open_sinks, peak_flops
+from shardwise.observe import TrainingProgress, error_console, header, memory_kind, mfu, open_sinks, peak_flops, read_lines
+from shardwise.resilience.team import Team
 from shardwise.train.build import Training
-from shardwise.train.facts import facts
+from shardwise.train.facts import describe_layout, facts
 from shardwise.train.steps import Step
 
 
 def changed_data(manifest: Manifest, config: Config) -> list[str]:
     """What differs from the checkpoint among the settings that decide which sequences a step sees."""
+    if not manifest.train:
+        return []  # weights from elsewhere, with no training behind them
     keys = [("train", key) for key in ("seed", "global_batch")]
     keys += [("data", key) for key in ("source", "sources", "tokenizer", "text_field", "sequence_length", "held_out")]
     asked = config.model_dump(mode="json")
@@ -37,23 +44,37 @@ def say_nothing_is_left(training: Training, folder: Path) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What a team starts from: a checkpoint or none, the team where our own launcher formed it, and when things happened."""
+
+    chosen: Chosen
+    team: Team | None
+    moments: dict[str, float]
+
+    @property
+    def again(self) -> bool:
+        """Whether this team goes on with what another began."""
+        return self.team is not None and self.team.generation > 1
+
+
 class Silence:
     """What every rank but the main one has to say."""
 
-    def start(self, resumed_from: Path | None) -> None:
-        """The run begins."""
+    def start(self, beginning: Beginning) -> None:
+        """The run begins, or goes on with another team."""
 
     def step(self, done: Step, held_out: float | None) -> None:
         """A step is done, and perhaps an evaluation after it."""
 
-    def saved(self, path: Path) -> None:
-        """A checkpoint is in place."""
+    def saves(self, outcomes: Sequence[Saved | SaveFailed]) -> None:
+        """Checkpoints are in place, or could not be written."""
 
     def failed(self, reason: str) -> None:
         """The run cannot go on."""
 
-    def stopped(self) -> None:
-        """The run was asked to stop, and has saved."""
+    def stopped(self, stop: bool) -> None:
+        """The run was asked to stop, or to go on with another team, and has saved."""
 
     def end(self, text: str | None) -> None:
         """All steps are done."""
@@ -70,24 +91,67 @@ class Voice(Silence):
         self.console = error_console()
         (folder / "config.toml").write_text(to_toml(training.config))
         (folder / "plan.json").write_text(json.dumps(training.plan.to_json(), indent=1) + "\n")
+        self.lost_seconds = _seconds_after(folder / "metrics.jsonl", training.step)
         self.sinks = open_sinks(folder, training.config.observe, training.step)
         self.progress = TrainingProgress(self.console, training.config.train.steps, training.step + 1)
         self.peak = peak_flops(device_name(training.mesh.device), training.config.train.precision)
         self.held_out: float | None = None
+        self.first = True
 
-    def start(self, resumed_from: Path | None) -> None:
-        training = self.training
-        header(self.console, f"shardwise train, into {self.folder}", facts(training))
-        ours = resumed_from is not None and resumed_from.parent.resolve() == (self.folder / "checkpoints").resolve()
-        if moved := set_aside(self.folder, after=training.step if ours else -1):
+    def start(self, beginning: Beginning) -> None:
+        training, resumed_from = self.training, beginning.chosen.folder
+        self.beginning = beginning
+        if not beginning.again:
+            header(self.console, f"shardwise train, into {self.folder}", facts(training))
+        for skipped, reason in beginning.chosen.skipped:
+            self.sinks.event("skip_checkpoint", checkpoint=skipped, reason=reason)
+            self.progress.message(f"warning: {reason} It was skipped.")
+        folder = checkpoint_folder(training.config)
+        ours = resumed_from is not None and same_place(parent(resumed_from), folder)
+        if moved := set_aside(folder, after=training.step if ours else -1):
             self.progress.message(f"checkpoints of an earlier run, later than step {training.step}, are now in {moved}")
         if resumed_from:
-            self.sinks.event("resume", step=training.step, checkpoint=str(resumed_from), **self._machine())
+            self.sinks.event("resume", step=training.step, checkpoint=resumed_from, **self._machine())
             self.progress.message(f"resumed from {resumed_from}")
             for change in changed_data(read_manifest(resumed_from), training.config):
                 self.progress.message(f"note: {change}, so the data goes on in another order than the run began with")
         else:
             self.sinks.event("start", **self._machine())
+        if beginning.again:
+            self._say_team(beginning.team)
+
+    def _say_team(self, team: Team | None) -> None:
+        assert team is not None, "it goes on with another team"
+        why = f"{team.fault.cause}. " if team.fault else ""
+        self.progress.message(
+            f"{why}Going on from step {self.training.step} with {len(team.members)} workers, {describe_layout(self.training)}"
+        )
+
+    def _recovered(self) -> None:
+        """The first step after a fault is done: what the fault cost, and on what the time went."""
+        team, moments = self.beginning.team, self.beginning.moments
+        if team is None or team.fault is None:
+            return
+        now, fault = time.time(), team.fault
+        lost = max(0, team.reached - (self.training.step - 1))
+        parts = {
+            "detect": team.formed - fault.at,
+            "restart": moments["joining"] - team.formed,
+            "build": moments["built"] - moments["joining"],
+            "restore": moments["restored"] - moments["built"],
+            "first_step": now - moments["restored"],
+        }
+        self.sinks.event(
+            "recovery",
+            step=self.training.step - 1,
+            lost_steps=lost,
+            lost_seconds=self.lost_seconds,
+            seconds=now - fault.at,
+            parts=parts,
+            generation=team.generation,
+            world=len(team.members),
+        )
+        self.progress.message(f"recovered in {now - fault.at:.1f} s; {lost} steps ({self.lost_seconds:.1f} s) are done again")
 
     def _machine(self) -> dict[str, Any]:
         mesh = self.training.mesh
@@ -99,10 +163,13 @@ class Voice(Silence):
         }
 
     def step(self, done: Step, held_out: float | None) -> None:
+        if self.first:
+            self.first = False
+            self._recovered()
         record = self._record(done)
         if held_out is not None:
             record["held_out_loss"] = self.held_out = held_out
-            self.sinks.event("evaluate", step=done.step, held_out_loss=held_out)
+            self.sinks.event("evaluate", step=done.step, held_out_loss=held_out, seconds=time.time() - done.ended)
         self.sinks.metrics(record)
         self.progress.update(record)
         if held_out is not None:
@@ -110,13 +177,27 @@ class Voice(Silence):
         if done.skipped:
             self.sinks.event("skip", step=done.step, reason="float16 overflow", loss_scale=done.loss_scale)
             self.progress.message(f"step {done.step}: float16 overflow, step skipped, scale {done.loss_scale:g} halved")
+        self._stragglers(done)
+
+    def _stragglers(self, done: Step) -> None:
+        """Who began or ceased to hold the others up."""
+        team = self.beginning.team
+        for one in done.stragglers.found:
+            self.sinks.event("straggler", rank=one.rank, factor=one.factor, cause=one.cause, step=one.since_step)
+            several = team is not None and len({member.host for member in team.members}) > 1
+            host = f"; it is on host {team.members[one.rank].host}" if team and several and one.rank is not None else ""
+            self.progress.message(f"{one}{host}")
+        for one in done.stragglers.gone:
+            self.sinks.event("straggler_gone", rank=one.rank, cause=one.cause, step=done.step)
+            who = "the time between ranks" if one.rank is None else f"rank {one.rank}"
+            self.progress.message(f"step {done.step}: {who} is as usual again")
 
     def _record(self, done: Step) -> dict[str, Any]:
         training = self.training
-        speed = done.tokens / done.seconds
+        speed, late = done.tokens / done.seconds, done.stragglers
         return {
             "step": done.step,
-            "time": time.time(),
+            "time": done.ended,
             "loss": done.loss,
             "gradient_norm": done.gradient_norm,
             "learning_rate": done.learning_rate,
@@ -127,24 +208,35 @@ class Voice(Silence):
             "mfu": mfu(speed, training.plan.flops_per_token, training.mesh.worker.world, self.peak),
             "memory_bytes": done.memory_bytes,
             "spans": done.spans,
+            "data": done.data,
             "collectives": done.collectives,
             "communication_efficiency": 1 - done.spans[EXPOSED] / done.seconds if EXPOSED in done.spans else None,
+            **({"latest": {"rank": late.latest, "behind": late.behind}} if late.latest is not None else {}),
             **({"loss_scale": done.loss_scale} if training.scale.dynamic else {}),
             **({"skipped": True} if done.skipped else {}),
             **({"expert_imbalance": done.expert_imbalance, "expert_load": done.expert_load} if done.expert_load else {}),
         }
 
-    def saved(self, path: Path) -> None:
-        self.sinks.event("save", step=self.training.step, checkpoint=str(path))
-        self.progress.message(f"saved {path}")
+    def saves(self, outcomes: Sequence[Saved | SaveFailed]) -> None:
+        for outcome in outcomes:
+            if isinstance(outcome, SaveFailed):
+                self.sinks.event("save_failed", step=outcome.step, reason=outcome.message)
+                self.progress.message(f"warning: {outcome.message}. Training goes on; older checkpoints are as they were")
+                continue
+            facts = {name: getattr(outcome, name) for name in ("seconds", "stall_seconds", "bytes")}
+            self.sinks.event("save", step=outcome.step, checkpoint=outcome.folder, **facts)
+            self.progress.message(f"saved {outcome.folder}")
 
     def failed(self, reason: str) -> None:
         self.sinks.event("failure", step=self.training.step, reason=reason)
 
-    def stopped(self) -> None:
+    def stopped(self, stop: bool) -> None:
+        if not stop:
+            self.sinks.event("regroup", step=self.training.step)
+            return self.progress.message(f"the number of workers changes after step {self.training.step}")
         self.sinks.event("stop", step=self.training.step)
         again = "the same command" if self.training.config.checkpoint.resume == "auto" else "it again with checkpoint.resume=auto"
-        self.progress.message(f"stopped after step {self.training.step}; run {again} to go on from there")
+        return self.progress.message(f"stopped after step {self.training.step}; run {again} to go on from there")
 
     def end(self, text: str | None) -> None:
         self.progress.close()
@@ -161,3 +253,8 @@ class Voice(Silence):
     def close(self) -> None:
         self.progress.close()
         self.sinks.close()
+
+
+def _seconds_after(metrics: Path, step: int) -> float:
+    """What the steps took that a run did before and does again."""
+    return sum(line.get("seconds", 0.0) for line in read_lines(metrics) if line["step"] > step) if metrics.is_file() else 0.0

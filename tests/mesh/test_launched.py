@@ -26,7 +26,6 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], Launched]] = {
     "nothing": ({"HOME": "/root", "PATH": "/bin"}, ALONE),
     "torchrun": (TORCHRUN, Worker(5, 8, 1, 4, "n1", 29511, "torchrun")),
     "torchrun, least said": ({"RANK": "0", "WORLD_SIZE": "1"}, Worker(0, 1, 0, 1, "localhost", 29500, "torchrun")),
-    "our launcher": ({**TORCHRUN, "SHARDWISE_WORKER": "1"}, Worker(5, 8, 1, 4, "n1", 29511, "shardwise")),
     "torchrun inside srun": ({**SLURM, **TORCHRUN}, Worker(5, 8, 1, 4, "n1", 29511, "torchrun")),
     "torchrun inside a PET pod": ({**TORCHRUN, "PET_NNODES": "2"}, Worker(5, 8, 1, 4, "n1", 29511, "torchrun")),
     "srun, one a device": (SLURM, Worker(9, 16, 1, 8, "gpu007", 21234, "srun, one process a device")),
@@ -111,15 +110,14 @@ def test_the_tasks_of_one_srun_agree_on_their_meeting_point_and_number_themselve
     assert 1024 < workers[0].port < 65536
 
 
-def test_our_launcher_marks_its_workers_and_respects_the_users_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    environment = worker_environment(threads=3, shutdown_seconds=60)
-    assert environment["OMP_NUM_THREADS"] == "3"
-    worker = launched({**TORCHRUN, **environment})
-    assert isinstance(worker, Worker)
-    assert worker.launcher == "shardwise"
+def test_our_workers_share_the_cores_and_what_the_user_set_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert worker_environment(10**6, None) == {"OMP_NUM_THREADS": "1"}
+    assert worker_environment(1, "eth1")["GLOO_SOCKET_IFNAME"] == "eth1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert worker_environment(threads=3, shutdown_seconds=60)["OMP_NUM_THREADS"] == "7"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert worker_environment(2, "eth1") == {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "ib0"}
 
 
 def test_the_real_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(corpus: str, tmp_pat
     tables = job(corpus, train=train, checkpoint={"every": 1, "keep": 20}, run={"folder": str(tmp_path)})
     with pytest.raises(RunFailed, match="The weights were not touched, and checkpoints are kept"):
         run(from_tables(tables), ALONE)
-    saved = checkpoints(tmp_path)
+    saved = checkpoints(tmp_path / "checkpoints")
     assert saved
     training = start(ALONE, tables)
     restore(training, saved[-1])

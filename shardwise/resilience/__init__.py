@@ -1,0 +1,1 @@
+"""Surviving faults: who trains together, who is alive, who is slow."""

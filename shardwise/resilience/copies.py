@@ -1,0 +1,184 @@
+"""Each rank's state, copied into a neighbour's memory every few steps: one lost worker costs no read from storage.
+
+A rank keeps its own last two snapshots and those of one neighbour, half the world away and so on another host where there are
+several. When a worker is lost, the others keep their processes and with them the snapshots; the newest step of which every
+rank's part is still somewhere is put back, and only the parts of lost ranks cross the network. Two snapshots, because a
+failure in the middle of the exchange leaves the newer one incomplete.
+
+Cost: four times a rank's weights and optimizer state in host memory, one copy a snapshot on the step's path, and one message
+to the neighbour behind it. It works while the layout stays as it is; with other workers than before, storage is read.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.mesh import Mesh
+from shardwise.optim import local
+
+State = dict[str, Tensor]
+TAG = 7
+
+
+@dataclass
+class _Snapshot:
+    """One rank's state at one step, as bytes; `facts` is what is not a tensor."""
+
+    step: int
+    rank: int
+    facts: dict[str, Any]
+    content: Tensor
+
+
+@dataclass
+class _Exchange:
+    """A snapshot on its way to the neighbour, and the other neighbour's on its way here."""
+
+    own: _Snapshot
+    theirs: _Snapshot
+    thread: threading.Thread | None = None
+    complete: bool = False
+
+
+@dataclass
+class Copies:
+    """What a worker's memory holds of its own state and a neighbour's. It outlives the teams that the worker is in."""
+
+    every: int
+    _kept: deque[_Exchange] = field(default_factory=lambda: deque(maxlen=2))
+    _layout: str = ""
+    _group: dist.ProcessGroup | None = None
+    _sizes: list[int] = field(default_factory=list)
+    _holders: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Of each (step, rank): a worker that has it."""
+
+    def join(self, mesh: Mesh, state: State) -> None:
+        """Begin with a new team: all its ranks call this together."""
+        if not self.every or mesh.worker.world == 1:
+            return
+        self._group = dist.new_group(backend="gloo")
+        self._sizes = [0] * mesh.worker.world
+        dist.all_gather_object(self._sizes, sum(_bytes(tensor) for tensor in state.values()), group=self._group)
+
+    def take(self, mesh: Mesh, step: int, state: State, facts: dict[str, Any]) -> None:
+        """Keep this step's state, and swap it with the neighbours while training goes on."""
+        world, rank = mesh.worker.world, mesh.worker.rank
+        if not self.every or world == 1 or step % self.every:
+            return
+        layout = _key(mesh)
+        if self._kept and self._kept[-1].thread is not None:
+            self._kept[-1].thread.join()
+        if layout != self._layout:
+            self._kept.clear()
+            self._layout = layout
+        shift = world // 2
+        sender = (rank - shift) % world
+        own, theirs = self._buffers(self._sizes[rank], self._sizes[sender])
+        _pack(state, own)
+        exchange = _Exchange(_Snapshot(step, rank, facts, own), _Snapshot(step, sender, facts, theirs))
+        self._kept.append(exchange)
+        work = (exchange, (rank + shift) % world, sender)
+        exchange.thread = threading.Thread(target=self._swap, args=work, name="copy to a neighbour", daemon=True)
+        exchange.thread.start()
+
+    def newest(self, mesh: Mesh) -> int | None:
+        """The last step of which this team, together, still has every rank's part; the same answer on all ranks."""
+        if self._group is None:
+            return None
+        held = {(one.step, one.rank) for one in self._whole()} if self._layout == _key(mesh) else set()
+        everyone: list[Any] = [None] * mesh.worker.world
+        dist.all_gather_object(everyone, held, group=self._group)
+        self._holders = {}
+        for holder, parts in enumerate(everyone):
+            for part in parts:
+                self._holders[part] = holder if part[1] == holder else self._holders.get(part, holder)
+        steps = {step for step, _ in self._holders}
+        whole = [step for step in steps if all((step, rank) in self._holders for rank in range(mesh.worker.world))]
+        return max(whole, default=None)
+
+    def restore(self, mesh: Mesh, step: int, state: State) -> dict[str, Any]:
+        """Put this step back on every rank; returns the facts kept with it."""
+        mine = mesh.worker.rank
+        held = {(one.step, one.rank): one for one in self._whole()}
+        facts: list[Any] = [next((one.facts for one in held.values() if one.step == step), None)]
+        dist.broadcast_object_list(facts, src=self._holders[step, 0], group=self._group)
+        for rank in range(mesh.worker.world):
+            holder = self._holders[step, rank]
+            if holder != rank and holder == mine:
+                dist.send(held[step, rank].content, rank, group=self._group, tag=TAG)
+            elif holder != rank and rank == mine:
+                content = torch.empty(self._sizes[mine], dtype=torch.uint8)
+                dist.recv(content, holder, group=self._group, tag=TAG)
+                held[step, rank] = _Snapshot(step, rank, facts[0], content)
+        _unpack(held[step, mine].content, state)
+        self._go_on_from(held[step, mine], mesh)
+        return dict(facts[0])
+
+    def _go_on_from(self, own: _Snapshot, mesh: Mesh) -> None:
+        """Later snapshots are of steps that will be done again; a worker that came new has one of its own now."""
+        self._kept = deque((one for one in self._kept if one.own.step <= own.step), maxlen=2)
+        if not self._kept:
+            sender = (own.rank - mesh.worker.world // 2) % mesh.worker.world
+            nothing = _Snapshot(own.step, sender, own.facts, torch.empty(self._sizes[sender], dtype=torch.uint8))
+            self._kept.append(_Exchange(own, nothing))
+            self._layout = _key(mesh)
+
+    def _swap(self, exchange: _Exchange, receiver: int, sender: int) -> None:
+        try:
+            coming = dist.irecv(exchange.theirs.content, sender, group=self._group, tag=TAG)
+            going = dist.isend(exchange.own.content, receiver, group=self._group, tag=TAG)
+            for work in (coming, going):
+                assert work is not None, "this rank is in the group"
+                work.wait()
+            exchange.complete = True
+        except (RuntimeError, ValueError):
+            pass  # a peer is gone: the main thread meets the same, and the snapshot before this one is used
+
+    def _whole(self) -> list[_Snapshot]:
+        """Snapshots that can be relied on: one's own in any case, a neighbour's once all of it came."""
+        for one in self._kept:
+            if one.thread is not None:
+                one.thread.join(timeout=1.0)
+        return [part for one in self._kept for part in ([one.own, one.theirs] if one.complete else [one.own])]
+
+    def _buffers(self, own: int, theirs: int) -> tuple[Tensor, Tensor]:
+        """The oldest snapshot's memory, where there are two already."""
+        if len(self._kept) == self._kept.maxlen:
+            oldest = self._kept.popleft()
+            return oldest.own.content, oldest.theirs.content
+        return torch.empty(own, dtype=torch.uint8), torch.empty(theirs, dtype=torch.uint8)
+
+
+def _key(mesh: Mesh) -> str:
+    return json.dumps(mesh.layout.model_dump(), sort_keys=True)
+
+
+def _bytes(tensor: Tensor) -> int:
+    part = local(tensor)
+    return part.numel() * part.element_size()
+
+
+def _pack(state: State, content: Tensor) -> None:
+    start = 0
+    for tensor in state.values():
+        part = local(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+        content[start : start + part.numel()].copy_(part)
+        start += part.numel()
+
+
+@torch.no_grad()
+def _unpack(content: Tensor, state: State) -> None:
+    start = 0
+    for tensor in state.values():
+        part = local(tensor)
+        end = start + _bytes(tensor)
+        part.copy_(content[start:end].clone().view(part.dtype).reshape(part.shape))
+        start = end

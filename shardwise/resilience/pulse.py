@@ -1,0 +1,136 @@
+"""A worker's line to its host: teams and wishes come in, progress goes out.
+
+Progress is what is told, not life: a worker that waits forever in a collective is alive and useless, so the host counts the
+time since the last step was done. A thread listens, because the main one may be stuck: it answers "where are you?" with every
+thread's stack and the last collective, and ends the process should the host be gone. A process that cannot even answer is
+stopped, or stuck in C code that holds Python's lock; then `faulthandler` writes its stacks to its log, on SIGUSR1.
+
+A worker that someone else started (torchrun, srun) has no host of ours: `Alone` gives it one team and takes no notes.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+from shardwise.errors import UserError
+from shardwise.mesh import Worker
+from shardwise.resilience.team import Fault, Team
+
+Phase = Literal["build", "restore", "step", "evaluate", "save", "end"]
+
+
+class Alone:
+    """The line of a worker whose launcher is not ours: one team, no host."""
+
+    recovers = False
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker: Worker | None = worker
+
+    def next_team(self) -> tuple[Worker, Team | None] | None:
+        """Who to train with next; None: nobody."""
+        worker, self._worker = self._worker, None
+        return (worker, None) if worker else None
+
+    def progress(self, phase: Phase, step: int) -> None:
+        """This phase began, or this step is done."""
+
+    def broke(self) -> None:
+        """The team is no more: a peer is gone."""
+
+    def wish(self) -> str | None:
+        """What the host asks for: `stop`, `regroup`, or nothing."""
+        return None
+
+
+class Pulse(Alone):
+    """The line to a host of ours."""
+
+    recovers = True
+
+    def __init__(self, pipe: Connection, where: Callable[[], str], enlisted: Callable[[Worker], None]) -> None:
+        self._pipe, self._where, self._enlisted = pipe, where, enlisted
+        self._step, self._place = 0, Worker(0, 1, 0, 1, "", 0, "shardwise")
+        self._teams: queue.SimpleQueue[tuple[Worker, Team] | None] = queue.SimpleQueue()
+        self._wish: str | None = None
+        self._sending = threading.Lock()
+        threading.Thread(target=self._listen, name="line to the host", daemon=True).start()
+
+    def next_team(self) -> tuple[Worker, Team | None] | None:
+        self._send("waiting", None)
+        place = self._teams.get()
+        if place is not None:
+            self._step, self._place = 0, place[0]
+            self._enlisted(place[0])
+        return place
+
+    def progress(self, phase: Phase, step: int) -> None:
+        self._step = step + 1 if phase != "build" else 0
+        self._send("progress", (phase, step))
+
+    def broke(self) -> None:
+        self._send("broke", None)
+
+    def failed(self, error: BaseException) -> None:
+        """This worker ends, and why."""
+        ours = isinstance(error, UserError)
+        words = [str(error) if ours else f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+        fault = Fault(
+            kind="failed",
+            rank=self._place.rank,
+            step=self._step,
+            cause="; ".join(words),
+            at=time.time(),
+            generation=self._place.generation,
+            status=error.status if isinstance(error, UserError) else None,
+            trace="" if ours else "".join(traceback.format_exception(error)),
+        )
+        self._send("failed", fault)
+
+    def done(self, status: int) -> None:
+        """This worker ends, having done what was asked."""
+        self._send("done", status)
+
+    def wish(self) -> str | None:
+        return self._wish
+
+    def _send(self, kind: str, value: Any) -> None:
+        with self._sending:
+            try:
+                self._pipe.send((kind, value))
+            except OSError:
+                os._exit(1)  # nobody is left to train for
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                kind, value = self._pipe.recv()
+            except (EOFError, OSError):
+                os._exit(1)
+            if kind == "team":
+                self._wish = None
+                self._teams.put(value)
+            elif kind == "where":
+                self._send("where", f"last collective: {self._where()}\n{stacks()}")
+            elif kind == "go":
+                self._teams.put(None)
+            else:
+                self._wish = kind
+
+
+def stacks() -> str:
+    """Where every thread of this process stands."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            found.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(found)

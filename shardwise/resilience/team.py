@@ -1,0 +1,266 @@
+"""Who trains together, and who decides it.
+
+A *host* is one machine with a few *slots*, each fit for one worker. A *team* is a set of slots that train together under one
+layout; its number is its *generation*. When a team breaks (a worker died, hung, or a host was lost) or can grow, the next
+generation is formed from the slots that are there, and goes on from the newest state.
+
+One host leads: the one at whose address the others meet. `Lead` is its judgement and nothing else: it is told what each host
+reports and what time it is, and says which team there should be. It starts no process and opens no socket, so every case
+can be tried in a test. That one host leads is also what keeps a run from becoming two: hosts that cannot reach it
+train nothing.
+
+The leader must outlive the run. Electing another would need state on more than one host, which a job whose scheduler restarts
+a lost first node does not need: the run resumes from its last checkpoint there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+LOST_SECONDS = 10.0
+"""A host that was not heard of for this long is lost."""
+PATIENCE_SECONDS = 30.0
+"""How long the first team waits for the workers above the minimum."""
+ECHO_SECONDS = 1.0
+"""How long to wait for the cause once a worker says that a peer is gone."""
+SETTLE_SECONDS = 1.0
+"""How long more workers must be there before a team that works makes room for them."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One slot of one host."""
+
+    host: str
+    slot: int
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a team broke."""
+
+    kind: Literal["died", "failed", "hung", "host lost"]
+    rank: int | None
+    step: int
+    cause: str
+    at: float
+    generation: int
+    status: int | None = None
+    """Set where trying again cannot help: what the command ends with."""
+    trace: str = ""
+    echo: bool = False
+    """Whether it only tells that a peer is gone, which some other fault explains."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """Workers that train together: `members` in the order of their ranks."""
+
+    generation: int
+    members: tuple[Member, ...]
+    layout: dict[str, Any]
+    address: str
+    port: int
+    formed: float
+    fault: Fault | None = None
+    reached: int = 0
+    """The last step that any team before this one had done."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As sent to the hosts."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Team:
+        """As received."""
+        members = tuple(Member(**member) for member in value["members"])
+        fault = Fault(**value["fault"]) if value["fault"] else None
+        return cls(**{**value, "members": members, "fault": fault})
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a host says of itself, again and again."""
+
+    host: str
+    address: str
+    slots: tuple[int, ...]
+    generation: int = 0
+    """The newest team that its workers know of."""
+    idle: bool = True
+    """Whether all its workers have left that team."""
+    step: int = 0
+    faults: tuple[Fault, ...] = ()
+    done: int | None = None
+    """The exit status of its workers, once all of the team's have ended well."""
+    leaving: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As sent to the leader."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Report:
+        """As received."""
+        faults = tuple(Fault(**fault) for fault in value["faults"])
+        return cls(**{**value, "slots": tuple(value["slots"]), "faults": faults})
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the leader wants of every host. `regroup`: finish the step, save, and wait for the next team."""
+
+    wish: Literal["work", "regroup", "stop", "end"] = "work"
+    team: Team | None = None
+    status: int = 0
+    message: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As sent to the hosts."""
+        return {**asdict(self), "team": self.team.to_json() if self.team else None}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Orders:
+        """As received."""
+        return cls(**{**value, "team": Team.from_json(value["team"]) if value["team"] else None})
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many workers a run may have."""
+
+    least: int
+    most: int
+
+
+Fit = Callable[[int], tuple[int, dict[str, Any]] | None]
+"""From a number of devices to how many of them can be used, and the layout on them; None where no layout works."""
+
+
+class Lead:
+    """The leader's judgement: reports in, orders out."""
+
+    def __init__(self, bounds: Bounds, fit: Fit, attempts: int, port: int) -> None:
+        self.bounds, self.fit, self.attempts, self.port = bounds, fit, attempts, port
+        self.orders = Orders()
+        self.faults: list[Fault] = []
+        """Every fault so far, one for each team that broke: the first cause."""
+        self._reports: dict[str, tuple[Report, float]] = {}
+        self._enough_since: float | None = None
+        self._reached = 0
+
+    def hear(self, report: Report, now: float) -> None:
+        """Take note of what a host says."""
+        self._reports[report.host] = (report, now)
+        self._reached = max(self._reached, report.step)
+
+    def decide(self, now: float) -> Orders:
+        """The orders for everybody, given what was heard."""
+        if self.orders.wish != "end":
+            team = self.orders.team
+            for name in [name for name, (_, seen) in self._reports.items() if now - seen > LOST_SECONDS]:
+                del self._reports[name]
+            if team is None:
+                self._form(now, None)
+            else:
+                self._look_after(team, now)
+        return self.orders
+
+    def _look_after(self, team: Team, now: float) -> None:
+        reports = {name: report for name, (report, _) in self._reports.items()}
+        hosts = {member.host for member in team.members}
+        faults = [fault for report in reports.values() for fault in report.faults if fault.generation == team.generation]
+        faults += [_lost(team, name, self._reached) for name in hosts - reports.keys()]
+        there = [reports[name] for name in hosts & reports.keys() if reports[name].generation == team.generation]
+        done = [report.done for report in there if report.done is not None]
+        if faults:
+            self._broken(faults, now)
+        elif len(done) == len(hosts):
+            self.orders = replace(self.orders, wish="end", status=max(done))
+        elif self.orders.wish == "regroup":
+            if len(there) == len(hosts) and all(report.idle for report in there):
+                self._form(now, None)
+        elif self.orders.wish == "work":
+            self._reconsider(team, now)
+
+    def _broken(self, faults: list[Fault], now: float) -> None:
+        if all(fault.echo for fault in faults) and time.time() - min(fault.at for fault in faults) < ECHO_SECONDS:
+            return
+        fatal = [fault for fault in faults if fault.status is not None]
+        first = min(fatal or faults, key=lambda fault: (fault.echo, fault.kind == "host lost", fault.at))
+        if not self.faults or self.faults[-1].generation != first.generation:
+            self.faults.append(first)
+        alike = [fault for fault in self.faults[-self.attempts :] if fault.step == first.step]
+        if fatal:
+            self.orders = replace(self.orders, wish="end", status=first.status or 1, message=first.cause)
+        elif self.orders.wish == "stop":
+            message = f"a worker was lost while the run was stopping: {first.cause}"
+            self.orders = replace(self.orders, wish="end", status=1, message=message)
+        elif len(alike) == self.attempts:
+            self.orders = replace(self.orders, wish="end", status=1, message=_in_vain(alike))
+        else:
+            self._form(now, first)
+
+    def _form(self, now: float, fault: Fault | None) -> None:
+        """The next team, if there are enough workers; the first waits a while for all of them."""
+        before, slots = self.orders.team, self._slots()
+        found = self.fit(min(len(slots), self.bounds.most)) if len(slots) >= self.bounds.least else None
+        if found is None or found[0] < self.bounds.least:
+            self._enough_since = None
+            return
+        self._enough_since = now if self._enough_since is None else self._enough_since
+        if before is None and len(slots) < self.bounds.most and now - self._enough_since < PATIENCE_SECONDS:
+            return
+        world, layout = found
+        team = Team(
+            generation=before.generation + 1 if before else 1,
+            members=tuple(slots[:world]),
+            layout=layout,
+            address=self._reports[slots[0].host][0].address,
+            port=self.port,
+            formed=time.time(),
+            fault=fault,
+            reached=self._reached,
+        )
+        self.orders, self._enough_since = Orders("work", team), None
+
+    def _reconsider(self, team: Team, now: float) -> None:
+        """Whether a team that works should make room for more workers, or let a host go."""
+        leaving = {name for name, (report, _) in self._reports.items() if report.leaving}
+        slots = self._slots()
+        if leaving & {member.host for member in team.members}:
+            enough = len(slots) >= self.bounds.least and self.fit(len(slots)) is not None
+            self.orders = replace(self.orders, wish="regroup" if enough else "stop")
+            return
+        found = self.fit(min(len(slots), self.bounds.most)) if len(slots) > len(team.members) else None
+        if found is None or found[0] <= len(team.members):
+            self._enough_since = None
+        elif self._enough_since is None:
+            self._enough_since = now
+        elif now - self._enough_since >= SETTLE_SECONDS and self._reached > team.reached:  # after a step of its own
+            self.orders, self._enough_since = replace(self.orders, wish="regroup"), None
+
+    def _slots(self) -> list[Member]:
+        """Slots fit for work, the leader's host first: hosts are heard of in the order in which they came."""
+        reports = [report for report, _ in self._reports.values() if not report.leaving]
+        return [Member(report.host, slot) for report in reports for slot in report.slots]
+
+
+def _lost(team: Team, host: str, step: int) -> Fault:
+    rank = next(rank for rank, member in enumerate(team.members) if member.host == host)
+    cause = f"host {host} was not heard of for {LOST_SECONDS:g} s"
+    return Fault("host lost", rank, step + 1, cause, time.time(), team.generation)
+
+
+def _in_vain(alike: list[Fault]) -> str:
+    last = alike[-1]
+    who = "" if last.rank is None else f" (rank {last.rank})"
+    where = f"step {last.step}" if last.step else "the start, before the first step,"
+    trace = f"{last.trace.rstrip()}\n" if last.trace else ""
+    return (
+        f"{trace}{where} failed {len(alike)} times in a row, so the run stops instead of trying it forever. "
+        f"The last time{who}: {last.cause}"
+    )

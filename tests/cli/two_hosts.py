@@ -1,0 +1,65 @@
+"""Two "hosts" on one machine: network namespaces joined by a bridge, each with an address, its link limited to 1 Gbit/s."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+POSSIBLE = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
+ADDRESSES = {"a": "10.91.0.1", "b": "10.91.0.2"}
+
+
+def ip(*words: str, check: bool = True) -> None:
+    """Run an `ip` command."""
+    subprocess.run(["ip", *words], check=check, capture_output=True)
+
+
+def inside(host: str, *words: str) -> list[str]:
+    """A command as it is run on a host."""
+    return ["ip", "netns", "exec", f"sw-{host}", *words]
+
+
+@contextmanager
+def hosts() -> Iterator[None]:
+    """Set up both hosts and the cable between them."""
+    _tear_down()
+    try:
+        for host in ADDRESSES:
+            ip("netns", "add", f"sw-{host}")
+            _own_files(host).mkdir(parents=True, exist_ok=True)
+            (_own_files(host) / "resolv.conf").write_text("")  # no name server to wait for in vain
+        ip("link", "add", "sw-ea", "netns", "sw-a", "type", "veth", "peer", "name", "sw-eb", "netns", "sw-b")
+        for host, address in ADDRESSES.items():
+            for words in (["link", "set", "lo", "up"], ["addr", "add", f"{address}/24", "dev", f"sw-e{host}"]):
+                ip("-n", f"sw-{host}", *words)
+            plug(host)
+            limit = f"tc qdisc add dev sw-e{host} root tbf rate 1gbit burst 256kb latency 50ms"
+            subprocess.run(inside(host, *limit.split()), check=True, capture_output=True)
+        yield
+    finally:
+        _tear_down()
+
+
+def plug(host: str) -> None:
+    """Put the cable of a host in."""
+    ip("-n", f"sw-{host}", "link", "set", f"sw-e{host}", "up")
+
+
+def pull(host: str) -> None:
+    """Pull the cable of a host: packets are lost, nobody is told."""
+    ip("-n", f"sw-{host}", "link", "set", f"sw-e{host}", "down")
+
+
+def _own_files(host: str) -> Path:
+    """What `ip netns exec` puts in the place of files in /etc."""
+    return Path("/etc/netns") / f"sw-{host}"
+
+
+def _tear_down() -> None:
+    for host in ADDRESSES:
+        shutil.rmtree(_own_files(host), ignore_errors=True)
+        ip("netns", "del", f"sw-{host}", check=False)

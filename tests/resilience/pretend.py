@@ -1,0 +1,66 @@
+"""Workers that only pretend to train: they keep their line to the host, count steps, and fail when they are told to."""
+
+from __future__ import annotations
+
+import os
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
+
+from shardwise.errors import RunFailed
+from shardwise.resilience.pulse import Pulse
+
+STEPS = 12
+
+
+def work(folder: str, deeds: dict[str, int], slot: int, pipe: Connection) -> NoReturn:
+    """Count to STEPS, telling of each. `deeds`: what happens to the worker in slot 1 at which step, once (a file remembers)."""
+    pulse = Pulse(pipe, lambda: "a pretended sum", lambda worker: None)
+    while (place := pulse.next_team()) is not None:
+        _, team = place
+        assert team is not None
+        status = _count(Path(folder), deeds, slot, pulse, team.reached)
+        if status is not None:
+            pulse.done(status)
+            os._exit(status)
+        pulse.broke()
+    os._exit(0)
+
+
+def _count(folder: Path, deeds: dict[str, int], slot: int, pulse: Pulse, step: int) -> int | None:
+    pulse.progress("build", 0)
+    pulse.progress("step", step)
+    while step < STEPS:
+        if pulse.wish() == "stop":
+            return 130
+        if pulse.wish() == "regroup":
+            return None
+        if slot == 1:
+            _misbehave(folder, deeds, step + 1, pulse)
+        elif (folder / f"gone-{step + 1}").exists():
+            (folder / f"gone-{step + 1}").unlink()
+            return None  # as one that lost its peer
+        elif (folder / f"wait-{step + 1}").exists():
+            (folder / f"wait-{step + 1}").unlink()
+            time.sleep(600)  # as one that waits for its peer
+        time.sleep(0.05)
+        step += 1
+        pulse.progress("step", step)
+        (folder / "log").open("a").write(f"{slot} {step}\n")
+    return 0
+
+
+def _misbehave(folder: Path, deeds: dict[str, int], step: int, pulse: Pulse) -> None:
+    for deed, when in deeds.items():
+        if when != step or (deed != "always fail" and (folder / deed).exists()):
+            continue
+        (folder / deed).touch()
+        if deed == "die":
+            os._exit(9)
+        if deed == "hang":
+            time.sleep(600)
+        if deed == "stop answering":
+            os.kill(os.getpid(), 19)
+        pulse.failed(RunFailed("a bad loss") if deed == "hopeless" else ValueError("bad row"))
+        os._exit(1)

@@ -1,0 +1,139 @@
+"""One host and its processes, with workers that pretend to train."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pretend import STEPS, work
+
+from shardwise.config import Recovery
+from shardwise.errors import RunFailed
+from shardwise.resilience import host as host_module
+from shardwise.resilience.host import INTERRUPTED, RESUME_ME, Host
+from shardwise.resilience.server import start_server
+from shardwise.resilience.team import Bounds, Lead
+
+Events = list[tuple[str, dict[str, Any]]]
+
+
+def fit(devices: int) -> tuple[int, dict[str, Any]]:
+    return devices, {"data": devices}
+
+
+def a_host(folder: Path, deeds: dict[str, int], workers: int = 2) -> tuple[Host, Events]:
+    start_server(["shardwise.resilience.pulse"])
+    events: Events = []
+    host = Host(
+        name="here",
+        slots=workers,
+        start=partial(work, str(folder), deeds),
+        recovery=Recovery(hang_seconds=1.0),
+        logs=folder,
+        lead=(Lead(Bounds(workers, workers), fit, 3, 0), None),
+        caller=None,
+        record=lambda event, **facts: events.append((event, facts)),
+    )
+    return host, events
+
+
+def steps_of(folder: Path, slot: int) -> list[int]:
+    lines = [line.split() for line in (folder / "log").read_text().splitlines()]
+    return [int(step) for who, step in lines if int(who) == slot]
+
+
+def test_workers_train_to_the_end(tmp_path: Path) -> None:
+    host, events = a_host(tmp_path, {})
+    assert host.run() == 0
+    assert events == []
+    assert steps_of(tmp_path, 0) == steps_of(tmp_path, 1) == list(range(1, STEPS + 1))
+    known = json.loads((tmp_path / "workers-here.json").read_text())
+    assert [(one["rank"], one["slot"]) for one in known["workers"]] == [(0, 0), (1, 1)]
+    assert known["supervisor"] == os.getpid()
+
+
+def test_a_worker_that_dies_is_replaced_and_the_other_keeps_its_process(tmp_path: Path) -> None:
+    (tmp_path / "gone-5").touch()
+    host, events = a_host(tmp_path, {"die": 5})
+    assert host.run() == 0
+    assert [(event, facts["kind"], facts["rank"], facts["step"]) for event, facts in events] == [("fault", "died", 1, 5)]
+    assert "ended with status 9" in events[0][1]["cause"]
+    assert steps_of(tmp_path, 1) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("deed", ["hang", "stop answering"])
+def test_a_hang_is_noticed_by_the_steps_that_do_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deed: str) -> None:
+    monkeypatch.setattr(host_module, "PARTING_SECONDS", 0.2)
+    (tmp_path / "wait-5").touch()
+    host, events = a_host(tmp_path, {deed: 5})
+    assert host.run() == 0
+    assert [(event, facts["kind"]) for event, facts in events] == [("fault", "hung")]
+    told = (tmp_path / "hang-1.txt").read_text()
+    if deed == "hang":
+        assert "last collective: a pretended sum" in told
+        assert "_misbehave" in told, "the stack shows where it hangs"
+    else:
+        assert "rank 1 does not answer" in events[0][1]["cause"]
+        assert events[0][1]["rank"] == 1
+    assert steps_of(tmp_path, 1)[-1] == STEPS
+
+
+def test_a_step_that_always_fails_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    for _ in range(3):
+        (tmp_path / "gone-4").touch()
+    host, events = a_host(tmp_path, {"always fail": 4})
+    with pytest.raises(RunFailed, match=r"(?s)step 4 failed 3 times in a row.*\(rank 1\): ValueError: bad row"):
+        host.run()
+    assert [facts["step"] for _, facts in events] == [4, 4, 4]
+
+
+def test_a_failure_that_cannot_be_mended_is_not_tried_again(tmp_path: Path) -> None:
+    host, events = a_host(tmp_path, {"hopeless": 4})
+    with pytest.raises(RunFailed, match=r"^a bad loss$"):
+        host.run()
+    assert len(events) == 1
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, RESUME_ME)])
+def test_a_signal_stops_all_workers_after_a_step(tmp_path: Path, number: int, status: int) -> None:
+    host, _ = a_host(tmp_path, {})
+
+    def send() -> None:
+        while not (tmp_path / "log").exists() or len(steps_of(tmp_path, 0)) < 3:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert host.run() == status
+    assert 3 <= len(steps_of(tmp_path, 0)) < STEPS
+
+
+def test_a_worker_that_does_not_let_go_of_a_broken_team_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "PARTING_SECONDS", 0.2)
+    host, events = a_host(tmp_path, {"die": 5})  # the worker in slot 0 knows nothing of it and goes on
+    assert host.run() == 0
+    assert len(events) == 1
+    assert steps_of(tmp_path, 0)[-1] == STEPS
+
+
+def test_a_slot_in_which_no_worker_comes_up_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "RETRY_SECONDS", 0.5)
+    host, events = a_host(tmp_path, {})
+    host.start = partial(_stillborn_twice, str(tmp_path), host.start)
+    assert host.run() == 0
+    assert [event for event, _ in events] == ["slot_rests"]
+
+
+def _stillborn_twice(folder: str, real: Any, slot: int, pipe: Any) -> None:
+    marks = list(Path(folder).glob("born-*"))
+    if slot == 1 and len(marks) < 2:
+        (Path(folder) / f"born-{len(marks)}").touch()
+        os._exit(3)
+    real(slot, pipe)

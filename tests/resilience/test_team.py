@@ -1,0 +1,226 @@
+"""The leader's judgement, case by case: reports in, orders out, no process and no clock but the one given."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from shardwise.resilience.team import (
+    LOST_SECONDS,
+    PATIENCE_SECONDS,
+    SETTLE_SECONDS,
+    Bounds,
+    Fault,
+    Lead,
+    Member,
+    Orders,
+    Report,
+    Team,
+)
+
+
+def any_number(devices: int) -> tuple[int, dict[str, Any]] | None:
+    return (devices, {"data": devices}) if devices else None
+
+
+def even_numbers(devices: int) -> tuple[int, dict[str, Any]] | None:
+    return any_number(devices // 2 * 2)
+
+
+def lead(least: int, most: int, fit: Any = any_number, attempts: int = 3) -> Lead:
+    return Lead(Bounds(least, most), fit, attempts, port=5)
+
+
+def host(name: str, slots: int, **facts: Any) -> Report:
+    return Report(name, f"10.0.0.{ord(name) - 96}", tuple(range(slots)), **facts)
+
+
+def fault(generation: int, step: int = 4, **facts: Any) -> Fault:
+    return Fault(**{"kind": "died", "rank": 1, "cause": "it died", "at": time.time(), **facts}, step=step, generation=generation)
+
+
+def decide(judge: Lead, now: float, *reports: Report) -> Orders:
+    for report in reports:
+        judge.hear(report, now)
+    return judge.decide(now)
+
+
+def team_of(orders: Orders) -> list[Member]:
+    assert orders.team is not None
+    return list(orders.team.members)
+
+
+def test_the_first_team_starts_once_all_workers_are_there() -> None:
+    judge = lead(4, 4)
+    assert decide(judge, 0, host("a", 2)).team is None
+    assert decide(judge, 1000, host("a", 2)).team is None
+    orders = decide(judge, 1001, host("a", 2), host("b", 2))
+    assert team_of(orders) == [Member("a", 0), Member("a", 1), Member("b", 0), Member("b", 1)]
+    assert orders.team is not None
+    assert (orders.wish, orders.team.generation, orders.team.address, orders.team.port) == ("work", 1, "10.0.0.1", 5)
+
+
+def test_an_elastic_run_waits_a_while_for_the_rest_and_then_starts_without_them() -> None:
+    judge = lead(2, 4)
+    assert decide(judge, 0, host("a", 2)).team is None
+    assert decide(judge, PATIENCE_SECONDS - 1, host("a", 2)).team is None
+    assert len(team_of(decide(judge, PATIENCE_SECONDS + 1, host("a", 2)))) == 2
+
+
+def test_a_worker_that_died_is_replaced_at_once_in_the_next_generation() -> None:
+    judge = lead(2, 2)
+    decide(judge, 0, host("a", 2))
+    died = fault(1)
+    orders = decide(judge, 1, host("a", 2, generation=1, step=3, faults=(died,)))
+    assert orders.team is not None
+    assert (orders.team.generation, orders.team.fault, orders.team.reached) == (2, died, 3)
+    assert decide(judge, 1.1, host("a", 2, generation=1, step=3, faults=(died,))) == orders, "an old report changes nothing"
+
+
+def test_a_peer_that_is_gone_is_no_cause_while_the_cause_may_still_come() -> None:
+    judge = lead(4, 4)
+    decide(judge, 0, host("a", 2), host("b", 2))
+    echo, cause = fault(1, echo=True, cause="a peer is gone"), fault(1, cause="out of memory", rank=3)
+    orders = decide(judge, 1, host("a", 2, generation=1, faults=(echo,)), host("b", 2, generation=1))
+    assert orders.team is not None
+    assert orders.team.generation == 1
+    orders = decide(judge, 1.2, host("b", 2, generation=1, faults=(cause,)))
+    assert orders.team is not None
+    assert (orders.team.generation, orders.team.fault) == (2, cause)
+
+
+def test_a_peer_that_is_gone_without_a_cause_still_leads_to_a_new_team() -> None:
+    judge = lead(2, 2)
+    decide(judge, 0, host("a", 2))
+    echo = fault(1, echo=True, at=time.time() - 5)
+    orders = decide(judge, 1, host("a", 2, generation=1, faults=(echo,)))
+    assert orders.team is not None
+    assert orders.team.generation == 2
+
+
+def test_a_silent_host_is_lost_and_the_run_goes_on_without_it() -> None:
+    judge = lead(2, 4)
+    decide(judge, 0, host("a", 2), host("b", 2))
+    assert len(team_of(decide(judge, LOST_SECONDS - 1, host("a", 2, generation=1)))) == 4
+    orders = decide(judge, LOST_SECONDS + 1, host("a", 2, generation=1, step=8))
+    assert team_of(orders) == [Member("a", 0), Member("a", 1)]
+    assert orders.team is not None
+    assert orders.team.fault is not None
+    assert (orders.team.fault.kind, orders.team.fault.rank) == ("host lost", 2)
+
+
+def test_a_run_that_needs_all_waits_for_the_lost_host() -> None:
+    judge = lead(4, 4)
+    decide(judge, 0, host("a", 2), host("b", 2))
+    orders = decide(judge, LOST_SECONDS + 1, host("a", 2, generation=1))
+    assert orders.team is not None
+    assert orders.team.generation == 1
+    orders = decide(judge, 900, host("a", 2, generation=1), host("c", 2))
+    assert orders.team is not None
+    assert orders.team.generation == 2
+    assert [member.host for member in team_of(orders)] == ["a", "a", "c", "c"]
+
+
+def lost_and_back() -> tuple[Lead, float]:
+    judge = lead(2, 4)
+    decide(judge, 0, host("a", 2), host("b", 2))
+    now = LOST_SECONDS + 1
+    decide(judge, now, host("a", 2, generation=1, step=8))
+    return judge, now
+
+
+def test_a_host_that_comes_back_is_taken_in_after_a_step_and_a_save() -> None:
+    judge, now = lost_and_back()
+    back = host("b", 2, generation=0)
+    assert decide(judge, now + 1, host("a", 2, generation=2, idle=False, step=8), back).wish == "work"
+    later = now + 2 + SETTLE_SECONDS
+    assert decide(judge, later, host("a", 2, generation=2, idle=False, step=8), back).wish == "work", "before a step of its own"
+    assert decide(judge, later, host("a", 2, generation=2, idle=False, step=9), back).wish == "regroup"
+    assert decide(judge, later + 1, host("a", 2, generation=2, idle=False, step=9), back).wish == "regroup"
+    orders = decide(judge, later + 2, host("a", 2, generation=2, idle=True, step=10), back)
+    assert (orders.wish, len(team_of(orders))) == ("work", 4)
+    assert orders.team is not None
+    assert (orders.team.generation, orders.team.fault) == (3, None)
+
+
+def test_workers_that_no_layout_can_use_do_not_disturb_a_team() -> None:
+    judge = lead(2, 4, even_numbers)
+    decide(judge, 0, host("a", 2))
+    decide(judge, PATIENCE_SECONDS + 1, host("a", 2))
+    for now in range(40, 60):
+        orders = decide(judge, now, host("a", 2, generation=1, idle=False, step=now), host("b", 1))
+    assert orders.wish == "work"
+    assert len(team_of(orders)) == 2
+
+
+def test_as_many_as_a_layout_can_use_go_on() -> None:
+    judge = lead(2, 4, even_numbers)
+    decide(judge, 0, host("a", 3), host("b", 1))
+    orders = decide(judge, LOST_SECONDS + 1, host("a", 3, generation=1))
+    assert len(team_of(orders)) == 2
+
+
+def test_a_host_that_must_leave_is_let_go() -> None:
+    judge = lead(2, 4)
+    decide(judge, 0, host("a", 2), host("b", 2))
+    working = {"generation": 1, "idle": False, "step": 5}
+    assert decide(judge, 1, host("a", 2, **working), host("b", 2, **working, leaving=True)).wish == "regroup"
+    parted = {"generation": 1, "idle": True, "step": 6}
+    orders = decide(judge, 2, host("a", 2, **parted), host("b", 2, **parted, leaving=True))
+    assert [member.host for member in team_of(orders)] == ["a", "a"]
+
+
+def test_the_run_stops_if_a_host_leaves_that_it_cannot_do_without() -> None:
+    judge = lead(4, 4)
+    decide(judge, 0, host("a", 2), host("b", 2))
+    working = {"generation": 1, "idle": False}
+    assert decide(judge, 1, host("a", 2, **working), host("b", 2, **working, leaving=True)).wish == "stop"
+
+
+def test_the_run_ends_when_every_host_is_done_with_the_worst_status() -> None:
+    judge = lead(4, 4)
+    decide(judge, 0, host("a", 2), host("b", 2))
+    assert decide(judge, 1, host("a", 2, generation=1, done=0), host("b", 2, generation=1)).wish == "work"
+    orders = decide(judge, 2, host("b", 2, generation=1, done=130))
+    assert (orders.wish, orders.status, orders.message) == ("end", 130, "")
+
+
+def test_a_failure_that_trying_again_cannot_mend_ends_the_run_at_once() -> None:
+    judge = lead(2, 2)
+    decide(judge, 0, host("a", 2))
+    echo, fatal = fault(1, echo=True), fault(1, kind="failed", cause="the loss is nan", status=1)
+    orders = decide(judge, 1, host("a", 2, generation=1, faults=(echo, fatal)))
+    assert (orders.wish, orders.status, orders.message) == ("end", 1, "the loss is nan")
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_the_same_step_failing_again_and_again_ends_the_run_and_is_named(attempts: int) -> None:
+    judge = lead(2, 2, attempts=attempts)
+    decide(judge, 0, host("a", 2))
+    for generation in range(1, attempts):
+        bad = fault(generation, step=7, cause="bad row")
+        assert decide(judge, generation, host("a", 2, generation=generation, faults=(bad,))).wish == "work"
+    bad = fault(attempts, step=7, cause="bad row")
+    orders = decide(judge, 99, host("a", 2, generation=attempts, faults=(bad,)))
+    assert (orders.wish, orders.status) == ("end", 1)
+    assert orders.message.startswith(f"step 7 failed {attempts} times in a row")
+    assert "(rank 1): bad row" in orders.message
+
+
+def test_failures_at_different_steps_never_end_the_run() -> None:
+    judge = lead(2, 2)
+    decide(judge, 0, host("a", 2))
+    for generation in range(1, 50):
+        orders = decide(judge, generation, host("a", 2, generation=generation, faults=(fault(generation, step=generation),)))
+        assert orders.wish == "work"
+    assert [one.generation for one in judge.faults] == list(range(1, 50))
+
+
+def test_everything_that_is_sent_can_be_read_again() -> None:
+    team = Team(3, (Member("a", 0),), {"data": 1}, "10.0.0.1", 5, 1.5, fault(2), 7)
+    for orders in (Orders("regroup", team, 0, ""), Orders("end", None, 2, "no")):
+        assert Orders.from_json(orders.to_json()) == orders
+    report = host("a", 2, faults=(fault(1),), done=0)
+    assert Report.from_json(report.to_json()) == report
