@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+
+from shardwise.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -33,7 +31,7 @@ def drill(
 ) -> None:
     """Train a job undisturbed, then again while killing, freezing and corrupting, and prove that nothing was lost."""
     try:
-        with _terminated_as_interrupted():
+        with terminated_as_interrupted():
             result = _drill(job, overrides or [], faults, count, seed, workers)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing is left running", err=True)
@@ -47,23 +45,6 @@ def drill(
     if result.failure:
         typer.echo(result.failure, err=True)
     raise typer.Exit(0 if result.passes else 1)
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does, so that the runs are ended with it."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # others may not set signals
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _drill(job: Path, overrides: list[str], faults: str, count: int, seed: int, workers: int | None) -> Result:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
+
+from shardwise.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
     from shardwise.verify.prove import Result
@@ -34,7 +32,7 @@ def verify(
 ) -> None:
     """Prove that a layout computes what one device computes: loss, gradients, their norm, and weights after a few steps."""
     try:
-        with _terminated_as_interrupted():
+        with terminated_as_interrupted():
             result = _prove(job, overrides or [], steps, dtype, sabotage)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
@@ -48,23 +46,6 @@ def verify(
     if result.unnoticed:
         typer.echo("the sabotage was not found", err=True)
     raise typer.Exit(0 if result.verdict.passes and not result.unnoticed else 1)
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does, so that workers end and their folder goes."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # others may not set signals
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _prove(job: Path, overrides: list[str], steps: int, dtype: str, sabotage: str | None) -> Result:

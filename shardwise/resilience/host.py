@@ -43,7 +43,7 @@ CALL_SECONDS = 0.25
 """Between two calls to a leader elsewhere."""
 LAST_CALL_SECONDS = 5.0
 """How long the leader answers after the end."""
-PARTING_SECONDS = 5.0
+PARTING_SECONDS = 3.0
 """How long a worker may take to let go of a team that broke, before it is replaced."""
 ANSWER_SECONDS = 2.0
 """How long a worker may take to say where it stands."""

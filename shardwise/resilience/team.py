@@ -22,6 +22,8 @@ from typing import Any, Literal
 
 LOST_SECONDS = 10.0
 """A host that was not heard of for this long is lost."""
+QUIET_SECONDS = 2.0
+"""A host that was not heard of for this long may be lost: nobody is put into a team with it."""
 PATIENCE_SECONDS = 30.0
 """How long the first team waits for the workers above the minimum."""
 ECHO_SECONDS = 1.0
@@ -187,7 +189,7 @@ class Lead:
             self._reconsider(team, now)
 
     def _broken(self, faults: list[Fault], now: float) -> None:
-        if all(fault.echo for fault in faults) and time.time() - min(fault.at for fault in faults) < ECHO_SECONDS:
+        if all(fault.echo for fault in faults) and self._cause_may_come(faults, now):
             return
         fatal = [fault for fault in faults if fault.status is not None]
         first = min(fatal or faults, key=lambda fault: (fault.echo, fault.kind == "host lost", fault.at))
@@ -203,6 +205,11 @@ class Lead:
             self.orders = replace(self.orders, wish="end", status=1, message=_in_vain(alike))
         else:
             self._form(now, first)
+
+    def _cause_may_come(self, faults: list[Fault], now: float) -> bool:
+        """Whether some host may still say why a peer is gone, or turn out to be lost."""
+        quiet = any(now - seen > QUIET_SECONDS for _, seen in self._reports.values())
+        return quiet or time.time() - min(fault.at for fault in faults) < ECHO_SECONDS
 
     def _form(self, now: float, fault: Fault | None) -> None:
         """The next team, if there are enough workers; the first waits a while for all of them."""

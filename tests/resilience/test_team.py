@@ -91,6 +91,20 @@ def test_a_peer_that_is_gone_is_no_cause_while_the_cause_may_still_come() -> Non
     assert (orders.team.generation, orders.team.fault) == (2, cause)
 
 
+def test_a_peer_that_is_gone_with_a_host_that_fell_silent_is_not_tried_again_before_the_host_is_lost() -> None:
+    judge = lead(2, 4)
+    decide(judge, 0, host("a", 2), host("b", 2))
+    echo = fault(1, echo=True, at=time.time() - 5)
+    orders = decide(judge, 5, host("a", 2, generation=1, faults=(echo,)))
+    assert orders.team is not None
+    assert orders.team.generation == 1
+    orders = decide(judge, LOST_SECONDS + 1, host("a", 2, generation=1, faults=(echo,)))
+    assert orders.team is not None
+    assert (orders.team.generation, len(orders.team.members)) == (2, 2)
+    assert orders.team.fault is not None
+    assert orders.team.fault.kind == "host lost"
+
+
 def test_a_peer_that_is_gone_without_a_cause_still_leads_to_a_new_team() -> None:
     judge = lead(2, 2)
     decide(judge, 0, host("a", 2))
