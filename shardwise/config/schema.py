@@ -257,9 +257,7 @@ class Recovery(Section):
     hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
         None, description="seconds without a step done that count as a hang; left out: 30 times the usual step, at least 60"
     )
-    start_seconds: float = Field(
-        1800.0, gt=0, description="seconds that count as a hang before the first step, in an evaluation or in a save"
-    )
+    start_seconds: float = Field(1800.0, gt=0, description="seconds until the first step is done that count as a hang")
     copies: NonNegative = Field(
         0, description="steps between copies of each device's state in a neighbour's memory, to recover without storage; 0: none"
     )

@@ -92,9 +92,10 @@ class _Process:
 
     def hang_limit(self, recovery: Recovery) -> float:
         """Seconds without a step done that count as a hang now."""
-        if self.phase != "step" or not self.seconds:
+        if self.phase in ("build", "restore") or not self.seconds:
             return recovery.start_seconds
-        return recovery.hang_seconds or max(60.0, 30.0 * statistics.median(self.seconds))
+        step = recovery.hang_seconds or max(60.0, 30.0 * statistics.median(self.seconds))
+        return step if self.phase == "step" else max(step, min(10 * step, recovery.start_seconds))
 
 
 class Host:

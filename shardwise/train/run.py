@@ -161,7 +161,8 @@ def _loop(training: Training, voice: Silence, line: Alone, signalled: Callable[[
         voice.step(done, loss)
         log.info("step %d: %.6f s, %s", done.step, done.seconds, done.spans)
         if last or done.stop or (every and training.step % every == 0):
-            line.progress("save", training.step)
+            if last or done.stop:
+                line.progress("save", training.step)
             save(training, wait=last or done.stop)
             saved_at = training.step
         voice.saves(training.checkpointer.outcomes())
