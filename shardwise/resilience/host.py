@@ -71,6 +71,7 @@ class _Process:
     rank: int = 0
     step: int = 0
     phase: str = "build"
+    reads: str = "unknown data"
     changed: float = field(default_factory=time.monotonic)
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     wished: str | None = None
@@ -186,6 +187,9 @@ class Host:
             one.seconds.append(now - one.changed)
         one.phase, one.step, one.changed, one.asked_where, one.where = phase, step, now, None, None
         self._step = max(self._step, step)
+
+    def _on_reads(self, one: _Process, rows: str) -> None:
+        one.reads = rows
 
     def _on_broke(self, one: _Process, _: None) -> None:
         fault = Fault("failed", one.rank, one.step + 1, "a peer is gone", time.time(), one.generation, echo=True)
@@ -413,7 +417,7 @@ class Host:
         who = f"rank {ranks} does not answer" if silent else "every worker waits for another"
         cause = f"no step was done for {seconds:.0f} s, and {who}; the stacks are in {told}"
         rank = culprits[0].rank if silent else None
-        fault = Fault("hung", rank, culprits[0].step + 1, cause, time.time(), self._generation)
+        fault = Fault("hung", rank, culprits[0].step + 1, cause, time.time(), self._generation, reads=culprits[0].reads)
         self._faults.append(fault)
         if silent:
             time.sleep(0.1)
@@ -447,7 +451,8 @@ def _died(one: _Process, logs: Path) -> Fault:
         cause = f"worker {one.rank} was ended by {signal.Signals(-code).name}.{hint} Its log: {log}"
     else:
         cause = f"worker {one.rank} ended with status {code}. Its log: {log}"
-    return Fault("died", one.rank, one.step + 1 if one.phase != "build" else 0, cause, time.time(), one.generation)
+    step = one.step + 1 if one.phase != "build" else 0
+    return Fault("died", one.rank, step, cause, time.time(), one.generation, reads=one.reads)
 
 
 class _Signals:

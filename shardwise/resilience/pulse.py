@@ -43,6 +43,9 @@ class Alone:
     def progress(self, phase: Phase, step: int) -> None:
         """This phase began, or this step is done."""
 
+    def reads(self, rows: str) -> None:
+        """What of every step's data is this worker's, to be named should it die."""
+
     def broke(self) -> None:
         """The team is no more: a peer is gone."""
 
@@ -75,6 +78,9 @@ class Pulse(Alone):
     def progress(self, phase: Phase, step: int) -> None:
         self._step = step + 1 if phase != "build" else 0
         self._send("progress", (phase, step))
+
+    def reads(self, rows: str) -> None:
+        self._send("reads", rows)
 
     def broke(self) -> None:
         self._send("broke", None)

@@ -53,6 +53,8 @@ class Fault:
     status: int | None = None
     """Set where trying again cannot help: what the command ends with."""
     trace: str = ""
+    reads: str = ""
+    """What of the step's data was the worker's, where it could not say so itself."""
     echo: bool = False
     """Whether it only tells that a peer is gone, which some other fault explains."""
 
@@ -269,5 +271,5 @@ def _in_vain(alike: list[Fault]) -> str:
     trace = f"{last.trace.rstrip()}\n" if last.trace else ""
     return (
         f"{trace}{where} failed {len(alike)} times in a row, so the run stops instead of trying it forever. "
-        f"The last time{who}: {last.cause}"
+        f"The last time{who}: {last.cause}{f'; it had {last.reads}' if last.reads else ''}"
     )

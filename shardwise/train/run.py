@@ -94,6 +94,7 @@ def _in_team(
     _present[:] = [training.traffic.ledger]
     _check_same_job(training)
     moments["built"] = time.time()
+    line.reads(_rows(training))
     line.progress("restore", 0)
     chosen = _go_on(training, team, copies)
     check_joined(training)
@@ -142,9 +143,12 @@ def _speaking(
             raise
         except Exception as error:
             training.checkpointer.abandon()
-            rows = f"rows {training.first_row} to {training.first_row + training.rows - 1} of its global batch"
-            error.add_note(f"rank {training.mesh.worker.rank} was at step {training.step + 1}, with {rows}")
+            error.add_note(f"rank {training.mesh.worker.rank} was at step {training.step + 1}, with {_rows(training)}")
             raise
+
+
+def _rows(training: Training) -> str:
+    return f"rows {training.first_row} to {training.first_row + training.rows - 1} of its global batch"
 
 
 def _loop(training: Training, voice: Silence, line: Alone, signalled: Callable[[], int | None], copies: Copies) -> int | None:

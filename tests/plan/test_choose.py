@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import Config, Train, from_tables
 from shardwise.errors import ConfigError
-from shardwise.plan import choose
+from shardwise.plan import choose, fit
 from shardwise.plan.memory import zero_bytes
 
 
@@ -71,3 +71,29 @@ def test_a_plan_covers_the_batch_exactly_or_is_refused(devices: int, batch: int,
     else:
         assert plan.layout.world == devices
         assert plan.layout.data_parallel * plan.accumulation * plan.micro_batch == batch
+
+
+@pytest.mark.parametrize(
+    ("devices", "world", "degrees"),
+    [
+        (4, 4, {"tensor": 2, "data": 2}),
+        (3, 3, {"tensor": 1, "data": 3}),
+        (2, 2, {"tensor": 2, "data": 1}),
+        (1, 1, {"tensor": 1, "data": 1}),
+        (5, 4, {"tensor": 2, "data": 2}),
+    ],
+)
+def test_a_run_that_lost_devices_gets_a_layout_near_the_one_asked_for(devices: int, world: int, degrees: dict[str, int]) -> None:
+    asked = from_tables({"data": {"source": "x"}, "train": {"global_batch": 12}, "layout": {"tensor": 2, "data": 2}})
+    plan = fit(asked, devices, least=1)
+    assert plan is not None
+    assert plan.layout.world == world
+    assert {axis: getattr(plan.layout, axis) for axis in degrees} == degrees
+
+
+def test_fewer_devices_than_allowed_give_no_plan() -> None:
+    asked = from_tables({"data": {"source": "x"}, "train": {"global_batch": 4}, "layout": {"data": 4}})
+    assert fit(asked, 1, least=2) is None
+    three = fit(asked, 3, least=1)
+    assert three is not None
+    assert (three.layout.world, three.layout.data) != (3, 3), "a batch of 4 does not divide by 3"

@@ -216,11 +216,11 @@ def test_the_same_step_failing_again_and_again_ends_the_run_and_is_named(attempt
     for generation in range(1, attempts):
         bad = fault(generation, step=7, cause="bad row")
         assert decide(judge, generation, host("a", 2, generation=generation, faults=(bad,))).wish == "work"
-    bad = fault(attempts, step=7, cause="bad row")
+    bad = fault(attempts, step=7, cause="bad row", reads="rows 8 to 15")
     orders = decide(judge, 99, host("a", 2, generation=attempts, faults=(bad,)))
     assert (orders.wish, orders.status) == ("end", 1)
     assert orders.message.startswith(f"step 7 failed {attempts} times in a row")
-    assert "(rank 1): bad row" in orders.message
+    assert "(rank 1): bad row; it had rows 8 to 15" in orders.message
 
 
 def test_failures_at_different_steps_never_end_the_run() -> None:

@@ -14,6 +14,7 @@ from ranks.pool import Pool
 from shardwise.checkpoint import checkpoints
 from shardwise.config import from_tables
 from shardwise.errors import RunFailed
+from shardwise.resilience.pulse import Alone
 from shardwise.train.build import restore
 from shardwise.train.run import run
 from shardwise.train.steps import steps
@@ -57,7 +58,7 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(corpus: str, tmp_pat
     train = {"precision": "float32", "learning_rate": 1e25, "clip": False, "warmup": 0, "schedule": "constant", "steps": 9}
     tables = job(corpus, train=train, checkpoint={"every": 1, "keep": 20}, run={"folder": str(tmp_path)})
     with pytest.raises(RunFailed, match="The weights were not touched, and checkpoints are kept"):
-        run(from_tables(tables), ALONE)
+        run(from_tables(tables), Alone(ALONE))
     saved = checkpoints(tmp_path / "checkpoints")
     assert saved
     training = start(ALONE, tables)
