@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -49,6 +50,8 @@ ANSWER_SECONDS = 2.0
 """How long a worker may take to say where it stands."""
 OTHERS_SECONDS = 5.0
 """How long to wait, in a hang without a culprit here, for another host to find one."""
+SAY_SECONDS = 5.0
+"""How long a run waits for workers before it says so."""
 RETRY_SECONDS = 60.0
 """How long a slot rests after two workers in a row did not come up in it."""
 SHUTDOWN_SECONDS = 300.0
@@ -131,6 +134,7 @@ class Host:
         self._signals: list[int] = []
         self._signalled = 0.0
         self._told = 0
+        self._lacking_since, self._said_lacking = time.monotonic(), False
         self._called, self._heard = 0.0, time.monotonic()
         """When the leader was last called, and when it last answered."""
         self._orders = Orders()
@@ -214,10 +218,20 @@ class Host:
             if one.state == "working" and not one.discarded:
                 self._faults.append(one.fault or _died(one, self.logs))
             elif one.state == "starting" and not one.discarded:
-                self._stillborn[one.slot] += 1
-                if self._stillborn[one.slot] >= 2:
-                    self.slots[one.slot] = time.monotonic() + RETRY_SECONDS
-                    self.record("slot_rests", host=self.name, slot=one.slot, cause=_died(one, self.logs).cause)
+                self._not_up(one, one.fault or _died(one, self.logs))
+
+    def _not_up(self, one: _Process, fault: Fault) -> None:
+        """A worker ended before it was ready: the second time, its slot rests; if all do, so does the host."""
+        if fault.status is not None:
+            raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
+        self._stillborn[one.slot] += 1
+        if self._stillborn[one.slot] < 2:
+            return
+        self.slots[one.slot] = time.monotonic() + RETRY_SECONDS
+        self.record("slot_rests", host=self.name, slot=one.slot, cause=fault.cause)
+        if all(count >= 2 for count in self._stillborn.values()):
+            trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
+            raise RunFailed(f"{trace}no worker comes up on {self.name}: {fault.cause}")
 
     def _fill(self) -> None:
         """A process for every slot that does not rest."""
@@ -273,11 +287,12 @@ class Host:
         """What the leader wants; None if it cannot be reached."""
         now = time.monotonic()
         if self.lead is not None:
+            self.lead.hear(self._report(), now)  # first of all: rank 0 is to be here
             for report, heard in self.meeting.heard() if self.meeting else []:
                 self.lead.hear(report, heard)
-            self.lead.hear(self._report(), now)
             self._orders = self.lead.decide(now)
             self._tell_faults(self.lead)
+            self._say_what_lacks(self.lead, now)
             if self.meeting:
                 self.meeting.tell(self._orders)
             return self._orders
@@ -294,6 +309,14 @@ class Host:
             facts = {"kind": fault.kind, "rank": fault.rank, "step": fault.step, "cause": fault.cause}
             self.record("fault", **facts, generation=fault.generation)
         self._told = len(lead.faults)
+
+    def _say_what_lacks(self, lead: Lead, now: float) -> None:
+        """Once, if it lasts: a run that waits should not look like one that hangs."""
+        if lead.lacks is None:
+            self._lacking_since, self._said_lacking = now, False
+        elif now - self._lacking_since > SAY_SECONDS and not self._said_lacking:
+            self._said_lacking = True
+            print(lead.lacks, file=sys.stderr, flush=True)
 
     def _out_of_reach(self) -> None:
         """Workers that the leader takes for lost are of no use: the run goes on without them until it is found again."""

@@ -152,6 +152,8 @@ class Lead:
         self.orders = Orders()
         self.faults: list[Fault] = []
         """Every fault so far, one for each team that broke: the first cause."""
+        self.lacks: str | None = None
+        """What keeps the next team from being formed."""
         self._reports: dict[str, tuple[Report, float]] = {}
         self._enough_since: float | None = None
         self._reached = 0
@@ -219,7 +221,9 @@ class Lead:
         found = self.fit(min(len(slots), self.bounds.most)) if len(slots) >= self.bounds.least else None
         if found is None or found[0] < self.bounds.least:
             self._enough_since = None
+            self.lacks = f"waiting for workers: {len(slots)} are there, at least {self.bounds.least} are needed"
             return
+        self.lacks = None
         self._enough_since = now if self._enough_since is None else self._enough_since
         if before is None and len(slots) < self.bounds.most and now - self._enough_since < PATIENCE_SECONDS:
             return

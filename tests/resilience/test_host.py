@@ -15,9 +15,10 @@ import pytest
 from pretend import STEPS, work
 
 from shardwise.config import Recovery
-from shardwise.errors import RunFailed
+from shardwise.errors import RunFailed, UserError
 from shardwise.resilience import host as host_module
 from shardwise.resilience.host import INTERRUPTED, RESUME_ME, Host
+from shardwise.resilience.pulse import Pulse
 from shardwise.resilience.server import start_server
 from shardwise.resilience.team import Bounds, Lead
 
@@ -137,3 +138,29 @@ def _stillborn_twice(folder: str, real: Any, slot: int, pipe: Any) -> None:
         (Path(folder) / f"born-{len(marks)}").touch()
         os._exit(3)
     real(slot, pipe)
+
+
+@pytest.mark.parametrize(("error", "expected"), [("user", UserError), ("bug", RunFailed)])
+def test_workers_that_cannot_start_end_the_run_with_the_reason(tmp_path: Path, error: str, expected: type[Exception]) -> None:
+    host, _ = a_host(tmp_path, {})
+    host.start = partial(_cannot_start, error)
+    with pytest.raises(expected, match="the data is gone"):
+        host.run()
+
+
+def _cannot_start(error: str, slot: int, pipe: Any) -> None:
+    pulse = Pulse(pipe, str, lambda worker: None)
+    pulse.failed(UserError("the data is gone") if error == "user" else ValueError("the data is gone"))
+    os._exit(1)
+
+
+def test_a_run_that_waits_for_workers_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host_module, "SAY_SECONDS", 0.2)
+    host, _ = a_host(tmp_path, {})
+    assert host.lead is not None
+    host.lead.bounds = Bounds(3, 3)
+    threading.Timer(1.0, lambda: setattr(host.lead, "bounds", Bounds(2, 2))).start()
+    assert host.run() == 0
+    assert capsys.readouterr().err == "waiting for workers: 2 are there, at least 3 are needed\n"
