@@ -35,6 +35,8 @@ from shardwise.observe.files import Record
 
 PARTS = ("productive", "stragglers", "data", "checkpoint", "evaluation", "recovery", "lost", "start_up", "other")
 
+TICK = 0.002
+"""Events are written to the millisecond; what is nearer than this happened at once."""
 _CLAIMS = ("step", "checkpoint", "evaluation", "recovery", "lost", "start_up")
 """Who gets a moment that several claim: the first."""
 _BEGIN = ("start", "resume")
@@ -95,7 +97,7 @@ def _faults(timed: Sequence[_Timed]) -> list[Record]:
     """Each with the number of its recovery in the list of those; null: none."""
     spans = [(moment - event["seconds"], moment) for moment, event in timed if event["event"] == "recovery"]
     moments = [moment for moment, event in timed if event["event"] == "fault"]
-    ends = [next((index for index, (start, end) in enumerate(spans) if start <= moment <= end), None) for moment in moments]
+    ends = [next((index for index, (start, end) in enumerate(spans) if start - TICK <= moment <= end), None) for moment in moments]
     facts = _facts((event for _, event in timed), "fault")
     return [{**fault, "recovery": end} for fault, end in zip(facts, ends, strict=True)]
 
@@ -140,7 +142,7 @@ def _goes_on(timed: Sequence[_Timed], index: int) -> bool:
     broke as well, as the next generation of the same run.
     """
     moment = timed[index][0]
-    if any(end - event["seconds"] <= moment <= end for end, event in timed if event["event"] == "recovery"):
+    if any(end - event["seconds"] - TICK <= moment <= end for end, event in timed if event["event"] == "recovery"):
         return True
     marks = (*_BREAK, *_BEGIN, *_CLOSED)
     before = next((event for _, event in reversed(timed[:index]) if event["event"] in marks), None)

@@ -107,7 +107,7 @@ class Voice(Silence):
             self.sinks.event("skip_checkpoint", checkpoint=skipped, reason=reason)
             self.progress.message(f"warning: {reason} It was skipped.")
         folder = checkpoint_folder(training.config)
-        ours = resumed_from is not None and same_place(parent(resumed_from), folder)
+        ours = beginning.again or (resumed_from is not None and same_place(parent(resumed_from), folder))
         if moved := set_aside(folder, after=training.step if ours else -1):
             self.progress.message(f"checkpoints of an earlier run, later than step {training.step}, are now in {moved}")
         if resumed_from:
@@ -115,6 +115,9 @@ class Voice(Silence):
             self.progress.message(f"resumed from {resumed_from}")
             for change in changed_data(read_manifest(resumed_from), training.config):
                 self.progress.message(f"note: {change}, so the data goes on in another order than the run began with")
+        elif training.step:
+            self.sinks.event("resume", step=training.step, checkpoint=None, **self._machine())
+            self.progress.message("resumed from the copies in the workers' memories")
         else:
             self.sinks.event("start", **self._machine())
         if beginning.again:

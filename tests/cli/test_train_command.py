@@ -102,10 +102,11 @@ def test_a_stopped_run_goes_on_with_the_same_losses_to_the_last_bit(
     assert losses(tmp_path / "halved") == losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("copies", [0, 1])
 def test_a_killed_worker_is_replaced_and_the_losses_are_those_of_a_run_without_a_fault(
-    shardwise: Shardwise, tmp_path: Path
+    shardwise: Shardwise, tmp_path: Path, copies: int
 ) -> None:
-    arguments = ["train.steps=40", "layout.data=2", "checkpoint.every=5"]
+    arguments = ["train.steps=40", "layout.data=2", "checkpoint.every=5", f"recovery.copies={copies}"]
     trained(shardwise("train", *JOB, *arguments, "run.folder=whole"))
     process = start(tmp_path, *arguments, "run.folder=run")
     wait_for_step(tmp_path / "run", 8)
@@ -119,6 +120,8 @@ def test_a_killed_worker_is_replaced_and_the_losses_are_those_of_a_run_without_a
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events if event["event"] == "fault"] == ["died"]
+    assert next(event["lost_steps"] for event in events if event["event"] == "recovery") <= (1 if copies else 5)
+    assert not list((tmp_path / "run").glob("checkpoints.old-*")), "its own checkpoints stay where they are"
 
 
 def test_a_run_that_goes_on_with_other_data_says_so(shardwise: Shardwise) -> None:
