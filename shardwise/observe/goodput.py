@@ -95,9 +95,9 @@ def _facts(events: Iterable[Record], name: str) -> list[Record]:
 
 def _faults(timed: Sequence[_Timed]) -> list[Record]:
     """Each with the number of its recovery in the list of those; null: none."""
-    spans = [(moment - event["seconds"], moment) for moment, event in timed if event["event"] == "recovery"]
+    spans = [(moment - event["seconds"] - TICK, moment) for moment, event in timed if event["event"] == "recovery"]
     moments = [moment for moment, event in timed if event["event"] == "fault"]
-    ends = [next((index for index, (start, end) in enumerate(spans) if start - TICK <= moment <= end), None) for moment in moments]
+    ends = [next((index for index, (start, end) in enumerate(spans) if start <= moment <= end), None) for moment in moments]
     facts = _facts((event for _, event in timed), "fault")
     return [{**fault, "recovery": end} for fault, end in zip(facts, ends, strict=True)]
 
