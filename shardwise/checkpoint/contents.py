@@ -13,6 +13,7 @@ core it costs nothing where a disk is slower than 1 GB/s, and no file is read ag
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import secrets
@@ -286,5 +287,6 @@ def write_whole(folder: str | Path, manifest: Manifest, tensors: Iterable[tuple[
             facts = data.facts()
         commit(where, manifest, stored, {file: facts}, identity)
     except OSError as error:
-        where.remove(file)
+        with contextlib.suppress(OSError):
+            where.remove(file)
         raise UserError(f"the checkpoint could not be written to {where.address}: {error}") from None

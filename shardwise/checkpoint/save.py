@@ -46,8 +46,8 @@ from shardwise.checkpoint.folder import (
 from shardwise.checkpoint.shards import Planner, Reader, Writer, load_planner
 from shardwise.checkpoint.storage import storage
 from shardwise.config import Config
-from shardwise.errors import UserError
-from shardwise.mesh import Mesh
+from shardwise.errors import RunFailed, UserError
+from shardwise.mesh import Mesh, peer_is_gone
 
 T = TypeVar("T")
 State = dict[str, Tensor]
@@ -183,7 +183,7 @@ class Checkpointer:
             outcome = self._run(task, own_parts(state), None)
             self._outcomes.append(outcome)
             if wait and isinstance(outcome, SaveFailed):
-                raise UserError(outcome.message)
+                raise RunFailed(outcome.message)
         return task.address
 
     def outcomes(self) -> list[Saved | SaveFailed]:
@@ -275,6 +275,8 @@ class Checkpointer:
             log.info("the save of step %d failed", task.manifest.step, exc_info=True)
             if self.mesh.is_main:
                 _clear(task, writer.identity)
+            if peer_is_gone(error):
+                raise
             return task.failed(error)
         if self.mesh.is_main:
             _prune(task)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shardwise.cli.signals import terminated_as_interrupted
+
 if TYPE_CHECKING:
     from shardwise.config import Config, Layout
     from shardwise.mesh import Launched, Node, Worker
@@ -36,10 +38,11 @@ def train(
 ) -> None:
     """Train a model. Starts its own local workers, or joins those that torchrun, srun or a PET_* operator started."""
     try:
-        raise typer.Exit(_train(job, overrides or [], workers, (min_workers, max_workers)))
+        with terminated_as_interrupted() as terminated:
+            raise typer.Exit(_train(job, overrides or [], workers, (min_workers, max_workers)))
     except KeyboardInterrupt:
-        typer.echo("stopped before the first step", err=True)
-        raise typer.Exit(130) from None
+        typer.echo("stopped at once; what was saved is kept", err=True)
+        raise typer.Exit(75 if terminated else 130) from None
 
 
 def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits) -> int:
@@ -127,6 +130,8 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     least, most = limits[0] or limits[1] or here * nodes, limits[1] or here * nodes
     if least > most:
         raise UserError(f"--min-workers {least}: more than the {most} workers that there can be")
+    if most > 1 and (config.checkpoint.folder or "").startswith("memory:"):
+        raise UserError(f"checkpoint.folder = {config.checkpoint.folder!r}: workers do not share their memory; give a folder")
     memory = device_memory(here)
     plan = choose(config, most, memory)
     if config.model.module is not None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise._torch import count_groups_anew, flatten, part_of
@@ -196,10 +197,14 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 
 def peer_is_gone(error: BaseException | None) -> bool:
-    """Whether this only tells that another worker ended, hung up, or never came."""
+    """Whether this only tells that another worker ended, hung up, or never came. torch's collectives say so in RuntimeErrors;
+    that some server of the user's cannot be reached is another matter.
+    """
     while error is not None:
         inside = [repr(failure) for failure in getattr(error, "failures", {}).values()]
-        if isinstance(error, dist.DistNetworkError | dist.DistStoreError) or any(w in f"{error}{inside}" for w in _GONE):
+        if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+            return True
+        if isinstance(error, RuntimeError | CheckpointException) and any(words in f"{error}{inside}" for words in _GONE):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import UserError
+from shardwise.errors import RunFailed
 
 Record = dict[str, Any]
 
@@ -107,7 +107,7 @@ class explained:  # noqa: N801  (reads as a statement)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, OSError):
-            raise UserError(
+            raise RunFailed(
                 f"{self._path} cannot be written: {error.strerror or error}. Free space there or give another folder with "
                 "run.folder=PATH, then start again: training resumes from the last checkpoint in the run folder."
             ) from None

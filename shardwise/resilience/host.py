@@ -59,6 +59,15 @@ SHUTDOWN_SECONDS = 300.0
 GIVE_UP_SECONDS = 1800.0
 """How long a host looks for its leader."""
 
+
+class Stopped(Exception):
+    """The run was asked to stop when there was nothing to save, or asked twice."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("stopped at once; what was saved is kept")
+        self.status = status
+
+
 Start = Callable[[int, Connection], None]
 
 
@@ -131,6 +140,7 @@ class Host:
         self._members: dict[int, int] = {}
         """Of the present team: rank by slot."""
         self._step = 0
+        """The last step that the present team has done itself."""
         self._signals: list[int] = []
         self._signalled = 0.0
         self._told = 0
@@ -144,6 +154,9 @@ class Host:
         with _Signals(self._signals):
             try:
                 return self._run()
+            except Stopped as stopped:
+                print(stopped, file=sys.stderr)
+                return stopped.status
             finally:
                 self._kill_all()
 
@@ -189,14 +202,14 @@ class Host:
         now = time.monotonic()
         if step > one.step and one.phase == phase == "step":
             one.seconds.append(now - one.changed)
+            self._step = max(self._step, step) if one.generation == self._generation else self._step
         one.phase, one.step, one.changed, one.asked_where, one.where = phase, step, now, None, None
-        self._step = max(self._step, step)
 
     def _on_reads(self, one: _Process, rows: str) -> None:
         one.reads = rows
 
-    def _on_broke(self, one: _Process, _: None) -> None:
-        fault = Fault("failed", one.rank, one.step + 1, "a peer is gone", time.time(), one.generation, echo=True)
+    def _on_broke(self, one: _Process, words: str) -> None:
+        fault = Fault("failed", one.rank, one.step + 1, f"a peer is gone: {words}", time.time(), one.generation, echo=True)
         self._faults.append(fault)
 
     def _on_failed(self, one: _Process, fault: Fault) -> None:
@@ -204,7 +217,8 @@ class Host:
 
     def _on_done(self, one: _Process, status: int) -> None:
         one.state, one.status = "done", status
-        self._statuses[one.slot] = status
+        if one.generation == self._generation:
+            self._statuses[one.slot] = status
 
     def _on_where(self, one: _Process, where: str) -> None:
         one.where = where
@@ -224,6 +238,8 @@ class Host:
         """A worker ended before it was ready: the second time, its slot rests; if all do, so does the host."""
         if fault.status is not None:
             raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
+        if one.slot in self._members:  # its peers wait for it already
+            self._faults.append(replace(fault, rank=self._members[one.slot], step=0, generation=self._generation))
         self._stillborn[one.slot] += 1
         if self._stillborn[one.slot] < 2:
             return
@@ -340,7 +356,7 @@ class Host:
             return self._fill()
         if team.generation > self._generation:
             self._generation, self._seen = team.generation, time.monotonic()
-            self._faults, self._statuses = [], {}
+            self._faults, self._statuses, self._step = [], {}, 0
             ranks = {member: rank for rank, member in enumerate(team.members)}
             self._members = {slot: ranks[Member(self.name, slot)] for slot in self.slots if Member(self.name, slot) in ranks}
         self._fill()
@@ -456,11 +472,10 @@ class Host:
             raise RunFailed(
                 f"the workers did not stop within {SHUTDOWN_SECONDS:.0f} s and were ended; older checkpoints are kept"
             )
-        working = [one for one in self._processes.values() if one.state == "working"]
-        if not working and self.lead is not None and self._orders.team is None:
-            raise KeyboardInterrupt
-        if len(self._signals) > 1 and signal.SIGINT in self._signals[1:]:
-            raise KeyboardInterrupt
+        working = [one for one in self._processes.values() if one.state == "working" and one.phase not in ("build", "restore")]
+        again = len(self._signals) > 1 and signal.SIGINT in self._signals[1:]
+        if again or (not working and self.lead is not None):  # nothing has been trained that is not saved
+            raise Stopped(INTERRUPTED if signal.SIGINT in self._signals else RESUME_ME)
         if self.lead is not None and self._orders.wish == "work" and self._orders.team is not None:
             self.lead.orders = replace(self._orders, wish="stop")
 

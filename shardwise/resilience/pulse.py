@@ -46,7 +46,7 @@ class Alone:
     def reads(self, rows: str) -> None:
         """What of every step's data is this worker's, to be named should it die."""
 
-    def broke(self) -> None:
+    def broke(self, words: str) -> None:
         """The team is no more: a peer is gone."""
 
     def wish(self) -> str | None:
@@ -76,14 +76,14 @@ class Pulse(Alone):
         return place
 
     def progress(self, phase: Phase, step: int) -> None:
-        self._step = step + 1 if phase != "build" else 0
+        self._step = {"build": 0, "restore": step + 1, "step": step + 1}.get(phase, step)
         self._send("progress", (phase, step))
 
     def reads(self, rows: str) -> None:
         self._send("reads", rows)
 
-    def broke(self) -> None:
-        self._send("broke", None)
+    def broke(self, words: str) -> None:
+        self._send("broke", words)
 
     def failed(self, error: BaseException) -> None:
         """This worker ends, and why."""

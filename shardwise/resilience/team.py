@@ -22,6 +22,8 @@ from typing import Any, Literal
 
 LOST_SECONDS = 10.0
 """A host that was not heard of for this long is lost."""
+FRUITLESS = 3
+"""So many times the attempts at one step may a run fail at various steps without getting on."""
 QUIET_SECONDS = 2.0
 """A host that was not heard of for this long may be lost: nobody is put into a team with it."""
 PATIENCE_SECONDS = 30.0
@@ -97,6 +99,7 @@ class Report:
     idle: bool = True
     """Whether all its workers have left that team."""
     step: int = 0
+    """The last step that the team has done itself; 0: none yet."""
     faults: tuple[Fault, ...] = ()
     done: int | None = None
     """The exit status of its workers, once all of the team's have ended well."""
@@ -157,6 +160,8 @@ class Lead:
         self._reports: dict[str, tuple[Report, float]] = {}
         self._enough_since: float | None = None
         self._reached = 0
+        self._furthest, self._fruitless = 0, 0
+        """The furthest step of any fault, and the faults since that came no further."""
 
     def hear(self, report: Report, now: float) -> None:
         """Take note of what a host says."""
@@ -199,6 +204,8 @@ class Lead:
         first = min(fatal or faults, key=lambda fault: (fault.echo, fault.kind == "host lost", fault.at))
         if not self.faults or self.faults[-1].generation != first.generation:
             self.faults.append(first)
+            self._fruitless = 0 if first.step > self._furthest else self._fruitless + 1
+            self._furthest = max(self._furthest, first.step)
         alike = [fault for fault in self.faults[-self.attempts :] if fault.step == first.step]
         if fatal:
             self.orders = replace(self.orders, wish="end", status=first.status or 1, message=first.cause)
@@ -207,6 +214,12 @@ class Lead:
             self.orders = replace(self.orders, wish="end", status=1, message=message)
         elif len(alike) == self.attempts:
             self.orders = replace(self.orders, wish="end", status=1, message=_in_vain(alike))
+        elif self._fruitless == FRUITLESS * self.attempts:
+            message = (
+                f"{self._fruitless} failures in a row, and none got past step {self._furthest}: is checkpoint.every small enough "
+                f"for how often workers are lost? The last one: {first.cause}"
+            )
+            self.orders = replace(self.orders, wish="end", status=1, message=message)
         else:
             self._form(now, first)
 
@@ -253,8 +266,12 @@ class Lead:
             self._enough_since = None
         elif self._enough_since is None:
             self._enough_since = now
-        elif now - self._enough_since >= SETTLE_SECONDS and self._reached > team.reached:  # after a step of its own
+        elif now - self._enough_since >= SETTLE_SECONDS and self._has_stepped(team):
             self.orders, self._enough_since = replace(self.orders, wish="regroup"), None
+
+    def _has_stepped(self, team: Team) -> bool:
+        """Whether this team has done a step: it would be disturbed for nothing before."""
+        return any(report.step > 0 for report, _ in self._reports.values() if report.generation == team.generation)
 
     def _slots(self) -> list[Member]:
         """Slots fit for work, the leader's host first: hosts are heard of in the order in which they came."""

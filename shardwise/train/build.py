@@ -52,6 +52,8 @@ class Training:
 def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None) -> Training:
     """Join the peers, build the model on the mesh, and open the data."""
     mesh = join(worker, plan.layout)
+    # For modules that draw, such as dropout: the same again on each start, and on devices that hold the same activations.
+    torch.manual_seed((config.train.seed * 1_000_003 + mesh.data_index) % 2**63)
     traffic = Traffic(mesh)
     parallel = parallelise(config, plan, traffic)
     return Training(

@@ -86,6 +86,8 @@ def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connecti
 
     os.setsid()  # Ctrl-C is the host's to answer
     os.environ.update(environment)
+    logging.raiseExceptions = False  # a full disk is told once, not by every line of the log
+    log.addHandler(logging.NullHandler())  # until it is known which rank's log this is
     output = Output(Path(config.run.folder) / "logs")
     pulse = Pulse(pipe, last_collective, output.belongs_to)
     status = 1

@@ -66,7 +66,7 @@ def run(config: Config, line: Alone) -> int:
                 if not (line.recovers and peer_is_gone(error)):
                     raise
                 log.warning("a peer is gone: %s", error)
-                line.broke()
+                line.broke(str(error).splitlines()[0])
                 status = None
                 abandon()
             if status is not None:
@@ -101,7 +101,7 @@ def _in_team(
     moments["restored"] = time.time()
     line.progress("step", training.step)
     status: int | None = 0
-    if training.step < config.train.steps:
+    if training.step < config.train.steps or (team is not None and team.generation > 1):
         status = _speaking(training, Beginning(chosen, team, moments), line, signalled, copies)
     elif training.mesh.is_main:
         say_nothing_is_left(training, Path(config.run.folder))
@@ -143,7 +143,9 @@ def _speaking(
             raise
         except Exception as error:
             training.checkpointer.abandon()
-            error.add_note(f"rank {training.mesh.worker.rank} was at step {training.step + 1}, with {_rows(training)}")
+            at = f"at step {training.step + 1}, with {_rows(training)}"
+            at = at if training.step < training.config.train.steps else f"at the end, after step {training.step}"
+            error.add_note(f"rank {training.mesh.worker.rank} was {at}")
             raise
 
 

@@ -91,7 +91,7 @@ class Voice(Silence):
         self.console = error_console()
         (folder / "config.toml").write_text(to_toml(training.config))
         (folder / "plan.json").write_text(json.dumps(training.plan.to_json(), indent=1) + "\n")
-        self.lost_seconds = _seconds_after(folder / "metrics.jsonl", training.step)
+        self.lost = _seconds_after(folder / "metrics.jsonl", training.step)
         self.sinks = open_sinks(folder, training.config.observe, training.step)
         self.progress = TrainingProgress(self.console, training.config.train.steps, training.step + 1)
         self.peak = peak_flops(device_name(training.mesh.device), training.config.train.precision)
@@ -105,11 +105,11 @@ class Voice(Silence):
             header(self.console, f"shardwise train, into {self.folder}", facts(training))
         for skipped, reason in beginning.chosen.skipped:
             self.sinks.event("skip_checkpoint", checkpoint=skipped, reason=reason)
-            self.progress.message(f"warning: {reason} It was skipped.")
+            self.progress.message(f"warning: skipped {skipped}: {reason.partition('. Remove ')[0]}")
         folder = checkpoint_folder(training.config)
         ours = beginning.again or (resumed_from is not None and same_place(parent(resumed_from), folder))
         if moved := set_aside(folder, after=training.step if ours else -1):
-            self.progress.message(f"checkpoints of an earlier run, later than step {training.step}, are now in {moved}")
+            self.progress.message(f"checkpoints later than step {training.step}, which this run does again, are now in {moved}")
         if resumed_from:
             self.sinks.event("resume", step=training.step, checkpoint=resumed_from, **self._machine())
             self.progress.message(f"resumed from {resumed_from}")
@@ -136,7 +136,7 @@ class Voice(Silence):
         if team is None or team.fault is None:
             return
         now, fault = time.time(), team.fault
-        lost = max(0, team.reached - (self.training.step - 1))
+        lost, lost_seconds = len(self.lost), sum(self.lost)
         parts = {
             "detect": team.formed - fault.at,
             "restart": moments["joining"] - team.formed,
@@ -148,13 +148,13 @@ class Voice(Silence):
             "recovery",
             step=self.training.step - 1,
             lost_steps=lost,
-            lost_seconds=self.lost_seconds,
+            lost_seconds=lost_seconds,
             seconds=now - fault.at,
             parts=parts,
             generation=team.generation,
             world=len(team.members),
         )
-        self.progress.message(f"recovered in {now - fault.at:.1f} s; {lost} steps ({self.lost_seconds:.1f} s) are done again")
+        self.progress.message(f"recovered in {now - fault.at:.1f} s; {lost} steps ({lost_seconds:.1f} s) are done again")
 
     def _machine(self) -> dict[str, Any]:
         mesh = self.training.mesh
@@ -258,6 +258,6 @@ class Voice(Silence):
         self.sinks.close()
 
 
-def _seconds_after(metrics: Path, step: int) -> float:
-    """What the steps took that a run did before and does again."""
-    return sum(line.get("seconds", 0.0) for line in read_lines(metrics) if line["step"] > step) if metrics.is_file() else 0.0
+def _seconds_after(metrics: Path, step: int) -> list[float]:
+    """What each of the steps took that a run did before and does again."""
+    return [line.get("seconds", 0.0) for line in read_lines(metrics) if line["step"] > step] if metrics.is_file() else []

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from shardwise.errors import RunFailed
 from shardwise.resilience.pulse import Pulse
+from shardwise.resilience.team import Team
 
 STEPS = 12
 
@@ -20,19 +21,21 @@ def work(folder: str, deeds: dict[str, int], slot: int, pipe: Connection) -> NoR
     while (place := pulse.next_team()) is not None:
         _, team = place
         assert team is not None
-        status = _count(Path(folder), deeds, slot, pulse, team.reached)
+        status = _count(Path(folder), deeds, slot, pulse, team)
         if status is not None:
             pulse.done(status)
             os._exit(status)
-        pulse.broke()
+        pulse.broke("it hung up")
     os._exit(0)
 
 
-def _count(folder: Path, deeds: dict[str, int], slot: int, pulse: Pulse, step: int) -> int | None:
+def _count(folder: Path, deeds: dict[str, int], slot: int, pulse: Pulse, team: Team) -> int | None:
+    step = team.reached
     pulse.progress("build", 0)
     pulse.progress("step", step)
     while step < STEPS:
-        if pulse.wish() == "stop":
+        if pulse.wish() == "stop" or (folder / "stop").exists():
+            (folder / "stop").touch()
             return 130
         if pulse.wish() == "regroup":
             return None
@@ -46,9 +49,17 @@ def _count(folder: Path, deeds: dict[str, int], slot: int, pulse: Pulse, step: i
             time.sleep(600)  # as one that waits for its peer
         time.sleep(0.05)
         step += 1
+        _meet(folder, slot, f"{team.generation}-{step}", len(team.members))
         pulse.progress("step", step)
         (folder / "log").open("a").write(f"{slot} {step}\n")
     return 0
+
+
+def _meet(folder: Path, slot: int, where: str, world: int) -> None:
+    """Wait for the others, as a collective does: forever, should one be gone."""
+    (folder / f"at-{where}-{slot}").touch()
+    while len(list(folder.glob(f"at-{where}-*"))) < world and not (folder / "stop").exists():
+        time.sleep(0.005)
 
 
 def _misbehave(folder: Path, deeds: dict[str, int], step: int, pulse: Pulse) -> None:

@@ -86,9 +86,8 @@ def test_a_hang_is_noticed_by_the_steps_that_do_not_come(tmp_path: Path, monkeyp
     assert steps_of(tmp_path, 1)[-1] == STEPS
 
 
-def test_a_step_that_always_fails_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    for _ in range(3):
-        (tmp_path / "gone-4").touch()
+def test_a_step_that_always_fails_ends_the_run_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "PARTING_SECONDS", 0.2)
     host, events = a_host(tmp_path, {"always fail": 4})
     with pytest.raises(RunFailed, match=r"(?s)step 4 failed 3 times in a row.*\(rank 1\): ValueError: bad row"):
         host.run()
@@ -129,7 +128,7 @@ def test_a_slot_in_which_no_worker_comes_up_rests(tmp_path: Path, monkeypatch: p
     host, events = a_host(tmp_path, {})
     host.start = partial(_stillborn_twice, str(tmp_path), host.start)
     assert host.run() == 0
-    assert [event for event, _ in events] == ["slot_rests"]
+    assert [event for event, _ in events].count("slot_rests") == 1
 
 
 def _stillborn_twice(folder: str, real: Any, slot: int, pipe: Any) -> None:

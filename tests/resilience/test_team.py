@@ -148,9 +148,9 @@ def lost_and_back() -> tuple[Lead, float]:
 def test_a_host_that_comes_back_is_taken_in_after_a_step_and_a_save() -> None:
     judge, now = lost_and_back()
     back = host("b", 2, generation=0)
-    assert decide(judge, now + 1, host("a", 2, generation=2, idle=False, step=8), back).wish == "work"
+    assert decide(judge, now + 1, host("a", 2, generation=2, idle=False, step=0), back).wish == "work"
     later = now + 2 + SETTLE_SECONDS
-    assert decide(judge, later, host("a", 2, generation=2, idle=False, step=8), back).wish == "work", "before a step of its own"
+    assert decide(judge, later, host("a", 2, generation=2, idle=False, step=0), back).wish == "work", "before a step of its own"
     assert decide(judge, later, host("a", 2, generation=2, idle=False, step=9), back).wish == "regroup"
     assert decide(judge, later + 1, host("a", 2, generation=2, idle=False, step=9), back).wish == "regroup"
     orders = decide(judge, later + 2, host("a", 2, generation=2, idle=True, step=10), back)
@@ -230,6 +230,16 @@ def test_failures_at_different_steps_never_end_the_run() -> None:
         orders = decide(judge, generation, host("a", 2, generation=generation, faults=(fault(generation, step=generation),)))
         assert orders.wish == "work"
     assert [one.generation for one in judge.faults] == list(range(1, 50))
+
+
+def test_a_run_that_gets_nowhere_ends_and_says_so() -> None:
+    judge = lead(2, 2, attempts=2)
+    decide(judge, 0, host("a", 2))
+    for generation in range(1, 8):
+        step = [9, 8, 9, 8, 7, 8, 6][generation - 1]
+        orders = decide(judge, generation, host("a", 2, generation=generation, faults=(fault(generation, step=step),)))
+    assert (orders.wish, orders.status) == ("end", 1)
+    assert orders.message.startswith("6 failures in a row, and none got past step 9")
 
 
 def test_everything_that_is_sent_can_be_read_again() -> None:
