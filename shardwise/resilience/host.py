@@ -474,7 +474,8 @@ class Host:
             )
         working = [one for one in self._processes.values() if one.state == "working" and one.phase not in ("build", "restore")]
         again = len(self._signals) > 1 and signal.SIGINT in self._signals[1:]
-        if again or (not working and self.lead is not None):  # nothing has been trained that is not saved
+        begun = working or self._statuses or self._orders.wish != "work"
+        if again or (not begun and self.lead is not None):  # nothing has been trained that is not saved
             raise Stopped(INTERRUPTED if signal.SIGINT in self._signals else RESUME_ME)
         if self.lead is not None and self._orders.wish == "work" and self._orders.team is not None:
             self.lead.orders = replace(self._orders, wish="stop")
