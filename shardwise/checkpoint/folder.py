@@ -290,18 +290,19 @@ def hold(folder: str | Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"checkpoints cannot be written to {where.address} ({error.strerror}). Give another folder.") from None
     try:
-        _lock(descriptor, where.address)
+        lock(descriptor, f"{where.address}: another run is saving its checkpoints there now; give another checkpoint.folder")
         yield
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, address: str) -> None:
+def lock(descriptor: int, in_use: str) -> None:
+    """Take the lock of an open file or folder for as long as it is open, or answer with these words that another run has it."""
     import fcntl
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{address}: another run is saving its checkpoints there now; give another checkpoint.folder") from None
+        raise UserError(in_use) from None
     except OSError:
         pass  # a file system without locks: nothing can be known

@@ -78,26 +78,19 @@ def _leads(how: Launched) -> bool:
 @contextmanager
 def _holding(config: Config) -> Iterator[None]:
     """Make the folders of the run, and keep any other run out of them while this one lasts."""
-    import fcntl
-
-    from shardwise.checkpoint import checkpoint_folder, hold
+    from shardwise.checkpoint import checkpoint_folder, hold, lock
     from shardwise.errors import UserError
 
     folder = Path(config.run.folder)
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        held = (folder / ".lock").open("w")
     except OSError as error:
         raise UserError(
             f"run.folder = {str(folder)!r}: cannot be written ({error.strerror}). Give another, for example run.folder=runs/mine"
         ) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder") from None
-        except OSError:
-            pass  # a file system without locks: nothing can be known
+    with held:
+        lock(held.fileno(), f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder")
         with hold(checkpoint_folder(config)):
             yield
 

@@ -11,27 +11,23 @@ the messages in meeting.py, the processes below.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
 import signal
-import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
 
 from shardwise.config import Recovery
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker
 from shardwise.resilience.meeting import Caller, Meeting
+from shardwise.resilience.process import Process, died
 from shardwise.resilience.team import LOST_SECONDS, Fault, Lead, Member, Orders, Report, Team
 
 INTERRUPTED = 130
@@ -71,46 +67,6 @@ class Stopped(Exception):
 Start = Callable[[int, Connection], None]
 
 
-@dataclass
-class _Process:
-    """A worker as its host sees it."""
-
-    slot: int
-    process: BaseProcess
-    pipe: Connection
-    state: Literal["starting", "waiting", "working", "done"] = "starting"
-    generation: int = 0
-    rank: int = 0
-    step: int = 0
-    phase: str = "build"
-    reads: str = "unknown data"
-    changed: float = field(default_factory=time.monotonic)
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
-    wished: str | None = None
-    asked_where: float | None = None
-    where: str | None = None
-    fault: Fault | None = None
-    status: int | None = None
-    discarded: bool = False
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None, "it was started"
-        return self.process.pid
-
-    def send(self, kind: str, value: Any = None) -> None:
-        """A message to the worker; if it is gone, that will be noticed elsewhere."""
-        with contextlib.suppress(OSError):
-            self.pipe.send((kind, value))
-
-    def hang_limit(self, recovery: Recovery) -> float:
-        """Seconds without a step done that count as a hang now."""
-        if self.phase in ("build", "restore") or not self.seconds:
-            return recovery.start_seconds
-        step = recovery.hang_seconds or max(60.0, 30.0 * statistics.median(self.seconds))
-        return step if self.phase == "step" else max(step, min(10 * step, recovery.start_seconds))
-
-
 class Host:
     """Keeps the workers of this machine in the team that the leader wants, until the run ends."""
 
@@ -133,7 +89,7 @@ class Host:
         self.slots = dict.fromkeys(range(slots), 0.0)
         """Each slot, and until when it rests."""
         self._stillborn = dict.fromkeys(self.slots, 0)
-        self._processes: dict[int, _Process] = {}
+        self._processes: dict[int, Process] = {}
         self._generation, self._seen = 0, 0.0
         self._faults: list[Fault] = []
         self._statuses: dict[int, int] = {}
@@ -186,7 +142,7 @@ class Host:
             if isinstance(ready, Connection) and ready in by_pipe:
                 self._take(by_pipe[ready])
 
-    def _take(self, one: _Process) -> None:
+    def _take(self, one: Process) -> None:
         try:
             while one.pipe.poll():
                 kind, value = one.pipe.recv()
@@ -194,10 +150,10 @@ class Host:
         except (EOFError, OSError):
             pass
 
-    def _on_waiting(self, one: _Process, _: None) -> None:
+    def _on_waiting(self, one: Process, _: None) -> None:
         one.state, one.step, self._stillborn[one.slot] = "waiting", 0, 0
 
-    def _on_progress(self, one: _Process, value: tuple[str, int]) -> None:
+    def _on_progress(self, one: Process, value: tuple[str, int]) -> None:
         phase, step = value
         now = time.monotonic()
         if step > one.step and one.phase == phase == "step":
@@ -205,22 +161,22 @@ class Host:
             self._step = max(self._step, step) if one.generation == self._generation else self._step
         one.phase, one.step, one.changed, one.asked_where, one.where = phase, step, now, None, None
 
-    def _on_reads(self, one: _Process, rows: str) -> None:
+    def _on_reads(self, one: Process, rows: str) -> None:
         one.reads = rows
 
-    def _on_broke(self, one: _Process, words: str) -> None:
+    def _on_broke(self, one: Process, words: str) -> None:
         fault = Fault("failed", one.rank, one.step + 1, f"a peer is gone: {words}", time.time(), one.generation, echo=True)
         self._faults.append(fault)
 
-    def _on_failed(self, one: _Process, fault: Fault) -> None:
+    def _on_failed(self, one: Process, fault: Fault) -> None:
         one.fault = fault
 
-    def _on_done(self, one: _Process, status: int) -> None:
-        one.state, one.status = "done", status
+    def _on_done(self, one: Process, status: int) -> None:
+        one.state = "done"
         if one.generation == self._generation:
             self._statuses[one.slot] = status
 
-    def _on_where(self, one: _Process, where: str) -> None:
+    def _on_where(self, one: Process, where: str) -> None:
         one.where = where
 
     def _bury(self) -> None:
@@ -230,11 +186,11 @@ class Host:
             one.pipe.close()
             del self._processes[one.slot]
             if one.state == "working" and not one.discarded:
-                self._faults.append(one.fault or _died(one, self.logs))
+                self._faults.append(one.fault or died(one, self.logs))
             elif one.state == "starting" and not one.discarded:
-                self._not_up(one, one.fault or _died(one, self.logs))
+                self._not_up(one, one.fault or died(one, self.logs))
 
-    def _not_up(self, one: _Process, fault: Fault) -> None:
+    def _not_up(self, one: Process, fault: Fault) -> None:
         """A worker ended before it was ready: the second time, its slot rests; if all do, so does the host."""
         if fault.status is not None:
             raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
@@ -255,19 +211,19 @@ class Host:
             if slot not in self._processes and self._statuses.get(slot) is None:
                 self._processes[slot] = self._fork(slot)
 
-    def _fork(self, slot: int) -> _Process:
+    def _fork(self, slot: int) -> Process:
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
         process = context.Process(target=self.start, args=(slot, theirs), daemon=True)
         process.start()
         theirs.close()
-        return _Process(slot, process, ours)
+        return Process(slot, process, ours)
 
     def _fit(self) -> list[int]:
         now = time.monotonic()
         return [slot for slot, rests_until in self.slots.items() if rests_until <= now]
 
-    def _discard(self, one: _Process) -> None:
+    def _discard(self, one: Process) -> None:
         """End a worker that is of no use any more: that is no fault of the team's."""
         one.discarded = True
         one.process.kill()
@@ -371,7 +327,7 @@ class Host:
                 one.send(orders.wish)
         return None
 
-    def _enlist(self, one: _Process, team: Team) -> None:
+    def _enlist(self, one: Process, team: Team) -> None:
         one.state, one.generation, one.rank = "working", team.generation, self._members[one.slot]
         one.phase, one.changed, one.wished = "build", time.monotonic(), None
         one.seconds.clear()
@@ -444,7 +400,7 @@ class Host:
             return
         self._end_hang(working, silent or working, now - late[0].changed)
 
-    def _end_hang(self, working: list[_Process], culprits: list[_Process], seconds: float) -> None:
+    def _end_hang(self, working: list[Process], culprits: list[Process], seconds: float) -> None:
         """Keep what every worker said, and end those that cannot go on."""
         told = self.logs / f"hang-{self._generation}.txt"
         silence = "does not answer: it is stopped, or stuck in code that holds Python's lock\n"
@@ -479,19 +435,6 @@ class Host:
             raise Stopped(INTERRUPTED if signal.SIGINT in self._signals else RESUME_ME)
         if self.lead is not None and self._orders.wish == "work" and self._orders.team is not None:
             self.lead.orders = replace(self._orders, wish="stop")
-
-
-def _died(one: _Process, logs: Path) -> Fault:
-    """What can be said of a worker that left no word."""
-    code = one.process.exitcode or 0
-    log = logs / f"rank-{one.rank}.log"
-    if code < 0:
-        hint = " The machine may be out of memory." if -code == signal.SIGKILL else ""
-        cause = f"worker {one.rank} was ended by {signal.Signals(-code).name}.{hint} Its log: {log}"
-    else:
-        cause = f"worker {one.rank} ended with status {code}. Its log: {log}"
-    step = one.step + 1 if one.phase != "build" else 0
-    return Fault("died", one.rank, step, cause, time.time(), one.generation, reads=one.reads)
 
 
 class _Signals:

@@ -1,0 +1,69 @@
+"""A worker as its host sees it: a process in a slot, what it last said, and what can be said of it once it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.config import Recovery
+from shardwise.resilience.team import Fault
+
+
+@dataclass
+class Process:
+    """A worker as its host sees it."""
+
+    slot: int
+    process: BaseProcess
+    pipe: Connection
+    state: Literal["starting", "waiting", "working", "done"] = "starting"
+    generation: int = 0
+    rank: int = 0
+    step: int = 0
+    phase: str = "build"
+    reads: str = "unknown data"
+    changed: float = field(default_factory=time.monotonic)
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+    wished: str | None = None
+    asked_where: float | None = None
+    where: str | None = None
+    fault: Fault | None = None
+    discarded: bool = False
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None, "it was started"
+        return self.process.pid
+
+    def send(self, kind: str, value: Any = None) -> None:
+        """A message to the worker; if it is gone, that will be noticed elsewhere."""
+        with contextlib.suppress(OSError):
+            self.pipe.send((kind, value))
+
+    def hang_limit(self, recovery: Recovery) -> float:
+        """Seconds without a step done that count as a hang now."""
+        if self.phase in ("build", "restore") or not self.seconds:
+            return recovery.start_seconds
+        step = recovery.hang_seconds or max(60.0, 30.0 * statistics.median(self.seconds))
+        return step if self.phase == "step" else max(step, min(10 * step, recovery.start_seconds))
+
+
+def died(one: Process, logs: Path) -> Fault:
+    """What can be said of a worker that left no word."""
+    code = one.process.exitcode or 0
+    log = logs / f"rank-{one.rank}.log"
+    if code < 0:
+        hint = " The machine may be out of memory." if -code == signal.SIGKILL else ""
+        cause = f"worker {one.rank} was ended by {signal.Signals(-code).name}.{hint} Its log: {log}"
+    else:
+        cause = f"worker {one.rank} ended with status {code}. Its log: {log}"
+    step = one.step + 1 if one.phase != "build" else 0
+    return Fault("died", one.rank, step, cause, time.time(), one.generation, reads=one.reads)
