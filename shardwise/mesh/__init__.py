@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwise.mesh.launched import ALONE, Launched, Node, Worker, launched, worker_environment
+from shardwise.mesh.launched import ALONE, Launched, Node, Worker, cores, launched, worker_environment
 
 if TYPE_CHECKING:
-    from shardwise.mesh.devices import cores, device_memory, device_name, local_gpus
+    from shardwise.mesh.devices import device_memory, device_name, local_gpus
     from shardwise.mesh.mesh import RANK_AXES, Mesh, abandon, join, leave, open_meeting_place, peer_is_gone
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "worker_environment",
 ]
 
-_DEVICES = ("cores", "device_memory", "device_name", "local_gpus")
+_DEVICES = ("device_memory", "device_name", "local_gpus")
 
 
 def __getattr__(name: str) -> Any:

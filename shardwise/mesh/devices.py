@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import psutil
 import torch
 
-from shardwise.mesh.launched import Worker
+from shardwise.mesh.launched import Worker, cores
 
 
 def local_gpus() -> int:
     """GPUs that this process may use."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
 def pick_device(worker: Worker) -> torch.device:

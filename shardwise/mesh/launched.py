@@ -125,9 +125,13 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     return int(text)
 
 
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
 def worker_environment(workers: int, interface: str | None) -> dict[str, str]:
     """What our own workers need in their environment: a fair share of the cores, and the network that leads to the others."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    threads = str(max(1, cores // workers))
+    threads = str(max(1, cores() // workers))
     wanted = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": interface} if interface else {})}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}

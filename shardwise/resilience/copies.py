@@ -68,11 +68,13 @@ class Copies:
         self._sizes = [0] * mesh.worker.world
         dist.all_gather_object(self._sizes, sum(_bytes(tensor) for tensor in state.values()), group=self._group)
 
+    def due(self, mesh: Mesh, step: int) -> bool:
+        """Whether this step is to be kept."""
+        return bool(self.every) and mesh.worker.world > 1 and step % self.every == 0
+
     def take(self, mesh: Mesh, step: int, state: State, facts: dict[str, Any]) -> None:
         """Keep this step's state, and swap it with the neighbours while training goes on."""
         world, rank = mesh.worker.world, mesh.worker.rank
-        if not self.every or world == 1 or step % self.every:
-            return
         layout = _key(mesh)
         if self._kept and self._kept[-1].thread is not None:
             self._kept[-1].thread.join()

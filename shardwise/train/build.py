@@ -90,12 +90,16 @@ def save(training: Training, wait: bool = True) -> str:
 
 def keep_copy(training: Training, copies: Copies) -> None:
     """Swap the state of the step reached with a neighbour, if it is time to."""
+    if not copies.due(training.mesh, training.step):
+        return
     facts = {"step": training.step, "scale": asdict(training.scale)}
     copies.take(training.mesh, training.step, _state_and_random(training), facts)
 
 
 def recall(training: Training, copies: Copies) -> bool:
     """Continue from the copies in the workers' memories, if they have all of a step that is not older than what is saved."""
+    if not copies.every:
+        return False
     state = _state_and_random(training)
     copies.join(training.mesh, state)
     step = copies.newest(training.mesh)
