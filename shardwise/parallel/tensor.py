@@ -85,7 +85,13 @@ def _is_whole(parameter: Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
-    return AXIS in names and isinstance(parameter.placements[names.index(AXIS)], Replicate)
+    own = [placement for name, placement in zip(names, parameter.placements, strict=True) if _is_of_axis(name)]
+    return bool(own) and all(isinstance(placement, Replicate) for placement in own)
+
+
+def _is_of_axis(name: str) -> bool:
+    """Whether a dim of the grid is the tensor axis, which has two parts where experts borrow one of them."""
+    return all(part.partition(".")[0] == AXIS for part in name.split(" x "))
 
 
 def _split_dim(role: Role, module: nn.Module, name: str, traffic: Traffic) -> int | None:

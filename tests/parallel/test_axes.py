@@ -58,6 +58,7 @@ ALONE = [
     Row(layout(data=2, expert=2), "experts"),
     Row(layout(data=4, expert=2, zero=3), "experts"),
     Row(layout(tensor=2, expert=2), "experts"),
+    Row(layout(tensor=4, expert=2), "experts"),  # experts borrow a part of the axis
     Row(layout(context=2, expert=2), "experts"),
 ]
 PIPELINES = [
