@@ -136,8 +136,17 @@ class _Stage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of a micro-batch's output, which is remembered until its backward is done."""
-        operations = super().get_fwd_send_ops(fwd_chunk_id)
+        operations = self._counted(super().get_fwd_send_ops(fwd_chunk_id))
         self.sent[fwd_chunk_id] = [operation.tensor for operation in operations]
+        return operations
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The sends of the gradients of a micro-batch's input."""
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
+        for operation in operations:
+            self.traffic.count("send", AXIS, operation.tensor)
         return operations
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
