@@ -98,7 +98,12 @@ def measure(worker: Worker, folder: Path, zero: int) -> dict[str, float]:
         with _watched(training, live, held):
             for _ in steps(training):
                 pass
-    return {"held": held[-1] - buffers, "fullest": live.fullest - buffers, "formula": plan.state_bytes.total}
+    return {
+        "held": held[-1] - buffers,
+        "fullest": live.fullest - buffers,
+        "formula": plan.state_bytes.total,
+        "parameters": plan.parameters,
+    }
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from shardwise.config.read import from_tables, read
 from shardwise.config.schema import (
     AXES,
     Checkpoint,
+    Cluster,
     Config,
     Data,
     Layout,
@@ -29,7 +30,7 @@ from shardwise.config.schema import (
     Source,
     Train,
 )
-from shardwise.config.write import to_toml
+from shardwise.config.write import tables_to_toml, to_toml
 
 __all__ = [
     "AXES",
@@ -37,6 +38,7 @@ __all__ = [
     "PRESETS",
     "SPLIT_BACKWARD",
     "Checkpoint",
+    "Cluster",
     "Config",
     "Data",
     "Layout",
@@ -59,5 +61,6 @@ __all__ = [
     "read",
     "sequence_multiple",
     "stages_on_a_rank",
+    "tables_to_toml",
     "to_toml",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from shardwise.config.schema import Data, Layout, Model, Section, Train
+from shardwise.config.schema import Cluster, Data, Layout, Model, Section, Train
 
 
 def problems_across(sections: Mapping[str, Section]) -> list[str]:
@@ -23,6 +23,8 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
         found += _train(train)
     if isinstance(layout, Layout):
         found += _layout(layout)
+    if isinstance(cluster := sections.get("cluster"), Cluster) and cluster.preset and cluster.file:
+        found.append("cluster.preset and cluster.file are both given; keep one (a file may itself start from a preset)")
     if isinstance(model, Model) and isinstance(data, Data):
         found += _positions(model, data)
     return found

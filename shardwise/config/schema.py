@@ -224,6 +224,17 @@ class Layout(Section):
         return self.replica * self.data
 
 
+class Cluster(Section):
+    """What the job runs on, for the planner. Left out: this machine, measured once."""
+
+    preset: str | None = Field(
+        None, description="a named cluster, with a number of devices: `h100x64`; the names are in docs/planner.md"
+    )
+    file: str | None = Field(None, description="a cluster file, as `shardwise probe` writes it, instead of a preset")
+    devices: Positive | None = Field(None, description="devices to plan for; left out: all that the preset or the file names")
+    margin: float = Field(0.08, ge=0, lt=1, description="share of a device's memory that a plan leaves free")
+
+
 class Checkpoint(Section):
     """When to save, where, and what to start from."""
 
@@ -289,6 +300,7 @@ class Config(Section):
     data: Data = Field(default_factory=Data, description="what to train on")  # type: ignore[arg-type]
     train: Train = Field(default_factory=Train, description="how to train")  # type: ignore[arg-type]
     layout: Layout = Field(default_factory=Layout, description="who computes what; left out: chosen")  # type: ignore[arg-type]
+    cluster: Cluster = Field(default_factory=Cluster, description="what it runs on; left out: this machine")  # type: ignore[arg-type]
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")  # type: ignore[arg-type]
     recovery: Recovery = Field(default_factory=Recovery, description="surviving failures")  # type: ignore[arg-type]
     observe: Observe = Field(default_factory=Observe, description="what to show and keep")  # type: ignore[arg-type]

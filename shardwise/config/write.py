@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from shardwise.config.schema import Config
@@ -18,6 +19,12 @@ def to_toml(config: Config) -> str:
             lines.append("clip = false")
         blocks.append("\n".join([f"[{name}]", *lines]))
     return "\n\n".join(blocks) + "\n"
+
+
+def tables_to_toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """A few keys of a few sections, to paste into a job."""
+    blocks = (["[" + name + "]", *(f"{key} = {_value(value)}" for key, value in table.items())] for name, table in tables.items())
+    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
 
 
 def _unset(value: Any) -> bool:

@@ -34,6 +34,8 @@ class Plan:
     state_bytes: StateBytes
     reason: str
     flop_convention: str = FLOP_CONVENTION
+    predicted: dict[str, Any] | None = None
+    """What a step will take (plan/forecast.py), where the cluster is known."""
 
     def to_json(self) -> dict[str, Any]:
         """What plan.json holds."""
@@ -47,6 +49,7 @@ class Plan:
             "flop_convention": self.flop_convention,
             "memory_gib": {**memory, "states": self.state_bytes.total / GIB},
             "reason": self.reason,
+            "predicted": self.predicted,
         }
 
 

@@ -17,17 +17,20 @@ then costs what ZeRO-2 does.
 
 Inside a micro-batch more is alive for a while, and belongs to the activations: without sharding, the copies of the weights in
 the computing dtype that backward will need (c P at the end of forward, 2P in bfloat16); with it, the units gathered just then
-and one unit's buffers. `python benchmarks/memory.py` measures both; the table above holds there within 3 %.
+and one unit's buffers. `python benchmarks/memory.py` measures both.
+
+P and P/N stand for counts weight by weight (plan/slices.py): ZeRO pads rows until they divide, so gathered weights and shards are
+a little more than P and P/N. Where FSDP2 runs on shards of one device (zero = 0 beside other axes), gradients wait for the last
+micro-batch in r bytes. With these the table is what ranks hold, to the byte (tests/parallel/test_state_bytes.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from shardwise.config import SPLIT_BACKWARD, Config, Layout, Train
-from shardwise.plan.parameters import parameter_shapes
 from shardwise.plan.schedule import rank_of_stage
+from shardwise.plan.slices import Part, parts_of
 from shardwise.plan.stages import stage_blocks
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -60,54 +63,74 @@ def reduce_dtype(train: Train) -> str:
 
 
 def state_bytes(config: Config, layout: Layout, accumulation: int, parameters: int | None = None) -> StateBytes:
-    """The table above, for the fullest device: of its stages, its part of the matrices and its experts. Of a model that is not
-    ours only the number of parameters is known, and they are taken to be split evenly.
+    """The table above, for the fullest device: of its stages, its part of the matrices and its experts, weight by weight. Of a
+    model that is not ours only the number of parameters is known, and they are taken to be split evenly.
     """
-    held = [(parameters / (layout.pipeline * layout.tensor), 0.0)] if parameters is not None else _held(config, layout)
-    return max((_states(config, layout, accumulation, *own) for own in held), key=lambda states: states.total)
+    if parameters is None:
+        held = _held(config, layout)
+    else:
+        held = [_evenly(parameters / (layout.pipeline * layout.tensor), layout.shards if layout.zero else 1)]
+    engine = _engine(config, layout, accumulation)
+    return max((_states(part, config.train, engine) for part in held), key=lambda states: states.total)
 
 
-def _states(config: Config, layout: Layout, accumulation: int, dense: float, experts: float) -> StateBytes:
-    zero = layout.zero or 0
-    one = zero_bytes(dense, config.train, zero, layout.shards, accumulation)
-    other = zero_bytes(experts, config.train, zero, layout.shards * layout.tensor // layout.expert, accumulation)
-    weights, gradients = one.weights + other.weights, one.gradients + other.gradients
-    if zero and layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD:
-        # Backward in two halves: weights stay gathered and gradients whole until the step ends (parallel/pipeline.py).
-        gathered = BYTES[config.train.precision] if zero == 3 else 0
-        weights += gathered * (dense + experts)
-        gradients = BYTES[reduce_dtype(config.train)] * (dense + experts)
-    return StateBytes(weights, gradients, one.optimizer + other.optimizer)
+@dataclass(frozen=True)
+class _Engine:
+    """What is kept whole between the micro-batches of a step."""
+
+    weights: bool
+    """Gathered, in the computing dtype."""
+    gradients: bool
+    """Unreduced, in the dtype they are summed in."""
 
 
-def _held(config: Config, layout: Layout) -> list[tuple[float, float]]:
-    """Parameters that a device of each pipeline rank holds before ZeRO: shared matrices, and experts."""
-    shapes = {name: prod(shape) for name, shape in parameter_shapes(config.model).items()}
-    experts = sum(size for name, size in shapes.items() if ".experts." in name)
-    blocks = sum(size for name, size in shapes.items() if name.startswith("blocks.")) - experts
-    first = sum(size for name, size in shapes.items() if name.startswith(("embedding.", "positions.")))
-    last = sum(shapes.values()) - experts - blocks - first
-    if layout.pipeline > 1 and config.model.tied:
-        last += shapes["embedding.weight"]  # both ends have a copy
+def _engine(config: Config, layout: Layout, accumulation: int) -> _Engine:
+    """FSDP2 does all but plain copies of a whole model (parallel/apply.py); where nothing is sharded, on shards of one device."""
+    zero, split = layout.zero or 0, layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD
+    experts = config.model.experts > 0
+    alone = layout.replica * layout.shards == 1 and not (experts and expert_shards(layout) > 1)
+    copied = layout.tensor == layout.pipeline == 1 and not experts
+    if zero == 0 and (alone or copied):
+        return _Engine(weights=False, gradients=False)
+    # Backward in two halves: weights stay gathered and gradients whole until the step ends (parallel/pipeline.py).
+    return _Engine(weights=zero in (1, 2) or split, gradients=(zero < 2 and accumulation > 1) or split)
+
+
+def _states(part: Part, train: Train, engine: _Engine) -> StateBytes:
+    stored, computed, reduced = BYTES[state_dtype(train)], BYTES[train.precision], BYTES[reduce_dtype(train)]
+    weights = stored * part.shard + (computed * part.gathered if engine.weights else 0)
+    gradients = reduced * part.whole if engine.gradients else stored * part.shard
+    return StateBytes(weights, gradients, 2 * stored * part.shard)
+
+
+def expert_shards(layout: Layout) -> int:
+    """Devices that hold the same experts, in one replica."""
+    return max(1, layout.shards * layout.tensor // layout.expert)
+
+
+def _held(config: Config, layout: Layout) -> list[Part]:
+    """What a device of each pipeline rank holds: blocks with their experts, and the ends of the model."""
+    sharded = bool(layout.zero)
+    shards = (layout.shards, expert_shards(layout)) if sharded else (1, 1)
+    parts = parts_of(config.model, layout.tensor, shards[0], layout.expert, shards[1])
     ranks = rank_of_stage(layout.schedule, layout.pipeline, layout.stages_per_rank)
     counts = stage_blocks(config.model, config.data.sequence_length, len(ranks), layout.stages if layout.pipeline > 1 else None)
-    dense = [0.0] * layout.pipeline
-    own = [0.0] * layout.pipeline
+    held = [Part()] * layout.pipeline
     for stage, (rank, count) in enumerate(zip(ranks, counts, strict=True)):
-        share = count / config.model.layers
-        dense[rank] += blocks * share + (first if stage == 0 else 0) + (last if stage == len(ranks) - 1 else 0)
-        own[rank] += experts * share
-    return [(one / layout.tensor, other / layout.expert) for one, other in zip(dense, own, strict=True)]
+        held[rank] += (parts.block + parts.experts) * count
+        if stage == 0:
+            held[rank] += parts.first
+        if stage == len(ranks) - 1:
+            held[rank] += parts.last + (parts.copy if layout.pipeline > 1 else Part())
+    return held
+
+
+def _evenly(parameters: float, devices: int) -> Part:
+    return Part(parameters, parameters / devices, parameters)
 
 
 def zero_bytes(parameters: float, train: Train, zero: int, devices: int, accumulation: int) -> StateBytes:
-    """The table above, of so many parameters on so many devices."""
-    stored, computed = BYTES[state_dtype(train)], BYTES[train.precision]
-    whole, shard = parameters, parameters / devices
-    if zero == 0 or devices == 1:
-        return StateBytes(stored * whole, stored * whole, 2 * stored * whole)
-    weights = stored * shard + (computed * whole if zero < 3 else 0)
-    gradients = stored * shard
-    if zero == 1 and accumulation > 1:
-        gradients = BYTES[reduce_dtype(train)] * whole
-    return StateBytes(weights, gradients, 2 * stored * shard)
+    """The table above, of so many parameters that divide evenly over so many devices."""
+    sharded = zero > 0 and devices > 1
+    engine = _Engine(weights=sharded and zero < 3, gradients=sharded and zero == 1 and accumulation > 1)
+    return _states(_evenly(parameters, devices if sharded else 1), train, engine)

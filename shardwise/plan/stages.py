@@ -4,8 +4,8 @@ A pipeline runs at the speed of its slowest stage: whatever one stage takes long
 micro-batch. The blocks are alike, but the last stage also has the final norm and the output head, a matrix of vocabulary x
 hidden: for `llama3-8b` (128256 x 4096) it costs as much as two blocks. With 4 stages of 8 blocks the other three ranks
 would be idle a fifth of the time. So costs are counted, by the FLOP convention of `plan/flops.py`, and the cut that makes
-the largest stage cost smallest is found exactly, by dynamic programming in O(stages x blocks^2). Among equally good cuts the
-one with the smallest sum of squares wins, which is the most even one.
+the largest stage cost smallest is found exactly, for blocks of unequal cost by dynamic programming in O(stages x blocks^2).
+Among equally good cuts the one with the smallest sum of squares wins, which is the most even one.
 
 The embedding costs no FLOPs by that convention, yet it moves memory: it is charged for its traffic, at the FLOPs a device
 could have done meanwhile.
@@ -14,6 +14,7 @@ could have done meanwhile.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 from math import inf
 
@@ -44,6 +45,8 @@ def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0
     """Number of consecutive blocks in each stage, at least one, so that the most expensive stage is as cheap as can be."""
     if not 1 <= stages <= len(costs):
         raise ConfigError("the pipeline", [_too_many_stages(len(costs), stages)])
+    if min(costs) == max(costs) > 0:
+        return _alike(costs[0], len(costs), stages, first, last)
     largest = _largest_stage(costs, stages, first, last)
     return _most_even(costs, stages, first, last, largest * (1 + ROUNDING))
 
@@ -81,6 +84,23 @@ def _too_many_stages(blocks: int, stages: int) -> str:
         f"{stages} pipeline stages for {blocks} blocks: every stage needs at least one block; "
         f"use at most {nearest} stages (layout.pipeline x layout.stages_per_rank)"
     )
+
+
+def _alike(cost: float, blocks: int, stages: int, first: float, last: float) -> tuple[int, ...]:
+    """The same answer for blocks that are alike, block by block: each goes to the stage that is cheapest so far. That keeps both
+    the largest stage and the sum of squares smallest, in O(blocks log stages); a planner weighs many cuts.
+    """
+    extra = [0.0] * stages
+    extra[0] += first
+    extra[-1] += last
+    counts = [1] * stages
+    cheapest = [(round(1 + more / cost, 9), -stage) for stage, more in enumerate(extra)]
+    heapify(cheapest)
+    for _ in range(blocks - stages):
+        so_far, stage = cheapest[0]
+        counts[-stage] += 1
+        heapreplace(cheapest, (so_far + 1, stage))
+    return tuple(counts)
 
 
 def _largest_stage(costs: Sequence[float], stages: int, first: float, last: float) -> float:

@@ -86,6 +86,46 @@ def simulate(
     return Timeline(schedule, tuple(map(tuple, rows)))
 
 
+@dataclass(frozen=True)
+class Programme:
+    """A schedule ready to be played for many costs: of each action, in an order in which all it waits for is done before, its
+    rank, its stage, its share of a stage's forward and backward, and the places of what it waits for.
+    """
+
+    ranks: int
+    steps: tuple[tuple[int, int, float, tuple[int, ...]], ...]
+
+
+_THIRDS: dict[Kind, float] = {"F": 1 / 3, "I": 1 / 3, "W": 1 / 3, "B": 2 / 3}
+
+
+def programme(schedule: Schedule) -> Programme:
+    """The schedule's actions as numbers."""
+    places: dict[Action, int] = {}
+    steps = []
+    for place, (rank, action) in enumerate(in_order(schedule)):
+        waits = (places[choice] for choices in waits_for(action, schedule.stages) for choice in choices if choice in places)
+        steps.append((rank, action.stage, _THIRDS[action.kind], tuple(waits)))
+        places[action] = place
+    return Programme(schedule.ranks, tuple(steps))
+
+
+def play(played: Programme, stages: Sequence[float]) -> tuple[float, float]:
+    """From the first start to the last end, and the busiest rank's own work, for stages that take so long forward and backward, a
+    third of it forward: what `simulate` finds, many times faster.
+    """
+    free, busy, ends = [0.0] * played.ranks, [0.0] * played.ranks, [0.0] * len(played.steps)
+    for place, (rank, stage, share, waits) in enumerate(played.steps):
+        start = free[rank]
+        for before in waits:
+            if ends[before] > start:
+                start = ends[before]
+        cost = share * stages[stage]
+        busy[rank] += cost
+        free[rank] = ends[place] = start + cost
+    return max(free), max(busy)
+
+
 def _arrivals(action: Action, rank: int, schedule: Schedule, ends: dict[Action, float], send: float) -> list[float]:
     done = [choice for choices in waits_for(action, schedule.stages) for choice in choices if choice in ends]
     return [ends[before] + (send if schedule.rank_of_stage[before.stage] != rank else 0.0) for before in done]

@@ -21,18 +21,27 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_tokens.write(tmp_path_factory.mktemp("tokens"), 20_000, memory.VOCABULARY)
 
 
+COUNTERS = 4 * (9 * memory.MODEL["layers"] + 3)
+"""The optimizer's count of steps, one for each of the model's parameters."""
+TOKENS = 1024
+"""More than the ids of the micro-batches take, of 16 tokens each."""
+LAST_REDUCED = 4 * 4 * 65 * memory.MODEL["hidden"]
+"""What FSDP2 keeps of the unit it reduced last, the embedding: 257 rows padded to four times 65, in float32."""
+
+
 @pytest.mark.parametrize("zero", memory.STAGES)
-def test_measured_bytes_of_state_are_within_three_percent_of_the_formula(
+def test_a_rank_holds_the_states_of_the_formula_and_nothing_else_that_has_no_name(
     ranks: Callable[[int], Pool], tokens: Path, zero: int
 ) -> None:
-    measured = ranks(4).run(memory.measure, tokens, zero)
-    for rank in measured:
-        assert rank["held"] == pytest.approx(rank["formula"], rel=0.03)
+    most = max(ranks(4).run(memory.measure, tokens, zero), key=lambda rank: rank["held"])
+    named = most["formula"] + COUNTERS + (LAST_REDUCED if zero >= 2 else 0)
+    assert named <= most["held"] <= named + TOKENS
 
 
 def test_one_device_holds_sixteen_bytes_a_parameter(tokens: Path) -> None:
     measured = memory.measure(ALONE, tokens, 0)
-    assert measured["held"] == pytest.approx(measured["formula"], rel=0.03)
+    assert measured["formula"] == 16 * measured["parameters"]
+    assert 0 <= measured["held"] - measured["formula"] - COUNTERS <= TOKENS
 
 
 def test_the_measurement_sees_what_lives_and_forgets_what_does_not() -> None:

@@ -32,7 +32,7 @@ def test_a_layout_that_does_not_multiply_to_the_devices_is_refused() -> None:
 def test_zero_is_the_lowest_stage_that_fits() -> None:
     parameters = choose(job(), 4).parameters
     assert parameters == 124_439_808
-    needed = [zero_bytes(parameters, job().train, zero, 4, 1).total for zero in range(4)]
+    needed = [choose(job(zero=zero), 4).state_bytes.total for zero in range(4)]
     stages = [choose(job(), 4, memory_bytes=bytes_ / 0.6 + 1).layout.zero for bytes_ in needed]
     assert stages == [0, 1, 1, 3]  # with one micro-batch, ZeRO-1 costs what ZeRO-2 does
     assert choose(job(), 4, memory_bytes=needed[3] * 1.01).layout.zero == 3

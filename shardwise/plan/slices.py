@@ -1,0 +1,85 @@
+"""How many numbers of a model's weights a device has: its part of each matrix, and of that part the rows that ZeRO leaves it.
+
+Counting parameters and dividing is nearly right, and never exactly. Tensor devices split matrices but keep norms whole, and key
+heads where there are fewer of them than devices; rows that do not divide leave the first device more than the others; ZeRO pads
+the rows of each weight until they divide. So each weight is counted by itself, by the rules of models/transformer.py `sharding`
+and parallel/data.py, for the first device, which has most. tests/parallel/test_state_bytes.py holds them to what ranks have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from shardwise.config import Model
+from shardwise.plan.parameters import Shape, parameter_shapes
+
+
+@dataclass(frozen=True)
+class Part:
+    """Numbers of some weights on one device."""
+
+    whole: float = 0.0
+    """Before ZeRO: this tensor device's part."""
+    shard: float = 0.0
+    """What it keeps of that between uses, rows padded; all of it where nothing is sharded."""
+    gathered: float = 0.0
+    """What it has when the shards are put together again, padding included."""
+
+    def __add__(self, other: Part) -> Part:
+        return Part(self.whole + other.whole, self.shard + other.shard, self.gathered + other.gathered)
+
+    def __mul__(self, times: float) -> Part:
+        return Part(times * self.whole, times * self.shard, times * self.gathered)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One block without its experts, the experts of one block, what comes before the blocks, and what comes after."""
+
+    block: Part
+    experts: Part
+    first: Part
+    last: Part
+    copy: Part
+    """Of a tied embedding, which the last pipeline stage has too."""
+
+
+@lru_cache(maxsize=65536)
+def parts_of(model: Model, tensor: int, shards: int, expert: int = 1, expert_shards: int = 1) -> Parts:
+    """The parts of the first device, with states sharded over so many devices; 1: not sharded."""
+    found = dict.fromkeys(("block", "experts", "first", "last"), Part())
+    for name, shape in parameter_shapes(model.model_copy(update={"layers": 1})).items():
+        place = _place(name)
+        if place == "experts":
+            found[place] += sliced((model.experts // expert, *shape[1:]), None, 1, expert_shards)
+        else:
+            found[place] += sliced(shape, split_dim(name, model, tensor), tensor, shards)
+    copy = sliced((model.vocabulary, model.hidden), 0, tensor, shards) if model.tied else Part()
+    return Parts(**found, copy=copy)
+
+
+def _place(name: str) -> str:
+    if ".experts." in name:
+        return "experts"
+    return "block" if name.startswith("blocks.") else "first" if name.startswith(("embedding.", "positions.")) else "last"
+
+
+def sliced(shape: Shape, dim: int | None, tensor: int, shards: int) -> Part:
+    """The first device's part of one weight that tensor devices split in this dim, and ZeRO by rows."""
+    own = [-(-size // tensor) if place == dim else size for place, size in enumerate(shape)]
+    rows, row = own[0], prod(own[1:])
+    shard = -(-rows // shards) * row
+    return Part(rows * row, shard, shard * shards)
+
+
+def split_dim(name: str, model: Model, tensor: int) -> int | None:
+    """The dim in which tensor devices split a weight, or None: each has it whole."""
+    module, _, kind = name.rpartition(".")
+    last = module.rpartition(".")[2]
+    if last in ("embedding", "head", "query", "gate", "up"):
+        return 0
+    if last in ("key", "value"):
+        return None if model.kv_heads < tensor else 0
+    return 1 if last in ("output", "down") and kind == "weight" else None
