@@ -15,6 +15,7 @@ from shardwise.cli.data import data
 from shardwise.cli.doctor import doctor
 from shardwise.cli.drill import drill
 from shardwise.cli.plan import plan
+from shardwise.cli.probe import probe
 from shardwise.cli.report import report
 from shardwise.cli.train import train
 from shardwise.cli.verify import verify
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(verify)
 app.command()(drill)
+app.command()(probe)
 app.command()(report)
 app.command()(doctor)
 app.add_typer(checkpoint, name="checkpoint")

@@ -1,7 +1,7 @@
-"""`shardwise plan JOB --schedule`: what the job's pipeline will do and when, drawn and counted before anything runs.
+"""`shardwise plan JOB`: the best layout for a job before anything runs, with the reason; for people, programs, or as a page.
 
-Text and numbers go to standard output, or with `--json` one object; `--svg FILE` writes a drawing. The schedule is the very
-value that `shardwise train` would run, so what is drawn is what happens. Needs no torch.
+Needs no torch where the job names its cluster. `--schedule` draws the pipeline schedule of the layout given: the very value that
+`shardwise train` would run.
 """
 
 from __future__ import annotations
@@ -14,24 +14,156 @@ import typer
 
 if TYPE_CHECKING:
     from shardwise.config import Config
+    from shardwise.plan.cluster import Cluster
     from shardwise.plan.timeline import Timeline
 
 
 def plan(
     job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, as section.key=value.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to it, as section.key=value; a layout key fixes it.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the answer as one page to this file.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="List every candidate, not each layout in its best form.")] = False,
+    scale: Annotated[str | None, typer.Option("--scale", help="Scaling curves over these device counts: 8,16,32.")] = None,
+    fewest: Annotated[bool, typer.Option("--fewest", help="The fewest devices on which it fits; with --days, in time.")] = False,
+    maximise: Annotated[str | None, typer.Option("--maximise", help="`sequence` or `batch`: the most that fits.")] = None,
+    flops: Annotated[
+        float | None, typer.Option("--compute-budget", help="FLOPs: the compute-optimal model and tokens for them.")
+    ] = None,
+    days: Annotated[
+        float | None, typer.Option("--days", help="The compute-optimal model for so many days here; with --fewest, a deadline.")
+    ] = None,
+    storage: Annotated[float, typer.Option("--storage", help="GB/s that a node writes to storage, for checkpoints.")] = 2.0,
+    failures: Annotated[
+        float | None, typer.Option("--failures", help="Hours of one device between failures; left out: as Llama 3 saw.")
+    ] = None,
     schedule: Annotated[bool, typer.Option("--schedule", help="Draw the pipeline's schedule, with its bubble.")] = False,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write the drawing to this file as SVG.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """What a job will do, without doing it: for now its pipeline schedule, with bubble, activations and stages."""
+    """The best layout for a job: what it takes, why it wins, what the next best loses on."""
     from shardwise.config import read
+
+    if html is not None:
+        _check_writable(html, "--html")
+    config = read(job, overrides or [])
+    if schedule or svg is not None:
+        _draw(config, svg, json)
+        return
+    cluster = _cluster(config)
+    if scale or fewest or maximise or flops is not None or days is not None:
+        _print(*_goal(config, cluster, scale, fewest, maximise, flops, days), json)
+        return
+    found = _answer(config, cluster, str(job), everything, storage, failures)
+    if html is not None:
+        from shardwise.plan.page import render_page
+
+        html.write_text(render_page(found), encoding="utf-8")
+        typer.echo(f"written to {html}", err=True)
+    if json:
+        from json import dumps
+
+        print(dumps(found))
+    elif html is None:
+        _show(found)
+
+
+def _goal(
+    config: Config,
+    cluster: Cluster,
+    scale: str | None,
+    fewest: bool,
+    maximise: str | None,
+    flops: float | None,
+    days: float | None,
+) -> tuple[dict[str, Any], list[Any]]:
+    """The one question that was asked beside the best layout."""
+    from shardwise.cli import plan_goals
     from shardwise.errors import UserError
 
-    if not schedule:
-        advice = f"`shardwise plan {job} --schedule` draws the pipeline schedule of the layout given"
-        raise UserError(f"plan: this version does not search for a layout yet; {advice}")
-    pipeline = _pipeline(read(job, overrides or []))
+    asked = [name for name, given in (("--scale", scale), ("--fewest", fewest), ("--maximise", maximise)) if given]
+    if len(asked) > 1 or (asked and flops is not None) or (asked and days is not None and not fewest):
+        raise UserError(f"{' and '.join(asked)}: one question at a time; --days goes with --fewest or alone")
+    if scale:
+        return plan_goals.scale(config, cluster, scale)
+    if fewest:
+        return plan_goals.fewest(config, cluster, days)
+    if maximise:
+        return plan_goals.maximise(config, cluster, maximise)
+    return plan_goals.budget(config, cluster, flops, days)
+
+
+def _print(found: dict[str, Any], shown: list[Any], json: bool) -> None:
+    if json:
+        from json import dumps
+
+        print(dumps(found))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for part in shown:
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
+def _answer(
+    config: Config, cluster: Cluster, job: str, everything: bool, storage: float, failures: float | None
+) -> dict[str, Any]:
+    from shardwise import __version__
+    from shardwise.errors import UserError
+    from shardwise.plan.answer import answer
+    from shardwise.plan.beyond import beyond, sentences
+    from shardwise.plan.interval import DEVICE_HOURS
+    from shardwise.plan.search import search
+
+    for option, value in (("--storage", storage), ("--failures", failures)):
+        if value is not None and not value > 0:
+            raise UserError(f"{option} {value:g}: give a number above 0")
+    result = search(config, cluster, cluster.devices, config.cluster.margin)
+    found = answer(config, result, everything)
+    more = beyond(config, result, 1e9 * storage, failures or DEVICE_HOURS)
+    return {"version": __version__, **found, "job": job, "beyond": more, "advice": sentences(more)}
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from shardwise.plan.show import show
+
+    show(found, Console(highlight=False))
+
+
+def _cluster(config: Config) -> Cluster:
+    """The cluster that the job names; or this machine, measured once."""
+    from shardwise.plan.clusters import asked_for
+
+    named = asked_for(config)
+    if named is not None:
+        return named
+    from shardwise.cli.machine import this_machine
+
+    layout = config.layout
+    return this_machine(config.cluster.devices or (layout.world if layout.data > 0 else None))[0]
+
+
+def _check_writable(path: Path, option: str) -> None:
+    """Before the work, not after it."""
+    from shardwise.errors import UserError
+
+    if path.is_dir():
+        raise UserError(f"{option} {path}: is a folder; give the path of a file")
+    try:
+        with path.open("a"):
+            pass
+        if path.stat().st_size == 0:
+            path.unlink()  # nothing is left behind if there is no answer
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot be written ({error.strerror}); give another path") from None
+
+
+def _draw(config: Config, svg: Path | None, json: bool) -> None:
+    pipeline = _pipeline(config)
     if svg is not None:
         _write_svg(svg, pipeline.timeline)
     if json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwise.mesh.launched import ALONE, Launched, Node, Worker, cores, launched, worker_environment
+from shardwise.mesh.launched import ALONE, Launched, Node, Worker, cache_folder, cores, launched, worker_environment
 
 if TYPE_CHECKING:
     from shardwise.mesh.devices import device_memory, device_name, local_gpus
@@ -19,6 +19,7 @@ __all__ = [
     "Node",
     "Worker",
     "abandon",
+    "cache_folder",
     "cores",
     "device_memory",
     "device_name",

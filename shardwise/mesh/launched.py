@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from shardwise.errors import UserError
@@ -135,3 +136,10 @@ def worker_environment(workers: int, interface: str | None) -> dict[str, str]:
     threads = str(max(1, cores() // workers))
     wanted = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": interface} if interface else {})}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what they can make again (the XDG base directories)."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"  # a relative one is to be ignored
+    return base / "shardwise"

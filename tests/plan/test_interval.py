@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.plan.interval import advise, best_interval, expected_goodput, failures
+from shardwise.plan.interval import advise, best_interval, expected_goodput, failures, plan_checkpoints, storage_bytes
 
 HOUR = 3600.0
 costs = st.floats(0.01, 600)
 times = st.floats(HOUR, 1e7)
 
 
+@settings(deadline=None)
 @given(costs, times)
 def test_no_other_interval_loses_less(save: float, between: float) -> None:
     best = best_interval(save, between)
@@ -62,3 +63,50 @@ def test_advice_is_in_whole_steps_and_never_more_often_than_a_save_takes() -> No
     assert advise(stall=0.001, save=200.0, step=3.0, devices=64, faults=4, seconds=40_000.0).every_seconds == 200.0
     assert advise(stall=0.01, save=0.01, step=1e6, devices=1).every_steps == 1
     assert math.isfinite(advise(stall=0.0, save=0.0, step=1.0, devices=1).expected_goodput)
+
+
+def test_a_failure_rate_of_ones_own_is_not_called_llamas() -> None:
+    own = failures(10, device_hours=1000.0)
+    assert own.seconds == 100 * HOUR
+    assert "1,000 hours" in own.basis
+    assert "Llama" not in own.basis
+
+
+def test_checkpoints_of_a_70b_model_by_hand() -> None:
+    """840 GB: 128 devices copy 6.5625 GB each at 50 GB/s; 16 nodes write 5.25 GB/s each, 10 s; and read them again."""
+    plan = plan_checkpoints(70e9, 128, 5.25e9, 16, step_seconds=5.0, device_hours=1280.0, restart=90.0)
+    assert plan.bytes == pytest.approx(840e9)
+    assert plan.stall_seconds == pytest.approx(0.13125)
+    assert plan.save_seconds == pytest.approx(10.13125)
+    assert plan.restart_seconds == pytest.approx(100)
+    assert plan.storage_bytes == storage_bytes(70e9) == pytest.approx(3 * 840e9)  # two kept, and the one being written
+    assert plan.advice.every_seconds == pytest.approx(math.sqrt(2 * 0.13125 * 10 * HOUR))
+    every = plan.advice.every_steps * 5.0
+    assert plan.advice.expected_goodput == pytest.approx(1 - 0.13125 / every - every / (20 * HOUR) - 100 / (10 * HOUR))
+
+
+def test_saving_in_the_foreground_stops_for_the_whole_save_and_so_saves_less_often() -> None:
+    front = plan_checkpoints(70e9, 128, 5.25e9, 16, 5.0, background=False)
+    behind = plan_checkpoints(70e9, 128, 5.25e9, 16, 5.0)
+    assert front.stall_seconds == front.save_seconds == pytest.approx(10)
+    assert front.advice.every_steps > behind.advice.every_steps
+    assert front.advice.expected_goodput < behind.advice.expected_goodput
+
+
+def test_state_that_each_device_holds_whole_is_copied_whole() -> None:
+    assert plan_checkpoints(1e9, 8, 1e9, 1, 1.0, state_per_device=12e9).stall_seconds == pytest.approx(0.24)
+
+
+@settings(deadline=None)
+@given(st.floats(1e8, 1e12), st.integers(1, 2048), st.floats(1e8, 1e11), st.floats(1.1, 10))
+def test_faster_storage_or_rarer_failures_never_lower_goodput(size: float, nodes: int, bandwidth: float, more: float) -> None:
+    plain = plan_checkpoints(size, 8 * nodes, bandwidth, nodes, 0.001).advice.expected_goodput
+    faster = plan_checkpoints(size, 8 * nodes, bandwidth * more, nodes, 0.001).advice.expected_goodput
+    rarer = plan_checkpoints(size, 8 * nodes, bandwidth, nodes, 0.001, device_hours=50_000 * (1 + more)).advice.expected_goodput
+    assert faster >= plain - 1e-6  # intervals are whole steps
+    assert rarer >= plain - 1e-6
+
+
+def test_more_checkpoints_kept_need_more_room() -> None:
+    assert storage_bytes(1e9, 12, kept=1) == 24e9
+    assert storage_bytes(1e9, 24, kept=4) == 120e9  # float64

@@ -1,0 +1,438 @@
+"""The planner held against measured runs: `python benchmarks/planner_accuracy.py FILE…` prints JSON.
+
+    python benchmarks/planner_accuracy.py runs.csv sweep.csv [--rows rows.csv] [--only WORDS]
+
+This command fits nothing. Every device and cluster has the constants of shardwise/plan/clusters.py, every program those of
+planner_programs.py; none belongs to a model or a row. They were chosen with published runs in view, so errors on those are not
+a forecast of errors elsewhere: benchmarks/RESULTS.md says which. `constant` is the baseline that knows the answers: the one
+TFLOP/s per device that fits the group's own rows best; `skill` is the share of its error that the planner takes away.
+
+What is printed: for each file the rows, those modelled, and why others are not; for each group and set of groups the error of
+the step time; memory against what was measured; `conservation`, whether FLOP/s follow from tokens/s by each source's own count,
+and parameter counts from shapes; for sweeps, what is lost by running the planner's first choice, or the best of its first five,
+instead of the best layout that anybody measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from planner_cases import GIB, Case, NotModelled, published_flops, read_cases
+from planner_programs import PROGRAMS
+
+from shardwise.errors import UserError
+from shardwise.plan.cluster import Cluster
+from shardwise.plan.clusters import CLUSTERS
+from shardwise.plan.flops import flops_per_token
+from shardwise.plan.parameters import count
+from shardwise.plan.predict import Prediction, predict
+from shardwise.plan.space import RECOMPUTE, Work, space_of
+from shardwise.plan.stack import Stack
+
+MARGIN = 0.05
+"""Share of a device's memory that a layout must leave free to be said to fit."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A case and what the planner says of it."""
+
+    case: Case
+    seconds: float
+    peak: float
+    terms: Mapping[str, float]
+    memory: Mapping[str, float]
+    fits: bool
+
+    @property
+    def error(self) -> float:
+        """Of the step time, signed: above 0 where the planner is too slow."""
+        assert self.case.seconds is not None
+        return self.seconds / self.case.seconds - 1
+
+    @property
+    def flops(self) -> float:
+        """Of a step and device, by our own count."""
+        work = self.case.work
+        return flops_per_token(work.model, work.sequence_length) * work.tokens / self.case.devices
+
+    @property
+    def flops_of_whole_attention(self) -> float:
+        """The same with attention counted whole, as several sources do."""
+        work = self.case.work
+        return published_flops(work.model, work.sequence_length, "full") * work.tokens / self.case.devices
+
+
+# -- predicting ----------------------------------------------------------------------------------------------------------
+
+
+def stack_of(case: Case) -> Stack:
+    """The program's facts, with the options the run was started with."""
+    stack = PROGRAMS[case.stack]
+    if "no_sequence_parallel" in case.traits:
+        stack = replace(stack, sequence_parallel=False)
+    if "async_tensor" in case.traits:
+        stack = replace(stack, overlap_tensor=0.8)
+    if case.stack == "torchtitan" and "eager" in case.traits:
+        stack = replace(stack, elementwise=2.0, kernels=60)
+    if case.work.reduce_dtype == "bfloat16":
+        stack = replace(stack, reduce_bytes=2.0)
+    return stack
+
+
+def cluster_of(case: Case) -> Cluster:
+    """The preset of the row's device, with the row's own nodes and network where it names them."""
+    name = case.device.removesuffix("-pcie")
+    same = {"a800-80": "a100-80", "h800": "h100"}.get(name, name)
+    if same not in CLUSTERS:
+        raise NotModelled(f"no preset for device {case.device}")
+    cluster = CLUSTERS[same]
+    if same != name:  # the same chip with NVLink at 200 GB/s a direction
+        cluster = replace(cluster, inside=replace(cluster.inside, bandwidth=0.8 * 200e9))
+    if name != case.device:
+        cluster = replace(cluster, inside=replace(cluster.inside, bandwidth=20e9))
+    if case.work.precision not in cluster.device.peak:
+        raise NotModelled(f"device {case.device} does not compute in {case.work.precision}")
+    if case.devices_per_node:
+        cluster = replace(cluster, devices_per_node=case.devices_per_node)
+    if case.network:
+        cluster = replace(cluster, between=replace(cluster.between, bandwidth=0.9 * case.network))
+    per_node = max(size for size in range(1, cluster.devices_per_node + 1) if case.devices % size == 0)
+    return replace(cluster, devices_per_node=per_node, nodes=case.devices // per_node)
+
+
+def judge(cases: Sequence[Case]) -> tuple[list[Judged], Counter[str]]:
+    """All cases, predicted in batches that share program, cluster and model; and why some have no prediction."""
+    batches: dict[tuple[Stack, str, Work], list[Case]] = defaultdict(list)
+    clusters: dict[str, Cluster] = {}
+    found, reasons = list[Judged](), Counter[str]()
+    for case in cases:
+        try:
+            cluster = cluster_of(case)
+        except NotModelled as reason:
+            reasons[str(reason)] += 1
+            continue
+        clusters[repr(cluster)] = cluster
+        batches[stack_of(case), repr(cluster), case.work].append(case)
+    for (stack, key, work), batch in batches.items():
+        try:
+            found += _judge_batch(batch, work, clusters[key], stack)
+        except (ValueError, ArithmeticError, LookupError, AssertionError) as error:
+            reasons[f"the planner failed: {type(error).__name__} {error}"] += len(batch)
+    order = {id(case): place for place, case in enumerate(cases)}
+    return sorted(found, key=lambda one: order[id(one.case)]), reasons
+
+
+def _judge_batch(batch: Sequence[Case], work: Work, cluster: Cluster, stack: Stack) -> list[Judged]:
+    """Where only a share of the layers is recomputed, the answer lies so far between that for all and that for none."""
+    whole = predict(work, space_of([dict(case.layout) for case in batch]), cluster, stack)
+    none = whole
+    if any(case.recompute_share < 1 for case in batch):
+        none = predict(work, space_of([{**case.layout, "recompute": RECOMPUTE.index("none")} for case in batch]), cluster, stack)
+    return [_judged(case, place, whole, none, cluster) for place, case in enumerate(batch)]
+
+
+def _judged(case: Case, place: int, whole: Prediction, none: Prediction, cluster: Cluster) -> Judged:
+    def mixed(parts: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, float]:
+        share = case.recompute_share
+        return {name: float(share * parts[name][place] + (1 - share) * others[name][place]) for name in parts}
+
+    terms, memory = mixed(whole.seconds, none.seconds), mixed(whole.memory, none.memory)
+    peak = sum(memory.values())
+    return Judged(case, sum(terms.values()), peak, terms, memory, peak <= (1 - MARGIN) * cluster.device.memory)
+
+
+# -- step time -----------------------------------------------------------------------------------------------------------
+
+
+def time_figures(group: Sequence[Judged]) -> dict[str, Any]:
+    """Errors of the step time, and of the best constant."""
+    timed = [one for one in group if one.case.seconds is not None]
+    if not timed:
+        return {"rows": len(group), "timed": 0}
+    errors = [one.error for one in timed]
+    constant, constant_error = best_constant(timed, [one.flops for one in timed])
+    _, whole_error = best_constant(timed, [one.flops_of_whole_attention for one in timed])
+    mean = fmean(map(abs, errors))
+    return {
+        "rows": len(group),
+        "timed": len(timed),
+        "assumed": sum(bool(one.case.assumed) for one in timed),
+        "mean_error": mean,
+        "median_error": median(map(abs, errors)),
+        "bias": fmean(errors),
+        "worst": max(errors, key=abs),
+        "constant_tflops": constant / 1e12,
+        "constant_error": constant_error,
+        "skill": 1 - mean / constant_error if constant_error > 0 else None,
+        "constant_error_whole_attention": whole_error,
+        "skill_whole_attention": 1 - mean / whole_error if whole_error > 0 else None,
+    }
+
+
+def best_constant(timed: Sequence[Judged], flops: Sequence[float]) -> tuple[float, float]:
+    """FLOP/s for which the mean error is smallest, and that error: |rate / constant - 1| summed is smallest where 1 / constant is
+    the median of 1 / rate, each weighing `rate`."""
+    rates = sorted((each / (one.case.seconds or 1.0) for one, each in zip(timed, flops, strict=True)), reverse=True)
+    half, weight = sum(rates) / 2, 0.0
+    for rate in rates:
+        weight += rate
+        if weight >= half:
+            break
+    return rate, fmean(abs(each / rate - 1) for each in rates)
+
+
+def groups_of(judged: Iterable[Judged]) -> dict[str, list[Judged]]:
+    """By file, program, device, precision and kind of model."""
+    groups: dict[str, list[Judged]] = defaultdict(list)
+    for one in judged:
+        case = one.case
+        groups[f"{Path(case.file).stem}: {case.program} {case.device} {case.work.precision} {case.family}"].append(one)
+    return groups
+
+
+SETS: dict[str, Callable[[Case], bool]] = {
+    "llm-foundry h100": lambda case: case.stack == "llm-foundry" and case.device.startswith("h100"),
+    "llm-foundry a100": lambda case: case.stack == "llm-foundry" and case.device.startswith("a100"),
+    "llm-foundry a100-40": lambda case: case.stack == "llm-foundry" and case.device == "a100-40",
+    "llm-foundry a100-80": lambda case: case.stack == "llm-foundry" and case.device == "a100-80",
+    "vtrain": lambda case: case.stack == "vtrain",
+    "megatron-bridge dense pre-training": lambda case: "bridge" in case.program.lower() and case.family == "dense",
+    "megatron-bridge moe pre-training": lambda case: "bridge" in case.program.lower() and case.family == "moe",
+    "torchtitan": lambda case: case.stack == "torchtitan",
+    "nanotron": lambda case: case.stack == "nanotron",
+    "all dense": lambda case: case.family == "dense",
+    "all moe": lambda case: case.family == "moe",
+    "all with nothing assumed": lambda case: not case.assumed,
+}
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+_STATES = ("weights", "gradients", "optimizer", "activations")
+
+
+def memory_figures(judged: Sequence[Judged]) -> dict[str, Any]:
+    """Errors of the peak by how it was measured, and layouts said to fit that did not."""
+    groups: dict[str, list[Judged]] = defaultdict(list)
+    for one in judged:
+        if one.case.memory:
+            groups[f"{Path(one.case.file).stem}: {one.case.program} {one.case.memory_kind}"].append(one)
+    status = {name: [one for one in judged if one.case.status == name] for name in ("ok", "out_of_memory", "failed")}
+    return {
+        "groups": {name: _memory_errors(group) for name, group in groups.items()},
+        "out_of_memory": len(status["out_of_memory"]),
+        "said_to_fit_but_out_of_memory": [one.case.name for one in status["out_of_memory"] if one.fits],
+        "failed_without_a_reason": len(status["failed"]),
+        "said_to_fit_but_failed_without_a_reason": sum(one.fits for one in status["failed"]),
+        "ran_but_said_not_to_fit": sum(not one.fits for one in status["ok"] if one.case.memory_kind != "theory"),
+    }
+
+
+def _memory_errors(group: Sequence[Judged]) -> dict[str, Any]:
+    errors = []
+    for one in group:
+        theory = one.case.memory_kind == "theory"
+        said = sum(one.memory.get(name, 0.0) for name in _STATES) if theory else one.peak
+        errors.append(said / (one.case.memory or 1.0) - 1)
+    sizes = [abs(error) for error in errors]
+    return {"rows": len(group), "median_error": median(sizes), "mean_error": fmean(sizes), "bias": fmean(errors)}
+
+
+# -- conservation --------------------------------------------------------------------------------------------------------
+
+
+def conservation(cases: Sequence[Case]) -> dict[str, Any]:
+    """Published FLOP/s against tokens/s times the source's own FLOPs a token; published parameters against our count. `rounding`
+    is the part of a difference that the printed digits explain."""
+    flops: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    parameters: dict[str, list[bool]] = defaultdict(list)
+    wrong: set[str] = set()
+    for case in cases:
+        if (pair := _flop_difference(case)) is not None:
+            flops[f"{case.program} ({case.convention})"].append(pair)
+        if "parameters" in case.published:
+            same = _same_parameters(case)
+            parameters[case.program].append(same)
+            if not same:
+                wrong.add(f"{case.model}: {case.printed['parameters']} B printed, {count(case.work.model) / 1e9:.3f} counted")
+    return {
+        "flops": {
+            name: {
+                "rows": len(pairs),
+                "median_difference": median(pair[0] for pair in pairs),
+                "largest_difference": max(pair[0] for pair in pairs),
+                "largest_beyond_rounding": max(max(0.0, pair[0] - pair[1]) for pair in pairs),
+                "rows_off_by_half_a_percent": sum(pair[0] - pair[1] > 0.005 for pair in pairs),
+            }
+            for name, pairs in flops.items()
+        },
+        "parameters": {name: {"rows": len(same), "exact": sum(same)} for name, same in parameters.items()},
+        "parameters_that_differ": sorted(wrong),
+    }
+
+
+def _flop_difference(case: Case) -> tuple[float, float] | None:
+    """Relative difference to FLOP/s or MFU, whichever is printed with more digits, and how much of it rounding may explain."""
+    if "tokens" not in case.published or case.convention is None:
+        return None
+    peaks = CLUSTERS[case.device].device.peak if case.device in CLUSTERS else {}
+    scales = {"flops": 1.0, "mfu": peaks.get(case.work.precision)}
+    known = [key for key, scale in scales.items() if key in case.published and scale]
+    if not known:
+        return None
+    key = min(known, key=lambda key: half_digit(case.printed[key]))
+    ours = case.published["tokens"] * published_flops(case.work.model, case.work.sequence_length, case.convention)
+    difference = abs(ours / (case.published[key] * (scales[key] or 1.0)) - 1)
+    sequences = case.published["tokens"] * case.devices / case.work.sequence_length
+    whole = abs(sequences - round(sequences)) < 1e-6  # printed as whole sequences a second of all devices
+    return difference, half_digit(case.printed[key]) + (0.5 / sequences if whole else half_digit(case.printed["tokens"]))
+
+
+def half_digit(text: str) -> float:
+    """Half a unit of the last printed digit, relative to the number."""
+    decimals = text.rstrip("0").partition(".")[2] if "." in text else ""
+    return 0.5 * 10.0 ** -len(decimals) / float(text)
+
+
+def _same_parameters(case: Case) -> bool:
+    text, models = case.printed["parameters"], [case.work.model]
+    if case.stack == "nanotron":  # its label is that of one variant
+        models.append(models[0].model_copy(update={"tied": not models[0].tied}))
+    half = half_digit(text) * float(text) * 1.000001
+    return any(abs(count(model) / 1e9 - float(text)) <= half for model in models)
+
+
+# -- sweeps --------------------------------------------------------------------------------------------------------------
+
+
+def sweep_figures(judged: Sequence[Judged]) -> dict[str, Any]:
+    """What following the planner loses, for all layouts and for those most people would try."""
+    sweep = [one for one in judged if one.case.stack == "nanotron"]
+    small = [one for one in sweep if one.case.layout["tensor"] <= 8 and one.case.devices <= 16 * 8]
+    return {name: _regrets(rows) for name, rows in (("tensor <= 8 and nodes <= 16", small), ("all", sweep)) if rows}
+
+
+def _regrets(rows: Sequence[Judged]) -> dict[str, Any]:
+    jobs: dict[str, list[Judged]] = defaultdict(list)
+    for one in rows:
+        case = one.case
+        variant = "tied" if case.work.model.tied else "untied"
+        jobs[f"{case.model} {variant}, {case.devices} devices, batch {case.work.global_batch}"].append(one)
+    groups = {
+        name: _regret(group) for name, group in sorted(jobs.items()) if sum(one.case.seconds is not None for one in group) > 1
+    }
+    figures = ("first", "best_of_five", "first_said_to_fit", "best_of_five_said_to_fit")
+    summary: dict[str, Any] = {"groups": len(groups)}
+    for name in figures:
+        values = [group[name] for group in groups.values() if group[name] is not None]
+        summary[name] = {"mean": fmean(values), "worst": max(values)} if values else None
+    summary["first_choice_failed"] = sum(group["first_choice_failed"] for group in groups.values())
+    return {**summary, "each": groups}
+
+
+def _regret(group: Sequence[Judged]) -> dict[str, Any]:
+    """Among the layouts that ran, and among those of them that the planner says fit. `first_choice_failed`: whether the layout it
+    would have named, failed ones included, is one that failed."""
+    ran = sorted((one for one in group if one.case.seconds is not None), key=lambda one: one.seconds)
+    fitting = [one for one in ran if one.fits]
+    named = min((one for one in group if one.fits), key=lambda one: one.seconds, default=None)
+    best = min(one.case.seconds or 0.0 for one in ran)
+
+    def lost(chosen: Sequence[Judged]) -> float | None:
+        return 1 - best / min(one.case.seconds or 0.0 for one in chosen) if chosen else None
+
+    return {
+        "ran": len(ran),
+        "failed": sum(one.case.status == "failed" for one in group),
+        "first": lost(ran[:1]),
+        "best_of_five": lost(ran[:5]),
+        "first_said_to_fit": lost(fitting[:1]),
+        "best_of_five_said_to_fit": lost(fitting[:5]),
+        "first_choice_failed": named is not None and named.case.status == "failed",
+    }
+
+
+# -- the command ---------------------------------------------------------------------------------------------------------
+
+
+def report(files: Sequence[Path], only: str = "") -> tuple[dict[str, Any], list[Judged]]:
+    """Everything that is printed, and the rows behind it."""
+    result: dict[str, Any] = {"files": {}}
+    everything: list[Judged] = []
+    for path in files:
+        cases, refused = read_cases(path)
+        judged, without = judge(cases)
+        print(f"{path.name}: {len(judged)} of {len(cases) + sum(refused.values())} rows modelled", file=sys.stderr)
+        result["files"][path.name] = {
+            "rows": len(cases) + sum(refused.values()),
+            "modelled": len(judged),
+            "not_modelled": dict(Counter(refused) + without),
+            "assumed": dict(Counter(rule for one in judged for rule in one.case.assumed)),
+        }
+        everything += judged
+    groups = {name: group for name, group in groups_of(everything).items() if only in name}
+    kept = [one for group in groups.values() for one in group]
+    sets = {name: [one for one in kept if chosen(one.case)] for name, chosen in SETS.items()}
+    result["sets"] = {name: time_figures(group) for name, group in sets.items() if group}
+    result["groups"] = {name: time_figures(group) for name, group in groups.items()}
+    result["memory"] = memory_figures(kept)
+    result["conservation"] = conservation([one.case for one in kept])
+    result["sweep"] = sweep_figures(kept)
+    return result, kept
+
+
+def write_rows(path: Path, judged: Sequence[Judged]) -> None:
+    """Every row with what was measured and what was predicted."""
+    axes = list(judged[0].case.layout) if judged else []
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer: csv.DictWriter[str] | None = None
+        for one in judged:
+            case, work = one.case, one.case.work
+            row = {"file": case.file, "name": case.name, "program": case.program, "traits": " ".join(sorted(case.traits)),
+                   "model": case.model, "device": case.device, "devices": case.devices, "sequence": work.sequence_length,
+                   "batch": work.global_batch, "precision": work.precision, **{axis: case.layout.get(axis, 1) for axis in axes},
+                   "status": case.status, "measured_s": case.seconds, "predicted_s": one.seconds,
+                   "error": one.error if case.seconds else "", "measured_gib": case.memory / GIB if case.memory else "",
+                   "predicted_gib": one.peak / GIB, "fits": one.fits, **{f"s_{name}": one.terms[name] for name in one.terms},
+                   **{f"gib_{name}": one.memory[name] / GIB for name in one.memory},
+                   "assumed": "; ".join(case.assumed)}  # fmt: skip
+            if writer is None:
+                writer = csv.DictWriter(file, list(row))
+                writer.writeheader()
+            writer.writerow(row)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the planner held against measured runs")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a CSV of measured runs")
+    parser.add_argument("--rows", type=Path, help="write every row, with its terms, to this CSV file")
+    parser.add_argument("--only", default="", metavar="WORDS", help="only groups whose name contains these words")
+    asked = parser.parse_args()
+    try:
+        result, judged = report(asked.files, asked.only)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    if asked.rows:
+        write_rows(asked.rows, judged)
+    print(json.dumps(_rounded(result), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What other people's training programs do, as far as the planner's model of a step depends on it.
+
+What kernels are fused, what overlaps, which gradients are kept in how many bytes: that is read from the programs and their
+documentation. How much the host does for a block (`kernels`) and what elementwise kernels move (`elementwise`) nobody publishes;
+those two were set so that each program's own published runs come out right on average, one number for all models and layouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.plan.stack import Stack
+
+MEGATRON = Stack(
+    "megatron",  # Megatron-LM of 2020 to 2022
+    elementwise=1.4,
+    kernels=35,
+    flash=False,
+    overlap_data=0.0,
+    overlap_sends=0.0,
+    selective_attention=1.0,
+    balanced=False,
+    one_copy=False,
+    keeps_gradients=True,
+    cast_held=0.0,
+)
+
+PROGRAMS: dict[str, Stack] = {
+    "llm-foundry": Stack(
+        "llm-foundry",  # FSDP 1, eager, portable flash attention
+        elementwise=1.8,
+        kernels=55,
+        native_attention=False,
+        reduce_each=True,
+        recompute_all=True,
+        loss_traffic=30,
+    ),
+    "torchtitan": Stack(
+        "torchtitan",  # FSDP 2, compiled blocks, attention by torch's portable kernel, every second product kept
+        elementwise=1.3,
+        kernels=30,
+        native_attention=False,
+        reduce_each=True,
+        selective_matmul=0.5,
+        selective_kept=0.5,
+        recompute_all=True,
+        balanced=False,
+        logit_bytes=11.0,
+        whole_inputs=4.0,
+        fragmentation=1.05,
+    ),
+    "megatron": MEGATRON,
+    "megatron-core": replace(
+        MEGATRON,
+        name="megatron-core",  # with Transformer Engine: fused kernels, collectives beside products
+        elementwise=0.87,
+        flash=True,
+        overlap_data=1.0,
+        overlap_sends=0.5,
+        overlap_tensor=0.9,
+    ),
+    "nanotron": Stack(
+        "nanotron",  # eager; weights gathered one by one after the update
+        elementwise=3.2,
+        kernels=180,
+        collective_kernels=8,
+        micro_batch_kernels=200,
+        pipeline_jitter=4e-4,
+        native_attention=False,
+        overlap_data=0.0,
+        overlap_sends=0.0,
+        gathers_after=8,
+        balanced=False,
+        one_copy=False,
+        keeps_gradients=True,
+        activation=1.75,
+        inputs_kept=0.25,
+        cast_held=0.0,
+    ),
+    "vtrain": replace(
+        MEGATRON,
+        name="vtrain",  # small models, so that the host sets the pace
+        elementwise=4.7,
+        kernels=205,
+        collective_kernels=8,
+        micro_batch_kernels=350,
+        step_kernels=70,
+    ),
+    "other": Stack("other", elementwise=1.5, kernels=50, native_attention=False, recompute_all=True),
+}

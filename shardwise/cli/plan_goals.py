@@ -1,0 +1,101 @@
+"""Other questions to the planner: scaling curves, a compute budget, the fewest devices, the longest sequence or largest batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.config import Config
+    from shardwise.plan.cluster import Cluster
+
+Found = tuple[dict[str, Any], list[Any]]
+"""The answer as data, and what to print of it: text and tables."""
+
+
+def scale(config: Config, cluster: Cluster, counts: str) -> Found:
+    """Strong and weak scaling over these device counts."""
+    from shardwise.plan.scaling import amdahl, strong, weak
+
+    numbers = _counts(counts)
+    curves = {"strong": strong(config, cluster, numbers), "weak": weak(config, cluster, numbers)}
+    bound = amdahl(curves["strong"])
+    shown: list[Any] = [_curve(f"{name} scaling", points) for name, points in curves.items()]
+    if bound:
+        share = f"{bound.serial_share:.1%} of a step on {bound.devices} devices does not get shorter with more devices"
+        shown.append(f"Amdahl's bound: {share}, so no number of them is more than {bound.most_speedup:.3g} times as fast")
+    found = {name: [point.to_json() for point in points] for name, points in curves.items()}
+    return {**found, "amdahl": bound.to_json() if bound else None}, shown
+
+
+def _counts(text: str) -> list[int]:
+    from shardwise.errors import UserError
+
+    try:
+        return [int(part) for part in text.replace(" ", "").split(",") if part]
+    except ValueError:
+        raise UserError(f"--scale {text}: give device counts with commas between them, for example 8,16,32") from None
+
+
+def _curve(title: str, points: Any) -> Any:
+    from shardwise.plan.answer import seconds, spoken
+    from shardwise.plan.show import table
+
+    rows = [
+        [f"{point.devices:,}", seconds(point.step_seconds), f"{point.tokens_per_second:,.0f}", f"{point.efficiency:.1%}",
+         point.layout, spoken(point.breaks) if point.breaks else ""]
+        if point.works
+        else [f"{point.devices:,}", "", "", "", point.reason or "", ""]
+        for point in points
+    ]  # fmt: skip
+    return table(title, ["devices", "step", "tokens/s", "efficiency", "layout", "what breaks it"], rows)
+
+
+def budget(config: Config, cluster: Cluster, flops: float | None, days: float | None) -> Found:
+    """The compute-optimal model for a budget."""
+    from shardwise.plan.beyond import budget as spend
+
+    found = spend(config, cluster, flops, days)
+    shape = found["model"]
+    size = f"{found['parameters'] / 1e9:,.4g} B parameters on {found['tokens'] / 1e9:,.4g} B tokens"
+    lines = [
+        f"{found['flops']:.3g} FLOPs are best spent on {size}; predicted loss {found['loss']:.3f} nats a token",
+        f"a shape near it: layers {shape['layers']}, hidden {shape['hidden']}, heads {shape['heads']}, ffn {shape['ffn']}",
+        f"on {cluster.devices:,} x {cluster.device.name} with {found['layout']}: {found['days']:.3g} days, "
+        f"{found['device_hours']:,.0f} device hours{_costs(found)}",
+        f"this job's own model would see {found['this_model']['tokens'] / 1e9:,.4g} B tokens "
+        f"({found['this_model']['tokens_per_parameter']:.3g} a parameter): predicted loss {found['this_model']['loss']:.3f}",
+        "law: Hoffmann et al. 2022 with 20 tokens a parameter; its own fit and the replication of 2024 are in --json",
+    ]
+    return found, lines
+
+
+def _costs(found: dict[str, Any]) -> str:
+    energy = "" if found["kwh"] is None else f", {found['kwh'] / 1000:,.3g} MWh"
+    return energy + ("" if found["money"] is None else f", {found['money']:,.0f} in money")
+
+
+def fewest(config: Config, cluster: Cluster, days: float | None) -> Found:
+    """The fewest devices that train the job in so many days; without days, on which it fits at all."""
+    from shardwise.plan.goals import fewest_devices, smallest_that_fits
+    from shardwise.plan.show import table
+
+    if days is None:
+        smallest = smallest_that_fits(config, cluster)
+        return smallest.to_json(), [smallest.sentence]
+    found = fewest_devices(config, cluster, days)
+    rows = [[f"{one.devices:,}", f"{one.days:,.3g}" if one.days is not None else "", one.reason or ""] for one in found.tried]
+    return found.to_json(), [found.sentence, table("tried", ["devices", "days", "why"], rows)]
+
+
+def maximise(config: Config, cluster: Cluster, what: str) -> Found:
+    """The longest sequence, or the largest batch without accumulation, that fits."""
+    from shardwise.errors import UserError
+    from shardwise.plan.goals import largest_batch, longest_sequence
+
+    if what == "sequence":
+        longest = longest_sequence(config, cluster, cluster.devices)
+        return longest.to_json(), [longest.sentence]
+    if what == "batch":
+        largest = largest_batch(config, cluster, cluster.devices)
+        return largest.to_json(), [largest.sentence]
+    raise UserError(f"--maximise {what}: give sequence or batch")

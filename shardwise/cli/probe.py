@@ -1,0 +1,189 @@
+"""`shardwise probe`: measure this machine, or the cluster this was started on, and write the file that the planner reads."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.signals import terminated_as_interrupted
+
+if TYPE_CHECKING:
+    from shardwise.mesh import Worker
+    from shardwise.plan.cluster import Cluster, Device, Link
+    from shardwise.probe.budget import Budget
+    from shardwise.probe.progress import Tell
+
+
+def probe(
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", min=1, help="Local workers; left out: one a GPU, or one a core, from 2 to 4."),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", help="The cluster file to write.")] = Path("cluster.toml"),
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds, from fewer sizes; collectives over all devices only.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Measure this machine (products, attention, memory, collectives) and write a cluster file that `plan` and `train` use."""
+    start = time.monotonic()
+    try:
+        with terminated_as_interrupted():
+            cluster = _probe(workers, output, quick)
+    except KeyboardInterrupt:
+        typer.echo("stopped; nothing was written", err=True)
+        raise typer.Exit(130) from None
+    if cluster is None:  # another node, or another worker, speaks
+        return
+    seconds = time.monotonic() - start
+    if json:
+        from json import dumps
+
+        print(dumps({"file": str(output), "seconds": seconds, "quick": quick, "cluster": asdict(cluster)}))
+        return
+    print("\n".join(_as_text(cluster)))
+    print(f'\n{output} written after {seconds:.0f} s; a job uses it with cluster.file = "{output}"')
+
+
+def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
+    """The cluster found and written; None where it is another process that writes it."""
+    from shardwise.cli.doctor import torch_problem
+    from shardwise.errors import UserError
+    from shardwise.mesh import Node, Worker, launched
+    from shardwise.probe import local_workers, measure_here
+    from shardwise.probe.budget import FULL, QUICK
+    from shardwise.probe.local import PRELOAD, others_busy
+    from shardwise.resilience.server import start_server
+
+    if problem := torch_problem():
+        raise UserError(problem)
+    how, budgets = launched(), QUICK if quick else FULL
+    if isinstance(how, Worker):
+        if workers is not None:
+            raise UserError(f"--workers {workers}: {how.launcher} has started the workers, {how.world} of them; leave it out")
+        return _be_worker(how, output, budgets)
+    node = how if isinstance(how, Node) else None
+    leads = node is None or node.node_rank == 0
+    if leads:
+        _check(output)
+        if words := others_busy():
+            typer.echo(words, err=True)
+    start_server(PRELOAD)  # it imports torch while this process does
+    count = local_workers(workers, node)
+    with _shown(leads) as tell:
+        cluster = measure_here(count, budgets, tell, node)
+    return _written(output, cluster) if leads else None
+
+
+def _be_worker(worker: Worker, output: Path, budgets: Mapping[str, Budget]) -> Cluster | None:
+    from shardwise.probe.measure import measure
+
+    leads = worker.rank == 0
+    if leads:
+        _check(output)
+    with _shown(leads) as tell:
+        cluster = measure(worker, budgets, tell)
+    return _written(output, cluster) if leads else None
+
+
+def _check(output: Path) -> None:
+    """Whether the file can be written, before minutes are spent."""
+    from shardwise.errors import UserError
+
+    folder = output.absolute().parent
+    problem = None
+    if output.is_dir():
+        problem = "is a folder; give a file in it"
+    elif not folder.is_dir():
+        problem = f"there is no folder {folder}; make it, or give another path"
+    elif not os.access(folder, os.W_OK) or (output.exists() and not os.access(output, os.W_OK)):
+        problem = "cannot be written; give another path"
+    if problem:
+        raise UserError(f"--output {output}: {problem}")
+
+
+def _written(output: Path, cluster: Cluster) -> Cluster:
+    from shardwise.errors import UserError
+    from shardwise.probe.quick import save_cluster
+
+    try:
+        save_cluster(output, cluster)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written ({error.strerror}); give another path") from None
+    return cluster
+
+
+@contextmanager
+def _shown(leads: bool) -> Iterator[Tell]:
+    """A bar on standard error with what is measured and how long it will take; a line for each thing where it is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True, highlight=False)
+    if not leads or not console.is_terminal:
+        yield _lines() if leads else _nothing
+        return
+    columns = (TextColumn("measuring"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting workers", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)
+
+
+def _lines() -> Tell:
+    said: list[str] = []
+
+    def tell(what: str, share: float) -> None:
+        if what not in said and share < 1:
+            said.append(what)
+            typer.echo(f"measuring {what}", err=True)
+
+    return tell
+
+
+def _nothing(what: str, share: float) -> None:
+    pass
+
+
+def _as_text(cluster: Cluster) -> list[str]:
+    device = cluster.device
+    gib, whose = 2.0**30, "all workers together" if cluster.shared else "each"
+    nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
+    rows = {
+        "devices": f"{nodes}{cluster.devices_per_node} x {device.name}; figures are of {whose}",
+        **{f"{precision} products": _speed(peak, _share(device, precision)) for precision, peak in device.peak.items()},
+        "short sides": f"cost as much as the work at {device.matmul_knee:.0f}",
+        "attention": f"{device.attention:.0%} of the peak, knee at {device.attention_knee:.0f} tokens",
+        "memory moves": _of(device.bandwidth, device.stream, "GB/s", 1e9),
+        "to the host": f"{device.host_bandwidth / 1e9:.1f} GB/s",
+        "starting a kernel": f"{device.launch * 1e6:.1f} us",
+        "memory": f"{device.memory / gib:.1f} GiB, of which the runtime takes {device.overhead / gib:.2f}",
+    }
+    margin = max(map(len, rows))
+    lines = [f"{name:<{margin}}  {words}" for name, words in rows.items()]
+    return [*lines, *_link_rows("inside a node", cluster.inside), *_link_rows("between nodes", cluster.between)]
+
+
+def _link_rows(where: str, link: Link) -> list[str]:
+    if not link.measured:
+        return []
+    head = f"{where:<16}{'members':>8}{'latency us':>12}{'GB/s':>10}"
+    rows = (f"{row.kind:<16}{row.members:>8}{row.latency * 1e6:>12.1f}{row.bandwidth / 1e9:>10.2f}" for row in link.measured)
+    return ["", head, *rows]
+
+
+def _share(device: Device, precision: str) -> float:
+    return device.matmul_float8 if precision == "float8" else device.matmul
+
+
+def _speed(peak: float, share: float) -> str:
+    return _of(peak, share, "TFLOP/s", 1e12)
+
+
+def _of(whole: float, share: float, unit: str, scale: float) -> str:
+    reached = f"{whole * share / scale:.3g} {unit}"
+    return reached if share == 1 else f"{reached}, {share:.0%} of {whole / scale:.4g}"

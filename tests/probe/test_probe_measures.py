@@ -1,0 +1,241 @@
+"""A probe of a few milliseconds a figure, really run: what it writes, what it remembers, and what it does when a worker dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from shardwise.errors import RunFailed, UserError
+from shardwise.mesh import Node, cache_folder
+from shardwise.plan.cluster import KINDS, Cluster, Device, Link, Measured, read_cluster
+from shardwise.probe import devices, local_workers, measure_here, quick_cluster
+from shardwise.probe import quick as quick_module
+from shardwise.probe.bench import Bench
+from shardwise.probe.budget import Budget
+from shardwise.probe.devices import data_sheet
+from shardwise.probe.fit import Speed
+from shardwise.probe.links import between, inside
+from shardwise.probe.progress import Progress, silent
+from shardwise.probe.quick import save_cluster
+
+TINY = {
+    "cpu": Budget(
+        window=0.001,
+        windows=1,
+        shapes=((16, 16, 16), (64, 64, 64), (128, 128, 128)),
+        few_shapes=((64, 64, 64),),
+        lengths=(16, 64),
+        stream_bytes=2**20,
+        sustained=0.0,
+        sizes=(2**10, 2**14, 2**18),
+        every_group=True,
+    )
+}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "shardwise"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Each measurement of the quick probe, which here takes no time."""
+    calls: list[int] = []
+
+    def pretend(workers: int, budgets: object, tell: object) -> Cluster:
+        calls.append(workers)
+        return cluster(workers, len(calls))
+
+    monkeypatch.setattr(quick_module, "measure_here", pretend)
+    monkeypatch.setattr(quick_module, "others_busy", lambda: None)
+    return calls
+
+
+def cluster(workers: int, speed: float) -> Cluster:
+    link = Link(1e9, 1e-4, (Measured("all_reduce", workers, 2e-4, 1e9),))
+    device = Device("cpu", memory=2.0**33, peak={"float32": speed * 1e11}, bandwidth=1e10, overlap=0.0)
+    return Cluster(f"cpu x {workers}", device, workers, 1, link, Link(1e9, 1e-4), shared=True)
+
+
+def test_two_workers_measure_a_cluster_that_reads_back(tmp_path: Path) -> None:
+    told: list[tuple[str, float]] = []
+    found = measure_here(2, TINY, lambda what, share: told.append((what, share)))
+    path = tmp_path / "cluster.toml"
+    save_cluster(path, found)
+    back = read_cluster(path, {})
+    assert (back.devices, back.nodes, back.shared) == (2, 1, True)
+    device = back.device
+    assert device.peak["float32"] > 0
+    assert set(device.peak) <= {"float32", "bfloat16", "float64"}
+    figures = (device.memory, device.bandwidth, device.launch, device.overhead, device.host_bandwidth, device.attention)
+    assert min(figures) > 0
+    assert (device.matmul, device.stream, device.overlap) == (1.0, 1.0, 0.0)
+    assert [(row.kind, row.members) for row in back.inside.measured] == [(kind, 2) for kind in KINDS]
+    assert all(row.bandwidth > 0 and row.latency >= 0 for row in back.inside.measured)
+    shares = [share for _, share in told]
+    assert shares == sorted(shares)
+    assert told[-1] == ("done", 1.0)
+
+
+def test_one_worker_has_no_collectives_to_measure(tmp_path: Path) -> None:
+    found = measure_here(1, TINY)
+    assert (found.devices, found.inside.measured) == (1, ())
+    assert found.inside.bandwidth > 0
+
+
+def test_a_worker_that_is_killed_ends_the_probe_with_its_name() -> None:
+    slow = {"cpu": replace(TINY["cpu"], window=60.0)}
+    before = set(multiprocessing.active_children())
+
+    def kill_the_second(what: str, share: float) -> None:
+        workers = sorted(set(multiprocessing.active_children()) - before, key=lambda process: process.pid or 0)
+        os.kill(workers[1].pid or 0, signal.SIGKILL)
+
+    with pytest.raises(RunFailed, match="worker 1 of 2 failed"):
+        measure_here(2, slow, kill_the_second)
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_an_interrupt_leaves_no_worker_behind() -> None:
+    def interrupt(what: str, share: float) -> None:
+        pids.extend(process.pid or 0 for process in multiprocessing.active_children())
+        raise KeyboardInterrupt
+
+    pids: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        measure_here(2, TINY, interrupt)
+    assert pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 8])
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_groups_have_each_rank_once_and_stay_in_or_cross_the_node(count: int, nodes: int) -> None:
+    world = count * nodes
+    for grouping in inside(world, count):
+        assert sorted(rank for group in grouping.groups for rank in group) == list(range(world))
+        assert all(len(group) == grouping.members and len({rank // count for rank in group}) == 1 for group in grouping.groups)
+    for grouping in between(world, count):
+        assert sorted(rank for group in grouping.groups for rank in group) == list(range(world))
+        assert all(len({rank // count for rank in group}) == grouping.members for group in grouping.groups)
+        assert all(len({rank % count for rank in group}) == 1 for group in grouping.groups)
+    assert [grouping.members for grouping in inside(world, count)] == [n for n in range(2, count + 1) if count % n == 0]
+    assert [grouping.members for grouping in inside(world, count, every=False)] == [count] * (count > 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "preset"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40"),
+        ("NVIDIA H100 PCIe", 79.1, None),
+        ("NVIDIA H100 NVL", 93.0, None),
+        ("NVIDIA RTX 4090", 24.0, None),
+        ("AMD Instinct MI300X", 191.5, "mi300x"),
+        ("cpu", 16.0, None),
+    ],
+)
+def test_a_data_sheet_is_taken_only_for_the_very_device(name: str, gib: float, preset: str | None) -> None:
+    found = data_sheet(name, gib * 2**30)
+    assert (found.name if found else None) == preset
+
+
+def test_more_workers_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.mesh.devices.local_gpus", lambda: 2)
+    assert local_workers(None) == 2
+    with pytest.raises(UserError, match=r"--workers 3: this machine has 2 GPUs; give at most 2"):
+        local_workers(3)
+
+
+def test_a_cpu_gets_as_many_workers_as_asked_or_as_the_node_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.mesh.devices.local_gpus", lambda: 0)
+    assert 2 <= local_workers(None) <= 4
+    assert local_workers(7) == 7
+    assert local_workers(None, Node(2, 0, 3, "localhost", 1, "id", "test")) == 3
+
+
+def test_a_quick_probe_is_remembered_for_each_number_of_workers(cache: Path, measured: list[int]) -> None:
+    first, again = quick_cluster(2), quick_cluster(2)
+    assert again.device.peak == pytest.approx(first.device.peak)
+    assert again.inside.measured[0].latency == pytest.approx(first.inside.measured[0].latency)
+    quick_cluster(3)
+    assert measured == [2, 3]
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize("text", ["", "not = [toml", 'name = "x"\n[device]\nmemory_gib = -1\n', "\x00"])
+def test_a_broken_memory_is_measured_anew(cache: Path, measured: list[int], text: str) -> None:
+    quick_cluster(2)
+    next(cache.iterdir()).write_text(text)
+    assert quick_cluster(2).device.peak["float32"] == pytest.approx(2e11)
+    assert quick_cluster(2).device.peak["float32"] == pytest.approx(2e11)
+    assert measured == [2, 2]
+
+
+def test_an_old_memory_is_measured_anew(cache: Path, measured: list[int]) -> None:
+    quick_cluster(2)
+    year_ago = time.time() - 365 * 24 * 3600
+    os.utime(next(cache.iterdir()), (year_ago, year_ago))
+    quick_cluster(2)
+    assert measured == [2, 2]
+
+
+def test_a_busy_machine_is_said_and_measured_anew_within_hours(
+    cache: Path, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick_module, "others_busy", lambda: "other programs use 90% of this machine's cores")
+    said: list[str] = []
+    for _ in range(2):
+        quick_cluster(2, warn=said.append)
+    assert (measured, len(said)) == ([2], 1)
+    path = next(cache.iterdir())
+    earlier = path.stat().st_mtime - 2 * 3600
+    os.utime(path, (earlier, earlier))
+    quick_cluster(2, warn=said.append)
+    assert measured == [2, 2]
+
+
+def test_a_cache_that_cannot_be_written_only_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[int]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    said: list[str] = []
+    assert quick_cluster(2, warn=said.append).devices == 2
+    assert len(said) == 1
+    assert "cannot be written" in said[0]
+
+
+def test_the_cache_is_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "shardwise"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for unusable in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unusable)
+        assert cache_folder() == tmp_path / ".cache" / "shardwise"
+
+
+def test_a_known_gpu_keeps_its_data_sheet_and_gets_the_shares_it_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200 with the speeds once seen on one; the arithmetic only, since there is none here."""
+    monkeypatch.setattr(devices, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(devices, "device_memory", lambda workers: 139.8 * 2**30)
+    monkeypatch.setattr(devices, "_to_host_and_back", lambda bench, progress: 50e9)
+    bench = Bench(torch.device("cuda", 0), None, 0.1, 1)
+    reached = devices._Products("bfloat16", Speed(820e12, 70.0), 700e12, {"float16": 690e12, "float8": 1262e12})
+    found = devices._gpu(bench, reached, Speed(434e12, 300.0), 4.1e12, 4e-6, Progress(1, silent))
+    assert found.peak == {"bfloat16": 989.5e12, "float16": 989.5e12, "float8": 1979e12}
+    assert found.matmul == pytest.approx(700 / 989.5)
+    assert found.matmul_float8 == pytest.approx(1262 / 1979)
+    assert found.attention == pytest.approx(434 / 989.5)
+    assert (found.bandwidth, found.stream) == (4.8e12, pytest.approx(4.1 / 4.8))
+    assert (found.overlap, found.host_bandwidth, found.launch) == (1.0, 50e9, 4e-6)
