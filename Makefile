@@ -39,8 +39,14 @@ reference: .venv/.installed
 	$(INSTALL) --editable '.[dev]'
 	touch $@
 
-picture: .venv/.installed  ## docs/quickstart.svg, from the last `make quickstart`
+picture: .venv/.installed  ## the pictures in docs/, from the last `make quickstart` and the planner; the page needs chromium
 	$(BIN)/python -c 'import io, rich.console as c; from shardwise.observe import render, summarise; \
 	console = c.Console(record=True, width=90, file=io.StringIO()); render(summarise("runs/quickstart"), console); \
 	console.save_svg("docs/quickstart.svg", title="shardwise report runs/quickstart")'
-	sed -i '/@font-face/,/}/d' docs/quickstart.svg  # a picture needs no font from the network
+	$(BIN)/shardwise plan examples/llama3-70b-64xh100.toml --json | $(BIN)/python -c 'import io, json, sys, rich.console as c; from shardwise.plan.show import show; \
+	console = c.Console(record=True, width=110, file=io.StringIO(), highlight=False); show(json.load(sys.stdin), console); \
+	console.save_svg("docs/plan.svg", title="shardwise plan examples/llama3-70b-64xh100.toml")'
+	$(BIN)/shardwise plan examples/llama3-70b-64xh100.toml layout.pipeline=4 --html /tmp/shardwise-plan.html
+	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=3000 --window-size=1100,2700 \
+	--screenshot=docs/plan-page.png file:///tmp/shardwise-plan.html
+	sed -i '/@font-face/,/}/d' docs/quickstart.svg docs/plan.svg  # a picture needs no font from the network

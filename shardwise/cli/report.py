@@ -1,26 +1,154 @@
-"""`shardwise report RUN`: what happened in a run, for people or, with `--json`, for programs."""
+"""`shardwise report RUN`: what happened in a run, for people or, with `--json`, for programs.
+
+With `--calibrate` the planner learns from it: what was measured is folded into the cluster file that the next plan is made with.
+"""
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardwise.config import Config
+    from shardwise.plan.cluster import Cluster
 
 
 def report(
     run: Annotated[Path, typer.Argument(help="The run folder: run.folder of the job, for example runs/default.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Correct the run's cluster file by what was measured, for the next plan.")
+    ] = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            "--cluster", help="With --calibrate: the cluster file to correct, or to make; needed if the job names a preset."
+        ),
+    ] = None,
 ) -> None:
-    """What happened in a run: loss, speed, MFU, memory, where the time went, communication, goodput, faults, checkpoints."""
+    """What happened in a run: loss, speed, MFU, memory, time, communication, goodput, faults, and what had been predicted."""
+    from shardwise.errors import UserError
     from shardwise.observe.files import to_json
     from shardwise.observe.report import render, summarise
     from shardwise.plan.interval import advise
 
+    if cluster is not None and not calibrate:
+        raise UserError(f"--cluster {cluster}: goes with --calibrate, which writes it")
     summary = summarise(run, advise)
+    learned = _calibrate(run, summary, cluster) if calibrate else None
     if json:
-        print(to_json(summary, indent=2))
+        print(to_json(summary if learned is None else {**summary, "calibration": learned}, indent=2))
         return
     from rich.console import Console
 
     render(summary, Console(highlight=False))
+    if learned is not None:
+        print("\n".join(["", *_as_text(learned)]))
+
+
+def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[str, Any]:
+    """Fold what was measured into a cluster file; what changed."""
+    from shardwise.config import read
+    from shardwise.errors import UserError
+    from shardwise.plan.calibrate import LEAST_STEPS, calibrate
+
+    rows = summary["predicted_and_measured"]
+    if not rows and summary["measured_steps"]:
+        why = "A run keeps one if its job names a cluster: a preset, or a file as `shardwise probe` writes it"
+        raise UserError(f"--calibrate: {run} has no prediction. {why}")
+    if summary["measured_steps"] < LEAST_STEPS:
+        few = f"{summary['measured_steps']} steps of {run} can be compared with the plan (the first two warm up)"
+        raise UserError(f"--calibrate: {few}; it takes {LEAST_STEPS} or more. Train for longer")
+    config = read(run / "config.toml")
+    path = _file(config, asked)
+    old = _described(config, path, asked)
+    new, changes = calibrate(old, _step_seconds(config, summary, old), rows)
+    if not changes:
+        raise UserError(f"--calibrate: {run} measured none of the predicted terms apart; {path} is as it was")
+    _write(path, new)
+    return {
+        "file": str(path),
+        "changes": [
+            {"term": name, "ratio": change.ratio, "before": before, "after": after, "held": change.held}
+            for change in changes
+            for name, before, after in zip(change.terms, change.before, change.after, strict=True)
+        ],
+        "step_seconds": {"predicted": _step_seconds(config, summary, new)["total"], "measured": rows[0]["measured"]},
+    }
+
+
+def _file(config: Config, asked: Path | None) -> Path:
+    from shardwise.errors import UserError
+
+    if asked is not None:
+        return asked
+    if config.cluster.file is None:
+        preset = f"the preset {config.cluster.preset}" if config.cluster.preset else "no cluster"
+        raise UserError(f"--calibrate: the job names {preset}, which cannot be changed; give a file to write with --cluster FILE")
+    return Path(config.cluster.file)
+
+
+def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
+    """The cluster to correct: as the file has it, or, for a file that is to be made, as the run was planned with."""
+    from shardwise.errors import UserError
+    from shardwise.plan.cluster import read_cluster
+    from shardwise.plan.clusters import CLUSTERS, asked_for
+
+    if asked is None and not path.exists():
+        raise UserError(f"--calibrate: cluster.file = '{path}' of the run is not there; give a file with --cluster FILE")
+    if path.exists():
+        return read_cluster(path, CLUSTERS)
+    named = asked_for(config)
+    if named is None:
+        raise UserError(f"--cluster {path}: is not there, and the job names no cluster to make it from")
+    return named
+
+
+def _step_seconds(config: Config, summary: dict[str, Any], cluster: Cluster) -> dict[str, float]:
+    """What this cluster predicts now for the job as it ran."""
+    from shardwise.config import Layout
+    from shardwise.errors import UserError
+    from shardwise.plan.forecast import forecast
+
+    layout = Layout.model_validate(summary["layout"], strict=False)
+    try:
+        found = forecast(config, layout, summary["micro_batch"], summary["accumulation"], cluster.of(layout.world))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"--calibrate: no prediction for this job on the cluster {cluster.name} ({error})") from None
+    return dict(found["step_seconds"])
+
+
+def _write(path: Path, cluster: Cluster) -> None:
+    """In one move, and only if it can be read again: there is always a good file, the old one or the new."""
+    from shardwise.errors import UserError
+    from shardwise.plan.calibrate import corrected_text
+    from shardwise.plan.cluster import read_cluster, write_cluster
+    from shardwise.plan.clusters import CLUSTERS
+
+    aside = path.with_name(f".{path.name}.new")
+    try:
+        text = corrected_text(path.read_text(encoding="utf-8"), cluster) if path.exists() else write_cluster(cluster)
+        aside.write_text(text, encoding="utf-8")
+        read_cluster(aside, CLUSTERS)
+        aside.replace(path)
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror}); give another file with --cluster FILE"
+        raise UserError(f"--calibrate: {path} {reason}") from None
+    finally:
+        if aside.exists():
+            aside.unlink()
+
+
+def _as_text(learned: dict[str, Any]) -> Iterator[str]:
+    yield f"{learned['file']} corrected; factors on predicted seconds:"
+    alike = groupby(learned["changes"], lambda change: (change["ratio"], change["before"], change["after"], change["held"]))
+    for (ratio, before, after, stopped), changes in alike:
+        held = f"; held there, though the run took {ratio:.3g} times what was predicted" if stopped else ""
+        yield f"  {before:.3g} to {after:.3g} on {', '.join(change['term'] for change in changes)}{held}"
+    step = learned["step_seconds"]
+    yield f"the same step is now predicted to take {step['predicted']:.3g} s; it took {step['measured']:.3g} s"

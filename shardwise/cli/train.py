@@ -126,10 +126,32 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     if most > 1 and (config.checkpoint.folder or "").startswith("memory:"):
         raise UserError(f"checkpoint.folder = {config.checkpoint.folder!r}: workers do not share their memory; give a folder")
     memory = device_memory(here)
+    config = _planned(config, here, most, nodes)
     plan = choose(config, most, memory)
     if config.model.module is not None:
         _check_module(config, plan.layout)
     return launch(config, here, Bounds(least, most), node, memory)
+
+
+def _planned(config: Config, here: int, devices: int, nodes: int) -> Config:
+    """The job with what was left open decided by the planner, on the cluster it names or on this machine, which is then named."""
+    from shardwise.cli.machine import known_machine, this_machine
+    from shardwise.plan.clusters import asked_for
+    from shardwise.plan.forecast import is_open, plan_job
+
+    if config.model.module is not None:
+        return config
+    decides = is_open(config.layout) and devices > 1
+    named = asked_for(config)
+    if named is None and nodes == 1:
+        path = this_machine(here)[1] if decides else known_machine(here)
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"file": path and str(path)})})
+        named = asked_for(config)
+    if not decides or named is None:
+        return config
+    config, why = plan_job(config, named.of(devices), devices)
+    typer.echo(f"planned: {why}", err=True)
+    return config
 
 
 def _asked(config: Config, limits: Limits, nodes: int) -> int | None:

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.observe import words
+from shardwise.observe import predicted, words
 from shardwise.observe.draw import bar, line_plot
 from shardwise.observe.summary import Summary, summarise
 
@@ -75,6 +75,9 @@ def render(summary: Summary, console: Console) -> None:
     _faults(summary["goodput"], console)
     _experts(summary["experts"], console)
     _collectives(summary["collectives"], console)
+    if summary["predicted_and_measured"]:
+        _heading(console, "predicted and measured", f"a step of rank 0, median of {summary['measured_steps']}")
+        predicted.show(summary["predicted_and_measured"], console)
 
 
 def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -137,8 +140,8 @@ def _mfu(summary: Summary) -> str:
 def _memory(summary: Summary) -> str:
     if summary["peak_memory_bytes"] is None:
         return "n/a"
-    predicted = summary["predicted_states_gib"]
-    states = None if predicted is None else f"of it {words.size(predicted * 2**30)} of model states, as planned"
+    planned = summary["predicted_states_gib"]
+    states = None if planned is None else f"of it {words.size(planned * 2**30)} of model states, as planned"
     notes = [summary["memory_kind"], states]
     said = "; ".join(note for note in notes if note)
     return words.size(summary["peak_memory_bytes"]) + (f" ({said})" if said else "")

@@ -24,6 +24,8 @@ from shardwise.errors import UserError
 from shardwise.observe.clock import SPANS
 from shardwise.observe.files import Record, read_lines
 from shardwise.observe.goodput import goodput
+from shardwise.observe.memory import memory_kind
+from shardwise.observe.predicted import Row, compare, waits_are_known
 
 WARM_UP = 2
 """Steps at the start that are left out of speeds and shares."""
@@ -42,6 +44,7 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
     config, plan, events = _table(folder), _plan(folder), _events(folder)
     start = next((event for event in reversed(events) if event["event"] in ("start", "resume")), {})
     steady = steps[WARM_UP:] or steps
+    like_planned = _like_planned(steps, events)
     found = goodput(events, steps)
     saves = _checkpoints(folder, events)
     return {
@@ -59,6 +62,8 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
         "peak_memory_bytes": max((step["memory_bytes"] for step in steps if "memory_bytes" in step), default=None),
         "memory_kind": start.get("memory_kind"),
         "predicted_states_gib": plan.get("memory_gib", {}).get("states"),
+        "predicted_and_measured": _predicted(plan, like_planned, start),
+        "measured_steps": len(like_planned),
         "time": _time(steady),
         "communication": _communication(steady),
         "collectives": _collectives(steps, steady),
@@ -109,6 +114,24 @@ def _read(path: Path, load: Callable[[], _T]) -> _T | None:
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}. It is written by `shardwise train`; restore or remove it.") from None
+
+
+def _like_planned(steps: Sequence[Record], events: Sequence[Record]) -> Sequence[Record]:
+    """The steady steps on the plan's layout: all, unless workers were lost or won and the run went on with another layout."""
+    since, layout = 0, None
+    for event in events:
+        if event["event"] in ("start", "resume") and event.get("layout") != layout:
+            since, layout = event.get("step", 0), event.get("layout")
+    own = [step for step in steps if step["step"] > since]
+    return own[WARM_UP:] or own
+
+
+def _predicted(plan: Record, steps: Sequence[Record], start: Record) -> list[Row] | None:
+    """Term by term, what the plan predicted and what was measured; null where it predicted nothing."""
+    if not plan.get("predicted") or not steps:
+        return None
+    on_cpu = start.get("memory_kind") in (None, memory_kind("cpu"))
+    return compare(plan["predicted"], steps, waits_are_known(steps, plan.get("layout", {}), on_cpu), on_cpu)
 
 
 def _loss(steps: Sequence[Record]) -> Summary:

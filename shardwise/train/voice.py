@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,18 @@ from shardwise.checkpoint.storage import parent, same_place
 from shardwise.comm import EXPOSED
 from shardwise.config import Config, to_toml
 from shardwise.data import unigram_loss
+from shardwise.errors import UserError
 from shardwise.mesh import device_name
 from shardwise.observe import TrainingProgress, error_console, header, memory_kind, mfu, open_sinks, peak_flops, read_lines
+from shardwise.plan import Plan
+from shardwise.plan.clusters import asked_for
+from shardwise.plan.forecast import forecast
 from shardwise.resilience.team import Team
 from shardwise.train.build import Training
 from shardwise.train.facts import describe_layout, facts
 from shardwise.train.steps import Step
+
+log = logging.getLogger("shardwise")
 
 
 def changed_data(manifest: Manifest, config: Config) -> list[str]:
@@ -83,6 +90,22 @@ class Silence:
         """Nothing more will be said, whether the run ended well or not."""
 
 
+def _predicted(training: Training) -> Plan:
+    """The plan with what a step will take, where the cluster is known. No run fails for want of a prediction."""
+    config, plan = training.config, training.plan
+    if config.model.module is not None:
+        return plan
+    try:
+        cluster = asked_for(config)
+        if cluster is None:
+            return plan
+        found = forecast(config, plan.layout, plan.micro_batch, plan.accumulation, cluster.of(plan.layout.world))
+    except (UserError, KeyError, ValueError) as error:
+        log.warning("no prediction for this run: %s", error)
+        return plan
+    return replace(plan, predicted=found)
+
+
 class Voice(Silence):
     """The main rank's: the run folder and the terminal."""
 
@@ -90,7 +113,7 @@ class Voice(Silence):
         self.training, self.folder = training, folder
         self.console = error_console()
         (folder / "config.toml").write_text(to_toml(training.config))
-        (folder / "plan.json").write_text(json.dumps(training.plan.to_json(), indent=1) + "\n")
+        (folder / "plan.json").write_text(json.dumps(_predicted(training).to_json(), indent=1) + "\n")
         self.lost = _seconds_after(folder / "metrics.jsonl", training.step)
         self.sinks = open_sinks(folder, training.config.observe, training.step)
         self.progress = TrainingProgress(self.console, training.config.train.steps, training.step + 1)

@@ -1,0 +1,231 @@
+"""What was predicted of a step, held against what was measured, term by term.
+
+A run keeps the planner's prediction in plan.json. A run measures fewer things than the planner tells apart, so terms are added
+up to what one clock can see:
+
+| what                  | predicted terms                                        | measured                                     |
+| --------------------- | ------------------------------------------------------ | -------------------------------------------- |
+| computing             | matmul, attention, elementwise, launch, recompute      | span `forward_backward`                      |
+| exposed communication | tensor, context, expert, data, replica, pipeline_sends | span `exposed_communication`                 |
+| optimizer             | optimizer                                              | span `optimizer`                             |
+| reading data          | none: batches are read ahead                           | what of the span `data` no other span covers |
+| unclaimed             | none                                                   | what is left of the step                     |
+
+In a pipeline a rank that has nothing to do waits for a message, and no clock can tell that wait from the message's own time:
+bubble and imbalance are then counted with communication. On a GPU some waits cannot be told from computing at all (FSDP2's are
+on streams of its own; those of the tensor, context, expert and pipeline axes stand between kernels): both are then one row, and
+each by itself is null. Seconds are a term's share of all steps times the median step, so that they add up to the step time.
+
+Times, memory and bytes are rank 0's; the planner's memory is of the fullest rank and its computing of the average one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, JustifyMethod
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.observe import words
+from shardwise.observe.files import Record
+
+Row = dict[str, Any]
+"""`what`, `kind` (seconds, rate, memory, bytes), `predicted`, `measured`, `ratio` (measured / predicted); null where not known.
+Rows of seconds have the planner's `terms`, rows of bytes the `predicted_calls` and `measured_calls` of a step."""
+
+COMPUTING = ("matmul", "attention", "elementwise", "launch", "recompute")
+COMMUNICATION = ("tensor", "context", "expert", "data", "replica", "pipeline_sends")
+IDLE = ("imbalance", "bubble")
+_EXPOSED = "exposed_communication"
+_GIB = 2.0**30
+_CLOSE = 0.05
+"""Disagreements below this share are not worth a word."""
+_COLUMNS: dict[str, JustifyMethod] = {"what": "left", "predicted": "right", "measured": "right", "ratio": "right"}
+
+
+def compare(predicted: Mapping[str, Any], steps: Sequence[Record], waits_are_known: bool, on_cpu: bool) -> list[Row]:
+    """Every term that was predicted, with what these steps measured of it."""
+    rows = [*_times(predicted, steps, waits_are_known), *_memory(predicted["memory_gib"], steps, on_cpu)]
+    return rows + list(_collectives(predicted["bytes"], steps))
+
+
+def waits_are_known(steps: Sequence[Record], layout: Mapping[str, Any], on_cpu: bool) -> bool:
+    """Whether the time these steps waited is apart from the time they computed."""
+    unseen = not on_cpu and any((layout.get(axis) or 1) > 1 for axis in ("pipeline", "context", "tensor", "expert"))
+    return not unseen and all(_EXPOSED in step.get("spans", {}) for step in steps)
+
+
+def _times(predicted: Mapping[str, Any], steps: Sequence[Record], apart: bool) -> Iterator[Row]:
+    terms, seconds = predicted["step_seconds"], statistics.median(step["seconds"] for step in steps)
+    spans = _spans(steps, seconds)
+    yield _row("step time", "seconds", terms["total"], seconds)
+    busy = (*COMPUTING, "offload") if terms.get("offload") else COMPUTING
+    waits = (*COMMUNICATION, *IDLE) if any(terms.get(name) for name in IDLE) else COMMUNICATION
+    computing = "computing and offload" if terms.get("offload") else "computing"
+    waiting = "exposed communication, bubble, imbalance" if waits != COMMUNICATION else "exposed communication"
+    yield _sum(computing, terms, busy, spans["forward_backward"] if apart else None)
+    yield _sum(waiting, terms, waits, spans[_EXPOSED] if apart else None)
+    if not apart:
+        both = _added(spans["forward_backward"], spans[_EXPOSED])
+        yield _sum("computing and communication together", terms, (*busy, *waits), both)
+    yield _sum("optimizer", terms, ("optimizer",), spans["optimizer"])
+    for name, key in (("reading data", "data"), ("unclaimed", "other")):
+        yield _sum(name, terms, (), spans[key])
+    yield _row("tokens a second", "rate", predicted["tokens_per_second"], _median(steps, "tokens_per_second"))
+
+
+def _spans(steps: Sequence[Record], seconds: float) -> dict[str, float | None]:
+    """Seconds of each span in a step of so many seconds, and of `other`, which none claims; they add up to the step.
+
+    On a GPU batches are read while the device computes: only what nothing else covers is the data's.
+    """
+    total = math.fsum(step["seconds"] for step in steps)
+    found: dict[str, float | None] = {}
+    for name in ("forward_backward", _EXPOSED, "optimizer", "data"):
+        known = [step["spans"][name] for step in steps if name in step.get("spans", {})]
+        found[name] = math.fsum(known) * seconds / total if known and total else None
+    left = max(0.0, seconds - sum(found[name] or 0.0 for name in ("forward_backward", _EXPOSED, "optimizer")))
+    if found["data"] is not None:
+        found["data"] = min(found["data"], left)
+    found["other"] = None if found["forward_backward"] is None else left - (found["data"] or 0.0)
+    return found
+
+
+def _memory(predicted: Mapping[str, float], steps: Sequence[Record], on_cpu: bool) -> Iterator[Row]:
+    """The peak as the device counts it (torch's allocator on a GPU does not see the runtime's own), then each kind, which no run
+    can tell from the others.
+    """
+    known = [step["memory_bytes"] for step in steps if step.get("memory_bytes") is not None]
+    without = 0.0 if on_cpu else predicted.get("overhead", 0.0)
+    name = "peak memory" if on_cpu else "peak memory, without overhead"
+    yield _row(name, "memory", (predicted["total"] - without) * _GIB, max(known, default=None))
+    for kind, value in predicted.items():
+        if kind != "total":
+            yield _row(f"memory of {kind}", "memory", value * _GIB, None)
+
+
+def _collectives(predicted: Sequence[Mapping[str, Any]], steps: Sequence[Record]) -> Iterator[Row]:
+    """Bytes and calls of each kind and axis. What the ledger does not hold did not happen."""
+    planned = {f"{one['kind']}/{one['axis']}": one for one in predicted}
+    ledgers = [step["collectives"] for step in steps if "collectives" in step]
+    nothing = {"count": 0, "bytes": 0}
+    for key in sorted({*planned, *(key for ledger in ledgers for key in ledger)}):
+        typical = {
+            what: statistics.median(ledger.get(key, nothing)[what] for ledger in ledgers) if ledgers else None for what in nothing
+        }
+        plan = planned.get(key, nothing)
+        calls = {"predicted_calls": plan["count"], "measured_calls": typical["count"]}
+        yield _row(key, "bytes", plan["bytes"], typical["bytes"]) | calls
+
+
+def _sum(what: str, terms: Mapping[str, float], names: Sequence[str], measured: float | None) -> Row:
+    return _row(what, "seconds", math.fsum(terms.get(name, 0.0) for name in names), measured) | {"terms": list(names)}
+
+
+def _row(what: str, kind: str, predicted: float, measured: float | None) -> Row:
+    ratio = measured / predicted if measured is not None and predicted else None
+    return {"what": what, "kind": kind, "predicted": predicted, "measured": measured, "ratio": ratio}
+
+
+def _median(steps: Sequence[Record], key: str) -> float | None:
+    known = [step[key] for step in steps if step.get(key) is not None]
+    return statistics.median(known) if known else None
+
+
+def _added(first: float | None, second: float | None) -> float | None:
+    return None if first is None else first + (second or 0.0)
+
+
+# -- for people ----------------------------------------------------------------------------------------------------------
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """The table, what it cannot say, and the largest disagreement in words."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 3, 0, 0))
+    for name, justify in _COLUMNS.items():
+        table.add_column(name, justify=justify, no_wrap=name != "what", overflow="fold")
+    for row in rows:
+        if not _is_part_of_memory(row):
+            cells = (_label(row), _value(row, "predicted"), _value(row, "measured"), _ratio(row))
+            table.add_row(*map(Text, cells))
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    for line in (*_notes(rows), largest(rows)):
+        console.print(Padding(Text(line), (0, 0, 0, 2)))
+
+
+def largest(rows: Sequence[Row]) -> str:
+    """The largest disagreement, in one sentence: of a step's seconds, of the peak's bytes, or of a collective's."""
+    step = max(rows[0]["predicted"], rows[0]["measured"])
+    found = [(_apart(row, step), row) for row in rows[1:] if row["measured"] is not None and row["kind"] != "rate"]
+    if not found:
+        return "Nothing but the step time was measured."
+    share, row = max(found, key=lambda one: one[0])
+    if share < _CLOSE:
+        return f"All that was measured is within {_CLOSE:.0%} of the prediction.".replace("%", " %")
+    much = f"{share:.0%} of ".replace("%", " %") + ("the step" if row["kind"] == "seconds" else "it")
+    values = f"{_value(row, 'predicted')} predicted, {_value(row, 'measured')} measured"
+    return f"Largest disagreement: {_label(row)}, {values} ({much})."
+
+
+def _apart(row: Row, step: float) -> float:
+    whole = step if row["kind"] == "seconds" else max(row["predicted"], row["measured"])
+    return abs(row["measured"] - row["predicted"]) / whole if whole else 0.0
+
+
+def _notes(rows: Sequence[Row]) -> Iterator[str]:
+    parts = [row for row in rows if _is_part_of_memory(row) and row["predicted"]]
+    if parts:
+        each = ", ".join(f"{row['what'].removeprefix('memory of ')} {words.size(row['predicted'])}" for row in parts)
+        yield f"Predicted memory: {each}. A run measures only their sum."
+    if any("bubble" in row.get("terms", ()) and row["measured"] is not None for row in rows):
+        yield "A pipeline rank with nothing to do waits for a message: bubble and imbalance are measured as communication."
+    if any(row["what"].startswith("computing and communication") for row in rows):
+        yield "On this device waits cannot be told from computing: only both together were measured."
+
+
+def _is_part_of_memory(row: Row) -> bool:
+    return bool(row["kind"] == "memory" and row["measured"] is None and row["what"].startswith("memory of "))
+
+
+def _label(row: Row) -> str:
+    if row["kind"] != "bytes":
+        return str(row["what"])
+    kind, _, axis = row["what"].partition("/")
+    return f"{kind.replace('_', ' ')} over {axis}"
+
+
+def _value(row: Row, which: str) -> str:
+    value = row[which]
+    if value is None:
+        return "n/a"
+    if row["kind"] == "seconds":
+        return _seconds(value)
+    if row["kind"] == "bytes":
+        return f"{words.size(value)} in {_calls(row[f'{which}_calls'])}"
+    return words.size(value) if row["kind"] == "memory" else words.amount(value)
+
+
+def _ratio(row: Row) -> str:
+    """Bytes and calls are counted on both sides: they are equal, or the difference is shown."""
+    if row["measured"] is None or (row["ratio"] is None and row["kind"] != "bytes"):
+        return "n/a"
+    if row["kind"] != "bytes":
+        return f"{row['ratio']:.2f}" if row["ratio"] < 9.995 else f"{row['ratio']:.3g}"
+    bytes, calls = row["measured"] - row["predicted"], row["measured_calls"] - row["predicted_calls"]
+    if not bytes and not calls:
+        return "equal"
+    return ", ".join(f"{one:+,} {unit}" for one, unit in ((bytes, "bytes"), (calls, "calls")) if one)
+
+
+def _calls(count: float) -> str:
+    return f"{count:g} call" if count == 1 else f"{count:g} calls"
+
+
+def _seconds(value: float) -> str:
+    """Three digits, in the unit that shows them."""
+    return f"{value:.3g} s" if value >= 1 or value == 0 else f"{1e3 * value:.3g} ms"
