@@ -7,6 +7,7 @@ Needs no torch where the job names its cluster. `--schedule` draws the pipeline 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,8 +45,11 @@ def plan(
 ) -> None:
     """The best layout for a job: what it takes, why it wins, what the next best loses on."""
     from shardwise.config import read
+    from shardwise.errors import UserError
 
     if html is not None:
+        if scale or fewest or maximise or flops is not None or days is not None or schedule:
+            raise UserError("--html: shows the best layout; leave the other questions out, or ask them without it")
         _check_writable(html, "--html")
     config = read(job, overrides or [])
     if schedule or svg is not None:
@@ -118,7 +122,7 @@ def _answer(
     from shardwise.plan.search import search
 
     for option, value in (("--storage", storage), ("--failures", failures)):
-        if value is not None and not value > 0:
+        if value is not None and not (value > 0 and isfinite(value)):
             raise UserError(f"{option} {value:g}: give a number above 0")
     result = search(config, cluster, cluster.devices, config.cluster.margin)
     found = answer(config, result, everything)

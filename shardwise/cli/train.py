@@ -141,8 +141,8 @@ def _planned(config: Config, here: int, devices: int, nodes: int) -> Config:
 
     if config.model.module is not None:
         return config
-    decides = is_open(config.layout) and devices > 1
     named = asked_for(config)
+    decides = (is_open(config.layout) and devices > 1) or (named is not None and config.train.micro_batch is None)
     if named is None and nodes == 1:
         path = this_machine(here)[1] if decides else known_machine(here)
         config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"file": path and str(path)})})

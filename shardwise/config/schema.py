@@ -116,7 +116,9 @@ class Train(Section):
     steps: Positive = Field(100, description="optimizer steps")
     global_batch: Positive = Field(32, le=2**24, description="sequences an optimizer step sees, over all devices")
     micro_batch: Positive | None = Field(
-        None, description="sequences one forward sees on one device; left out: the device's whole share"
+        None,
+        description="sequences one forward sees on one device; left out: planned where the job names a cluster or no layout, "
+        "else the device's whole share",
     )
     learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
     final_learning_rate: float = Field(0.1, ge=0, le=1, description="learning rate at the last step, as a share of the peak")

@@ -101,7 +101,7 @@ def _at(found: Prediction, place: int) -> Prediction:
         found,
         seconds={name: value[one] for name, value in found.seconds.items()},
         memory={name: value[one] for name, value in found.memory.items()},
-        forward=found.forward[one],
+        block_seconds=found.block_seconds[one],
     )
 
 
@@ -204,6 +204,10 @@ def to_paste(result: Result, place: int) -> str:
     row = result.space.row(place)
     layout = result.space.layout(place).model_dump(exclude_defaults=True, exclude_none=True)
     layout["data"] = row["data"]
+    if row["pipeline"] > 1:
+        layout["schedule"] = SCHEDULES[row["schedule"]]
+    if result.work.model.experts:
+        layout["expert"] = row["expert"]
     if row["pipeline"] > 1 and "stages" in result.fixed:
         layout["stages"] = list(result.fixed["stages"])
     train = {"micro_batch": row["micro_batch"], "recompute": RECOMPUTE[row["recompute"]]}
@@ -317,6 +321,8 @@ def binding(config: Config, result: Result, best: int) -> list[str]:
         found.append(_needed(result, best, "zero"))
     if row["recompute"]:
         found.append(_needed(result, best, "recompute"))
+    if row["offload"]:
+        found.append("offload is as asked" if "offload" in result.fixed else "offload is needed: nothing fits without it")
     return [*found, *_refusals(config, row), _largest(result, best)]
 
 

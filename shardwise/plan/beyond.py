@@ -116,7 +116,9 @@ def sentences(found: dict[str, Any]) -> list[str]:
     if (hide := found["to_hide"]) is not None:
         where = "between nodes" if hide["link"] == "between" else "inside a node"
         needed = "no bandwidth" if hide["needed_gb_s"] is None else f"{hide['needed_gb_s']:.3g} GB/s a device"
-        said.append(f"to hide gathers and gradient sums {where} takes {needed}; there are {hide['has_gb_s']:.3g}")
+        enough = hide["needed_gb_s"] is not None and hide["needed_gb_s"] <= hide["has_gb_s"]
+        rest = "; they still cost the memory and cores that they share with the computing" if enough else ""
+        said.append(f"to hide gathers and gradient sums {where} takes {needed}, and there are {hide['has_gb_s']:.3g}{rest}")
     quicker = [one for one in found["slow_links"] if one["fits"] and one["step_seconds"] < found["step_seconds"]]
     if quicker:
         ways = ", ".join(f"{one['name']} {one['step_seconds']:.3g} s a step" for one in quicker[:4])

@@ -83,14 +83,18 @@ def _degrees(devices: int, fixed: Mapping[str, Any]) -> Iterator[dict[str, int]]
             return [fixed[axis]] if left % fixed[axis] == 0 else []
         return divisors(left)
 
+    # A schedule is asked for with a pipeline, and a way to attend with context devices, where there can be any.
+    several = [axis for axis, key in (("pipeline", "schedule"), ("context", "attention")) if key in fixed and axis not in fixed]
+    several = several if devices > 1 else []
     for pipeline in choices("pipeline", devices):
         for tensor in choices("tensor", devices // pipeline):
             for context in choices("context", devices // pipeline // tensor):
                 left = devices // pipeline // tensor // context
                 for replica in choices("replica", left):
                     data = left // replica
-                    if fixed.get("data", data) == data:
-                        yield {"pipeline": pipeline, "replica": replica, "data": data, "context": context, "tensor": tensor}
+                    degrees = {"pipeline": pipeline, "replica": replica, "data": data, "context": context, "tensor": tensor}
+                    if fixed.get("data", data) == data and all(degrees[axis] > 1 for axis in several):
+                        yield degrees
 
 
 def _refused(config: Config, degrees: Mapping[str, int], refused: Counter[str]) -> bool:
@@ -131,10 +135,11 @@ def _expanded(
     if not attentions:
         refused["context splits neither the heads nor the sequence evenly"] += 1
         return
-    micro_batches = [size for size in divisors(share) if size <= LARGEST_MICRO_BATCH and fixed.get("micro_batch", size) == size]
+    asked = fixed.get("micro_batch")
+    micro_batches = [size for size in divisors(share) if (size <= LARGEST_MICRO_BATCH if asked is None else size == asked)]
     if not micro_batches:
-        asked = f"train.micro_batch = {fixed.get('micro_batch')}"
-        refused[f"{asked} does not divide a device's share of a global batch of {config.train.global_batch}"] += 1
+        share_of = f"a device's share of a global batch of {config.train.global_batch}"
+        refused[f"train.micro_batch = {asked} does not divide {share_of}"] += 1
         return
     rows = list(product(_zeros(config, degrees, fixed, offload), _schedules(config, degrees, fixed), experts, attentions))
     modes = [RECOMPUTE.index(mode) for mode in RECOMPUTE if fixed.get("recompute", mode) == mode]
@@ -172,8 +177,10 @@ def _others(config: Config, degrees: Mapping[str, int], expert: int) -> bool:
 def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any], offload: bool) -> list[int]:
     if degrees["data"] * degrees["context"] == 1 and not (config.model.experts and degrees["tensor"] > 1):
         alone = degrees["replica"] == 1 or "replica" in fixed
-        return ([1] if offload else [0]) if alone else []
+        return ([fixed.get("zero") or 3] if offload else [0]) if alone else []
     stages = [stage for stage in range(4) if fixed.get("zero", stage) == stage]
+    if offload and "zero" not in fixed:  # the lower stages keep whole weights on the device
+        return [3]
     if degrees["replica"] > 1 or offload:  # copies of whole states are what the data axis does already
         stages = [stage for stage in stages if stage > 0]
     return stages

@@ -162,6 +162,8 @@ def _problems(table: Mapping[str, Any], presets: Mapping[str, Cluster]) -> list[
     found += _text("name", table)
     if not isinstance(table.get("shared", False), bool):
         found.append(f"shared = {table['shared']!r}: give true or false")
+    if preset is None and "between" not in table and isinstance(table.get("nodes"), int) and table["nodes"] > 1:
+        found.append("between: missing, with several nodes; give bandwidth_gb_s and latency_us of one device's network")
     if "price" in table:
         found += _number("price", table["price"])
     found += _device_problems(table.get("device", {}), whole=preset is None)

@@ -6,15 +6,15 @@ sets the pace. With S bytes of the full tensor (the ledger's convention) and B t
 
 | kind                       | bandwidth term                | latency                                               |
 | -------------------------- | ----------------------------- | ----------------------------------------------------- |
-| all_reduce                 | 2 (n-1)/n S/B                 | ring: 2 (n-1) hops; tree: 2 (g-1) inside, 2 log2 q out |
-| all_gather, reduce_scatter | (n-1)/n S/B                   | n-1 hops                                              |
-| all_to_all                 | (g-1)/n S/B + (n-g)/n S/B_net | n-1 hops; only what leaves the node uses the network  |
-| broadcast, send            | S/B                           | n-1 hops; one                                         |
+| all_reduce                 | 2 (n-1)/n S/B                 | 2 (g-1) hops inside, 2 min(q-1, log2 q) between       |
+| all_gather, reduce_scatter | (n-1)/n S/B                   | g-1 hops inside, q-1 between                          |
+| all_to_all                 | (g-1)/n S/B + (n-g)/n S/B_net | as above; only what leaves the node uses the network  |
+| broadcast, send            | S/B                           | as above; one                                         |
 
-An all-reduce takes the quicker of ring and (pipelined double) tree, as NCCL does; the tree's bandwidth term is 1 / 0.92 of the
-ring's limit. Where a link was measured, latency and bandwidth come from the nearest measured numbers of members, interpolated
-over the logarithm of that number. Between nodes, what was measured on whole nodes bounds every group with as many devices: a
-long ring is slow because it is long, and four short rings beside each other share the network cards.
+An all-reduce has the shorter latency of ring and (pipelined double) tree, as NCCL chooses between them. Where a link was
+measured, latency and bandwidth come from the nearest measured numbers of members, interpolated over the logarithm of that
+number. Between nodes, what was measured on whole nodes bounds every group with as many devices: a long ring is slow because it
+is long, and four short rings beside each other share the network cards.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ import numpy as np
 
 from shardwise.plan.cluster import Cluster, Link
 from shardwise.plan.space import Array, Space
-
-TREE_SHARE = 0.92
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,8 @@ class Group:
 
 def group_of(axis: str, space: Space, cluster: Cluster) -> Group:
     """The group of an axis. Ranks are laid out with tensor innermost, then context, data, replica, pipeline; experts borrow the
-    innermost ranks, and shards are data x context.
+    innermost ranks, and shards are data x context. Where groups do not divide the nodes evenly some lie across two, and the
+    cost is theirs.
     """
     inner = {
         "tensor": np.ones_like(space.tensor),
@@ -54,11 +53,14 @@ def group_of(axis: str, space: Space, cluster: Cluster) -> Group:
         "data": space.tensor * space.context,
         "replica": space.tensor * space.context * space.data,
         "copies": space.tensor,
+        "expert_shards": space.expert,
         "pipeline": space.tensor * space.context * space.data * space.replica,
     }[axis]
     sizes = {"shards": space.shards, "copies": space.shards * space.replica}
-    size = (sizes[axis] if axis in sizes else getattr(space, axis)).astype(float)
-    return Group(size, np.clip(np.floor(cluster.devices_per_node / inner), 1, size))
+    size = sizes[axis] if axis in sizes else getattr(space, axis)
+    room = np.maximum(cluster.devices_per_node // inner, 1)  # members that one node has a place for
+    inside = np.where(room >= size, np.where(room % size == 0, size, np.gcd(room, size)), np.gcd(room, size))
+    return Group(size.astype(float), inside.astype(float))
 
 
 def seconds(kind: str, bytes: Array, group: Group, cluster: Cluster) -> Array:

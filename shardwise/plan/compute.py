@@ -24,8 +24,6 @@ BACKWARD_SHARE = 0.9
 """What attention's backward reaches of the forward's share of the peak."""
 HEAD_DIM_KNEE = {True: 50.0, False: 30.0}
 """Width of a head at which attention reaches half of what wide ones do: kernels written for the device, and portable ones."""
-LOSS_BYTES = 14.0
-"""Traffic of a logit, forward and backward, where logits are made in chunks and overwritten by their gradient."""
 SCORE_BYTES = 26.0
 """Traffic of one attention score, forward and backward, where the matrix of scores is in memory (softmax, mask, dropout)."""
 LOOKUP_BYTES = 12.0
@@ -37,7 +35,7 @@ QUANTISING = 2.0
 
 @dataclass(frozen=True)
 class Block:
-    """Seconds of one micro-batch in one block, forward; `back` of the products and attention is told apart."""
+    """Seconds of one micro-batch in one block; forward, where nothing else is said."""
 
     matmul: Array
     attention: Array
@@ -60,6 +58,21 @@ class Block:
 def value_bytes(work: Work) -> int:
     """Bytes of an activation."""
     return BYTES.get(work.precision, 2)
+
+
+def weight_bytes(work: Work, stack: Stack) -> float:
+    """Of a weight that is computed with and gathered: those of its dtype, 2 where products are narrower."""
+    return stack.weight_bytes * value_bytes(work) / 2
+
+
+def reduce_bytes(work: Work, stack: Stack) -> float:
+    """Of a gradient on the wire."""
+    return stack.reduce_bytes * (2 if work.reduce_dtype == "float64" else 1)
+
+
+def casts(work: Work) -> bool:
+    """Whether weights are stored in another dtype than they are computed with."""
+    return BYTES[work.state_dtype] != value_bytes(work)
 
 
 def tokens_here(work: Work, space: Space) -> Array:

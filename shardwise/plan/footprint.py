@@ -16,7 +16,6 @@ single micro-batch, gradients take the place of the activations that backward fr
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
-from functools import lru_cache
 
 import numpy as np
 
@@ -28,7 +27,6 @@ from shardwise.plan.schedule import SCHEDULES, rank_of_stage
 from shardwise.plan.slices import Parts, parts_of
 from shardwise.plan.space import Array, Bools, Ints, Space, Work
 from shardwise.plan.stack import SHARDWISE, Stack
-from shardwise.plan.stages import stage_blocks
 
 CHUNK_BYTES = 512 * 2.0**20
 """Of logits at once, where the loss is computed in chunks (models/loss.py)."""
@@ -136,16 +134,15 @@ def _cut(work: Work, space: Space, stack: Stack, folded: Bools) -> tuple[Array, 
     if not stack.balanced:
         return even, even, even
     kinds, where = _distinct([space.pipeline, np.where(space.pipeline > 1, space.stages_per_rank, 1), folded.astype(np.int64)])
-    cuts = np.asarray([_blocks_of_ranks(work.model, work.sequence_length, *kind) for kind in kinds]).reshape(-1, 3)[where]
+    cuts = np.asarray([_blocks_of_ranks(work, *kind) for kind in kinds]).reshape(-1, 3)[where]
     return cuts[:, 0], cuts[:, 1], cuts[:, 2]
 
 
-@lru_cache(maxsize=4096)
-def _blocks_of_ranks(model: Model, length: int, ranks: int, per_rank: int, folded: int) -> tuple[float, float, float]:
-    stages = ranks * per_rank
-    if stages > model.layers:  # another program's layout, of which only the average is known
-        return (model.layers / ranks,) * 3
-    counts = stage_blocks(model, length, stages)
+def _blocks_of_ranks(work: Work, ranks: int, per_rank: int, folded: int) -> tuple[float, float, float]:
+    stages, layers = ranks * per_rank, work.model.layers
+    if stages > layers:  # another program's layout, of which only the average is known
+        return (layers / ranks,) * 3
+    counts = work.blocks(stages)
     places = rank_of_stage("zbv", ranks) if folded else tuple(stage % ranks for stage in range(stages))
     held = [sum(count for count, place in zip(counts, places, strict=True) if place == rank) for rank in range(ranks)]
     between = held[1:] if folded else held[1:-1]
@@ -211,18 +208,20 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     logits = np.where(alone | held.folded | ~fuller, logits, 0.0)
     held_states = states(work, space, stack, held.fullest)
     unit = held.block_dense + held.block_experts
-    three = (space.zero == 3) & (space.shards > 1)
+    offloaded = space.offload == 1
+    three = (space.zero == 3) & ((space.shards > 1) | offloaded)
     largest = np.maximum(unit, np.where(alone, np.maximum(held.first_edge, held.last_edge), 0.0))
-    gathered = np.where(three, stack.weight_bytes * (2 * unit + largest), 0.0)
-    reducing = np.where((space.zero >= 2) & (space.shards > 1), (stack.reduce_bytes + stack.weight_bytes) * largest, 0.0)
-    casts = stack.cast_held * np.where(space.recompute == 2, model.vocabulary * model.hidden / space.tensor, held.parameters)
+    weight, gradient = compute.weight_bytes(work, stack), compute.reduce_bytes(work, stack)
+    gathered = np.where(three, weight * (2 * unit + largest), 0.0)
+    reducing = np.where((space.zero >= 2) & ((space.shards > 1) | offloaded), (gradient + weight) * largest, 0.0)
+    held_copies = stack.cast_held if compute.casts(work) else 0.0
+    casts = held_copies * np.where(space.recompute == 2, model.vocabulary * model.hidden / space.tensor, held.parameters)
     casts = np.where((space.zero == 0) | (space.shards == 1), casts, 0.0)
     whole_inputs = np.where(space.tensor > 1, stack.whole_inputs * tokens * model.hidden * size, 0.0)
     once = alone & (space.accumulation == 1) & ((space.zero == 0) | (space.shards == 1)) & (not stack.keeps_gradients)
     held_states["gradients"] = np.where(once, np.maximum(0.0, held_states["gradients"] - activations), held_states["gradients"])
-    offloaded = space.offload == 1
     result = {
-        **{name: np.where(offloaded, 0.0, value) for name, value in held_states.items()},
+        **_without_the_hosts(work, space, stack, held_states, held),
         "activations": activations,
         "logits": logits,
         "gathered": gathered + casts,
@@ -234,6 +233,16 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
         name: value * (slack if name in ("activations", "logits", "gathered", "buffers") else 1.0)
         for name, value in result.items()
     }
+
+
+def _without_the_hosts(work: Work, space: Space, stack: Stack, found: dict[str, Array], held: Holdings) -> dict[str, Array]:
+    """What the device itself holds of the states: where they are offloaded, only what stays gathered or whole between
+    micro-batches."""
+    offloaded, stored = space.offload == 1, float(BYTES[work.state_dtype])
+    on_host = {"weights": stored * held.sharded, "gradients": stored * held.sharded, "optimizer": 2 * stored * held.sharded}
+    whole = (space.zero == 1) & (space.accumulation > 1)
+    on_host["gradients"] = np.where(whole, 0.0, on_host["gradients"])
+    return {name: np.where(offloaded, np.maximum(value - on_host[name], 0.0), value) for name, value in found.items()}
 
 
 def states(work: Work, space: Space, stack: Stack, held: Numbers) -> dict[str, Array]:

@@ -92,7 +92,7 @@ def fewest_devices(
 ) -> Fewest:  # fmt: skip
     """The fewest devices on which all the job's steps (or so many tokens) take at most so many days."""
     if not (days > 0 and math.isfinite(days)) or (tokens is not None and not tokens > 0):
-        raise UserError(f"{days} days, {tokens} tokens: give more than 0 of each")
+        raise UserError(f"--days {days:g}: give a number of days above 0")
     steps = config.train.steps if tokens is None else tokens / (config.train.global_batch * config.data.sequence_length)
     attempts = _Attempts(config, cluster, days, steps)
     doubling = _doubling(cluster, most)

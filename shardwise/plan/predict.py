@@ -37,6 +37,11 @@ network)."""
 
 BACKWARD = 0.7
 """Of a block's seconds, those of backward: twice the products, two and a half times the attention."""
+UPDATE_BYTES = 40.0
+"""Traffic of a parameter's update in float32: 16 read and 12 written, and the norm's passes before."""
+HOST_MEMORY = 2.0
+"""What a device's share of the host's memory moves in an update, over its link to the host (1.7 s a step, offloaded, on an
+H200)."""
 RING_BYTES = 46.0
 """Traffic of merging one block of a ring into what was attended to before, for each query value, forward and backward
 (benchmarks/ring.py: 6.4 ms for 4 x 4 blocks of 8192 x 4096 on an H200)."""
@@ -50,22 +55,20 @@ class Prediction:
     """Of a step, by term; they sum to `total`."""
     memory: dict[str, Array]
     """Bytes at the peak of the fullest device, by kind; they sum to `peak`."""
-    forward: Array
-    """Seconds of one micro-batch forward in a stage of one block, and so on: what a timeline is drawn from."""
-    backward: Array
     block_seconds: Array
+    """Of one micro-batch through one block, forward and backward: what a timeline is played with."""
     head_seconds: Array
     embedding_seconds: Array
 
     @property
     def total(self) -> Array:
         """Seconds of a step."""
-        return sum(self.seconds.values(), np.zeros_like(self.forward))
+        return sum(self.seconds.values(), np.zeros_like(self.block_seconds))
 
     @property
     def peak(self) -> Array:
         """Bytes of the fullest device."""
-        return sum(self.memory.values(), np.zeros_like(self.forward))
+        return sum(self.memory.values(), np.zeros_like(self.block_seconds))
 
 
 def predict(work: Work, space: Space, cluster: Cluster, stack: Stack = SHARDWISE) -> Prediction:
@@ -115,7 +118,7 @@ def predict(work: Work, space: Space, cluster: Cluster, stack: Stack = SHARDWISE
     seconds_of["offload"] = _offload(space, cluster, held)
     seconds_of = {name: value * cluster.corrections.get(name, 1.0) for name, value in seconds_of.items()}
     memory = footprint(work, space, cluster, stack, held)
-    return Prediction(seconds_of, memory, layer / 3, 2 * layer / 3, layer, head, embedding)
+    return Prediction(seconds_of, memory, layer, head, embedding)
 
 
 def _check_precision(work: Work, cluster: Cluster) -> None:
@@ -156,10 +159,14 @@ def _tensor(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Array:
     if not stack.sequence_parallel:
         once = 2 * seconds("all_reduce", tensor, group, cluster)
     again = np.where(space.recompute == 2, 1.0, 0.0)
-    gathered = 2 * seconds("all_gather", tensor, group, cluster) if stack.sequence_parallel else 0.0
+    regathers = stack.sequence_parallel and (stack.gathers_again or not cluster.device.overlap)
+    gathered = 2 * seconds("all_gather", tensor, group, cluster) if regathers else 0.0
+    repeated = np.where(space.recompute == 1, again + stack.selective_repeats, again)
+    if stack.sequence_parallel and not stack.recompute_all:  # the last product, and what sums it, is not done again
+        repeated = repeated * (1 - seconds("reduce_scatter", tensor, group, cluster) / np.maximum(once, 1e-30))
     hidden = stack.overlap_tensor * cluster.device.overlap
     late = stack.pipeline_jitter * np.where((space.pipeline > 1) & (space.tensor > 1), space.tensor * (8 + 4 * again), 0.0)
-    return (1 - hidden) * (2 + again) * once + (1 - max(hidden, stack.overlap_gather_again)) * gathered + late
+    return (1 - hidden) * (2 + repeated) * once + (1 - max(hidden, stack.overlap_gather_again)) * gathered + late
 
 
 def _context(work: Work, space: Space, cluster: Cluster, one: compute.Block) -> Array:
@@ -169,15 +176,17 @@ def _context(work: Work, space: Space, cluster: Cluster, one: compute.Block) -> 
     model, group = work.model, group_of("context", space, cluster)
     tokens, size = compute.tokens_here(work, space), compute.value_bytes(work)
     keys = tokens * 2 * np.maximum(model.kv_heads / space.tensor, 1) * model.head_dim * size
-    hop = seconds("send", keys, Group(group.size, group.inside), cluster)
+    hop = seconds("send", keys, group, cluster)
+    again = np.where(space.recompute == 2, 1.0, 0.0)  # what forward sends is sent once more
     hops = np.maximum(space.context - 1, 0)
     part = (one.attention + one.attention_backward) / np.maximum(space.context, 1)
     merged = space.context * tokens * model.heads / space.tensor * model.head_dim * RING_BYTES
-    ring = hops * (3 * hop - np.minimum(3 * hop, part) * cluster.device.overlap) + compute.streamed(merged, space, cluster)
+    sent = (3 + again) * hop
+    ring = hops * (sent - np.minimum(sent, part) * cluster.device.overlap) + compute.streamed(merged, space, cluster)
     own = np.maximum(model.kv_heads // space.tensor, 1)
     repeated = own * space.context // np.gcd(space.context, own)  # so that each context device has a key head
     heads = tokens * (2 * model.heads / space.tensor + 2 * repeated) * model.head_dim * size
-    ulysses = 2 * seconds("all_to_all", heads, group, cluster)
+    ulysses = (2 + again) * seconds("all_to_all", heads, group, cluster)
     return np.where(space.context > 1, np.where(space.ring == 1, ring, ulysses), 0.0)
 
 
@@ -187,7 +196,8 @@ def _expert(work: Work, space: Space, cluster: Cluster) -> Array:
     if not model.experts:
         return np.zeros(len(space))
     sent = compute.tokens_here(work, space) / space.tensor * model.experts_per_token * model.hidden
-    return 4 * seconds("all_to_all", sent * compute.value_bytes(work), group_of("expert", space, cluster), cluster)
+    times = 4 + np.where(space.recompute == 2, 2.0, 0.0)
+    return times * seconds("all_to_all", sent * compute.value_bytes(work), group_of("expert", space, cluster), cluster)
 
 
 @dataclass(frozen=True)
@@ -207,20 +217,21 @@ class _Moved:
 
 def _moved(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> _Moved:
     shards, copies, replicas = (group_of(axis, space, cluster) for axis in ("shards", "copies", "replica"))
-    experts = Group(space.expert_shards.astype(float), np.minimum(shards.inside, space.expert_shards))
+    experts = group_of("expert_shards", space, cluster)
+    gathered, reduced = compute.weight_bytes(work, stack), compute.reduce_bytes(work, stack)
 
     def moved(kind: str, width: float, group: Group) -> Array:
         """Of one block's parameters, the experts' over their own group."""
         dense = seconds(kind, width * held.block_dense, group, cluster)
         return dense + (seconds(kind, width * held.block_experts, experts, cluster) if work.model.experts else 0.0)
 
-    joined = seconds("all_reduce", stack.reduce_bytes * held.parameters / np.maximum(space.shards, 1), replicas, cluster)
+    joined = seconds("all_reduce", reduced * held.sharded, replicas, cluster)
     split = (space.pipeline > 1) & np.isin(space.schedule, [SCHEDULES.index(name) for name in SPLIT_BACKWARD])
     three, two = (space.zero == 3) & ~split, (space.zero == 2) & ~split
     return _Moved(
-        moved("all_gather", stack.weight_bytes, shards),
-        moved("reduce_scatter", stack.reduce_bytes, shards),
-        moved("all_reduce", stack.reduce_bytes, copies),
+        moved("all_gather", gathered, shards),
+        moved("reduce_scatter", reduced, shards),
+        moved("all_reduce", reduced, copies),
         joined,
         three,
         three | two | (stack.reduce_each & (space.zero > 0) & ~split),
@@ -258,14 +269,14 @@ def _accumulate(work: Work, space: Space, cluster: Cluster, stack: Stack, held: 
     """Seconds of adding up gradients and of casting weights, in every micro-batch."""
     adding = np.where(space.accumulation > 1, 2 + 2 * stack.gradient_bytes, stack.gradient_bytes)
     adding = adding * np.where((space.zero >= 2) & (space.shards > 1), 1 / np.maximum(space.shards, 1), 1.0)
-    casting = np.where((space.zero == 0) | (space.shards == 1), stack.cast_bytes, 0.0)
+    casting = np.where((space.zero == 0) | (space.shards == 1), stack.cast_bytes if compute.casts(work) else 0.0, 0.0)
     return space.accumulation * compute.streamed((adding + casting) * held.parameters, space, cluster)
 
 
 def _optimizer(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:
     """Seconds of the update: weights, gradients and two moments read, all but the gradients written, the norm taken before."""
     ratio = 0.5 if work.state_dtype == "bfloat16" else 2.0 if work.state_dtype == "float64" else 1.0
-    return compute.streamed(40.0 * ratio * held.sharded, space, cluster)
+    return np.where(space.offload == 1, 0.0, compute.streamed(UPDATE_BYTES * ratio * held.sharded, space, cluster))
 
 
 def _slowest(layer: Array, embedding: Array, head: Array, held: Holdings, space: Space, layers: float) -> tuple[Array, Array]:
@@ -305,4 +316,5 @@ def _sends(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Array:
 def _offload(space: Space, cluster: Cluster, held: Holdings) -> Array:
     """Seconds of moving weights in and gradients out of the host's memory, and of updating there."""
     moved = 8.0 * held.sharded * (1 + space.accumulation) / cluster.device.host_bandwidth
-    return np.where(space.offload == 1, moved, 0.0)
+    updated = UPDATE_BYTES * held.sharded / (HOST_MEMORY * cluster.device.host_bandwidth)
+    return np.where(space.offload == 1, moved + updated, 0.0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import Config, Model
+from shardwise.config import Config
 from shardwise.errors import UserError
 from shardwise.plan.candidates import candidates, fixed_fields
 from shardwise.plan.cluster import Cluster
@@ -25,7 +25,6 @@ from shardwise.plan.predict import Prediction, predict
 from shardwise.plan.schedule import SCHEDULES, Schedule, make_schedule
 from shardwise.plan.space import Array, Ints, Space, Work
 from shardwise.plan.stack import SHARDWISE
-from shardwise.plan.stages import stage_blocks
 from shardwise.plan.timeline import Programme, programme
 from shardwise.plan.timeline import play as play_through
 
@@ -72,9 +71,8 @@ class Result:
 def work_of(config: Config) -> Work:
     """What a step of this job computes."""
     train = config.train
-    return Work(
-        config.model, config.data.sequence_length, train.global_batch, train.precision, state_dtype(train), reduce_dtype(train)
-    )
+    widths = (train.precision, state_dtype(train), reduce_dtype(train))
+    return Work(config.model, config.data.sequence_length, train.global_batch, *widths, config.layout.stages)
 
 
 def limit(cluster: Cluster, margin: float, devices: int) -> float:
@@ -167,7 +165,7 @@ def play(work: Work, one: Space, cluster: Cluster) -> Prediction:
     row = one.row(0)
     if row["pipeline"] == 1:
         return closed
-    blocks = _blocks(work.model, work.sequence_length, row["pipeline"] * row["stages_per_rank"])
+    blocks = work.blocks(row["pipeline"] * row["stages_per_rank"])
     stage = [count * float(closed.block_seconds[0]) for count in blocks]
     stage[0] += float(closed.embedding_seconds[0])
     stage[-1] += float(closed.head_seconds[0])
@@ -198,8 +196,3 @@ def _programme(name: str, ranks: int, micro_batches: int, per_rank: int) -> Prog
 def schedule_of(row: Mapping[str, int], micro_batches: int) -> Schedule:
     """A candidate's schedule, of so many micro-batches."""
     return make_schedule(SCHEDULES[row["schedule"]], row["pipeline"], micro_batches, row["stages_per_rank"])
-
-
-@lru_cache(maxsize=1024)
-def _blocks(model: Model, length: int, stages: int) -> tuple[int, ...]:
-    return stage_blocks(model, length, stages)

@@ -249,7 +249,7 @@ def _local(result: Result, one: Space) -> Iterator[Alternative]:
         bytes_per_step=_sent(result, worker, SHARDWISE.reduce_bytes) + averaged,
         exposed_seconds=_waiting(found) + outer,
         step_seconds=_step(result, one, found) + outer,
-        extra_memory=float(found.peak[0] - result.peak[result.order[0]]) + _OUTER_BYTES * share,
+        extra_memory=max(0.0, float(found.peak[0] - result.peak[result.order[0]]) + _OUTER_BYTES * share),
         fits=True,
         changes=f"{count} workers train alone and average parameters every {OUTER_EVERY} steps: another algorithm, with an outer "
         f"momentum to tune; many workers or long rounds end at a higher loss. {_PLANNED}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from shardwise.config import Config, Layout, Model, context_attention
 from shardwise.plan.schedule import SCHEDULES, stages_on_a_rank
+from shardwise.plan.stages import stage_blocks
 
 Ints = NDArray[np.int64]
 Array = NDArray[np.float64]
@@ -34,11 +36,24 @@ class Work:
     """Of matrix products: float32, bfloat16, float16, float64, or float8."""
     state_dtype: str = "float32"
     reduce_dtype: str = "float32"
+    stages: tuple[int, ...] | None = None
+    """Blocks of each pipeline stage, where they were given by hand: they hold for candidates with as many stages."""
+
+    def blocks(self, stages: int) -> tuple[int, ...]:
+        """Blocks of each of so many stages: by hand, or as they are cut by cost."""
+        if self.stages is not None and len(self.stages) == stages:
+            return self.stages
+        return _cut(self.model, self.sequence_length, stages)
 
     @property
     def tokens(self) -> int:
         """Of one step."""
         return self.sequence_length * self.global_batch
+
+
+@lru_cache(maxsize=1024)
+def _cut(model: Model, length: int, stages: int) -> tuple[int, ...]:
+    return stage_blocks(model, length, stages)
 
 
 @dataclass(frozen=True)

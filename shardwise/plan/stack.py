@@ -43,12 +43,10 @@ class Stack:
     """Of a gradient on the wire."""
     weight_bytes: float = 2.0
     """Of a weight that is computed with, and on the wire."""
-    master_bytes: float = 12.0
-    """Of a parameter's float32 weight and two moments, sharded by every ZeRO stage."""
     logit_bytes: float = 10.0
     """Alive at once for each logit; 0 where the loss is computed in chunks."""
     activation: float = 1.0
-    """Bytes of activations kept, relative to the count in plan/activations.py."""
+    """Bytes of activations kept, relative to the count in plan/footprint.py."""
     overlap_data: float = 1.0
     """Share of gathers and gradient sums that may hide behind computing."""
     overlap_tensor: float = 0.0
@@ -62,6 +60,10 @@ class Stack:
     """Memory reserved over memory allocated."""
     overlap_sends: float = 1.0
     """Share of the messages between pipeline stages that the program does not wait for."""
+    gathers_again: bool = True
+    """Backward gathers the inputs of a block's products again over the tensor axis, instead of keeping them."""
+    selective_repeats: float = 0.0
+    """Share of forward's tensor collectives that selective recomputation repeats."""
     overlap_gather_again: float = 0.0
     """Share of backward's second gather of a block's inputs that hides behind its products."""
     selective_matmul: float = 0.0
@@ -92,5 +94,13 @@ class Stack:
     """Recomputed blocks keep their input cut over the tensor axis."""
 
 
-SHARDWISE = Stack("shardwise", kernels=80.0, micro_batch_kernels=500.0, step_kernels=35.0, logit_bytes=0.0)
+SHARDWISE = Stack(
+    "shardwise",
+    kernels=80.0,
+    micro_batch_kernels=500.0,
+    step_kernels=35.0,
+    logit_bytes=0.0,
+    gathers_again=False,
+    selective_repeats=1.0,
+)
 """Kernels as a profile of one step counts them (benchmarks/planner_gpu.py): 240 for a block, forward and backward."""

@@ -44,7 +44,6 @@ from shardwise.plan.parameters import Shape, parameter_shapes
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.space import RECOMPUTE, Array, Ints, Space, Work
 from shardwise.plan.stack import SHARDWISE, Stack
-from shardwise.plan.stages import stage_blocks
 
 Bools = NDArray[np.bool_]
 
@@ -266,18 +265,17 @@ def _cut(work: Work, space: Space) -> tuple[Ints, Ints, Bools, Ints, Ints]:
     looped = (space.schedule == SCHEDULES.index("interleaved")) & (space.pipeline > 1)
     stages = np.where(in_a_v, 2, np.where(looped, space.stages_per_rank, 1))
     kinds, where = _distinct((space.pipeline * 256 + stages) * 2 + in_a_v)
-    cuts = [_own_stages(work.model, work.sequence_length, *divmod(kind // 2, 256), bool(kind % 2)) for kind in kinds.tolist()]
+    cuts = [_own_stages(work, kind // 512, kind // 2 % 256, bool(kind % 2)) for kind in kinds.tolist()]
     blocks = np.array([sum(cut) for cut in cuts], dtype=np.int64)[where]
     last = np.array([cut[-1] if kind % 2 else 0 for kind, cut in zip(kinds.tolist(), cuts, strict=True)], dtype=np.int64)[where]
     return blocks, last, in_a_v | (space.pipeline == 1), stages, np.where(looped, _in_vain(space, stages, cuts, where), 0)
 
 
-@lru_cache(maxsize=4096)
-def _own_stages(model: Model, length: int, ranks: int, stages: int, in_a_v: bool) -> tuple[int, ...]:
+def _own_stages(work: Work, ranks: int, stages: int, in_a_v: bool) -> tuple[int, ...]:
     """Blocks of each stage of rank 0; none where the model has too few blocks to be cut so."""
-    if ranks * stages > model.layers:
+    if ranks * stages > work.model.layers:
         return (0,) * stages
-    counts = _stage_blocks(model, length, ranks * stages)
+    counts = work.blocks(ranks * stages)
     return (counts[0], counts[-1]) if in_a_v else counts[::ranks]
 
 
@@ -298,11 +296,6 @@ def _in_vain(space: Space, stages: Ints, cuts: list[tuple[int, ...]], where: Int
     for place, cut in enumerate(several):
         from_here[place, : len(cut)] = np.cumsum(cut[::-1])[::-1]
     return from_here[where, np.minimum(first, stages)]
-
-
-@lru_cache(maxsize=1024)
-def _stage_blocks(model: Model, length: int, stages: int) -> tuple[int, ...]:
-    return stage_blocks(model, length, stages)
 
 
 def _distinct(code: Ints) -> tuple[Ints, Ints]:

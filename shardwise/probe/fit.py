@@ -75,13 +75,17 @@ def fit_attention(lengths: Sequence[int], flops: Sequence[float], times: Sequenc
     return _speed([work, work / np.array(lengths)], work, np.array(times), launch)
 
 
+UNSEEN = 0.02
+"""Share of the largest call's time that may be due to its size without being seen."""
+
+
 def fit_collective(kind: str, members: int, sizes: Sequence[int], times: Sequence[float]) -> Cost:
     """Latency and bus bandwidth of one kind of collective, from full tensors of so many bytes."""
     wire = ring_factor(kind, members) * np.array(sizes, dtype=float)
     seconds = np.array(times)
     latency, inverse = relative_least_squares([np.ones_like(wire), wire], seconds)
-    if inverse == 0.0:  # times that do not grow at all: the largest tells how quick it is at least
-        inverse = float((seconds / wire).min())
+    if inverse == 0.0:  # times that do not grow with the size: so quick that it does not show beside the latency
+        inverse = UNSEEN * float((seconds / wire).min())
     return Cost(latency, 1 / inverse)
 
 

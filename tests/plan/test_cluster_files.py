@@ -23,6 +23,9 @@ peak = { bfloat16 = 165, float32 = 82.5 }
 [inside]
 bandwidth_gb_s = 25
 latency_us = 10
+[between]
+bandwidth_gb_s = 5
+latency_us = 40
 """
 
 
@@ -116,8 +119,15 @@ def test_units_are_those_people_say(tmp_path: Path) -> None:
     assert cluster.device.bandwidth == 1e12
     assert cluster.device.peak == {"bfloat16": 165e12, "float32": 82.5e12}
     assert (cluster.inside.bandwidth, cluster.inside.latency) == (25e9, pytest.approx(1e-5))
-    assert cluster.between == cluster.inside, "one kind of link where no other is given"
+    assert (cluster.between.bandwidth, cluster.between.latency) == (5e9, pytest.approx(4e-5))
     assert (cluster.name, cluster.device.name) == ("mine", "mine")
+
+
+def test_several_nodes_need_a_network_and_one_does_not(tmp_path: Path) -> None:
+    alone = WHOLE.partition("[between]")[0]
+    assert any(problem.startswith("between: missing") for problem in problems(tmp_path, alone))
+    cluster = read_text(tmp_path, alone.replace("nodes = 2", "nodes = 1"))
+    assert cluster.between == cluster.inside
 
 
 def test_a_file_may_change_a_preset(tmp_path: Path) -> None:

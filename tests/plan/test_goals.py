@@ -99,7 +99,7 @@ def test_a_model_no_count_can_hold_says_so() -> None:
 
 @pytest.mark.parametrize("days", [0, -1, float("inf"), float("nan")])
 def test_days_must_be_a_number_above_zero(days: float) -> None:
-    with pytest.raises(UserError, match="give more than 0"):
+    with pytest.raises(UserError, match="above 0"):
         fewest_devices(job(), named("h100"), days)
 
 
