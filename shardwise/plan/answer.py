@@ -20,6 +20,7 @@ from shardwise.plan.candidates import candidates
 from shardwise.plan.cluster import GIB, Cluster
 from shardwise.plan.collectives import group_of
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
+from shardwise.plan.memory import BYTES
 from shardwise.plan.parameters import active_count, count
 from shardwise.plan.predict import Prediction, predict
 from shardwise.plan.schedule import SCHEDULES
@@ -322,8 +323,16 @@ def binding(config: Config, result: Result, best: int) -> list[str]:
     if row["recompute"]:
         found.append(_needed(result, best, "recompute"))
     if row["offload"]:
-        found.append("offload is as asked" if "offload" in result.fixed else "offload is needed: nothing fits without it")
+        found.append(_offloaded(config, result))
     return [*found, *_refusals(config, row), _largest(result, best)]
+
+
+def _offloaded(config: Config, result: Result) -> str:
+    """Why states are in the host's memory, and how much of it they take."""
+    nodes = -(-result.devices // result.cluster.devices_per_node)
+    host = 4.0 * BYTES[result.work.state_dtype] * count(config.model) / nodes / GIB
+    why = "is as asked" if "offload" in result.fixed else "is needed: nothing fits without it"
+    return f"offload {why}; it takes about {host:,.0f} GiB of each node's own memory, which the planner does not know"
 
 
 def _needed(result: Result, best: int, field: str) -> str:
