@@ -26,10 +26,3 @@ def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
         typer.echo(f"no [cluster] given: measuring this machine with {count} workers, a few seconds, once", err=True)
     cluster = quick_cluster(count, warn=lambda text: typer.echo(f"warning: {text}", err=True))
     return cluster, remembered(count)
-
-
-def known_machine(workers: int) -> Path | None:
-    """The file of an earlier measurement, if there is one; nothing is measured."""
-    from shardwise.probe.quick import remembered
-
-    return remembered(workers)

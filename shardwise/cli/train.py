@@ -135,16 +135,17 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
 
 def _planned(config: Config, here: int, devices: int, nodes: int) -> Config:
     """The job with what was left open decided by the planner, on the cluster it names or on this machine, which is then named."""
-    from shardwise.cli.machine import known_machine, this_machine
+    from shardwise.cli.machine import this_machine
     from shardwise.plan.clusters import asked_for
     from shardwise.plan.forecast import is_open, plan_job
+    from shardwise.probe.quick import remembered
 
     if config.model.module is not None:
         return config
     named = asked_for(config)
     decides = (is_open(config.layout) and devices > 1) or (named is not None and config.train.micro_batch is None)
     if named is None and nodes == 1:
-        path = this_machine(here)[1] if decides else known_machine(here)
+        path = this_machine(here)[1] if decides else remembered(here)
         config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"file": path and str(path)})})
         named = asked_for(config)
     if not decides or named is None:

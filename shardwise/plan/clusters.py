@@ -56,19 +56,6 @@ DEVICES: dict[str, Device] = {
         host_bandwidth=25 * _G,
         watts=400,
     ),
-    "a100-80": Device(
-        "A100-SXM4-80GB",
-        79.2 * GIB,
-        _peaks(19.5, 312),
-        2039 * _G,
-        matmul=0.77,
-        matmul_knee=62,
-        attention=0.42,
-        attention_portable=0.42,
-        attention_knee=310,
-        host_bandwidth=25 * _G,
-        watts=400,
-    ),
     "h100": Device(
         "H100-SXM5-80GB",
         79.1 * GIB,
@@ -114,16 +101,6 @@ DEVICES: dict[str, Device] = {
         attention=0.35,
         watts=1000,
     ),
-    "b300": Device(
-        "B300-270GB",
-        268.0 * GIB,
-        _peaks(80, 2250, 4500, 13500),
-        7700 * _G,
-        matmul=0.75,
-        matmul_float8=0.7,
-        attention=0.35,
-        watts=1200,
-    ),
     "gb200": Device(
         "GB200-186GB",
         184.0 * GIB,
@@ -163,6 +140,8 @@ DEVICES: dict[str, Device] = {
         watts=100,
     ),
 }
+DEVICES["a100-80"] = replace(DEVICES["a100-40"], name="A100-SXM4-80GB", memory=79.2 * GIB, bandwidth=2039 * _G)
+DEVICES["b300"] = replace(DEVICES["b200"], name="B300-270GB", memory=268.0 * GIB, peak=_peaks(80, 2250, 4500, 13500), watts=1200)
 
 
 def _nvlink(gb_s: float) -> Link:

@@ -63,6 +63,13 @@ def group_of(axis: str, space: Space, cluster: Cluster) -> Group:
     return Group(size.astype(float), inside.astype(float))
 
 
+def wire_factor(kind: str, members: Array) -> Array:
+    """How often a ring puts the full tensor on each device's wire; a send and a broadcast once, nothing goes to nobody."""
+    if kind in ("broadcast", "send"):
+        return np.minimum(members - 1, 1.0)
+    return (2 if kind == "all_reduce" else 1) * (members - 1) / members
+
+
 def seconds(kind: str, bytes: Array, group: Group, cluster: Cluster) -> Array:
     """Of one call on a full tensor of so many bytes; nothing where the group has one member."""
     n, g, q = group.size, group.inside, group.nodes
@@ -73,10 +80,9 @@ def seconds(kind: str, bytes: Array, group: Group, cluster: Cluster) -> Array:
     elif kind == "send":
         moved = bytes / np.where(q > 1, between, _bandwidth(kind, g, cluster.inside))
     else:
-        factor = {"all_reduce": 2 * (n - 1) / n, "broadcast": np.ones_like(n)}.get(kind, (n - 1) / n)
         whole = cluster.devices_per_node * _bandwidth(kind, n / cluster.devices_per_node, cluster.between)
         ring = np.minimum(g * between, whole) if cluster.between.measured else g * between
-        moved = factor * bytes / np.where(q > 1, np.minimum(inside, ring), inside)
+        moved = wire_factor(kind, n) * bytes / np.where(q > 1, np.minimum(inside, ring), inside)
     result: Array = np.where(n > 1, moved + _latency(kind, group, cluster), 0.0)
     return result
 

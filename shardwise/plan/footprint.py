@@ -27,9 +27,7 @@ from shardwise.plan.schedule import SCHEDULES, rank_of_stage
 from shardwise.plan.slices import Parts, parts_of
 from shardwise.plan.space import Array, Bools, Ints, Space, Work
 from shardwise.plan.stack import SHARDWISE, Stack
-
-CHUNK_BYTES = 512 * 2.0**20
-"""Of logits at once, where the loss is computed in chunks (models/loss.py)."""
+from shardwise.plan.traffic import CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,8 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     edge = tokens * model.hidden * size / space.tensor
     logits = tokens * model.vocabulary / space.tensor * stack.logit_bytes
     if stack.logit_bytes == 0:
-        logits = np.minimum(tokens * model.vocabulary / space.tensor * size, CHUNK_BYTES)
+        chunk = CHUNK_BYTES["cpu" if cluster.shared else "cuda"]
+        logits = np.minimum(tokens * model.vocabulary / space.tensor * size, chunk)
     first = flying * held.first_blocks * stays + live + flying * edge
     last = flying_last * held.last_blocks * stays + live + edge
     fuller = alone | held.folded | (first >= last + logits)

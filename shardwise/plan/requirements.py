@@ -29,6 +29,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.plan.collectives import wire_factor
+
 Array = NDArray[np.float64]
 Values = float | Array
 
@@ -40,9 +42,7 @@ _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 
 
 def wire_bytes(kind: str, size: Values, members: Values) -> Values:
     """Bytes each device sends for a collective on a tensor of `size` bytes in all (for all_to_all, in one device's buffer)."""
-    if kind in _ROUNDS:
-        return _ROUNDS[kind] * size * (1 - 1 / members)
-    return size * np.minimum(members - 1, 1.0)
+    return size * wire_factor(kind, np.asarray(members, dtype=float))
 
 
 def ring_hops(kind: str, members: Values) -> Values:

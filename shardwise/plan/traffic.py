@@ -36,16 +36,14 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.config import IN_A_V, SPLIT_BACKWARD, Model
 from shardwise.plan.memory import BYTES
-from shardwise.plan.parameters import Shape, parameter_shapes
+from shardwise.plan.parameters import parameter_shapes
 from shardwise.plan.schedule import SCHEDULES
-from shardwise.plan.space import RECOMPUTE, Array, Ints, Space, Work
+from shardwise.plan.slices import sliced, split_dim
+from shardwise.plan.space import RECOMPUTE, Array, Bools, Ints, Space, Work
 from shardwise.plan.stack import SHARDWISE, Stack
-
-Bools = NDArray[np.bool_]
 
 CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
 """Logits that the loss holds at once; each chunk of them has collectives of its own (models/loss.py)."""
@@ -343,42 +341,21 @@ def _sizes(model: Model, tensor: Ints, shards: Ints) -> _Sizes:
     """For each pair of a tensor degree and a number of shards, of which there are few."""
     most = int(shards.max(initial=0)) + 1
     pairs, where = _distinct(tensor * most + shards)
-    split, pieces = pairs // most, pairs % most
-    parts: dict[str, Any] = dict.fromkeys(("block", "embedding", "positions", "norm", "head"), np.zeros_like(pairs))
-    whole = dict(parts)
+    parts: dict[str, Any] = {name: np.zeros_like(pairs) for name in ("block", "embedding", "positions", "norm", "head")}
+    whole: dict[str, Any] = {name: np.zeros_like(pairs) for name in parts}
     for name, shape in parameter_shapes(model.model_copy(update={"layers": 1})).items():
-        part, _, rest = name.partition(".")
         if ".experts." in name:
             continue
-        part = "block" if part == "blocks" else part
-        dim = _split_dim(rest.partition(".")[2] if part == "block" else name, model, split)
-        rows, row = _rows(shape, dim, split)
-        piece = -(-rows // pieces) * row
-        parts[part] = parts[part] + piece * pieces
-        whole[part] = whole[part] + np.where(dim < 0, piece, 0)
+        part = "block" if name.startswith("blocks.") else name.partition(".")[0]
+        for place, (degree, pieces) in enumerate(zip((pairs // most).tolist(), (pairs % most).tolist(), strict=True)):
+            dim = split_dim(name, model, degree)
+            held = sliced(shape, dim, degree, pieces)
+            parts[part][place] += int(held.gathered)
+            whole[part][place] += 0 if dim is not None else int(held.shard)
     chosen = {name: size[where] for name, size in parts.items()}
     return _Sizes(
         **chosen, whole_block=whole["block"][where], whole_positions=whole["positions"][where], whole_norm=whole["norm"][where]
     )
-
-
-def _split_dim(name: str, model: Model, tensor: Ints) -> Ints:
-    """The dim in which tensor devices split a weight (models/transformer.py `sharding`), or -1: all of them have it whole."""
-    module, _, kind = name.rpartition(".")
-    last = module.rpartition(".")[2]
-    never = np.full_like(tensor, -1)
-    if last in ("embedding", "head", "query", "gate", "up"):
-        return never + 1
-    if last in ("key", "value"):
-        return np.where(model.kv_heads < tensor, -1, 0)
-    return never + 2 if last in ("output", "down") and kind == "weight" else never
-
-
-def _rows(shape: Shape, dim: Ints, tensor: Ints) -> tuple[Ints, Ints]:
-    """Rows of a weight on the first tensor device, and numbers in a row."""
-    rows = np.where(dim == 0, -(-shape[0] // tensor), shape[0])
-    row = np.where(dim == 1, -(-shape[-1] // tensor), shape[-1]) if len(shape) > 1 else np.ones_like(tensor)
-    return rows, row
 
 
 def _weights(rank: _Rank) -> Iterator[Flow]:

@@ -20,6 +20,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.plan.collectives import wire_factor
+
 Array = NDArray[np.float64]
 Shape = tuple[int, int, int]
 """M, N and K of a product (M x K) by (K x N)."""
@@ -56,12 +58,6 @@ def attention_flops(length: int, heads: int, dim: int, batch: int) -> float:
     return 4.0 * batch * heads * dim * length * length / 2
 
 
-def ring_factor(kind: str, members: int) -> float:
-    """How often a ring puts the full tensor on each device's wire (the ledger's convention)."""
-    around = (members - 1) / members
-    return {"all_reduce": 2 * around, "broadcast": 1.0, "send": 1.0}.get(kind, around)
-
-
 def fit_products(shapes: Sequence[Shape], times: Sequence[float], launch: float | None = None) -> Speed:
     """Speed and knee of matrix products. `launch`: seconds known to be in each time; left out: found too, and let go."""
     flops = product_flops(shapes)
@@ -81,7 +77,7 @@ UNSEEN = 0.02
 
 def fit_collective(kind: str, members: int, sizes: Sequence[int], times: Sequence[float]) -> Cost:
     """Latency and bus bandwidth of one kind of collective, from full tensors of so many bytes."""
-    wire = ring_factor(kind, members) * np.array(sizes, dtype=float)
+    wire = wire_factor(kind, np.array(float(members))) * np.array(sizes, dtype=float)
     seconds = np.array(times)
     latency, inverse = relative_least_squares([np.ones_like(wire), wire], seconds)
     if inverse == 0.0:  # times that do not grow with the size: so quick that it does not show beside the latency
