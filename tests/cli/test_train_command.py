@@ -88,14 +88,14 @@ def test_a_stopped_run_goes_on_with_the_same_losses_to_the_last_bit(
     arguments = ["train.steps=40", f"layout.data={workers}"]
     trained(shardwise("train", *JOB, *arguments, "run.folder=whole"))
     process = start(tmp_path, *arguments, "run.folder=halved")
-    children = []
     wait_for_step(tmp_path / "halved", 5)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal_sent)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 75}[signal_sent], errors
     assert "stopped after step" in errors
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    _, left = psutil.wait_procs(children, timeout=30)
+    assert not left
     reached = len(records(tmp_path / "halved"))
     assert 5 <= reached < 40
     trained(shardwise("train", *JOB, *arguments, "run.folder=halved"))
