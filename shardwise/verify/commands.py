@@ -11,13 +11,14 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
+
+from shardwise.resilience.forked import free_port
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "PET_NNODES", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
 """By these a command takes itself for part of somebody else's run (mesh/launched.py): the drill's are taken away."""
@@ -46,7 +47,7 @@ class Commands:
     def start(self, workers: Sequence[int]) -> None:
         """A command with this many workers, or one for each of several hosts."""
         self._ended += self._hosts
-        meeting = [f"PET_RDZV_ENDPOINT=127.0.0.1:{_free_port()}", f"PET_RDZV_ID=drill-{secrets.token_hex(4)}"]
+        meeting = [f"PET_RDZV_ENDPOINT=127.0.0.1:{free_port()}", f"PET_RDZV_ID=drill-{secrets.token_hex(4)}"]
         self._starts = [self._words(node, workers, meeting) for node in range(len(workers))]
         self._hosts = [self._run(words) for words in self._starts]
 
@@ -131,9 +132,3 @@ def _in_sessions(leaders: set[int]) -> Iterator[psutil.Process]:
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             if os.getsid(pid) in leaders:
                 yield psutil.Process(pid)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
