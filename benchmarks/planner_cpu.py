@@ -3,8 +3,12 @@
     python benchmarks/planner_cpu.py [--workers 2] [--steps 24] [--cluster FILE] [--rounds 2]
 
 Each layout is trained as a user would (`shardwise train`), its prediction is read from plan.json, and the median of later steps
-is what was measured; of several rounds, the quickest. Printed: predicted and measured seconds of each, the largest error, and
-whether the predicted order is the measured one. Measure on a quiet machine: workers share its cores with everything else.
+is what was measured; of several rounds, the median. Printed: predicted and measured seconds of each, the largest error, and
+whether the predicted order is the measured one.
+
+Cores that are shared with other machines change their speed from minute to minute. So one product is timed on all workers at
+once before and after the probe and every run (its pace), and beside the seconds measured stand those that the run would have
+taken at the pace the probe saw.
 """
 
 from __future__ import annotations
@@ -44,6 +48,25 @@ JOB = [
 ]  # fmt: skip
 
 
+PACE = """
+import sys, time, torch
+torch.set_num_threads(1)
+x, weight = torch.randn(2048, 384), torch.randn(1024, 384)
+count, until = 0, time.monotonic() + 3
+while (now := time.monotonic()) < until:
+    torch.nn.functional.linear(x, weight)
+    count += now > until - 2
+print(count)
+"""
+
+
+def pace(workers: int) -> float:
+    """Products that one worker does in two seconds, while all do."""
+    commands = [[sys.executable, "-c", PACE]] * workers
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    return statistics.mean(int(process.communicate()[0]) for process in running)
+
+
 def shardwise(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "shardwise", *words], check=True, capture_output=True)
 
@@ -66,26 +89,41 @@ def measure(name: str, layout: list[str], cluster: Path, steps: int, folder: Pat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2, choices=LAYOUTS)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--cluster", type=Path)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in LAYOUTS[options.workers]}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        cluster = options.cluster or folder / "cluster.toml"
-        if options.cluster is None:
-            shardwise("probe", "--workers", str(options.workers), "--output", str(cluster))
-        rows: dict[str, dict[str, Any]] = {}
+        before = pace(options.workers)
+        shardwise("probe", "--workers", str(options.workers), "--output", str(folder / "cluster.toml"))
+        after = pace(options.workers)
+        probed = (before + after) / 2
         for index in range(options.rounds):
             for name, layout in LAYOUTS[options.workers].items():
-                found = measure(name, layout, cluster, options.steps, folder / str(index))
-                rows[name] = min(rows.get(name, found), found, key=lambda row: float(row["measured"]))
-                print(json.dumps({"round": index, "layout": name, **found}), file=sys.stderr, flush=True)
+                before = after
+                row = measure(name, layout, folder / "cluster.toml", options.steps, folder / str(index))
+                after = pace(options.workers)
+                row["at_probed_pace"] = row["measured"] * (before + after) / 2 / probed
+                print(
+                    json.dumps({"round": index, "layout": name, "pace": [before / probed, after / probed], **row}),
+                    file=sys.stderr,
+                )
+                found[name].append(row)
+    rows = {
+        name: {key: statistics.median(row[key] for row in rounds) for key in ("predicted", "measured", "at_probed_pace")}
+        for name, rounds in found.items()
+    }
+    print(f"{'layout':<40}{'predicted':>10}{'measured':>10}{'ratio':>7}{'at probed pace':>16}{'ratio':>7}")
     for name, row in rows.items():
-        print(f"{name:<40}{row['predicted']:>10.3f}{row['measured']:>10.3f}{row['predicted'] / row['measured']:>8.2f}")
-    by = {key: sorted(rows, key=lambda name: float(rows[name][key])) for key in ("predicted", "measured")}
-    worst = max(abs(row["predicted"] / row["measured"] - 1) for row in rows.values())
-    print(json.dumps({"largest_error": worst, "order_right": by["predicted"] == by["measured"], "order": by}))
+        raw, paced = (row["predicted"] / row[key] for key in ("measured", "at_probed_pace"))
+        print(
+            f"{name:<40}{row['predicted']:>10.3f}{row['measured']:>10.3f}{raw:>7.2f}{row['at_probed_pace']:>16.3f}{paced:>7.2f}"
+        )
+    by = {key: sorted(rows, key=lambda name: rows[name][key]) for key in ("predicted", "measured", "at_probed_pace")}
+    for key in ("measured", "at_probed_pace"):
+        worst = max(abs(row["predicted"] / row[key] - 1) for row in rows.values())
+        print(json.dumps({"against": key, "largest_error": worst, "order_right": by["predicted"] == by[key], "order": by[key]}))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ sets the pace. With S bytes of the full tensor (the ledger's convention) and B t
 
 An all-reduce has the shorter latency of ring and (pipelined double) tree, as NCCL chooses between them. Where a link was
 measured, latency and bandwidth come from the nearest measured numbers of members, interpolated over the logarithm of that
-number. Between nodes, what was measured on whole nodes bounds every group with as many devices: a long ring is slow because it
+number. On a CPU the copies into and out of a message's buffer go through the same memory as everything else, and are counted.
+Between nodes, what was measured on whole nodes bounds every group with as many devices: a long ring is slow because it
 is long, and four short rings beside each other share the network cards.
 """
 
@@ -25,6 +26,10 @@ import numpy as np
 
 from shardwise.plan.cluster import Cluster, Link
 from shardwise.plan.space import Array, Space
+
+COPIED = {"all_gather": 4.0, "reduce_scatter": 4.0, "all_to_all": 4.0}
+"""Bytes read and written for each byte of the full tensor to bring it into a message's order and out of it again (profiles of
+FSDP2's and the tensor axis' collectives on CPU workers); an all-reduce and a send are done where the tensor lies."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,9 @@ def seconds(kind: str, bytes: Array, group: Group, cluster: Cluster) -> Array:
         whole = cluster.devices_per_node * _bandwidth(kind, n / cluster.devices_per_node, cluster.between)
         ring = np.minimum(g * between, whole) if cluster.between.measured else g * between
         moved = wire_factor(kind, n) * bytes / np.where(q > 1, np.minimum(inside, ring), inside)
+    if not cluster.device.overlap:
+        sharing = cluster.devices_per_node if cluster.shared else 1
+        moved = moved + COPIED.get(kind, 0.0) * bytes * sharing / (cluster.device.bandwidth * cluster.device.stream)
     result: Array = np.where(n > 1, moved + _latency(kind, group, cluster), 0.0)
     return result
 

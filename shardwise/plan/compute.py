@@ -5,7 +5,7 @@ part of the sequence), matrices cut by `tensor`. Backward multiplies each matrix
 lengths in another order, so by the model of `plan/cluster.py` it takes exactly twice as long. Flash attention computes the
 scores again in backward, five products in place of two (Dao, 2023). Elementwise kernels are bounded by the memory's bandwidth;
 their traffic in a compiled block is, in values of the computing dtype a token: 9 h for norms and residuals, 2 (a + k) d for
-rotary, 3 f for a gated activation (2 f without a gate).
+rotary, 3 f for a gated activation (2 f without a gate). A CPU's blocks are not compiled.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ BACKWARD_SHARE = 0.9
 """What attention's backward reaches of the forward's share of the peak."""
 HEAD_DIM_KNEE = {True: 50.0, False: 30.0}
 """Width of a head at which attention reaches half of what wide ones do: kernels written for the device, and portable ones."""
+HOST_HEAD_DIM_KNEE = 10.0
+HOST_ATTENTION_BACKWARD = 1.9
+"""The same two for torch's attention on a CPU, as backward's seconds over forward's (profiles of bytes-10m, heads of 48)."""
+HOST_ELEMENTWISE = 2.5
+"""Traffic of elementwise kernels that are not fused, over that of a compiled block: 20 h for norms and residuals, 9 (a + k) d
+for rotary, 5 f for a gated activation."""
 SCORE_BYTES = 26.0
 """Traffic of one attention score, forward and backward, where the matrix of scores is in memory (softmax, mask, dropout)."""
 LOOKUP_BYTES = 12.0
@@ -107,7 +113,8 @@ def block(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Block:
     products = _products(work, space)
     each = [one.count * product(one.m, one.n, one.k, device, work.precision, sharing) for one in products]
     forward, backward, scores = _attention(work, space, device, stack, sharing)
-    moved = tokens_here(work, space) * _streamed(work, space, stack) * value_bytes(work) * stack.elementwise
+    fused = stack.elementwise if device.overlap else HOST_ELEMENTWISE
+    moved = tokens_here(work, space) * _streamed(work, space, stack) * value_bytes(work) * fused
     elementwise = (moved + scores / 3) / _stream(device, sharing)
     last = next(seconds for one, seconds in zip(products, each, strict=True) if one.is_last)
     return Block(sum(each, np.zeros(len(space))), forward, backward, elementwise, last)
@@ -177,13 +184,14 @@ def _attention(work: Work, space: Space, device: Device, stack: Stack, sharing: 
         once = 2 * heads * product(side, side, inner, device, precision, sharing)
         return once, 2 * once, pairs * SCORE_BYTES
     flops = 4 * pairs / 2 * model.head_dim
-    knee = HEAD_DIM_KNEE[stack.native_attention]
+    knee = HEAD_DIM_KNEE[stack.native_attention] if device.overlap else HOST_HEAD_DIM_KNEE
     narrow = (model.head_dim / (model.head_dim + knee)) / (128 / (128 + knee))
     share = device.attention if stack.native_attention else device.attention_portable
     reached = device.peak[precision] * share * narrow / sharing
     chunk = length / np.where(space.ring == 1, space.context, 1)
     once = flops / reached * (1 + device.attention_knee / chunk)
-    return once, once * ATTENTION_BACKWARD / BACKWARD_SHARE, np.zeros_like(pairs)
+    backward = ATTENTION_BACKWARD / BACKWARD_SHARE if device.overlap else HOST_ATTENTION_BACKWARD
+    return once, once * backward, np.zeros_like(pairs)
 
 
 def head(work: Work, space: Space, cluster: Cluster, stack: Stack) -> tuple[Array, Array]:
