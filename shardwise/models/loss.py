@@ -14,6 +14,10 @@ together between them, three numbers a token.
 Kept from forward to backward: the gradient of the hidden states, as large as they, and one of the weight, accumulated in
 float32 (1 GiB at 128k × 2048). Nothing is read back to the host.
 
+A GPU multiplies by rows of 16 bytes: with a vocabulary of 50,257 its products take four times as long. There the weight is
+padded with zeros to a round number of rows while it is used; the logits of the padding are zeros and stay so, and since their
+gradient is zero too, no product need know of it.
+
 float16: softmax tails lie under its smallest normal number, 6e-5, so there the gradient of the logits is written 1024 times
 larger (it is at most 1, so it cannot overflow), the gradient of the hidden states is kept in float32, and both shrink back
 in backward together with the loss scale. bfloat16 has float32's range and needs none of it.
@@ -36,6 +40,8 @@ IGNORED = -100
 
 CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
 FLOAT16_GRADIENT_SCALE = 1024.0
+ROUND_ROWS = {"cuda": 64, "cpu": 1}
+"""Rows of the weight that products by it are quick in multiples of."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def linear_cross_entropy(
             return _with_gradient(loss, weight, gradient)
         whole: Tensor = _LinearCrossEntropy.apply(hidden, weight, *chosen, False)  # type: ignore[no-untyped-call]
         return whole
-    return _loss_alone(hidden, weight.to(hidden.dtype), targets, chunk, part)
+    return _loss_alone(hidden, weight, targets, chunk, part)
 
 
 def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
@@ -110,19 +116,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = FLOAT16_GRADIENT_SCALE if hidden.dtype == torch.float16 else 1.0
         wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or gives_weight
         hidden_gradient = torch.empty_like(hidden, dtype=_kept(hidden.dtype)) if wants_hidden else None
-        weight_gradient = torch.zeros_like(weight, dtype=_wide(hidden.dtype)) if wants_weight else None
-        used_weight = weight.to(hidden.dtype)
+        used_weight = _padded(weight, hidden.dtype)
+        weight_gradient = torch.zeros_like(used_weight, dtype=_wide(hidden.dtype)) if wants_weight else None
         loss_and_gradient = _chooser(compiled, part)
         loss = hidden.new_zeros((), dtype=_wide(hidden.dtype))
-        buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
+        buffer = hidden.new_empty(min(chunk, hidden.shape[0]), used_weight.shape[0])
         for start in range(0, hidden.shape[0], chunk):
             rows = hidden[start : start + chunk]
             logits = torch.mm(rows, used_weight.t(), out=buffer[: rows.shape[0]])
-            loss += loss_and_gradient(logits, targets[start : start + chunk], scale)  # logits now hold their gradient
+            real = logits[:, : weight.shape[0]]
+            loss += loss_and_gradient(real, targets[start : start + chunk], scale)  # logits now hold their gradient
             if hidden_gradient is not None:
                 _multiply(logits, used_weight, into=hidden_gradient[start : start + chunk])
             if weight_gradient is not None:
                 _multiply_add(logits.t(), rows, into=weight_gradient)
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient[: weight.shape[0]]
         ctx.scale, ctx.dtypes = scale, (hidden.dtype, weight.dtype)
         if gives_weight:
             assert weight_gradient is not None
@@ -187,14 +196,25 @@ def _compiled() -> Callable[[Tensor, Tensor, float], Tensor]:
 
 
 def _loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, part: VocabularyPart | None) -> Tensor:
-    loss = hidden.new_zeros((), dtype=_wide(hidden.dtype))
+    loss, used_weight = hidden.new_zeros((), dtype=_wide(hidden.dtype)), _padded(weight, hidden.dtype)
     for start in range(0, hidden.shape[0], chunk):
-        logits, goals = hidden[start : start + chunk] @ weight.t(), targets[start : start + chunk]
+        logits = (hidden[start : start + chunk] @ used_weight.t())[:, : weight.shape[0]]
+        goals = targets[start : start + chunk]
         if part is not None:
             loss = loss + _chunk_loss_and_gradient_of_part(logits, goals, 1.0, part)
         else:
             loss = loss + F.cross_entropy(logits.to(loss.dtype), goals, ignore_index=IGNORED, reduction="sum")
     return loss
+
+
+def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in this dtype, with rows of zeros up to a round number of them."""
+    missing = -weight.shape[0] % ROUND_ROWS["cpu" if weight.device.type == "cpu" else "cuda"]
+    if not missing:
+        return weight.to(dtype)
+    padded = weight.new_zeros(weight.shape[0] + missing, weight.shape[1], dtype=dtype)
+    padded[: weight.shape[0]] = weight
+    return padded
 
 
 def _multiply(left: Tensor, right: Tensor, into: Tensor) -> None:

@@ -5,9 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.models.loss import chunk_rows, linear_cross_entropy
+from shardwise.models.loss import ROUND_ROWS, chunk_rows, linear_cross_entropy
 
 TOKENS, HIDDEN, VOCABULARY = 37, 12, 29
+
+
+@pytest.fixture(params=[1, 8], ids=["as it is", "padded"], autouse=True)
+def rounding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test twice: with a vocabulary of 29 rows as it is, and padded to 32 as a GPU would have it."""
+    monkeypatch.setitem(ROUND_ROWS, "cpu", request.param)
 
 
 def problem(dtype: torch.dtype = torch.float64, ignored: float = 0.2) -> tuple[Tensor, Tensor, Tensor]:
