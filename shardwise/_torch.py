@@ -51,9 +51,9 @@ def count_groups_anew() -> None:
 def inside_backward() -> bool:
     """Whether this thread is running a backward: a forward seen there is a recomputation. torch's own checkpointing asks so.
 
-    A compiler traces forwards only, and repeats no side effect when it recomputes.
+    To be asked outside of compiled graphs, which would keep the answer of the day they were traced.
     """
-    return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def pipeline_runtime(

@@ -185,9 +185,8 @@ class MixtureOfExperts(nn.Module):
         return (visited.view(*routing.weights.shape, -1) * routing.weights.unsqueeze(-1)).sum(1)
 
     def _balance(self, result: Tensor, routing: Routing, counts: Tensor) -> Tensor:
-        """Count the load, once a micro-batch however often activations are recomputed, and attach the losses."""
-        if not inside_backward():
-            self.load.add_(counts.sum(0))
+        """Count the load and attach the losses."""
+        self._add_load(counts)
         if self.config.balance_loss:
             loss = balance_loss(routing.shares, counts, self.sum_sequence)
             result = attach(result, self.config.balance_loss * loss, self.gradient_scale)
@@ -195,6 +194,12 @@ class MixtureOfExperts(nn.Module):
             loss = routing.logits.logsumexp(-1).square().sum()
             result = attach(result, self.config.router_z_loss * loss, self.gradient_scale)
         return result
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _add_load(self, counts: Tensor) -> None:
+        """Once a micro-batch, however often activations are recomputed."""
+        if not inside_backward():
+            self.load.add_(counts.sum(0))
 
 
 def balance_loss(shares: Tensor, counts: Tensor, sum_sequence: Callable[[Tensor], Tensor]) -> Tensor:

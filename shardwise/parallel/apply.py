@@ -3,7 +3,8 @@
 1. build on the meta device: no memory, however large the model;
 2. cut it into pipeline stages, and keep this rank's;
 3. split matrices over `tensor`, experts over `expert`, and attention over `context`;
-4. recomputation, then compilation, block by block (the compiler must see the recomputed region);
+4. recomputation, then compilation, block by block: the compiler should see the recomputed region. Where collectives or a
+   user's code cut a block's graph into pieces it would refuse that region; there whole blocks are recomputed around the pieces;
 5. sharding or replication over the data axes;
 6. memory for this rank's share, and each parameter's values from (seed, name): the same bits on any layout.
 """
@@ -26,7 +27,7 @@ from shardwise.parallel.expert import expert_modules, split_over_experts
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.own import check_own, table_of
 from shardwise.parallel.placement import assign
-from shardwise.parallel.recompute import recompute
+from shardwise.parallel.recompute import recompute, recompute_around
 from shardwise.parallel.tensor import split_over_tensor
 from shardwise.plan import Plan, reduce_dtype, state_dtype
 
@@ -100,13 +101,17 @@ def _part(config: Config, model: nn.Module, table: Sharding, traffic: Traffic) -
     for module in model.modules():
         if isinstance(module, Head):
             module.compiled = compiled
-    recompute(blocks, train.recompute, compiled)
+    # Collectives inside a block are kept out of the graph, which then comes in pieces. What a user's block does is unknown.
+    ours = config.model.module is None and not config.model.experts
+    whole = layout.tensor == layout.context == layout.expert == 1 and ours
+    around = compiled and not whole and train.recompute == "full"
+    if not around:
+        recompute(blocks, train.recompute, compiled)
     if compiled:
-        # Collectives inside a block are kept out of the graph, which then comes in pieces. What a user's block does is unknown.
-        ours = config.model.module is None and not config.model.experts
-        whole = layout.tensor == layout.context == layout.expert == 1 and ours
         for block in blocks:
             block.forward = torch.compile(block.forward, fullgraph=whole, dynamic=False)
+    if around:
+        recompute_around(blocks)
     return _on_data_axes(config, model, table, traffic)
 
 

@@ -59,9 +59,12 @@ def split_over_experts(model: nn.Module, table: Sharding, traffic: Traffic) -> N
 
 def split_sequences(model: nn.Module, traffic: Traffic, axes: Sequence[str] = ("context", "tensor")) -> None:
     """Tell every mixture in the model that its sequences lie in parts on the devices of these axes."""
+    several = [axis for axis in axes if traffic.mesh.size(axis) > 1]
+    if not several:
+        return
 
     def over_axes(x: Tensor) -> Tensor:
-        for axis in axes:
+        for axis in several:
             x = total(x, traffic, axis)
         return x
 
