@@ -90,8 +90,9 @@ def predict(work: Work, space: Space, cluster: Cluster, stack: Stack = SHARDWISE
     moved = _moved(work, space, cluster, stack, held)
     data_each = _data_each(cluster, stack, moved, busy_forward, busy_backward)
     layer = one.forward + one.backward + again + tensor + context + expert + data_each
-    host = _host(work, space, cluster, stack)
-    launch = np.maximum(0.0, host - layer) if cluster.device.overlap else host  # where one core does both, nothing hides
+    host, kernels = _host(work, space, cluster, stack)
+    launch = np.maximum(stack.kernel_gap * kernels, host - layer)
+    launch = launch if cluster.device.overlap else host  # where one core does both, nothing hides
     layer = layer + launch
     data_once, replica = _data_once(space, cluster, stack, held, moved, layer)
 
@@ -138,15 +139,16 @@ def _again(one: compute.Block, space: Space, stack: Stack) -> Array:
     return np.select([space.recompute == mode for mode in range(3)], modes)
 
 
-def _host(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Array:
-    """Seconds in which the host starts the work of one block and micro-batch; where the device is quicker, it waits for the
-    host."""
+def _host(work: Work, space: Space, cluster: Cluster, stack: Stack) -> tuple[Array, Array]:
+    """Seconds in which the host starts the work of one block and micro-batch (where the device is quicker, it waits for the
+    host), and how many kernels that are.
+    """
     again = np.where(space.recompute == 2, 1.0, 0.0)
     collectives = np.where(space.tensor > 1, 8.0 + 4 * again, 0.0) + np.where(space.zero == 3, 3.0, 0.0)
-    kernels = stack.kernels + (stack.expert_kernels if work.model.experts else 0.0)
-    started = kernels * (3 + again) + stack.collective_kernels * collectives
-    each = stack.micro_batch_kernels * space.pipeline / work.model.layers
-    return cluster.device.launch * (started + each)
+    routing = stack.expert_kernels if work.model.experts else 0.0
+    each = stack.micro_batch_kernels * space.pipeline / work.model.layers + stack.collective_kernels * collectives
+    host = (stack.kernels * stack.starts + routing) * (3 + again) + each
+    return cluster.device.launch * host, (stack.kernels + routing) * (3 + again) + each
 
 
 def _tensor(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Array:

@@ -20,6 +20,10 @@ class Stack:
     fused)."""
     kernels: float = 30.0
     """Kernels started for the forward pass of a block; backward starts twice as many."""
+    starts: float = 1.0
+    """Host time of one of them, in launches: autograd and the compiler's guards run beside the launch itself."""
+    kernel_gap: float = 0.0
+    """Seconds that a GPU rests between two kernels; where it is 0, the other figures have it in them."""
     expert_kernels: float = 150.0
     """Started beside them where a block has experts: routing, sorting, and waiting for the counts."""
     collective_kernels: float = 3.0
@@ -97,10 +101,14 @@ class Stack:
 SHARDWISE = Stack(
     "shardwise",
     kernels=80.0,
+    starts=2.2,
+    kernel_gap=1.5e-6,
     micro_batch_kernels=500.0,
     step_kernels=35.0,
     logit_bytes=0.0,
     gathers_again=False,
     selective_repeats=1.0,
 )
-"""Kernels as a profile of one step counts them (benchmarks/planner_gpu.py): 240 for a block, forward and backward."""
+"""Kernels as a profile of one step counts them (benchmarks/planner_gpu.py): 240 for a block, forward and backward. Starts and gaps
+from steps of gpt2, which the host holds up, and of qwen3-0.6b and 4b, which take 1.5 to 2.5 us a kernel longer than their
+kernels."""
