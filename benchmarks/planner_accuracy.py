@@ -22,11 +22,13 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from planner_cases import GIB, Case, NotModelled, published_flops, read_cases
+from planner_cases import GIB, Case, published_flops, read_cases
+from planner_cells import NotModelled
 from planner_programs import PROGRAMS
 
 from shardwise.errors import UserError
@@ -80,6 +82,8 @@ def stack_of(case: Case) -> Stack:
     stack = PROGRAMS[case.stack]
     if "no_sequence_parallel" in case.traits:
         stack = replace(stack, sequence_parallel=False)
+    if "uneven_stages" in case.traits:  # then a program counts the embedding and the head as layers, or lets the user cut
+        stack = replace(stack, balanced=True)
     if "async_tensor" in case.traits:
         stack = replace(stack, overlap_tensor=0.8)
     if case.stack == "torchtitan" and "eager" in case.traits:
@@ -125,7 +129,11 @@ def judge(cases: Sequence[Case]) -> tuple[list[Judged], Counter[str]]:
         batches[stack_of(case), repr(cluster), case.work].append(case)
     for (stack, key, work), batch in batches.items():
         try:
-            found += _judge_batch(batch, work, clusters[key], stack)
+            said = _judge_batch(batch, work, clusters[key], stack)
+            sound = [one for one in said if isfinite(one.seconds) and isfinite(one.peak)]
+            found += sound
+            if len(sound) < len(said):
+                reasons["the planner failed: figures beyond floating point"] += len(said) - len(sound)
         except (ValueError, ArithmeticError, LookupError, AssertionError) as error:
             reasons[f"the planner failed: {type(error).__name__} {error}"] += len(batch)
     order = {id(case): place for place, case in enumerate(cases)}
@@ -196,7 +204,7 @@ def groups_of(judged: Iterable[Judged]) -> dict[str, list[Judged]]:
     groups: dict[str, list[Judged]] = defaultdict(list)
     for one in judged:
         case = one.case
-        groups[f"{Path(case.file).stem}: {case.program} {case.device} {case.work.precision} {case.family}"].append(one)
+        groups[f"{Path(case.file).with_suffix('')}: {case.program} {case.device} {case.work.precision} {case.family}"].append(one)
     return groups
 
 
@@ -226,7 +234,7 @@ def memory_figures(judged: Sequence[Judged]) -> dict[str, Any]:
     groups: dict[str, list[Judged]] = defaultdict(list)
     for one in judged:
         if one.case.memory:
-            groups[f"{Path(one.case.file).stem}: {one.case.program} {one.case.memory_kind}"].append(one)
+            groups[f"{Path(one.case.file).with_suffix('')}: {one.case.program} {one.case.memory_kind}"].append(one)
     status = {name: [one for one in judged if one.case.status == name] for name in ("ok", "out_of_memory", "failed")}
     return {
         "groups": {name: _memory_errors(group) for name, group in groups.items()},
@@ -317,7 +325,7 @@ def _same_parameters(case: Case) -> bool:
 
 def sweep_figures(judged: Sequence[Judged]) -> dict[str, Any]:
     """What following the planner loses, for all layouts and for those most people would try."""
-    sweep = [one for one in judged if one.case.stack == "nanotron"]
+    sweep = [one for one in judged if one.case.sweep]
     small = [one for one in sweep if one.case.layout["tensor"] <= 8 and one.case.devices <= 16 * 8]
     return {name: _regrets(rows) for name, rows in (("tensor <= 8 and nodes <= 16", small), ("all", sweep)) if rows}
 
@@ -327,7 +335,8 @@ def _regrets(rows: Sequence[Judged]) -> dict[str, Any]:
     for one in rows:
         case = one.case
         variant = "tied" if case.work.model.tied else "untied"
-        jobs[f"{case.model} {variant}, {case.devices} devices, batch {case.work.global_batch}"].append(one)
+        where = "" if case.device == "h100-hf" else f"{case.program} {case.device}: "
+        jobs[f"{where}{case.model} {variant}, {case.devices} devices, batch {case.work.global_batch}"].append(one)
     groups = {
         name: _regret(group) for name, group in sorted(jobs.items()) if sum(one.case.seconds is not None for one in group) > 1
     }
@@ -366,20 +375,18 @@ def _regret(group: Sequence[Judged]) -> dict[str, Any]:
 
 
 def report(files: Sequence[Path], only: str = "") -> tuple[dict[str, Any], list[Judged]]:
-    """Everything that is printed, and the rows behind it."""
+    """Everything that is printed, and the rows behind it. A file that cannot be read has its reason there."""
     result: dict[str, Any] = {"files": {}}
     everything: list[Judged] = []
-    for path in files:
-        cases, refused = read_cases(path)
-        judged, without = judge(cases)
-        print(f"{path.name}: {len(judged)} of {len(cases) + sum(refused.values())} rows modelled", file=sys.stderr)
-        result["files"][path.name] = {
-            "rows": len(cases) + sum(refused.values()),
-            "modelled": len(judged),
-            "not_modelled": dict(Counter(refused) + without),
-            "assumed": dict(Counter(rule for one in judged for rule in one.case.assumed)),
-        }
-        everything += judged
+    names = Counter(path.name for path in dict.fromkeys(files))
+    for path in dict.fromkeys(files):
+        label = path.name if names[path.name] == 1 else str(path)
+        try:
+            result["files"][label], judged = _report_file(path, label)
+            everything += judged
+        except UserError as error:
+            print(error, file=sys.stderr)
+            result["files"][label] = {"error": str(error)}
     groups = {name: group for name, group in groups_of(everything).items() if only in name}
     kept = [one for group in groups.values() for one in group]
     sets = {name: [one for one in kept if chosen(one.case)] for name, chosen in SETS.items()}
@@ -389,6 +396,16 @@ def report(files: Sequence[Path], only: str = "") -> tuple[dict[str, Any], list[
     result["conservation"] = conservation([one.case for one in kept])
     result["sweep"] = sweep_figures(kept)
     return result, kept
+
+
+def _report_file(path: Path, label: str) -> tuple[dict[str, Any], list[Judged]]:
+    cases, refused = read_cases(path, label)
+    judged, without = judge(cases)
+    rows = len(cases) + sum(refused.values())
+    print(f"{label}: {len(judged)} of {rows} rows modelled", file=sys.stderr)
+    assumed = Counter(rule for one in judged for rule in one.case.assumed)
+    figures = {"rows": rows, "modelled": len(judged), "not_modelled": dict(Counter(refused) + without), "assumed": dict(assumed)}
+    return figures, judged
 
 
 def write_rows(path: Path, judged: Sequence[Judged]) -> None:
@@ -425,13 +442,28 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="WORDS", help="only groups whose name contains these words")
     asked = parser.parse_args()
     try:
-        result, judged = report(asked.files, asked.only)
+        if asked.rows:
+            _check_writable(asked.rows, asked.files)
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    if asked.rows:
-        write_rows(asked.rows, judged)
-    print(json.dumps(_rounded(result), indent=1))
+    result, judged = report(asked.files, asked.only)
+    wrong = sum("error" in figures for figures in result["files"].values())
+    if wrong < len(result["files"]):
+        if asked.rows:
+            write_rows(asked.rows, judged)
+        print(json.dumps(_rounded(result), indent=1))
+    sys.exit(2 if wrong else 0)
+
+
+def _check_writable(path: Path, files: Sequence[Path]) -> None:
+    """Before all the work, not after it."""
+    if path.resolve() in [file.resolve() for file in files]:
+        raise UserError(f"--rows {path}: would overwrite a file that is to be read")
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise UserError(f"--rows {path}: cannot be written ({error.strerror})") from None
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Measured training runs as cases for the planner: what was run, on what, by which program, and what was measured.
 
 Three kinds of CSV file are read, told apart by their columns: published runs of many programs, a sweep of layouts on one
-cluster (nanotron), and a table of short GPT runs on one machine (vTrain). A row becomes a `Case`, or a reason why the planner
-cannot model it; no row is dropped in silence. What a row leaves out and the planner needs is filled in by one rule for all rows
-of a program, and the rule is named in `Case.assumed`.
+cluster (nanotron), and a table of short GPT runs on one machine (vTrain); the latter two are published runs in other words. A row
+becomes a `Case`, or a reason why the planner cannot model it; no row is dropped in silence. What a row leaves out and the planner
+needs is filled in by one rule for all rows of a program, and the rule is named in `Case.assumed`. How cells are read is in
+planner_cells.py.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,20 +16,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import planner_cells as cells
+from planner_cells import NotModelled, Row, device_key, measured, needed, switched, whole
+
 from shardwise.config import Model
 from shardwise.config.presets import PRESETS
 from shardwise.errors import UserError
+from shardwise.plan.clusters import CLUSTERS
 from shardwise.plan.flops import flops_per_token, matmul_weights
 from shardwise.plan.parameters import count
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.space import RECOMPUTE, Work
 
-Row = Mapping[str, str]
 GIB = 2.0**30
-
-
-class NotModelled(Exception):
-    """Why a row has no place in the planner's model."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Case:
     stack: str
     """Key of the program's facts in benchmarks/planner_programs.py."""
     traits: frozenset[str]
-    """Options of the program: eager, compile, async_tensor, no_sequence_parallel, float8_gather."""
+    """Options of the program: eager, compile, async_tensor, no_sequence_parallel, float8_gather, uneven_stages."""
     model: str
     work: Work
     layout: Mapping[str, int]
@@ -71,6 +69,8 @@ class Case:
     convention: str | None = None
     """How the published FLOP/s were counted."""
     assumed: tuple[str, ...] = ()
+    sweep: bool = False
+    """One of many layouts tried for a job."""
 
     @property
     def family(self) -> str:
@@ -78,52 +78,22 @@ class Case:
         return "moe" if self.work.model.experts else "dense"
 
 
-def read_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
+def read_cases(path: Path, label: str = "") -> tuple[list[Case], dict[str, int]]:
     """The cases of a file, and how many rows cannot be modelled for which reason."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
-    table = csv.DictReader(io.StringIO(text, newline=""))
-    columns = {(name or "").strip() for name in table.fieldnames or ()}
-    read = next((reader for needed, reader in _FORMATS if needed <= columns), None)
-    if read is None:
-        known = "; ".join(", ".join(sorted(needed)) for needed, _ in _FORMATS)
+    columns, rows = cells.read_table(path)
+    plain = next((in_words for has, in_words in _FORMATS if has <= columns), None)
+    if plain is None:
+        known = "; or ".join(", ".join(sorted(has)) for has, _ in _FORMATS)
         raise UserError(f"{path}: columns of no known format; a file needs these columns: {known}")
-    cases, reasons = [], Counter[str]()
-    for place, raw in enumerate(table, 2):
-        row = {(key or "").strip(): (value or "").strip() for key, value in raw.items() if isinstance(value, str)}
+    cases, reasons = list[Case](), Counter[str]()
+    for place, row in rows:
         try:
-            cases.append(read(row, path.name, f"line {place}"))
+            if isinstance(row, NotModelled):
+                raise row
+            cases.append(_case(plain(row), label or path.name, f"line {place}", plain is _sweep))
         except NotModelled as reason:
             reasons[str(reason)] += 1
     return cases, dict(reasons)
-
-
-# -- numbers and words ---------------------------------------------------------------------------------------------------
-
-
-def _digits(row: Row, key: str) -> str:
-    """The number that a field begins with, as it is written; nothing where it is none, or not above 0."""
-    found = re.match(r"\d+(\.\d*)?([eE][-+]?\d+)?", row.get(key, "").replace(",", "").lstrip("~≈<>+ "))
-    return found.group() if found and float(found.group()) > 0 else ""
-
-
-def _number(row: Row, key: str) -> float | None:
-    text = _digits(row, key)
-    return float(text) if text else None
-
-
-def _whole(row: Row, key: str) -> int | None:
-    value = _number(row, key)
-    return None if value is None else round(value)
-
-
-def _needed(row: Row, key: str, what: str) -> int:
-    value = _whole(row, key)
-    if not value:
-        raise NotModelled(f"{what} not given")
-    return value
 
 
 def _key(name: str) -> str:
@@ -170,6 +140,9 @@ _OTHER_ARCHITECTURES = (
 )  # fmt: skip
 
 
+_WITH_EXPERTS = r"\d+x\d+(\.\d+)?b|[-_ ]a\d+(\.\d+)?b|moe\b|mixtral|grok|dbrx"
+
+
 def _model(row: Row, stack: str, assumed: list[str]) -> Model:
     name = row.get("model", "")
     for pattern, reason in _OTHER_ARCHITECTURES:
@@ -177,24 +150,49 @@ def _model(row: Row, stack: str, assumed: list[str]) -> Model:
             raise NotModelled(reason)
     plain = re.sub(r"\(.*?\)", "", name)
     shape = dict(SHAPES.get(_key(plain), {}))
-    known = bool(shape)
-    layers, hidden = _whole(row, "layers") or shape.get("layers"), _whole(row, "hidden") or shape.get("hidden")
+    layers, hidden = whole(row, "layers") or shape.get("layers"), whole(row, "hidden") or shape.get("hidden")
     if not layers or not hidden:
         raise NotModelled("layers or hidden size not given")
-    if not known or (row.get("glu") == "0" and shape.get("activation", "swiglu") == "swiglu"):
-        said = row.get("glu", "").lower() or ("0" if stack in ("megatron", "llm-foundry") else "1")
-        gated = said not in ("0", "0.0", "false", "no")
-        shape = {**shape, **({"activation": "swiglu"} if gated else _GPT)}
-    heads = _whole(row, "heads") or shape.get("heads") or max(1, hidden // 128)
+    shape = _activation(row, shape, stack)
+    heads = whole(row, "heads") or shape.get("heads") or _usual_heads(hidden, assumed)
     same_heads = (heads, hidden) == (shape.get("heads"), shape.get("hidden"))
-    shape["kv_heads"] = _whole(row, "kv_heads") or (shape["kv_heads"] if same_heads else heads)
-    shape["head_dim"] = _whole(row, "head_dim") or (shape["head_dim"] if same_heads else max(1, hidden // heads))
-    shape["ffn"] = _whole(row, "ffn") or (shape["ffn"] if same_heads else _usual_ffn(hidden, shape, assumed))
-    shape["vocabulary"] = _whole(row, "vocab") or shape.get("vocabulary") or _usual_vocabulary(stack, assumed)
-    shape["max_positions"] = _needed(row, "seq", "sequence length")
+    shape["kv_heads"] = whole(row, "kv_heads") or (shape["kv_heads"] if same_heads else heads)
+    if heads % shape["kv_heads"]:
+        raise NotModelled("shape: kv_heads do not divide heads")
+    shape["head_dim"] = whole(row, "head_dim") or (shape["head_dim"] if same_heads else _usual_head(hidden, heads))
+    shape["ffn"] = whole(row, "ffn") or (shape["ffn"] if same_heads else _usual_ffn(hidden, shape, assumed))
+    shape["vocabulary"] = whole(row, "vocab") or shape.get("vocabulary") or _usual_vocabulary(stack, assumed)
+    shape["max_positions"] = needed(row, "seq", "sequence length")
+    if row.get("tied"):
+        shape["tied"] = bool(cells.yes_or_no(row, "tied"))
     if not shape.get("experts"):
         shape.update(_experts(row))
+        if not shape.get("experts") and re.search(_WITH_EXPERTS, name.lower()):
+            raise NotModelled("experts not described in words known here")
     return Model(**{**shape, "layers": layers, "hidden": hidden, "heads": heads})
+
+
+def _activation(row: Row, shape: dict[str, Any], stack: str) -> dict[str, Any]:
+    """With it come the norm, positions and biases of the GPT or of the Llama family."""
+    gated = cells.yes_or_no(row, "glu")
+    if shape and not (gated is False and shape.get("activation", "swiglu") == "swiglu"):
+        return shape
+    if gated is None:
+        gated = stack not in ("megatron", "megatron-2023", "llm-foundry", "vtrain")
+    return {**shape, **({"activation": "swiglu"} if gated else _GPT)}
+
+
+def _usual_heads(hidden: int, assumed: list[str]) -> int:
+    if hidden % 128:
+        raise NotModelled("heads not given")
+    assumed.append("heads of width 128")
+    return hidden // 128
+
+
+def _usual_head(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise NotModelled("shape: heads do not divide the hidden size")
+    return hidden // heads
 
 
 def _usual_ffn(hidden: int, shape: Mapping[str, Any], assumed: list[str]) -> int:
@@ -203,152 +201,50 @@ def _usual_ffn(hidden: int, shape: Mapping[str, Any], assumed: list[str]) -> int
 
 
 def _usual_vocabulary(stack: str, assumed: list[str]) -> int:
-    size = 51200 if stack in ("megatron", "vtrain") else 32000
+    size = 51200 if stack in ("megatron", "megatron-2023", "vtrain") else 32000
     assumed.append(f"vocabulary of {size}")
     return size
 
 
 def _experts(row: Row) -> dict[str, Any]:
-    """From words such as `8 experts top2` or `256+1 experts top8`."""
+    """From words such as `8 experts top2`, `256+1 experts top8` or `64E top6 shared 2`."""
     text = row.get("moe", "").lower()
-    if text in ("", "0", "no", "none", "false", "dense"):
+    if text in (*cells.NOT_GIVEN, "0", "no", "false", "dense"):
         return {}
     number = re.search(r"(\d+)\s*(?:\+\s*(\d+)\s*)?(?:shared\s*)?(?:routed\s*)?(?:x|e\b|experts?)", text)
     visited = re.search(r"(?:top|k)\s*[-_=]?\s*(\d+)", text)
     if not number or not visited:
         raise NotModelled("experts not described in words known here")
+    experts, chosen = int(number.group(1)), int(visited.group(1))
+    if not 0 < chosen <= experts <= 10_000:
+        raise NotModelled(f"moe: {chosen} of {experts} experts is not possible")
+    shared = re.search(r"shared\s*(?:experts?)?\s*[-_=:]?\s*(\d+)|(\d+)\s*shared", text)
+    beside = number.group(2) or (shared.group(1) or shared.group(2) if shared else 0)
     width = re.search(r"(?:ffn|width|inter\w*)\s*[-_=]?\s*(\d+)", text)
-    return {"experts": int(number.group(1)), "experts_per_token": int(visited.group(1)),
-            "shared_experts": int(number.group(2) or 0), "activation": "swiglu", "bias": False,
-            "expert_ffn": int(width.group(1)) if width else _whole(row, "expert_ffn")}  # fmt: skip
-
-
-# -- devices, programs, choices ------------------------------------------------------------------------------------------
-
-
-def device_key(text: str, program: str = "") -> str:
-    """One spelling for a device, for instance `DGX-H100`, `h100_80gb` and `H100-SXM5` are all `h100`."""
-    lower = text.lower()
-    if "tpu" in lower or "trainium" in lower or "gaudi" in lower:
-        raise NotModelled("device: no preset for TPU, Trainium or Gaudi")
-    found = re.search(r"g?b300|g?b200|gh200|h200|h100|h800|h20\b|a100|a800|v100|mi\d{3}x?|l40s?|rtx\w*|p100|t4\b", lower)
-    if not found:
-        raise NotModelled(f"device not known: {text or 'none given'}")
-    name = found.group()
-    sizes = [int(size) for size in re.findall(r"(\d+)\s*gi?b(?!/s|ps|it)", lower[found.end() :])]
-    if name in ("a100", "a800"):
-        name += f"-{max(sizes) if sizes else 40 if '2020' in program else 80}"
-    elif name in ("h100", "h800") and sizes and max(sizes) != 80:
-        name += f"-{96 if 90 < max(sizes) < 100 else max(sizes)}"
-    elif name == "v100" and "dgx-2" in lower:
-        name = "dgx2"
-    return name + ("-pcie" if "pcie" in lower else "")
-
-
-def _node(text: str) -> int | None:
-    if "dgx-2" in text.lower():
-        return 16
-    found = re.search(r"(\d+)\s*gpus?\s*(?:/|per|a)\s*node", text.lower())
-    return int(found.group(1)) if found else None
-
-
-def _network(text: str, per_node: int) -> float | None:
-    """Bytes/s for a device from words such as `400Gb/s/GPU` or `8x200Gb HDR/node`."""
-    between = " ".join(part for part in re.split(r"[;,+]", text) if "nvl" not in part.lower())
-    found = re.search(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*([GT])(b|B)", between)
-    if not found:
-        return None
-    total = float(found.group(1) or 1) * float(found.group(2)) * (1e9 if found.group(3) == "G" else 1e12)
-    each = 1 if re.search(r"/\s*gpu", between.lower()) else per_node
-    return total / each / (8 if found.group(4) == "b" else 1)
-
-
-def _stack(program: str) -> str:
-    lower = program.lower()
-    for word, key in (("foundry", "llm-foundry"), ("composer", "llm-foundry"), ("titan", "torchtitan"), ("fsdp2", "torchtitan"),
-                      ("nanotron", "nanotron"), ("vtrain", "vtrain"), ("bridge", "megatron-core"), ("nemo", "megatron-core"),
-                      ("core", "megatron-core"), ("transformer engine", "megatron-core"), ("megatron", "megatron"),
-                      ("deepspeed", "megatron")):  # fmt: skip
-        if word in lower:
-            year = re.search(r"20(1\d|2\d)", lower)  # Megatron-LM since 2023 is built on Megatron-Core
-            return "megatron-core" if key == "megatron" and year and int(year.group(1)) >= 23 else key
-    return "other"
-
-
-def _traits(row: Row, stack: str) -> frozenset[str]:
-    notes, split = row.get("notes", "").lower().replace(" ", ""), row.get("sp", "").lower()
-    words = {"eager": "eager", "compile": "compile", "asynctp": "async_tensor", "float8ag": "float8_gather"}
-    found = {trait for word, trait in words.items() if word in notes}
-    # Megatron-LM had no sequence parallelism before 2022, and has a switch for it since
-    if split in ("0", "0.0", "false", "no") or (stack == "megatron" and not split):
-        found.add("no_sequence_parallel")
-    return frozenset(found)
-
-
-def _precision(text: str, assumed: list[str]) -> str:
-    lower = text.lower()
-    for word, name in (("fp4", "float4"), ("fp8", "float8"), ("float8", "float8"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16"),
-                       ("fp16", "float16"), ("float16", "float16"), ("fp32", "float32"), ("tf32", "float32")):  # fmt: skip
-        if word in lower:
-            return name
-    assumed.append("precision bfloat16")
-    return "bfloat16"
-
-
-_ZERO_WORDS = (
-    (r"shard_grad_op|zero[ -]?2|no reshard", 2),
-    (r"no_shard|ddp|baseline|^none$|^no$", 0),
-    (r"zero[ -]?3|full_shard|fsdp|hsdp|hybrid", 3),
-    (r"zero[ -]?1|dist|optimizer|^os$", 1),
-)
-_USUAL_ZERO = {"llm-foundry": 3, "torchtitan": 3, "megatron-core": 1}
-
-
-def _zero(row: Row, stack: str, pipeline: int) -> int:
-    text = row.get("zero_fsdp", row.get("zero", "")).lower()
-    if re.fullmatch(r"[0-3](\.0)?", text):
-        stage = int(float(text))
-    else:
-        stage = next((stage for words, stage in _ZERO_WORDS if re.search(words, text)), _USUAL_ZERO.get(stack, 0))
-    # torchtitan keeps gathered weights, and gradients whole, between the micro-batches of a pipeline
-    return 1 if stage == 3 and stack == "torchtitan" and pipeline > 1 else stage
-
-
-def _recompute(row: Row, layers: int) -> tuple[str, float]:
-    text = row.get("recompute", "").lower()
-    if not text:  # the Megatron-LM of 2020 and 2021 checkpointed every layer in its published runs, and counts the FLOPs
-        counted = "2020" in row.get("fw", "") or "recompute" in row.get("flop_convention", "").lower()
-        return ("full", 1.0) if counted else ("none", 1.0)
-    if "selective_layer" in text or "every" in text:
-        return "full", 0.5
-    some = re.search(r"(\d+)\s*(?:/\s*\d+\s*)?layers?", text)
-    if some and 0 < int(some.group(1)) < layers:
-        return "full", int(some.group(1)) / layers
-    if "select" in text or "core_attn" in text or "core attention" in text:
-        return "selective", 1.0
-    return ("none", 1.0) if re.search(r"none|no\b|off|false|^0$", text) else ("full", 1.0)
-
-
-def _schedule(row: Row, pipeline: int) -> tuple[str, int]:
-    text, virtual = _key(row.get("schedule", "")), _whole(row, "vpp") or 1
-    if pipeline == 1:
-        return "1f1b", 1
-    for word, name in (("gpipe", "gpipe"), ("dualpipe", "dualpipev"), ("zbv", "zbv"), ("zb", "zb1p"), ("zerobubble", "zb1p")):
-        if word in text:
-            return name, 2 if name in ("zbv", "dualpipev") else 1
-    if virtual > 1 or "interleaved" in text:
-        return "interleaved", max(2, virtual)
-    return "1f1b", 1
+    return {"experts": experts, "experts_per_token": chosen, "shared_experts": int(beside), "activation": "swiglu",
+            "bias": False, "expert_ffn": int(width.group(1)) if width else whole(row, "expert_ffn")}  # fmt: skip
 
 
 # -- layouts and batches -------------------------------------------------------------------------------------------------
 
 
+def _traits(row: Row, stack: str, layout: Mapping[str, int], layers: int) -> frozenset[str]:
+    notes, split = row.get("notes", "").lower().replace(" ", ""), cells.yes_or_no(row, "sp")
+    words = {"eager": "eager", "compile": "compile", "asynctp": "async_tensor", "float8ag": "float8_gather"}
+    found = {trait for word, trait in words.items() if word in notes}
+    # Megatron-LM had no sequence parallelism before 2022, and has a switch for it since
+    if split is False or (stack == "megatron" and split is None):
+        found.add("no_sequence_parallel")
+    if layers % (layout["pipeline"] * layout["stages_per_rank"]):
+        found.add("uneven_stages")
+    return frozenset(found)
+
+
 def _micro_batch(row: Row, stack: str, share: int, pipeline: int, assumed: list[str]) -> int:
     """Sequences of one forward pass; `share` is what one pipeline sees in a step."""
-    given = _whole(row, "mbs")
+    given = whole(row, "mbs")
     if given is None:
-        accumulation = _whole(row, "ga")
+        accumulation = whole(row, "ga")
         if accumulation and share % accumulation == 0:
             return share // accumulation
         if "2020" in row.get("fw", ""):
@@ -363,11 +259,14 @@ def _micro_batch(row: Row, stack: str, share: int, pipeline: int, assumed: list[
 
 def _axes(row: Row, model: Model) -> dict[str, int]:
     """Degrees; `data` here counts replicas too."""
-    keys = {"pipeline": "pp", "context": "cp", "tensor": "tp", "expert": "ep", "data": "dp"}
-    axes = {axis: _whole(row, key) or 1 for axis, key in keys.items()}
+    axes = {axis: whole(row, key) or 1 for axis, key in (("pipeline", "pp"), ("tensor", "tp"), ("data", "dp"))}
+    axes |= {"context": switched(row, "cp") or 1, "expert": switched(row, "ep") or 1}
     fixed = axes["pipeline"] * axes["context"] * axes["tensor"]
-    devices = _whole(row, "gpus") or fixed * axes["data"]
-    if _whole(row, "dp") is None:
+    devices, data = whole(row, "gpus"), whole(row, "dp")
+    if devices is None and data is None:
+        raise NotModelled("number of devices not given")
+    devices = devices or fixed * axes["data"]
+    if data is None:
         axes["data"] = max(1, devices // fixed)
     if fixed * axes["data"] != devices:
         raise NotModelled("layout: tp x pp x dp x cp is not the number of devices")
@@ -379,7 +278,7 @@ def _axes(row: Row, model: Model) -> dict[str, int]:
     return axes
 
 
-def _layout(row: Row, model: Model, stack: str, assumed: list[str]) -> tuple[dict[str, int], int, int]:
+def _layout(row: Row, model: Model, stack: str, per_node: int, assumed: list[str]) -> tuple[dict[str, int], int, int]:
     """One row of a `Space`, the sequences of a step, and the devices."""
     axes = _axes(row, model)
     data, pipeline = axes["data"], axes["pipeline"]
@@ -389,24 +288,49 @@ def _layout(row: Row, model: Model, stack: str, assumed: list[str]) -> tuple[dic
     micro = _micro_batch(row, stack, share, pipeline, assumed) if not rest else 1
     if rest or share % micro:
         raise NotModelled("batch does not divide by data-parallel devices and micro-batch")
-    sharded = re.search(r"fsdp\s*=\s*(\d+)", row.get("zero_fsdp", "").lower())
-    shards = int(sharded.group(1)) // axes["context"] if sharded else data
-    replica = data // shards if 0 < shards < data and data % shards == 0 else 1
-    schedule, stages = _schedule(row, pipeline)
+    if needed(row, "seq", "sequence length") % axes["context"]:
+        raise NotModelled("layout: the sequence does not divide by cp")
+    name, stages = cells.schedule(row, pipeline)
+    if stages * pipeline > model.layers + 2:  # a stage may have nothing but the embedding, or the head
+        raise NotModelled("layout: more pipeline stages than layers")
+    replica = _replicas(row, data, axes["context"], per_node, assumed)
     offload = "off=true" in row.get("notes", "").lower() or "offload" in row.get("zero_fsdp", "").lower()
-    axes.update(replica=replica, data=data // replica, zero=_zero(row, stack, pipeline), micro_batch=micro,
-                accumulation=share // micro, schedule=SCHEDULES.index(schedule), stages_per_rank=stages,
+    axes.update(replica=replica, data=data // replica, zero=_zero(row, stack, pipeline, assumed), micro_batch=micro,
+                accumulation=share // micro, schedule=SCHEDULES.index(name), stages_per_rank=stages,
                 ring=int(axes["context"] > 1), offload=int(offload))  # fmt: skip
     return axes, batch, devices
 
 
+def _replicas(row: Row, data: int, context: int, per_node: int, assumed: list[str]) -> int:
+    """Groups of devices that each share what is sharded."""
+    group = cells.sharding_group(row, min(per_node, data * context), assumed)
+    if group is None:
+        return 1
+    shards = max(1, group // context)
+    if data % shards:
+        raise NotModelled("layout: the sharding group does not divide the data-parallel devices")
+    return data // shards
+
+
+_WHOLE_IN_A_PIPELINE = {"torchtitan": 3, **dict.fromkeys(cells.MEGATRON_LIKE, 2)}
+"""Stages that are 1 in a pipeline: torchtitan keeps weights gathered, and gradients whole, between its micro-batches; Megatron's
+kind sums gradients once a step whatever the stage is called."""
+
+
+def _zero(row: Row, stack: str, pipeline: int, assumed: list[str]) -> int:
+    stage = cells.zero_stage(row, stack, assumed)
+    return 1 if pipeline > 1 and stage == _WHOLE_IN_A_PIPELINE.get(stack) else stage
+
+
 def _batch(row: Row, data: int, devices: int) -> int:
-    given, micro, accumulation = _whole(row, "gbs"), _whole(row, "mbs"), _whole(row, "ga")
+    given, micro, accumulation = whole(row, "gbs"), whole(row, "mbs"), whole(row, "ga")
     if given:
+        if micro and accumulation and given != data * micro * accumulation:  # which column is wrong cannot be told
+            raise NotModelled("batch: dp x mbs x ga is not the global batch")
         return given
     if micro and accumulation:
         return data * micro * accumulation
-    seconds, tokens, length = _number(row, "step_time_s"), _number(row, "tok_s_gpu"), _number(row, "seq")
+    seconds, tokens, length = measured(row, "step_time_s"), measured(row, "tok_s_gpu"), whole(row, "seq")
     if seconds and tokens and length:
         return max(1, round(seconds * tokens * devices / length))
     raise NotModelled("global batch not given")
@@ -416,7 +340,13 @@ def _must_shard(model: Model, layout: Mapping[str, int], stack: str, device: str
     """Whether weights and gradients whole could not fit any device: the program's own FSDP must have been on."""
     largest = {"gb300": 288, "b300": 288, "gb200": 192, "b200": 192, "h200": 141}.get(device, 80) * 1e9
     held = (count(model) / layout["tensor"] / layout["pipeline"]) * 6
-    return stack == "megatron-core" and not model.experts and layout["zero"] < 3 and layout["pipeline"] == 1 and held > largest
+    return (
+        stack in ("megatron-core", "nemo")
+        and not model.experts
+        and layout["zero"] < 3
+        and layout["pipeline"] == 1
+        and held > largest
+    )
 
 
 # -- what was published --------------------------------------------------------------------------------------------------
@@ -451,17 +381,17 @@ _FIGURES = {
     "tokens": ("tok_s_gpu", 1.0),
     "flops": ("tflops_gpu", 1e12),
     "mfu": ("mfu_pct", 0.01),
-    "parameters": ("params_B", 1e9),
+    "parameters": ("params_b", 1e9),
 }
 
 
 def _published(row: Row) -> tuple[dict[str, float], dict[str, str]]:
-    printed = {name: _digits(row, key) for name, (key, _) in _FIGURES.items() if _digits(row, key)}
+    printed = {name: cells.digits(row, key) for name, (key, _) in _FIGURES.items() if measured(row, key)}
     return {name: float(text) * _FIGURES[name][1] for name, text in printed.items()}, printed
 
 
 def _seconds(row: Row, work: Work, devices: int, published: Mapping[str, float], convention: str | None) -> float | None:
-    given = _number(row, "step_time_s")
+    given = measured(row, "step_time_s")
     if given:
         return given
     if "tokens" in published:
@@ -471,8 +401,16 @@ def _seconds(row: Row, work: Work, devices: int, published: Mapping[str, float],
     return None
 
 
+def _with_rate_of_mfu(published: dict[str, float], convention: str | None, device: str, precision: str) -> dict[str, float]:
+    """MFU is of the data sheet's peak, unless products are in 8 or 4 bits: then some mean that of 16."""
+    peak = CLUSTERS[device].device.peak.get(precision) if device in CLUSTERS else None
+    if peak is None or convention is None or precision not in ("bfloat16", "float16") or published["mfu"] < 0.01:
+        raise NotModelled("only MFU given, and not of what")
+    return {**published, "flops": published["mfu"] * peak}
+
+
 def _memory(row: Row) -> tuple[float | None, str]:
-    value, kind = _number(row, "mem_gib"), row.get("mem_kind", "").lower()
+    value, kind = measured(row, "mem_gib"), row.get("mem_kind", "").lower()
     if not value:
         return None, ""
     if "theor" in kind or "model states" in kind or row.get("status") == "memory_theory":
@@ -481,109 +419,106 @@ def _memory(row: Row) -> tuple[float | None, str]:
     return value * unit, "reserved" if "reserved" in kind or "nvidia-smi" in kind else "allocated"
 
 
-def _status(row: Row) -> str:
-    text = row.get("status", "ok").lower()
-    if "oom" in text or "out of memory" in text or "out_of_memory" in text:
-        return "out_of_memory"
-    return "failed" if "fail" in text or "hang" in text or "crash" in text else "ok"
+# -- a row ---------------------------------------------------------------------------------------------------------------
 
 
-# -- the three formats ---------------------------------------------------------------------------------------------------
-
-
-def _published_case(row: Row, file: str, place: str) -> Case:
+def _refuse(row: Row) -> None:
+    """Rows that are not measurements of pre-training."""
     if "recalled" in row.get("provenance", "").lower():
         raise NotModelled("figures recalled, not read from their source")
     if "speedup" in row.get("status", "").lower():
         raise NotModelled("only a speed-up given")
-    about = " ".join(row.get(key, "") for key in ("source_ref", "model", "notes")).lower()
-    if re.search(r"\b(lora|sft|peft|dpo|rlhf|fine-?tun\w*)\b", about):
+    about = row.get("task", "") or " ".join(row.get(key, "") for key in ("source_ref", "model", "notes"))
+    tuned = re.search(r"\b(lora|sft|peft|dpo|rlhf|fine-?tun\w*)\b", about.lower())
+    if tuned and not re.search(r"pre-?train", about.lower()):
         raise NotModelled("fine-tuning, not pre-training")
+
+
+def _case(row: Row, file: str, place: str, sweep: bool) -> Case:
+    _refuse(row)
     program, assumed = row.get("fw", ""), list[str]()
-    stack, device = _stack(program), device_key(row.get("gpu", ""), program)
+    device = device_key(row.get("gpu", ""), program)
+    stack = cells.program_key(program, device, row.get("notes", ""))
     model = _model(row, stack, assumed)
-    layout, batch, devices = _layout(row, model, stack, assumed)
-    mode, share = _recompute(row, model.layers)
+    node = switched(row, "gpus_per_node") or cells.node_size(row.get("gpu", "") + " " + row.get("net", ""))
+    layout, batch, devices = _layout(row, model, stack, node or 8, assumed)
+    mode, share = cells.recompute(row, model.layers, assumed)
     layout["recompute"] = RECOMPUTE.index(mode)
     if _must_shard(model, layout, stack, device):
         layout["zero"] = 3
         assumed.append("FSDP, for the weights would not fit otherwise")
     pure = "/pure" in row.get("precision", "").lower()
-    work = Work(
-        model,
-        _needed(row, "seq", "sequence length"),
-        batch,
-        _precision(row.get("precision", ""), assumed),
-        reduce_dtype="bfloat16" if pure else "float32",
-    )
+    work = Work(model, needed(row, "seq", "sequence length"), batch, cells.precision(row, assumed),
+                reduce_dtype="bfloat16" if pure else "float32")  # fmt: skip
     values, printed = _published(row)
     convention = convention_of(row.get("flop_convention", ""), stack)
     if stack == "torchtitan" and device.startswith("a100"):
         convention = "all_parameters"  # its A100 table is older than its leaving the embedding out, and shows it
+    status, (memory, kind) = cells.status(row), _memory(row)
     seconds = _seconds(row, work, devices, values, convention)
-    memory, kind = _memory(row)
-    status = _status(row)
     if seconds is None and memory is None and status == "ok":
         if "flops" in values:
             raise NotModelled("FLOP/s given, but not how they were counted")
-        raise NotModelled("neither time, throughput nor memory given")
-    node = _node(row.get("gpu", "") + " " + row.get("net", ""))
+        if "mfu" not in values:
+            raise NotModelled("neither time, throughput nor memory given")
+        seconds = _seconds(row, work, devices, _with_rate_of_mfu(values, convention, device, work.precision), convention)
+        assumed.append("time from MFU and the device's data sheet")
     return Case(
-        file=file, name=row.get("case_id") or place, program=program, stack=stack, traits=_traits(row, stack),
-        model=row.get("model", ""), work=work, layout=layout, device=device, devices=devices,
-        seconds=seconds if status == "ok" else None, status=status, recompute_share=share, devices_per_node=node,
-        network=_network(row.get("net", ""), node or 8), memory=memory, memory_kind=kind, published=values, printed=printed,
-        convention=convention, assumed=tuple(dict.fromkeys(assumed)),
+        file=file, name=row.get("case_id") or place, program=program or "program not given", stack=stack,
+        traits=_traits(row, stack, layout, model.layers), model=row.get("model") or f"{model.layers}x{model.hidden}", work=work,
+        layout=layout, device=device, devices=devices, seconds=seconds if status == "ok" else None, status=status,
+        recompute_share=share, devices_per_node=node, network=cells.network(row.get("net", ""), node or 8, assumed),
+        memory=memory, memory_kind=kind, published=values, printed=printed, convention=convention,
+        assumed=tuple(dict.fromkeys(assumed)), sweep=sweep,
     )  # fmt: skip
 
 
-def _sweep_case(row: Row, file: str, place: str) -> Case:
-    assumed: list[str] = []
-    plain = {**row, "gbs": row.get("gbs_seqs", ""), "ga": row.get("grad_acc", ""), "glu": "1", "fw": "nanotron"}
-    model = _model(plain, "nanotron", assumed)
-    model = model.model_copy(update={"tied": row.get("variant") == "tied"})
-    run = (_whole(row, "dp") or 1) * (_whole(row, "mbs") or 1) * (_whole(row, "grad_acc") or 1)
-    if _whole(row, "grad_acc") and run != _whole(row, "gbs_seqs"):  # which of the columns is wrong cannot be told
-        raise NotModelled("batch: dp x mbs x grad_acc is not the global batch")
-    layout, batch, devices = _layout(plain, model, "nanotron", assumed)
-    layout["recompute"] = 0
-    work, status = Work(model, _needed(row, "seq", "sequence length"), batch), _status(row)
-    values, printed = _published({**row, "params_B": row.get("model_B", "")})
-    seconds = work.tokens / devices / values["tokens"] if "tokens" in values else _number(row, "step_time_s")
-    if seconds is None and status == "ok":
-        raise NotModelled("neither time, throughput nor memory given")
-    memory = _number(row, "mem_gb")  # torch.cuda.max_memory_allocated() / 1024**3, whatever the column's name
-    return Case(
-        file=file, name=place, program="nanotron", stack="nanotron", traits=frozenset({"eager"}),
-        model=row.get("model_B", "") + "B", work=work, layout=layout, device="h100-hf", devices=devices,
-        seconds=seconds if status == "ok" else None, status=status, memory=memory * GIB if memory else None,
-        memory_kind="allocated" if memory else "", published=values, printed=printed, convention="all_parameters",
-        assumed=tuple(assumed),
-    )  # fmt: skip
+# -- the three formats ---------------------------------------------------------------------------------------------------
 
 
-def _vtrain_case(row: Row, file: str, place: str) -> Case:
-    names = {"gpus": "# GPUs", "gbs": "global batch", "mbs": "micro batch", "hidden": "hidden size", "heads": "attention heads",
-             "layers": "# layers", "seq": "sequence length", "tp": "tensor parallelism", "dp": "data parallelism",
-             "pp": "pipeline parallelism"}  # fmt: skip
-    plain = {key: row.get(name, "") for key, name in names.items()} | {"glu": "0", "vocab": row.get("vocab", "") or "51200"}
-    plain["ffn"] = row.get("ffn", "") or str(4 * (_whole(plain, "hidden") or 0))
-    milliseconds = _number(row, "iteration time (ms)")
-    if milliseconds is None:
-        raise NotModelled("neither time, throughput nor memory given")
-    model = _model(plain, "vtrain", [])
-    layout, batch, devices = _layout(plain, model, "vtrain", [])
-    layout["recompute"] = 0
-    work = Work(model, _needed(plain, "seq", "sequence length"), batch, "float16")
-    return Case(
-        file=file, name=place, program="vTrain", stack="vtrain", traits=frozenset({"no_sequence_parallel"}),
-        model=f"gpt {model.layers}x{model.hidden}", work=work, layout=layout, device="a100-80", devices=devices,
-        seconds=milliseconds / 1e3,
-    )  # fmt: skip
+def _sweep(row: Row) -> Row:
+    """A sweep's row as a published one. The Ultra-Scale Playbook's own does not name its program and cluster."""
+    usual = {"fw": "nanotron", "gpu": "h100-hf", "glu": "1", "recompute": "none", "precision": "bf16"}
+    names = {"gbs": "gbs_seqs", "ga": "grad_acc", "params_b": "model_b", "zero_fsdp": "zero"}
+    plain = {**usual, **row, **{key: row[name] for key, name in names.items() if name in row}}
+    plain["model"] = row["model_b"] + "B" if "model_b" in row else row.get("model", "")
+    plain["tied"] = "yes" if row.get("variant") == "tied" else "no"
+    if "mem_gb" in row:  # torch.cuda.max_memory_allocated() / 1024**3, whatever the column's name
+        plain |= {"mem_gib": row["mem_gb"], "mem_kind": "allocated"}
+    if measured(row, "tok_s_gpu"):  # printed with more digits
+        plain["step_time_s"] = ""
+    nodes, devices = whole(row, "nodes"), whole(row, "gpus")
+    if nodes and devices:
+        if devices % nodes:
+            raise NotModelled("layout: nodes do not divide the devices")
+        plain["gpus_per_node"] = str(devices // nodes)
+    return plain
 
 
-_FORMATS: tuple[tuple[set[str], Callable[[Row, str, str], Case]], ...] = (
-    ({"# GPUs", "hidden size", "# layers", "iteration time (ms)"}, _vtrain_case),
-    ({"gbs_seqs", "grad_acc", "status", "layers", "hidden"}, _sweep_case),
-    ({"fw", "model", "gpu", "gpus"}, _published_case),
+def _vtrain(row: Row) -> Row:
+    """vTrain's table as published runs: GPT in float16 on one machine."""
+    names = {"gpus": "gpus", "gbs": "global batch", "mbs": "micro batch", "hidden": "hidden size", "heads": "attention heads",
+             "layers": "layers", "seq": "sequence length", "tp": "tensor parallelism", "dp": "data parallelism",
+             "pp": "pipeline parallelism", "vocab": "vocab", "ffn": "ffn", "status": "status"}  # fmt: skip
+    usual = {
+        "fw": "vTrain",
+        "gpu": "A100-80GB",
+        "glu": "0",
+        "sp": "0",
+        "vocab": "51200",
+        "precision": "fp16",
+        "recompute": "none",
+    }
+    plain = {**usual, **{key: row[name] for key, name in names.items() if name in row}}
+    plain.setdefault("ffn", str(4 * (whole(plain, "hidden") or 0)))
+    plain["model"] = f"gpt {plain.get('layers')}x{plain.get('hidden')}"
+    plain["step_time_s"] = str((measured(row, "iteration time (ms)") or 0.0) / 1e3)
+    return plain
+
+
+_FORMATS: tuple[tuple[set[str], Callable[[Row], Row]], ...] = (
+    ({"gpus", "hidden size", "layers", "iteration time (ms)"}, _vtrain),
+    ({"gbs_seqs", "grad_acc", "layers", "hidden"}, _sweep),
+    ({"gpu", "model"}, lambda row: row),
+    ({"gpu", "layers", "hidden"}, lambda row: row),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.plan.stack import Stack
+from shardwise.plan.stack import SHARDWISE, Stack
 
 MEGATRON = Stack(
     "megatron",  # Megatron-LM of 2020 to 2022
@@ -22,7 +22,17 @@ MEGATRON = Stack(
     balanced=False,
     one_copy=False,
     keeps_gradients=True,
+    cast_bytes=0.0,  # it computes with stored weights of 2 bytes, which the optimizer writes
     cast_held=0.0,
+)
+MEGATRON_CORE = replace(
+    MEGATRON,
+    name="megatron-core",  # with Transformer Engine: fused kernels, collectives beside products
+    elementwise=1.3,
+    flash=True,
+    overlap_data=1.0,
+    overlap_sends=0.5,
+    overlap_tensor=0.9,
 )
 
 PROGRAMS: dict[str, Stack] = {
@@ -50,15 +60,9 @@ PROGRAMS: dict[str, Stack] = {
         fragmentation=1.05,
     ),
     "megatron": MEGATRON,
-    "megatron-core": replace(
-        MEGATRON,
-        name="megatron-core",  # with Transformer Engine: fused kernels, collectives beside products
-        elementwise=0.87,
-        flash=True,
-        overlap_data=1.0,
-        overlap_sends=0.5,
-        overlap_tensor=0.9,
-    ),
+    "megatron-2023": replace(MEGATRON_CORE, name="megatron-2023", overlap_tensor=0.0),  # nothing beside the products yet
+    "megatron-core": MEGATRON_CORE,
+    "nemo": replace(MEGATRON_CORE, name="nemo", gradient_bytes=2.0, reduce_bytes=2.0),  # its recipes: grad_reduce_in_fp32 = False
     "nanotron": Stack(
         "nanotron",  # eager; weights gathered one by one after the update
         elementwise=3.2,
@@ -86,5 +90,6 @@ PROGRAMS: dict[str, Stack] = {
         micro_batch_kernels=350,
         step_kernels=70,
     ),
+    "shardwise": SHARDWISE,
     "other": Stack("other", elementwise=1.5, kernels=50, native_attention=False, recompute_all=True),
 }
