@@ -109,6 +109,6 @@ SHARDWISE = Stack(
     gathers_again=False,
     selective_repeats=1.0,
 )
-"""Kernels as a profile of one step counts them (benchmarks/planner_gpu.py): 240 for a block, forward and backward. Starts and gaps
-from steps of gpt2, which the host holds up, and of qwen3-0.6b and 4b, which take 1.5 to 2.5 us a kernel longer than their
-kernels."""
+"""Kernels as a profile of one step counts them (benchmarks/planner_gpu.py): 240 for a block, forward and backward. Starts and
+gaps from steps of gpt2, which the host holds up, and of qwen3-0.6b and 4b, which take 1.5 to 2.5 us a kernel longer than
+their kernels."""
