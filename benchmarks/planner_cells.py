@@ -358,5 +358,10 @@ def status(row: Row) -> str:
     text = re.sub(r"[^a-z]", "", row.get("status", "").lower())
     if "oom" in text or "outofmemory" in text:
         return "out_of_memory"
-    fine = r"|ok|okay|success|successful|succeeded|completed?|done|passed|ran|finished|memorytheory"
-    return "ok" if re.fullmatch(fine, text) else "failed"
+    if re.fullmatch(r"|ok(ay)?|success(ful)?|succeeded|completed?|done|pass(ed)?|ran|finished|valid|stable|memorytheory", text):
+        return "ok"
+    if re.fullmatch(r"measured|published|reported", text):
+        return "ok"
+    if re.search(r"fail|error|crash|kill|timeout|timedout|hung|hang|abort|cancel|skip|diverg|nan|invalid|unsupported|not", text):
+        return "failed"
+    raise NotModelled(f"status: {clipped(row['status'])} not known")

@@ -342,13 +342,18 @@ def test_networks_in_words(text: str, gigabits: float | None, assumed: bool) -> 
 @pytest.mark.parametrize(
     ("text", "status"),
     [
-        *((text, "ok") for text in ("", "ok", "OK", "Success", "completed", "memory_theory")),
+        *((text, "ok") for text in ("", "ok", "OK", "Success", "completed", "memory_theory", "measured")),
         *((text, "out_of_memory") for text in ("OOM", "CUDA out of memory", "OutOfMemoryError", "out_of_memory")),
         *((text, "failed") for text in ("failed", "timeout", "error", "killed", "hung", "skipped")),
     ],
 )
 def test_only_what_is_said_to_have_run_has_run(text: str, status: str) -> None:
     assert cells.status({"status": text}) == status
+
+
+def test_a_status_in_unknown_words_is_not_guessed() -> None:
+    with pytest.raises(cells.NotModelled, match="status: blue not known"):
+        cells.status({"status": "blue"})
 
 
 def test_time_follows_from_mfu_where_its_peak_is_known(tmp_path: Path) -> None:
