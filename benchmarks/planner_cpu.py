@@ -1,6 +1,6 @@
 """The planner against our own runs on this CPU: six layouts of one job on gloo workers, after `shardwise probe`.
 
-    python benchmarks/planner_cpu.py [--workers 2] [--steps 24] [--cluster FILE] [--rounds 2]
+    python benchmarks/planner_cpu.py [--workers 2] [--steps 10] [--rounds 3]
 
 Each layout is trained as a user would (`shardwise train`), its prediction is read from plan.json, and the median of later steps
 is what was measured; of several rounds, the median. Printed: predicted and measured seconds of each, the largest error, and
@@ -40,7 +40,6 @@ LAYOUTS: dict[int, dict[str, list[str]]] = {
         "pipeline 4": ["layout.data=1", "layout.pipeline=4", "train.micro_batch=8"],
     },
 }
-"""Six each, far enough apart that the machine's own drift does not decide their order."""
 JOB = [
     "examples/quickstart.toml", "model.preset=bytes-10m", "model.heads=8", "model.kv_heads=8", "model.head_dim=48",
     "model.layers=8", "train.global_batch=16", "data.sequence_length=256", "observe.sample=", "train.evaluate_every=0",
@@ -49,7 +48,7 @@ JOB = [
 
 
 PACE = """
-import sys, time, torch
+import time, torch
 torch.set_num_threads(1)
 x, weight = torch.randn(2048, 384), torch.randn(1024, 384)
 count, until = 0, time.monotonic() + 3

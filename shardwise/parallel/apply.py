@@ -27,7 +27,7 @@ from shardwise.parallel.expert import expert_modules, split_over_experts
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.own import check_own, table_of
 from shardwise.parallel.placement import assign
-from shardwise.parallel.recompute import recompute, recompute_around
+from shardwise.parallel.recompute import recompute
 from shardwise.parallel.tensor import split_over_tensor
 from shardwise.plan import Plan, reduce_dtype, state_dtype
 
@@ -111,7 +111,7 @@ def _part(config: Config, model: nn.Module, table: Sharding, traffic: Traffic) -
         for block in blocks:
             block.forward = torch.compile(block.forward, fullgraph=whole, dynamic=False)
     if around:
-        recompute_around(blocks)
+        recompute(blocks, train.recompute, compiled)
     return _on_data_axes(config, model, table, traffic)
 
 

@@ -53,12 +53,6 @@ def recompute(blocks: Sequence[nn.Module], mode: str | float, compiled: bool) ->
                 _wrap(module, _keep_products if mode == "selective" else None)
 
 
-def recompute_around(blocks: Sequence[nn.Module]) -> None:
-    """Recompute whole blocks that are compiled in pieces."""
-    for block in blocks:
-        _wrap(block, None)
-
-
 def _selected(block: nn.Module) -> list[nn.Module]:
     """What is recomputed selectively: the block; of one with experts, its parts without them. FSDP2 gathers experts by
     themselves, which torch's selective recomputation must not see, and sending tokens to experts twice would cost more than

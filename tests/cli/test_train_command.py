@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from shardwise.resilience.forked import free_port
 
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
@@ -66,12 +67,6 @@ def start(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Pop
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def wait_for_step(run: Path, step: int) -> None:
@@ -144,7 +139,7 @@ def test_srun_with_a_task_a_device_starts_it(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     common = {
         "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+        "SLURM_STEP_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     tasks = [
         start(

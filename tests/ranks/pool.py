@@ -15,7 +15,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import time
@@ -24,6 +23,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from shardwise.resilience.forked import free_port
 
 SECONDS = 120.0
 GRACE = 10.0
@@ -45,7 +46,7 @@ class Pool:
         """Run a case on every rank; what each returned, in rank order."""
         self._ranks = self._ranks or [_Rank(rank, self.world) for rank in range(self.world)]
         # Test modules are found by their folder, which pytest adds to the path as it collects.
-        task = (list(sys.path), _free_port(), seconds, pickle.dumps((case, arguments)))
+        task = (list(sys.path), free_port(), seconds, pickle.dumps((case, arguments)))
         for rank in self._ranks:
             rank.pipe.send(task)
         answers = self._answers(seconds)
@@ -119,12 +120,6 @@ class _Rank:
         self.process.kill()
         self.process.join()
         self.log.unlink(missing_ok=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(rank: int, world: int, pipe: Connection, log: str) -> None:

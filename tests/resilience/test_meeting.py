@@ -7,15 +7,9 @@ import socket
 import pytest
 
 from shardwise.errors import UserError
+from shardwise.resilience.forked import free_port
 from shardwise.resilience.meeting import Caller, Meeting
 from shardwise.resilience.team import Member, Orders, Report, Team
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
 
 REPORT = Report("b", "127.0.0.1", (0, 1), generation=3, step=7)
 ORDERS = Orders("work", Team(4, (Member("a", 0), Member("b", 1)), {"data": 2}, "127.0.0.1", 9, 1.0))
