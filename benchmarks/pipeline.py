@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.multiprocessing.spawn import spawn
 
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.config import Config, Layout, from_tables
 from shardwise.data.batches import Batch, Batches
 from shardwise.mesh import Worker, join, leave
@@ -182,27 +182,27 @@ class WaitingStage(nn.Module):
         self.halves[half] += 1
 
 
-def waiting_pipeline(traffic: Traffic, schedule: Schedule, seconds: float) -> Pipelined:
+def waiting_pipeline(comm: Comm, schedule: Schedule, seconds: float) -> Pipelined:
     """`Pipelined`, with stages that wait where a model's would compute."""
     stages = Stages(
         schedule=schedule,
         blocks=tuple(range(stage, stage + 1) for stage in range(schedule.stages)),
-        rank=traffic.mesh.coordinate("pipeline"),
+        rank=comm.mesh.coordinate("pipeline"),
         micro_batch=1,
         length=1,
         hidden=WIDTH,
         dtype=torch.float32,
     )
     parts = [Alone(WaitingStage(seconds, stage == 0, stage == stages.last)) for stage, _ in stages.own]
-    return Pipelined(traffic, parts, Sharding(modules={}), stages=stages)
+    return Pipelined(comm, parts, Sharding(modules={}), stages=stages)
 
 
 def waits(worker: Worker, name: str, count: int, seconds: float) -> Run:
     """The steps of one rank; each half of every backward must have run once."""
     sizes: dict[str, Any] = {"data": 1, "pipeline": worker.world}
-    traffic = Traffic(join(worker, Layout(**sizes)))
+    comm = Comm(join(worker, Layout(**sizes)))
     schedule = make_schedule(name, worker.world, MICRO_BATCHES)
-    pipeline = waiting_pipeline(traffic, schedule, seconds)
+    pipeline = waiting_pipeline(comm, schedule, seconds)
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     batch = [Batch(tokens, tokens, None, 1)] * MICRO_BATCHES
     run = run_steps(lambda: pipeline.forward_backward(batch, torch.ones(())), count)

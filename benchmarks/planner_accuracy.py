@@ -2,7 +2,7 @@
 
     python benchmarks/planner_accuracy.py runs.csv sweep.csv [--rows rows.csv] [--only WORDS]
 
-This command fits nothing. Every device and cluster has the constants of shardwise/plan/clusters.py, every program those of
+This command fits nothing. Every device and cluster has the constants of shardwise/cost/clusters.py, every program those of
 planner_programs.py; none belongs to a model or a row. They were chosen with published runs in view, so errors on those are not
 a forecast of errors elsewhere: benchmarks/RESULTS.md says which. `constant` is the baseline that knows the answers: the one
 TFLOP/s per device that fits the group's own rows best; `skill` is the share of its error that the planner takes away.
@@ -31,14 +31,14 @@ from planner_cases import GIB, Case, published_flops, read_cases
 from planner_cells import NotModelled
 from planner_programs import PROGRAMS
 
+from shardwise.cost.cluster import Cluster
+from shardwise.cost.clusters import CLUSTERS
+from shardwise.cost.predict import Prediction, predict
+from shardwise.cost.space import RECOMPUTE, Work, space_of
+from shardwise.cost.stack import Stack
 from shardwise.errors import UserError
-from shardwise.plan.cluster import Cluster
-from shardwise.plan.clusters import CLUSTERS
 from shardwise.plan.flops import flops_per_token
 from shardwise.plan.parameters import count
-from shardwise.plan.predict import Prediction, predict
-from shardwise.plan.space import RECOMPUTE, Work, space_of
-from shardwise.plan.stack import Stack
 
 MARGIN = 0.05
 """Share of a device's memory that a layout must leave free to be said to fit."""

@@ -21,12 +21,12 @@ from planner_cells import NotModelled, Row, device_key, measured, needed, switch
 
 from shardwise.config import Model
 from shardwise.config.presets import PRESETS
+from shardwise.cost.clusters import CLUSTERS
+from shardwise.cost.space import RECOMPUTE, Work
 from shardwise.errors import UserError
-from shardwise.plan.clusters import CLUSTERS
 from shardwise.plan.flops import flops_per_token, matmul_weights
 from shardwise.plan.parameters import count
 from shardwise.plan.schedule import SCHEDULES
-from shardwise.plan.space import RECOMPUTE, Work
 
 GIB = 2.0**30
 

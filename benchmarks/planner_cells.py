@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.cost.clusters import CLUSTERS
 from shardwise.errors import UserError
-from shardwise.plan.clusters import CLUSTERS
 
 Row = Mapping[str, str]
 

@@ -24,12 +24,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.config import Config, from_tables
+from shardwise.cost.cluster import Cluster, read_cluster
+from shardwise.cost.clusters import CLUSTERS
 from shardwise.mesh import Worker
 from shardwise.plan import choose
-from shardwise.plan.cluster import Cluster, read_cluster
-from shardwise.plan.clusters import CLUSTERS
-from shardwise.plan.forecast import forecast
 from shardwise.probe.devices import data_sheet
+from shardwise.search.forecast import forecast
 from shardwise.train.build import Training, build
 from shardwise.train.steps import steps
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.plan.stack import SHARDWISE, Stack
+from shardwise.cost.stack import SHARDWISE, Stack
 
 MEGATRON = Stack(
     "megatron",  # Megatron-LM of 2020 to 2022

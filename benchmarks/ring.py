@@ -33,7 +33,7 @@ from memory import LiveBytes, _free_ports
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.config import Layout
 from shardwise.mesh import Worker, join, leave
 from shardwise.models.attention import attention_backends
@@ -281,9 +281,9 @@ class LiveWithin(LiveBytes):  # type: ignore[no-untyped-call]
 class Layer(nn.Module):
     """A transformer layer of Llama's kind, in its parts that hold activations."""
 
-    def __init__(self, shape: Shape, traffic: Traffic) -> None:
+    def __init__(self, shape: Shape, comm: Comm) -> None:
         super().__init__()
-        self.shape, self.traffic = shape, traffic
+        self.shape, self.comm = shape, comm
         hidden, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         ffn = 7 * hidden // 2
         sizes = {"query": (hidden, hidden), "key": (hidden, keys), "value": (hidden, keys), "output": (hidden, hidden)}
@@ -293,7 +293,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normal = F.rms_norm(x, x.shape[-1:])
         query, key, value = (self.heads(self.weights[name](normal)) for name in ("query", "key", "value"))
-        mixed = ring_attention(query, key, value, self.traffic)
+        mixed = ring_attention(query, key, value, self.comm)
         x = x + self.weights["output"](mixed.transpose(1, 2).flatten(2))
         normal = F.rms_norm(x, x.shape[-1:])
         grown: Tensor = self.weights["down"](F.silu(self.weights["gate"](normal)) * self.weights["up"](normal))
@@ -306,23 +306,23 @@ class Layer(nn.Module):
 def fullest(worker: Worker, shape: Shape, layers: int) -> dict[str, int]:
     """The most bytes on this worker at once, for its share of a sequence: of attention alone and of a stack of layers."""
     sizes: dict[str, Any] = {"data": 1, "context": worker.world}
-    traffic = Traffic(join(worker, Layout(**sizes)))
+    comm = Comm(join(worker, Layout(**sizes)))
     tokens = shape.length // worker.world
     hidden = shape.heads * shape.head_dim
     here = Shape(tokens, shape.heads, shape.kv_heads, shape.head_dim, shape.batch, shape.dtype)
 
     def alone() -> None:
-        *leaves, gradient = draw(here, traffic.device)
+        *leaves, gradient = draw(here, comm.device)
         query, key, value = _training(leaves)
-        torch.autograd.grad(ring_attention(query, key, value, traffic), (query, key, value), gradient)
+        torch.autograd.grad(ring_attention(query, key, value, comm), (query, key, value), gradient)
 
-    stack = nn.Sequential(*(Layer(here, traffic) for _ in range(layers))).to(traffic.device)
+    stack = nn.Sequential(*(Layer(here, comm) for _ in range(layers))).to(comm.device)
 
     def stacked() -> None:
-        x = torch.randn(here.batch, tokens, hidden, device=traffic.device, dtype=here.dtype)
+        x = torch.randn(here.batch, tokens, hidden, device=comm.device, dtype=here.dtype)
         stack(x).backward(torch.ones_like(x))
 
-    return {"attention": _most(alone, traffic.device), f"{layers}_layers": _most(stacked, traffic.device)}
+    return {"attention": _most(alone, comm.device), f"{layers}_layers": _most(stacked, comm.device)}
 
 
 def _most(work: Callable[[], None], device: torch.device) -> int:

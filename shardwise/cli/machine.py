@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from shardwise.plan.cluster import Cluster
+    from shardwise.cost.cluster import Cluster
 
 
 def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:

@@ -15,7 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from shardwise.config import Config
-    from shardwise.plan.cluster import Cluster
+    from shardwise.cost.cluster import Cluster
     from shardwise.plan.timeline import Timeline
 
 
@@ -61,7 +61,7 @@ def plan(
         return
     found = _answer(config, cluster, str(job), everything, storage, failures)
     if html is not None:
-        from shardwise.plan.page import render_page
+        from shardwise.cli.plan_page import render_page
 
         html.write_text(render_page(found), encoding="utf-8")
         typer.echo(f"written to {html}", err=True)
@@ -116,10 +116,10 @@ def _answer(
 ) -> dict[str, Any]:
     from shardwise import __version__
     from shardwise.errors import UserError
-    from shardwise.plan.answer import answer
-    from shardwise.plan.beyond import beyond, sentences
-    from shardwise.plan.interval import DEVICE_HOURS
-    from shardwise.plan.search import search
+    from shardwise.search.answer import answer
+    from shardwise.search.interval import DEVICE_HOURS
+    from shardwise.search.search import search
+    from shardwise.search.whole_run import beyond, sentences
 
     for option, value in (("--storage", storage), ("--failures", failures)):
         if value is not None and not (value > 0 and isfinite(value)):
@@ -133,14 +133,14 @@ def _answer(
 def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from shardwise.plan.show import show
+    from shardwise.cli.plan_show import show
 
     show(found, Console(highlight=False))
 
 
 def _cluster(config: Config) -> Cluster:
     """The cluster that the job names; or this machine, measured once."""
-    from shardwise.plan.clusters import asked_for
+    from shardwise.cost.clusters import asked_for
 
     named = asked_for(config)
     if named is not None:
@@ -207,8 +207,8 @@ def _micro_batches(config: Config) -> int:
 
 
 def _write_svg(path: Path, timeline: Timeline) -> None:
+    from shardwise.cli.draw_schedule import draw_svg
     from shardwise.errors import UserError
-    from shardwise.plan.draw_schedule import draw_svg
 
     try:
         path.write_text(draw_svg(timeline), encoding="utf-8")
@@ -236,8 +236,8 @@ def _as_json(pipeline: _Pipeline) -> dict[str, Any]:
 
 
 def _as_text(pipeline: _Pipeline) -> str:
+    from shardwise.cli.draw_schedule import draw_text, summary
     from shardwise.plan import peak_in_flight
-    from shardwise.plan.draw_schedule import draw_text, summary
 
     schedule = pipeline.timeline.schedule
     rows = [f"{'rank':<6}{'activations':<13}{'idle':<8}stages"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.config import Config
-    from shardwise.plan.cluster import Cluster
+    from shardwise.cost.cluster import Cluster
 
 Found = tuple[dict[str, Any], list[Any]]
 """The answer as data, and what to print of it: text and tables."""
@@ -14,7 +14,7 @@ Found = tuple[dict[str, Any], list[Any]]
 
 def scale(config: Config, cluster: Cluster, counts: str) -> Found:
     """Strong and weak scaling over these device counts."""
-    from shardwise.plan.scaling import amdahl, strong, weak
+    from shardwise.search.scaling import amdahl, strong, weak
 
     numbers = _counts(counts)
     curves = {"strong": strong(config, cluster, numbers), "weak": weak(config, cluster, numbers)}
@@ -37,8 +37,8 @@ def _counts(text: str) -> list[int]:
 
 
 def _curve(title: str, points: Any) -> Any:
-    from shardwise.plan.answer import seconds, spoken
-    from shardwise.plan.show import table
+    from shardwise.cli.plan_show import table
+    from shardwise.search.answer import seconds, spoken
 
     rows = [
         [f"{point.devices:,}", seconds(point.step_seconds), f"{point.tokens_per_second:,.0f}", f"{point.efficiency:.1%}",
@@ -52,7 +52,7 @@ def _curve(title: str, points: Any) -> Any:
 
 def budget(config: Config, cluster: Cluster, flops: float | None, days: float | None) -> Found:
     """The compute-optimal model for a budget."""
-    from shardwise.plan.beyond import budget as spend
+    from shardwise.search.whole_run import budget as spend
 
     found = spend(config, cluster, flops, days)
     shape = found["model"]
@@ -76,8 +76,8 @@ def _costs(found: dict[str, Any]) -> str:
 
 def fewest(config: Config, cluster: Cluster, days: float | None) -> Found:
     """The fewest devices that train the job in so many days; without days, on which it fits at all."""
-    from shardwise.plan.goals import fewest_devices, smallest_that_fits
-    from shardwise.plan.show import table
+    from shardwise.cli.plan_show import table
+    from shardwise.search.goals import fewest_devices, smallest_that_fits
 
     if days is None:
         smallest = smallest_that_fits(config, cluster)
@@ -90,7 +90,7 @@ def fewest(config: Config, cluster: Cluster, days: float | None) -> Found:
 def maximise(config: Config, cluster: Cluster, what: str) -> Found:
     """The longest sequence, or the largest batch without accumulation, that fits."""
     from shardwise.errors import UserError
-    from shardwise.plan.goals import largest_batch, longest_sequence
+    from shardwise.search.goals import largest_batch, longest_sequence
 
     if what == "sequence":
         longest = longest_sequence(config, cluster, cluster.devices)

@@ -15,8 +15,8 @@ import typer
 from shardwise.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
+    from shardwise.cost.cluster import Cluster, Device, Link
     from shardwise.mesh import Worker
-    from shardwise.plan.cluster import Cluster, Device, Link
     from shardwise.probe.budget import Budget
     from shardwise.probe.progress import Tell
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from shardwise.config import Config
-    from shardwise.plan.cluster import Cluster
+    from shardwise.cost.cluster import Cluster
 
 
 def report(
@@ -35,7 +35,7 @@ def report(
     from shardwise.errors import UserError
     from shardwise.observe.files import to_json
     from shardwise.observe.report import render, summarise
-    from shardwise.plan.interval import advise
+    from shardwise.search.interval import advise
 
     if cluster is not None and not calibrate:
         raise UserError(f"--cluster {cluster}: goes with --calibrate, which writes it")
@@ -55,7 +55,7 @@ def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[s
     """Fold what was measured into a cluster file; what changed."""
     from shardwise.config import read
     from shardwise.errors import UserError
-    from shardwise.plan.calibrate import LEAST_STEPS, calibrate
+    from shardwise.search.calibrate import LEAST_STEPS, calibrate
 
     rows = summary["predicted_and_measured"]
     if not rows and summary["measured_steps"]:
@@ -95,9 +95,9 @@ def _file(config: Config, asked: Path | None) -> Path:
 
 def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
     """The cluster to correct: as the file has it, or, for a file that is to be made, as the run was planned with."""
+    from shardwise.cost.cluster import read_cluster
+    from shardwise.cost.clusters import CLUSTERS, asked_for
     from shardwise.errors import UserError
-    from shardwise.plan.cluster import read_cluster
-    from shardwise.plan.clusters import CLUSTERS, asked_for
 
     if asked is None and not path.exists():
         raise UserError(f"--calibrate: cluster.file = '{path}' of the run is not there; give a file with --cluster FILE")
@@ -113,7 +113,7 @@ def _step_seconds(config: Config, summary: dict[str, Any], cluster: Cluster) -> 
     """What this cluster predicts now for the job as it ran."""
     from shardwise.config import Layout
     from shardwise.errors import UserError
-    from shardwise.plan.forecast import forecast
+    from shardwise.search.forecast import forecast
 
     layout = Layout.model_validate(summary["layout"], strict=False)
     try:
@@ -125,10 +125,10 @@ def _step_seconds(config: Config, summary: dict[str, Any], cluster: Cluster) -> 
 
 def _write(path: Path, cluster: Cluster) -> None:
     """In one move, and only if it can be read again: there is always a good file, the old one or the new."""
+    from shardwise.cost.cluster import read_cluster, write_cluster
+    from shardwise.cost.clusters import CLUSTERS
     from shardwise.errors import UserError
-    from shardwise.plan.calibrate import corrected_text
-    from shardwise.plan.cluster import read_cluster, write_cluster
-    from shardwise.plan.clusters import CLUSTERS
+    from shardwise.search.calibrate import corrected_text
 
     aside = path.with_name(f".{path.name}.new")
     try:

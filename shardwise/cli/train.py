@@ -136,9 +136,9 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
 def _planned(config: Config, here: int, devices: int, nodes: int) -> Config:
     """The job with what was left open decided by the planner, on the cluster it names or on this machine, which is then named."""
     from shardwise.cli.machine import this_machine
-    from shardwise.plan.clusters import asked_for
-    from shardwise.plan.forecast import is_open, plan_job
+    from shardwise.cost.clusters import asked_for
     from shardwise.probe.quick import remembered
+    from shardwise.search.forecast import is_open, plan_job
 
     if config.model.module is not None:
         return config

@@ -1,5 +1,5 @@
 """Collectives that count their bytes."""
 
-from shardwise.comm.traffic import EXPOSED, CountedAllGather, CountedReduceScatter, GradientSum, Traffic
+from shardwise.comm.comm import EXPOSED, Comm, CountedAllGather, CountedReduceScatter, GradientSum
 
-__all__ = ["EXPOSED", "CountedAllGather", "CountedReduceScatter", "GradientSum", "Traffic"]
+__all__ = ["EXPOSED", "Comm", "CountedAllGather", "CountedReduceScatter", "GradientSum"]

@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 
 def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> Summary:
-    """The summary of the run in a folder; it may still be running. `advise` (plan/interval.py) says how often to save."""
+    """The summary of the run in a folder; it may still be running. `advise` (search/interval.py) says how often to save."""
     folder = Path(folder)
     steps = _steps(folder)
     config, plan, events = _table(folder), _plan(folder), _events(folder)

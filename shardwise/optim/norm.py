@@ -15,23 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 
 
-def global_norm(parameters: Iterable[nn.Parameter], traffic: Traffic) -> Tensor:
+def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
     """The 2-norm of all gradients together, the same number on every rank, in float32 or better."""
     pieces: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
             pieces[sharded_axes(parameter.grad)].append(local(parameter.grad))
     wide = any(gradient.dtype == torch.float64 for gradients in pieces.values() for gradient in gradients)
-    total = torch.zeros((), device=traffic.device, dtype=torch.float64 if wide else torch.float32)
+    total = torch.zeros((), device=comm.device, dtype=torch.float64 if wide else torch.float32)
     for axes, gradients in sorted(pieces.items()):
-        squares = _sum_of_squares(gradients).to(traffic.device)  # offloaded gradients are in host memory
+        squares = _sum_of_squares(gradients).to(comm.device)  # offloaded gradients are in host memory
         for axis in axes:
-            traffic.all_reduce(squares, axis)
+            comm.all_reduce(squares, axis)
         total = total + squares
-    return traffic.all_reduce(total, "pipeline").sqrt()  # each stage has other parameters
+    return comm.all_reduce(total, "pipeline").sqrt()  # each stage has other parameters
 
 
 def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:

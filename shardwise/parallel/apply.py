@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.config import Config, Layout, sequence_multiple
 from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise
 from shardwise.optim import local
@@ -34,25 +34,25 @@ from shardwise.plan import Plan, reduce_dtype, state_dtype
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
-def parallelise(config: Config, plan: Plan, traffic: Traffic) -> ParallelModel:
+def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
     """The job's model, on this rank's devices, ready to train."""
-    layout, plain = traffic.mesh.layout, build_plain(config)
+    layout, plain = comm.mesh.layout, build_plain(config)
     if config.model.module is not None:
         check_own(plain, config, layout)
     table, tables = table_of(plain), _embeddings(plain)
-    where = lru_cache(maxsize=8)(partial(places, config.model, traffic)) if layout.context > 1 else None
+    where = lru_cache(maxsize=8)(partial(places, config.model, comm)) if layout.context > 1 else None
     multiple = sequence_multiple(config.model, layout)
     if layout.pipeline == 1:
-        return ParallelModel(traffic, [_part(config, build_plain(config), table, traffic)], table, where, multiple, tables)
+        return ParallelModel(comm, [_part(config, build_plain(config), table, comm)], table, where, multiple, tables)
     from shardwise.parallel.pipeline import Pipelined, cut_out, own_stages  # torch's pipelines take a second to import
 
-    stages = own_stages(config, plan, traffic)
+    stages = own_stages(config, plan, comm)
     parts = []
     for stage, _ in stages.own:
         model = build_plain(config)
         cut_out(model, table, stage, stages)
-        parts.append(_part(config, model, table, traffic))
-    return Pipelined(traffic, parts, table, where, multiple, tables, stages=stages)
+        parts.append(_part(config, model, table, comm))
+    return Pipelined(comm, parts, table, where, multiple, tables, stages=stages)
 
 
 def build_plain(config: Config) -> nn.Module:
@@ -86,18 +86,16 @@ def _embeddings(model: nn.Module) -> frozenset[str]:
     return frozenset(f"{path}.weight" for path in tables)
 
 
-def _part(config: Config, model: nn.Module, table: Sharding, traffic: Traffic) -> Alone:
+def _part(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> Alone:
     """Steps 3 to 6, for the whole model or one stage of it."""
-    layout, train = traffic.mesh.layout, config.train
+    layout, train = comm.mesh.layout, config.train
     if layout.tensor > 1:
-        split_over_tensor(
-            model, table, traffic, gather_again=train.recompute == "none" and not is_compiled(config, traffic.device)
-        )
+        split_over_tensor(model, table, comm, gather_again=train.recompute == "none" and not is_compiled(config, comm.device))
     if config.model.experts:
-        split_over_experts(model, table, traffic)
+        split_over_experts(model, table, comm)
     if layout.context > 1:
-        split_over_context(model, table, traffic, config.model)
-    compiled, blocks = is_compiled(config, traffic.device), _blocks(model, table)
+        split_over_context(model, table, comm, config.model)
+    compiled, blocks = is_compiled(config, comm.device), _blocks(model, table)
     for module in model.modules():
         if isinstance(module, Head):
             module.compiled = compiled
@@ -112,23 +110,23 @@ def _part(config: Config, model: nn.Module, table: Sharding, traffic: Traffic) -
             block.forward = torch.compile(block.forward, fullgraph=whole, dynamic=False)
     if around:
         recompute(blocks, train.recompute, compiled)
-    return _on_data_axes(config, model, table, traffic)
+    return _on_data_axes(config, model, table, comm)
 
 
 def _blocks(model: nn.Module, table: Sharding) -> list[nn.Module]:
     return [] if table.blocks is None else list(model.get_submodule(table.blocks).children())
 
 
-def _on_data_axes(config: Config, model: nn.Module, table: Sharding, traffic: Traffic) -> Alone:
-    mesh, train, layout = traffic.mesh, config.train, traffic.mesh.layout
+def _on_data_axes(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> Alone:
+    mesh, train, layout = comm.mesh, config.train, comm.mesh.layout
     alone = mesh.size(COPIES) == 1 and not (config.model.experts and mesh.size("expert_data") > 1)
     plain = layout.tensor == layout.pipeline == 1 and not config.model.experts
     if layout.zero == 0 and (alone or plain):
-        materialise(model, table, traffic.device, train.seed)
-        return Alone(model) if alone else replicate(model, traffic)
+        materialise(model, table, comm.device, train.seed)
+        return Alone(model) if alone else replicate(model, comm)
     compute, reduce = DTYPES[train.precision], DTYPES[reduce_dtype(train)]
-    sharded = shard(model, _units(model, table), expert_modules(model, table), traffic, compute, reduce)
-    materialise(model, table, torch.device("cpu") if layout.offload else traffic.device, train.seed, traffic.device)
+    sharded = shard(model, _units(model, table), expert_modules(model, table), comm, compute, reduce)
+    materialise(model, table, torch.device("cpu") if layout.offload else comm.device, train.seed, comm.device)
     return sharded
 
 

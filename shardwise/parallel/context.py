@@ -23,44 +23,44 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.config import Model, context_attention
 from shardwise.errors import UserError
 from shardwise.models import Sharding, matches
 from shardwise.parallel.ring import ring_attention, zigzag_places
 from shardwise.parallel.ulysses import contiguous_places, ulysses_attention
 
-Attend = Callable[[Tensor, Tensor, Tensor, Traffic, Tensor | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Comm, Tensor | None], Tensor]
 AXIS = "context"
 
 
-def split_over_context(model: nn.Module, table: Sharding, traffic: Traffic, config: Model) -> None:
+def split_over_context(model: nn.Module, table: Sharding, comm: Comm, config: Model) -> None:
     """Give the modules that mix tokens a way to do so over devices."""
-    kind = context_attention(config, traffic.mesh.layout)
+    kind = context_attention(config, comm.mesh.layout)
     attend: Attend = ring_attention if kind == "ring" else ulysses_attention
     mixing = [module for path, module in model.named_modules() if matches(table.mixing, path)]
     if not mixing:
         raise UserError("layout.context: the model's sharding table names no modules as `mixing`, so a sequence cannot be split")
     for module in mixing:
-        module.forward = _mixing(attend, traffic)
+        module.forward = _mixing(attend, comm)
     for path, module in model.named_modules():
         if matches(table.mask, path):
             module.forward = _documents  # which tokens may meet is worked out where they do
 
 
-def places(model: Model, traffic: Traffic, length: int) -> Tensor:
+def places(model: Model, comm: Comm, length: int) -> Tensor:
     """The places in a sequence of this length of the tokens that are this device's."""
-    mesh = traffic.mesh
+    mesh = comm.mesh
     choose = zigzag_places if context_attention(model, mesh.layout) == "ring" else contiguous_places
-    return choose(length, mesh.size(AXIS), mesh.coordinate(AXIS)).to(traffic.device)
+    return choose(length, mesh.size(AXIS), mesh.coordinate(AXIS)).to(comm.device)
 
 
 def _documents(documents: Tensor) -> Tensor:
     return documents
 
 
-def _mixing(attend: Attend, traffic: Traffic) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+def _mixing(attend: Attend, comm: Comm) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     def forward(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-        return attend(query, key, value, traffic, documents)
+        return attend(query, key, value, comm, documents)
 
     return forward

@@ -41,7 +41,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise._torch import end_backward, reduce_gathered
-from shardwise.comm import EXPOSED, CountedAllGather, CountedReduceScatter, GradientSum, Traffic
+from shardwise.comm import EXPOSED, Comm, CountedAllGather, CountedReduceScatter, GradientSum
 
 COPIES = "replica x data x context"
 """Devices that hold the same weights when nothing is sharded."""
@@ -86,13 +86,13 @@ class Alone:
 class Replicated(Alone):
     """zero = 0: torch's DistributedDataParallel, with our sum in its buckets."""
 
-    traffic: Traffic
+    comm: Comm
     axis: str
     hook: GradientSum = field(init=False)
     ddp: DistributedDataParallel = field(init=False)
 
     def __post_init__(self) -> None:
-        group = self.traffic.mesh.group(COPIES)
+        group = self.comm.mesh.group(COPIES)
         assert group is not None, "there are devices to exchange with"
         with warnings.catch_warnings():
             # torch 2.13 renames broadcast_buffers, but its new name is unknown to 2.11.
@@ -101,7 +101,7 @@ class Replicated(Alone):
                 self.model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False
             )
         self._settle_buckets()
-        self.hook = hook = GradientSum(self.traffic, self.axis, group)
+        self.hook = hook = GradientSum(self.comm, self.axis, group)
         self.ddp.register_comm_hook(None, lambda state, bucket: hook.reduce(bucket))
 
     def _settle_buckets(self) -> None:
@@ -188,71 +188,71 @@ class Sharded(Alone):
             unit.reshard()
 
 
-def replicate(model: nn.Module, traffic: Traffic) -> Replicated:
+def replicate(model: nn.Module, comm: Comm) -> Replicated:
     """Copy the model on every data-parallel device."""
-    return Replicated(model, traffic, traffic.mesh.label(COPIES))
+    return Replicated(model, comm, comm.mesh.label(COPIES))
 
 
 def shard(
     model: nn.Module,
     units: list[nn.Module],
     experts: list[nn.Module],
-    traffic: Traffic,
+    comm: Comm,
     compute: torch.dtype,
     reduce: torch.dtype,
 ) -> Sharded:
     """Shard the model over `data x context`, one FSDP2 unit for each module given and one for what remains. Experts are units
     too, sharded over the devices that hold the same experts.
     """
-    layout = traffic.mesh.layout
+    layout = comm.mesh.layout
     assert layout.zero is not None
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
         # On a CPU the states are in host memory already, and there is no device to pin it for.
-        "offload_policy": CPUOffloadPolicy() if layout.offload and traffic.device.type != "cpu" else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if layout.offload and comm.device.type != "cpu" else OffloadPolicy(),
         "reshard_after_forward": layout.zero in (0, 3),
     }
     for unit in experts:
-        fully_shard(unit, mesh=_mesh("expert_data", traffic), **options)
-        _count(unit, traffic, "expert_data")
-    dense = _mesh("data x context", traffic)
+        fully_shard(unit, mesh=_mesh("expert_data", comm), **options)
+        _count(unit, comm, "expert_data")
+    dense = _mesh("data x context", comm)
     for unit in units:
         fully_shard(unit, mesh=dense, **options)
     # None: torch keeps the root gathered from forward to backward.
     fully_shard(model, mesh=dense, **{**options, "reshard_after_forward": None})
     for unit in (*units, model):
-        _count(unit, traffic, "data x context")
+        _count(unit, comm, "data x context")
     sharded_units: list[FSDPModule] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-    return Sharded(model, layout.zero, sharded_units, traffic.device)
+    return Sharded(model, layout.zero, sharded_units, comm.device)
 
 
-def _mesh(axis: str, traffic: Traffic) -> DeviceMesh:
+def _mesh(axis: str, comm: Comm) -> DeviceMesh:
     """Where a unit lives: (copies, shards), or shards alone. Without ZeRO every device is a copy, of shards of one device."""
-    mesh = traffic.mesh
+    mesh = comm.mesh
     copies, shards = (f"replica x {axis}", "solo") if mesh.layout.zero == 0 else ("replica", axis)
     return mesh.sub(shards) if mesh.size(copies) == 1 else mesh.sub(copies, shards)
 
 
-def _count(unit: nn.Module, traffic: Traffic, axis: str) -> None:
+def _count(unit: nn.Module, comm: Comm, axis: str) -> None:
     """Sum instead of average, and enter every collective in the ledger."""
     assert isinstance(unit, FSDPModule)
-    mesh = traffic.mesh
+    mesh = comm.mesh
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    scatter = CountedReduceScatter(traffic, mesh.label(axis))
-    unit.set_custom_all_gather(CountedAllGather(traffic, mesh.label(axis)))  # type: ignore[arg-type]
+    scatter = CountedReduceScatter(comm, mesh.label(axis))
+    unit.set_custom_all_gather(CountedAllGather(comm, mesh.label(axis)))  # type: ignore[arg-type]
     unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
     copies = f"replica x {axis}" if mesh.layout.zero == 0 else "replica"
     if mesh.size(copies) > 1:
-        unit.set_all_reduce_hook(_count_all_reduce(traffic, scatter, mesh.label(copies)))
+        unit.set_all_reduce_hook(_count_all_reduce(comm, scatter, mesh.label(copies)))
 
 
-def _count_all_reduce(traffic: Traffic, scatter: CountedReduceScatter, axis: str) -> Callable[[Tensor], None]:
+def _count_all_reduce(comm: Comm, scatter: CountedReduceScatter, axis: str) -> Callable[[Tensor], None]:
     """FSDP2 calls this right after it joined the copies, which on CPU began when the reduce-scatter ended."""
 
     def after(gradients: Tensor) -> None:
-        traffic.count("all_reduce", axis, gradients)
-        if traffic.device.type == "cpu" and scatter.ended:
-            traffic.clock.add(EXPOSED, time.perf_counter() - scatter.ended)
+        comm.count("all_reduce", axis, gradients)
+        if comm.device.type == "cpu" and scatter.ended:
+            comm.clock.add(EXPOSED, time.perf_counter() - scatter.ended)
 
     return after

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardwise.comm import Traffic
-from shardwise.comm.flow import eager, total
+from shardwise.comm import Comm
+from shardwise.comm.autograd import eager, total
 from shardwise.models import MixtureOfExperts, Sharding
 from shardwise.models.experts import inverse, permute
 from shardwise.parallel.tensor import see_local
@@ -44,28 +44,28 @@ def expert_modules(model: nn.Module, table: Sharding) -> list[nn.Module]:
     return [module for role, module in roles if role is not None and role.kind == "experts"]
 
 
-def split_over_experts(model: nn.Module, table: Sharding, traffic: Traffic) -> None:
+def split_over_experts(model: nn.Module, table: Sharding, comm: Comm) -> None:
     """Give this device its experts, and send every row to the owner of its expert. On the meta device."""
-    group = traffic.mesh.group("expert")
+    group = comm.mesh.group("expert")
     for module in expert_modules(model, table):
         if group is not None:
             for name, weight in list(module.named_parameters(recurse=False)):
-                shared = distribute_tensor(weight.detach(), traffic.mesh.sub("expert"), [Shard(0)], src_data_rank=None)
+                shared = distribute_tensor(weight.detach(), comm.mesh.sub("expert"), [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(shared, requires_grad=weight.requires_grad))
             see_local(module)
-            module.forward = partial(exchange, module.forward, group=group, traffic=traffic)
-    split_sequences(model, traffic)
+            module.forward = partial(exchange, module.forward, group=group, comm=comm)
+    split_sequences(model, comm)
 
 
-def split_sequences(model: nn.Module, traffic: Traffic, axes: Sequence[str] = ("context", "tensor")) -> None:
+def split_sequences(model: nn.Module, comm: Comm, axes: Sequence[str] = ("context", "tensor")) -> None:
     """Tell every mixture in the model that its sequences lie in parts on the devices of these axes."""
-    several = [axis for axis in axes if traffic.mesh.size(axis) > 1]
+    several = [axis for axis in axes if comm.mesh.size(axis) > 1]
     if not several:
         return
 
     def over_axes(x: Tensor) -> Tensor:
         for axis in several:
-            x = total(x, traffic, axis)
+            x = total(x, comm, axis)
         return x
 
     for module in model.modules():
@@ -74,18 +74,18 @@ def split_sequences(model: nn.Module, traffic: Traffic, axes: Sequence[str] = ("
 
 
 @eager
-def exchange(experts: Visit, rows: Tensor, counts: Tensor, group: dist.ProcessGroup, traffic: Traffic) -> Tensor:
+def exchange(experts: Visit, rows: Tensor, counts: Tensor, group: dist.ProcessGroup, comm: Comm) -> Tensor:
     """Rows sorted by global expert, counts[i] of expert i, to the same rows after their expert, wherever it is.
 
     `experts` runs this device's experts, numbered from 0, on the rows of all devices.
     """
     ours = counts.view(dist.get_world_size(group), -1)  # (owner, its experts)
     theirs = torch.empty_like(ours)  # (source, our experts)
-    traffic.count("all_to_all", "expert", ours)
-    with traffic.waiting():
+    comm.count("all_to_all", "expert", ours)
+    with comm.waiting():
         dist.all_to_all_single(theirs, ours.contiguous(), group=group)
     sent, received = torch.stack((ours.sum(1), theirs.sum(1))).tolist()  # the host waits here
-    send = partial(_AllToAll.apply, group, traffic)
+    send = partial(_AllToAll.apply, group, comm)
     order = _by_expert(theirs, sum(received))
     back = inverse(order)
     arrived = permute(send(received, sent, rows), order, back)
@@ -106,20 +106,20 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: dist.ProcessGroup, traffic: Traffic, received: Sequence[int], sent: Sequence[int], rows: Tensor
+        ctx: Any, group: dist.ProcessGroup, comm: Comm, received: Sequence[int], sent: Sequence[int], rows: Tensor
     ) -> Tensor:
-        ctx.facts = group, traffic, received, sent
-        return _all_to_all(group, traffic, received, sent, rows)
+        ctx.facts = group, comm, received, sent
+        return _all_to_all(group, comm, received, sent, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None, Tensor]:
-        group, traffic, received, sent = ctx.facts
-        return None, None, None, None, _all_to_all(group, traffic, sent, received, gradient)
+        group, comm, received, sent = ctx.facts
+        return None, None, None, None, _all_to_all(group, comm, sent, received, gradient)
 
 
-def _all_to_all(group: dist.ProcessGroup, traffic: Traffic, received: Sequence[int], sent: Sequence[int], rows: Tensor) -> Tensor:
+def _all_to_all(group: dist.ProcessGroup, comm: Comm, received: Sequence[int], sent: Sequence[int], rows: Tensor) -> Tensor:
     result = rows.new_empty(sum(received), rows.shape[1])
-    traffic.count("all_to_all", "expert", rows)
-    with traffic.waiting():
+    comm.count("all_to_all", "expert", rows)
+    with comm.waiting():
         dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group)
     return result

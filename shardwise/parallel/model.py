@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.data.batches import Batch
 from shardwise.models import MixtureOfExperts, Sharding
 from shardwise.parallel.data import Alone
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class ParallelModel:
     """The model of a layout without pipeline stages: one part, whole in depth."""
 
-    traffic: Traffic
+    comm: Comm
     parts: list[Alone]
     table: Sharding
     places: Callable[[int], Tensor] | None = None
@@ -85,7 +85,7 @@ class ParallelModel:
 
     def complete_gradients(self) -> None:
         """Sum what only the last micro-batch leaves whole."""
-        sum_whole((parameter for name, parameter in self.named_parameters() if not self._is_expert(name)), self.traffic)
+        sum_whole((parameter for name, parameter in self.named_parameters() if not self._is_expert(name)), self.comm)
 
     def _is_expert(self, name: str) -> bool:
         role = self.table.role(name.rpartition(".")[0])
@@ -94,10 +94,10 @@ class ParallelModel:
     def take_loads(self) -> Tensor:
         """Of each mixture of this rank, how many choices fell on each expert in the whole global batch: (mixtures, experts)."""
         if not self.mixtures:  # a stage may have none
-            return torch.zeros(0, 1, dtype=torch.int64, device=self.traffic.device)
+            return torch.zeros(0, 1, dtype=torch.int64, device=self.comm.device)
         loads = torch.stack([mixture.take_load() for mixture in self.mixtures])
         for axis in ("replica", "data", "context", "tensor"):  # each of them had other tokens
-            self.traffic.all_reduce(loads, axis)
+            self.comm.all_reduce(loads, axis)
         return loads
 
     def balance(self, loads: Tensor) -> None:
@@ -145,7 +145,7 @@ class ParallelModel:
         places = self.places(padded.shape[1])
         mine = (places == last).nonzero().flatten().tolist()
         logits = self._logits(padded[:, places], mine[0] if mine else 0, places).reshape(-1)
-        return self.traffic.all_reduce(logits if mine else torch.zeros_like(logits), "context")
+        return self.comm.all_reduce(logits if mine else torch.zeros_like(logits), "context")
 
     def _logits(self, tokens: Tensor, at: int, positions: Tensor | None) -> Tensor:
         (part,) = self.parts

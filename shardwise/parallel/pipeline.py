@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from shardwise._torch import pipeline_runtime
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.data.batches import Batch
 from shardwise.errors import UserError
@@ -71,9 +71,9 @@ class Stages:
         return any(action.kind == "W" for actions in self.schedule.actions for action in actions)
 
 
-def own_stages(config: Config, plan: Plan, traffic: Traffic) -> Stages:
+def own_stages(config: Config, plan: Plan, comm: Comm) -> Stages:
     """The cut of this job."""
-    mesh, layout = traffic.mesh, traffic.mesh.layout
+    mesh, layout = comm.mesh, comm.mesh.layout
     schedule = make_schedule(layout.schedule, layout.pipeline, plan.accumulation, layout.stages_per_rank)
     counts = stage_blocks(config.model, config.data.sequence_length, schedule.stages, layout.stages)
     starts = [sum(counts[:stage]) for stage in range(schedule.stages)]
@@ -126,7 +126,7 @@ class _Stage(PipelineStage):
     """torch's stage, whose backward reduces gradients as the part's data parallelism says."""
 
     part: Alone
-    traffic: Traffic
+    comm: Comm
     split: bool
     sent: dict[int, list[Tensor]]
 
@@ -146,23 +146,23 @@ class _Stage(PipelineStage):
 
     def _counted(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         for operation in operations:
-            self.traffic.count("send", AXIS, operation.tensor)
+            self.comm.count("send", AXIS, operation.tensor)
         return operations
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.traffic.working():
+        with self.comm.working():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
     ) -> None:
-        with self.traffic.working():
+        with self.comm.working():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self._let_go(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
-        with self.traffic.working():
+        with self.comm.working():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._let_go(bwd_chunk_id)
 
@@ -198,7 +198,7 @@ class Pipelined(ParallelModel):
                 for module in part.model.modules():
                     if isinstance(module, Head):
                         module.split_backward = True
-        schedule, group = self.stages.schedule, self.traffic.mesh.group(AXIS)
+        schedule, group = self.stages.schedule, self.comm.mesh.group(AXIS)
         mine = zip(self._pieces, self.parts, self.stages.own, strict=True)
         made = [self._stage(piece, part, stage, group) for piece, part, (stage, _) in mine]
         actions = {rank: [str(action) for action in own] for rank, own in enumerate(schedule.actions)}
@@ -209,7 +209,7 @@ class Pipelined(ParallelModel):
         return self.stages
 
     def _stage(self, piece: _Piece, part: Alone, stage: int, group: Any) -> _Stage:
-        stages, layout = self.stages, self.traffic.mesh.layout
+        stages, layout = self.stages, self.comm.mesh.layout
         ids = torch.empty(stages.micro_batch, stages.length, dtype=torch.int64, device="meta")
         shape = (stages.micro_batch, stages.length // layout.tensor, stages.hidden)
         hidden = torch.empty(shape, dtype=stages.dtype, device="meta", requires_grad=True)
@@ -219,12 +219,12 @@ class Pipelined(ParallelModel):
             piece,
             stage,
             stages.schedule.stages,
-            self.traffic.device,
+            self.comm.device,
             input_args=ids if stage == 0 else hidden,
             output_args=loss if stage == stages.last else hidden,
             group=group,
         )
-        made.part, made.traffic, made.split, made.sent = part, self.traffic, stages.splits_backward, {}
+        made.part, made.comm, made.split, made.sent = part, self.comm, stages.splits_backward, {}
         return made
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class Pipelined(ParallelModel):
         if own[0].documents is not None:
             more["documents"] = torch.cat([micro_batch.documents for micro_batch in own if micro_batch.documents is not None])
         inputs = (torch.cat([micro_batch.inputs for micro_batch in own]),) if self._has(0) else ()
-        with self.traffic.waiting():  # what torch's runtime does beside the stages' work is wait for sends and receives
+        with self.comm.waiting():  # what torch's runtime does beside the stages' work is wait for sends and receives
             self._runtime.step(*inputs, target=targets, losses=[], return_outputs=False, **more)
         if self.stages.splits_backward:
             for part in self.parts:
@@ -255,7 +255,7 @@ class Pipelined(ParallelModel):
         return self._total
 
     def _tell_positions(self, length: int) -> None:
-        positions = torch.arange(length, device=self.traffic.device) if self.places is None else self.places(length)
+        positions = torch.arange(length, device=self.comm.device) if self.places is None else self.places(length)
         for piece in self._pieces:
             piece.positions = positions
 
@@ -280,14 +280,14 @@ class Pipelined(ParallelModel):
 
     def _add_from_other_end(self, gradient: Tensor) -> None:
         first, last = self.stages.schedule.rank_of_stage[0], self.stages.schedule.rank_of_stage[-1]
-        peer, group = (last if self.stages.rank == first else first), self.traffic.mesh.group(AXIS)
+        peer, group = (last if self.stages.rank == first else first), self.comm.mesh.group(AXIS)
         theirs = torch.empty_like(gradient)
-        self.traffic.count("send", AXIS, gradient)
+        self.comm.count("send", AXIS, gradient)
         exchange = [
             dist.P2POp(dist.isend, gradient.contiguous(), group_peer=peer, group=group),
             dist.P2POp(dist.irecv, theirs, group_peer=peer, group=group),
         ]
-        with self.traffic.waiting():
+        with self.comm.waiting():
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
         gradient += theirs
@@ -297,32 +297,32 @@ class Pipelined(ParallelModel):
         own = self.own(batch)
         wide = torch.float64 if self.stages.dtype == torch.float64 else torch.float32
         result = self._through(own.inputs, batch.inputs.shape[1], own.documents, targets=own.targets)
-        return torch.zeros((), dtype=wide, device=self.traffic.device) if result is None else result
+        return torch.zeros((), dtype=wide, device=self.comm.device) if result is None else result
 
     def _logits(self, tokens: Tensor, at: int, positions: Tensor | None) -> Tensor:
-        length = tokens.shape[1] * self.traffic.mesh.size("context")
+        length = tokens.shape[1] * self.comm.mesh.size("context")
         result = self._through(tokens, length, None, logits_at=at)
-        vocabulary = torch.zeros(1, dtype=torch.int64, device=self.traffic.device)
+        vocabulary = torch.zeros(1, dtype=torch.int64, device=self.comm.device)
         if result is not None:
             vocabulary += result.shape[-1]
-        self.traffic.all_reduce(vocabulary, AXIS)
+        self.comm.all_reduce(vocabulary, AXIS)
         if result is None:
-            result = torch.zeros(tokens.shape[0], int(vocabulary), dtype=self.stages.dtype, device=self.traffic.device)
-        return self.traffic.all_reduce(result, AXIS)
+            result = torch.zeros(tokens.shape[0], int(vocabulary), dtype=self.stages.dtype, device=self.comm.device)
+        return self.comm.all_reduce(result, AXIS)
 
     def _through(self, inputs: Tensor, length: int, documents: Tensor | None, **head: Any) -> Tensor | None:
         """One micro-batch forward through all stages; the result where the last stage is."""
         self._tell_positions(length)
-        schedule, group = self.stages.schedule, self.traffic.mesh.group(AXIS)
+        schedule, group = self.stages.schedule, self.comm.mesh.group(AXIS)
         x = inputs
         for stage, part in zip(schedule.stages_of(self.stages.rank), self.parts, strict=True):
             if stage > 0 and not self._has(stage - 1):
-                shape = (inputs.shape[0], inputs.shape[1] // self.traffic.mesh.size("tensor"), self.stages.hidden)
-                x = torch.empty(shape, dtype=self.stages.dtype, device=self.traffic.device)
+                shape = (inputs.shape[0], inputs.shape[1] // self.comm.mesh.size("tensor"), self.stages.hidden)
+                x = torch.empty(shape, dtype=self.stages.dtype, device=self.comm.device)
                 dist.recv(x, group_src=schedule.rank_of_stage[stage - 1], group=group)
             more = head if stage == self.stages.last else {}
             x = part.model(x, documents=documents, positions=self._pieces[0].positions, **more)
             if stage < self.stages.last and not self._has(stage + 1):
-                self.traffic.count("send", AXIS, x)
+                self.comm.count("send", AXIS, x)
                 dist.send(x.contiguous(), group_dst=schedule.rank_of_stage[stage + 1], group=group)
         return x if self._has(self.stages.last) else None

@@ -49,8 +49,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.comm import Traffic
-from shardwise.comm.flow import eager
+from shardwise.comm import Comm
+from shardwise.comm.autograd import eager
 from shardwise.errors import UserError
 from shardwise.parallel.blockwise import (
     KERNELS,
@@ -101,18 +101,18 @@ def zigzag_block(rank: int, source: int, tokens: int) -> Block:
 
 
 @eager
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, traffic: Traffic, documents: Tensor | None = None) -> Tensor:
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, comm: Comm, documents: Tensor | None = None) -> Tensor:
     """Causal attention over a sequence that lies in zig-zag over the `context` axis.
 
     `query` is (batch, heads, tokens, head_dim), `key` and `value` likewise with as many or fewer heads; `documents` is (batch,
     tokens), and a token then sees only its own document. All ranks of the axis must call it, in the same order.
     """
-    group = traffic.mesh.group("context")
+    group = comm.mesh.group("context")
     if group is None:
         return whole_attention(query, key, value, documents)
     if query.shape[2] % 2:
         raise UserError(f"ring attention needs an even number of tokens on each rank, not {query.shape[2]}")
-    _TRAFFIC[group.group_name] = traffic
+    _COMMS[group.group_name] = comm
     kernel = kernel_for(query, key, value, documents is not None)
     result: Tensor = _RingAttention.apply(query, key, value, documents, kernel.name, group.group_name)  # type: ignore[no-untyped-call]
     return result
@@ -121,10 +121,10 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, traffic: Traffic, 
 class Ring:
     """This rank and its neighbours on the `context` axis."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        group = traffic.mesh.group("context")
+    def __init__(self, comm: Comm) -> None:
+        group = comm.mesh.group("context")
         assert group is not None, "a ring has peers"
-        self.traffic, self.group = traffic, group
+        self.comm, self.group = comm, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def source(self, step: int) -> int:
@@ -140,19 +140,19 @@ class Passing:
     """Tensors on their way. What is sent must stay as it is until `arrived` has returned."""
 
     def __init__(self, ring: Ring, tensors: Sequence[Tensor], first_tag: int) -> None:
-        self.traffic = ring.traffic
+        self.comm = ring.comm
         self.leaving, self.arriving = tensors, [torch.empty_like(tensor) for tensor in tensors]
         after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
         operations = []
         for tag, (leaving, arriving) in enumerate(zip(self.leaving, self.arriving, strict=True), first_tag):
-            ring.traffic.count("send", "context", leaving)
+            ring.comm.count("send", "context", leaving)
             operations.append(dist.P2POp(dist.isend, leaving, group=ring.group, tag=tag, group_peer=after))
             operations.append(dist.P2POp(dist.irecv, arriving, group=ring.group, tag=tag, group_peer=before))
         self.works = dist.batch_isend_irecv(operations)
 
     def arrived(self) -> list[Tensor]:
         """Wait; what came."""
-        with self.traffic.waiting():
+        with self.comm.waiting():
             for work in self.works:
                 work.wait()
         self.leaving = ()
@@ -271,13 +271,13 @@ def _strangers(documents: Documents | None) -> bool:
     return bool(apart.all())  # on a GPU this waits for the device; a block of masked attention takes far longer
 
 
-_TRAFFIC: WeakValueDictionary[str, Traffic] = WeakValueDictionary()
+_COMMS: WeakValueDictionary[str, Comm] = WeakValueDictionary()
 """By the name of the `context` group: an operator takes tensors and strings, and no objects of ours."""
 
 
 def around(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, kernel: str, group: str) -> Attended:
     """`forward_pass` by names: what the operator runs."""
-    return forward_pass(Ring(_TRAFFIC[group]), KERNELS[kernel], query, key, value, documents)
+    return forward_pass(Ring(_COMMS[group]), KERNELS[kernel], query, key, value, documents)
 
 
 torch.library.custom_op(
@@ -297,7 +297,7 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         out, lse = torch.ops.shardwise.ring_attention(query, key, value, documents, kernel, group)
         context.save_for_backward(query, key, value, out, lse, documents)
-        context.kernel, context.traffic = KERNELS[kernel], _TRAFFIC[group]
+        context.kernel, context.comm = KERNELS[kernel], _COMMS[group]
         result: Tensor = out
         return result
 
@@ -307,5 +307,5 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, lse, documents = context.saved_tensors
         if gradient.stride() != out.stride():  # kernels want rows that lie together; a broadcast gradient has none
             gradient = torch.empty_like(out).copy_(gradient)
-        found = backward_pass(Ring(context.traffic), context.kernel, gradient, (query, key, value), (out, lse), documents)
+        found = backward_pass(Ring(context.comm), context.kernel, gradient, (query, key, value), (out, lse), documents)
         return *found, None, None, None

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardwise.comm import Traffic
-from shardwise.comm.flow import collect, eager, gather, scatter_sum
+from shardwise.comm import Comm
+from shardwise.comm.autograd import collect, eager, gather, scatter_sum
 from shardwise.errors import UserError
 from shardwise.models import Role, Sharding, VocabularyPart, linear_cross_entropy
 from shardwise.optim import local
@@ -41,7 +41,7 @@ SEQUENCE = 1
 """The dim of activations (batch, sequence, hidden) that is split between the pairs of matrices."""
 
 
-def split_over_tensor(model: nn.Module, table: Sharding, traffic: Traffic, gather_again: bool = False) -> None:
+def split_over_tensor(model: nn.Module, table: Sharding, comm: Comm, gather_again: bool = False) -> None:
     """Turn a plain model, on the meta device, into this rank's part of it. Experts are left to parallel/expert.py.
 
     With `gather_again`, gathered sequences are let go after forward and gathered again in backward.
@@ -54,11 +54,11 @@ def split_over_tensor(model: nn.Module, table: Sharding, traffic: Traffic, gathe
             if owned:
                 raise UserError(missing_entry(path, owned))
         elif role.kind != "experts":
-            _ROLES[role.kind](module, role, traffic)
+            _ROLES[role.kind](module, role, comm)
             if role.kind == "gathered" and gather_again:
-                _keep_own_part(module, traffic)
+                _keep_own_part(module, comm)
             for name in owned:
-                _distribute(module, name, _split_dim(role, module, name, traffic), traffic, made)
+                _distribute(module, name, _split_dim(role, module, name, comm), comm, made)
 
 
 def missing_entry(path: str, owned: list[str]) -> str:
@@ -69,14 +69,14 @@ def missing_entry(path: str, owned: list[str]) -> str:
     )
 
 
-def sum_whole(parameters: Iterable[nn.Parameter], traffic: Traffic) -> None:
+def sum_whole(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
     """Complete the gradients of weights that are whole on every device of the tensor axis."""
-    if traffic.mesh.size(AXIS) == 1:
+    if comm.mesh.size(AXIS) == 1:
         return
     parts = [local(p.grad) for p in parameters if p.grad is not None and _is_whole(p)]
     for dtype in {part.dtype for part in parts}:
         same = [part for part in parts if part.dtype == dtype]
-        together = traffic.all_reduce(torch.cat([part.flatten() for part in same]), AXIS)
+        together = comm.all_reduce(torch.cat([part.flatten() for part in same]), AXIS)
         for part, summed in zip(same, torch.split(together, [part.numel() for part in same]), strict=True):
             part.copy_(summed.view_as(part))
 
@@ -94,27 +94,27 @@ def _is_of_axis(name: str) -> bool:
     return all(part.partition(".")[0] == AXIS for part in name.split(" x "))
 
 
-def _split_dim(role: Role, module: nn.Module, name: str, traffic: Traffic) -> int | None:
+def _split_dim(role: Role, module: nn.Module, name: str, comm: Comm) -> int | None:
     """The dim of a weight that is split; None: whole on every device."""
-    if role.kind in ("vocabulary", "loss") or (role.kind == "columns" and not _copies(role, traffic)):
+    if role.kind in ("vocabulary", "loss") or (role.kind == "columns" and not _copies(role, comm)):
         return 0
     if role.kind == "rows":
         return 1 if name == "weight" else None
     return None
 
 
-def _copies(role: Role, traffic: Traffic) -> bool:
+def _copies(role: Role, comm: Comm) -> bool:
     """Whether there are fewer parts (heads) than devices, so that several devices use the same."""
-    return role.parts is not None and role.parts < traffic.mesh.size(AXIS)
+    return role.parts is not None and role.parts < comm.mesh.size(AXIS)
 
 
-def _distribute(module: nn.Module, name: str, dim: int | None, traffic: Traffic, made: dict[nn.Parameter, nn.Parameter]) -> None:
+def _distribute(module: nn.Module, name: str, dim: int | None, comm: Comm, made: dict[nn.Parameter, nn.Parameter]) -> None:
     """Make one weight a DTensor; a weight that two modules share stays one."""
     old = module._parameters[name]
     assert old is not None
     if old not in made:
         placement = Replicate() if dim is None else Shard(dim)
-        shared = distribute_tensor(old.detach(), traffic.mesh.sub(AXIS), [placement], src_data_rank=None)
+        shared = distribute_tensor(old.detach(), comm.mesh.sub(AXIS), [placement], src_data_rank=None)
         made[old] = nn.Parameter(shared, requires_grad=old.requires_grad)
     module._parameters[name] = made[old]
 
@@ -144,21 +144,21 @@ def _itself(part: Tensor) -> Tensor:
     return part
 
 
-def _whole(module: nn.Module, role: Role, traffic: Traffic) -> None:
+def _whole(module: nn.Module, role: Role, comm: Comm) -> None:
     see_local(module)
 
 
-def _gathered(module: nn.Module, role: Role, traffic: Traffic) -> None:
+def _gathered(module: nn.Module, role: Role, comm: Comm) -> None:
     see_local(module)
-    module.register_forward_pre_hook(lambda _, inputs: (gather(inputs[0], traffic, AXIS, SEQUENCE), *inputs[1:]))
+    module.register_forward_pre_hook(lambda _, inputs: (gather(inputs[0], comm, AXIS, SEQUENCE), *inputs[1:]))
 
 
-def _keep_own_part(module: nn.Module, traffic: Traffic) -> None:
+def _keep_own_part(module: nn.Module, comm: Comm) -> None:
     """Wherever autograd would keep the gathered input of a module, or a view of it, keep this device's part of it instead."""
     inner = module.forward
 
     def forward(whole: Tensor, *rest: Any, **more: Any) -> Any:
-        again = _Again(whole, traffic)
+        again = _Again(whole, comm)
         with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
             return inner(whole, *rest, **more)
 
@@ -168,9 +168,9 @@ def _keep_own_part(module: nn.Module, traffic: Traffic) -> None:
 class _Again:
     """A gathered tensor that is let go, and gathered again when the first of its users asks for it in backward."""
 
-    def __init__(self, whole: Tensor, traffic: Traffic) -> None:
-        index, size = traffic.mesh.coordinate(AXIS), traffic.mesh.size(AXIS)
-        self.traffic, self.storage = traffic, whole.untyped_storage().data_ptr()
+    def __init__(self, whole: Tensor, comm: Comm) -> None:
+        index, size = comm.mesh.coordinate(AXIS), comm.mesh.size(AXIS)
+        self.comm, self.storage = comm, whole.untyped_storage().data_ptr()
         self.own = whole.detach().chunk(size, SEQUENCE)[index].clone()
         self.whole: Tensor | None = None
         self.users = self.left = 0
@@ -185,7 +185,7 @@ class _Again:
         if isinstance(packed, Tensor):
             return packed
         if self.whole is None:
-            self.whole, self.left = gather(self.own, self.traffic, AXIS, SEQUENCE), self.users
+            self.whole, self.left = gather(self.own, self.comm, AXIS, SEQUENCE), self.users
         view = self.whole.as_strided(*packed)
         self.left -= 1
         if not self.left:
@@ -193,10 +193,10 @@ class _Again:
         return view
 
 
-def _columns(module: nn.Module, role: Role, traffic: Traffic) -> None:
-    if _copies(role, traffic):
+def _columns(module: nn.Module, role: Role, comm: Comm) -> None:
+    if _copies(role, comm):
         assert role.parts is not None
-        parts, part = role.parts, traffic.mesh.coordinate(AXIS) * role.parts // traffic.mesh.size(AXIS)
+        parts, part = role.parts, comm.mesh.coordinate(AXIS) * role.parts // comm.mesh.size(AXIS)
 
         def own(weight: Tensor) -> Tensor:
             return weight.chunk(parts)[part]
@@ -206,22 +206,22 @@ def _columns(module: nn.Module, role: Role, traffic: Traffic) -> None:
         see_local(module)
     if role.gather:
         rows = _rows_of(module)
-        module.register_forward_hook(lambda _, inputs, output: _put_together(output, rows, traffic))
+        module.register_forward_hook(lambda _, inputs, output: _put_together(output, rows, comm))
 
 
-def _rows(module: nn.Module, role: Role, traffic: Traffic) -> None:
+def _rows(module: nn.Module, role: Role, comm: Comm) -> None:
     see_local(module, bias=lambda bias: None)  # added once, after the sum
 
     def after(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        summed, bias = scatter_sum(output, traffic, AXIS, SEQUENCE), module._parameters.get("bias")
+        summed, bias = scatter_sum(output, comm, AXIS, SEQUENCE), module._parameters.get("bias")
         return summed if bias is None else summed + local(bias).to(summed.dtype)
 
     module.register_forward_hook(after)
 
 
-def _vocabulary(module: nn.Module, role: Role, traffic: Traffic) -> None:
+def _vocabulary(module: nn.Module, role: Role, comm: Comm) -> None:
     assert isinstance(module, nn.Embedding), "the vocabulary role is for nn.Embedding"
-    first = _first_row(module, traffic)
+    first = _first_row(module, comm)
     see_local(module)
 
     def lookup(ids: Tensor) -> Tensor:
@@ -230,51 +230,51 @@ def _vocabulary(module: nn.Module, role: Role, traffic: Traffic) -> None:
         elsewhere = (places < 0) | (places >= weight.shape[0])
         weight = weight if weight.shape[0] else F.pad(weight, (0, 0, 0, 1))  # a device may have no rows
         found = F.embedding(places.masked_fill(elsewhere, 0), weight)
-        return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), traffic, AXIS, SEQUENCE)
+        return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), comm, AXIS, SEQUENCE)
 
     module.forward = lookup  # type: ignore[method-assign, assignment]
 
 
-def _positions(module: nn.Module, role: Role, traffic: Traffic) -> None:
+def _positions(module: nn.Module, role: Role, comm: Comm) -> None:
     see_local(module)
-    index, size = traffic.mesh.coordinate(AXIS), traffic.mesh.size(AXIS)
+    index, size = comm.mesh.coordinate(AXIS), comm.mesh.size(AXIS)
     module.register_forward_pre_hook(lambda _, inputs: (inputs[0].chunk(size, -1)[index],))
 
 
-def _loss(module: nn.Module, role: Role, traffic: Traffic) -> None:
+def _loss(module: nn.Module, role: Role, comm: Comm) -> None:
     """`models.Head`, each device with its part of the vocabulary."""
-    first, rows = _first_row(module, traffic), _rows_of(module)
+    first, rows = _first_row(module, comm), _rows_of(module)
     see_local(module)
 
     def maximum(numbers: Tensor) -> Tensor:
-        return traffic.all_reduce(numbers, AXIS, op=torch.distributed.ReduceOp.MAX)
+        return comm.all_reduce(numbers, AXIS, op=torch.distributed.ReduceOp.MAX)
 
-    part = VocabularyPart(first, maximum, lambda numbers: traffic.all_reduce(numbers, AXIS))
+    part = VocabularyPart(first, maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
 
     @eager
     def forward(hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
-        hidden, weight = gather(hidden, traffic, AXIS, SEQUENCE), getattr(module, "weight")  # noqa: B009
+        hidden, weight = gather(hidden, comm, AXIS, SEQUENCE), getattr(module, "weight")  # noqa: B009
         if targets is not None:
             flat, split = hidden.flatten(0, 1), bool(getattr(module, "split_backward", False))
             return linear_cross_entropy(flat, weight, targets.flatten(), part=part, split_backward=split)
         chosen = hidden if at is None else hidden[:, at]
-        return _put_together(F.linear(chosen, weight.to(hidden.dtype)), rows, traffic)
+        return _put_together(F.linear(chosen, weight.to(hidden.dtype)), rows, comm)
 
     module.forward = forward
 
 
-def _put_together(features: Tensor, rows: int, traffic: Traffic) -> Tensor:
+def _put_together(features: Tensor, rows: int, comm: Comm) -> Tensor:
     """The features of all devices, of so many rows of a matrix; the last parts may be shorter, so they are padded on the way."""
-    size = traffic.mesh.size(AXIS)
+    size = comm.mesh.size(AXIS)
     longest = -(-rows // size)
     padded = F.pad(features, (0, longest - features.shape[-1]))
-    return collect(padded, traffic, AXIS, padded.ndim - 1)[..., :rows]  # only behind the last row is there padding
+    return collect(padded, comm, AXIS, padded.ndim - 1)[..., :rows]  # only behind the last row is there padding
 
 
-def _first_row(module: nn.Module, traffic: Traffic) -> int:
+def _first_row(module: nn.Module, comm: Comm) -> int:
     """Where this device's rows of a matrix begin: rows are dealt out as by torch.chunk."""
     rows = _rows_of(module)
-    return min(rows, -(-rows // traffic.mesh.size(AXIS)) * traffic.mesh.coordinate(AXIS))
+    return min(rows, -(-rows // comm.mesh.size(AXIS)) * comm.mesh.coordinate(AXIS))
 
 
 def _rows_of(module: nn.Module) -> int:
@@ -284,7 +284,7 @@ def _rows_of(module: nn.Module) -> int:
     return weight.shape[0]
 
 
-_ROLES: dict[str, Callable[[nn.Module, Role, Traffic], None]] = {
+_ROLES: dict[str, Callable[[nn.Module, Role, Comm], None]] = {
     "whole": _whole,
     "gathered": _gathered,
     "columns": _columns,

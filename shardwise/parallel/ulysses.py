@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise._torch import all_gather_single
-from shardwise.comm import Traffic
-from shardwise.comm.flow import eager
+from shardwise.comm import Comm
+from shardwise.comm.autograd import eager
 from shardwise.errors import UserError
 from shardwise.parallel.blockwise import whole_attention
 
@@ -41,13 +41,13 @@ def contiguous_places(length: int, size: int, rank: int) -> Tensor:
 
 
 @eager
-def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, traffic: Traffic, documents: Tensor | None = None) -> Tensor:
+def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, comm: Comm, documents: Tensor | None = None) -> Tensor:
     """Causal attention over a sequence that lies in contiguous chunks over the `context` axis.
 
     `query` is (batch, heads, tokens, head_dim), `key` and `value` likewise with as many or fewer heads; `documents` is (batch,
     tokens), and a token then sees only its own document. All ranks of the axis must call it, in the same order.
     """
-    group = traffic.mesh.group("context")
+    group = comm.mesh.group("context")
     if group is None:
         return whole_attention(query, key, value, documents)
     size = dist.get_world_size(group)
@@ -59,10 +59,10 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, traffic: Traffi
     repeats = size // math.gcd(size, key.shape[1])
     parts = [query, _repeat(key, repeats), _repeat(value, repeats)]
     heads = [part.shape[1] // size for part in parts]
-    dealt = _exchange(torch.cat([_deal_heads(part, size) for part in parts], 3), traffic)  # one message for all three
+    dealt = _exchange(torch.cat([_deal_heads(part, size) for part in parts], 3), comm)  # one message for all three
     queries, keys, values = (_join_tokens(part) for part in torch.split(dealt, heads, 3))
-    mixed = whole_attention(queries, keys, values, None if documents is None else _gather(documents, traffic, group))
-    return _join_heads(_exchange(_deal_tokens(mixed, size), traffic))
+    mixed = whole_attention(queries, keys, values, None if documents is None else _gather(documents, comm, group))
+    return _join_heads(_exchange(_deal_tokens(mixed, size), comm))
 
 
 def _repeat(heads: Tensor, repeats: int) -> Tensor:
@@ -91,9 +91,9 @@ def _join_heads(dealt: Tensor) -> Tensor:
     return dealt.movedim(0, 2).flatten(2, 3).transpose(1, 2)
 
 
-def _exchange(tensor: Tensor, traffic: Traffic) -> Tensor:
+def _exchange(tensor: Tensor, comm: Comm) -> Tensor:
     """Row i goes to rank i; row i of the result came from rank i."""
-    result: Tensor = _AllToAll.apply(tensor, traffic)  # type: ignore[no-untyped-call]
+    result: Tensor = _AllToAll.apply(tensor, comm)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -101,30 +101,30 @@ class _AllToAll(torch.autograd.Function):
     """Exchanging rows is its own transpose, so backward is the same exchange of the gradient."""
 
     @staticmethod
-    def forward(context: Any, tensor: Tensor, traffic: Traffic) -> Tensor:
-        context.traffic = traffic
-        return _all_to_all(tensor, traffic)
+    def forward(context: Any, tensor: Tensor, comm: Comm) -> Tensor:
+        context.comm = comm
+        return _all_to_all(tensor, comm)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradient, context.traffic), None
+        return _all_to_all(gradient, context.comm), None
 
 
-def _all_to_all(tensor: Tensor, traffic: Traffic) -> Tensor:
+def _all_to_all(tensor: Tensor, comm: Comm) -> Tensor:
     leaving = tensor.contiguous()
     arriving = torch.empty_like(leaving)
-    traffic.count("all_to_all", "context", leaving)
-    with traffic.waiting():
-        dist.all_to_all_single(arriving, leaving, group=traffic.mesh.group("context"))
+    comm.count("all_to_all", "context", leaving)
+    with comm.waiting():
+        dist.all_to_all_single(arriving, leaving, group=comm.mesh.group("context"))
     return arriving
 
 
-def _gather(documents: Tensor, traffic: Traffic, group: dist.ProcessGroup) -> Tensor:
+def _gather(documents: Tensor, comm: Comm, group: dist.ProcessGroup) -> Tensor:
     """(batch, tokens) of each rank to (batch, all tokens) on every rank."""
     batch, tokens = documents.shape
     gathered = documents.new_empty(dist.get_world_size(group) * batch, tokens)
-    traffic.count("all_gather", "context", gathered)
-    with traffic.waiting():
+    comm.count("all_gather", "context", gathered)
+    with comm.waiting():
         all_gather_single(gathered, documents.contiguous(), group=group)
     return gathered.view(-1, batch, tokens).movedim(0, 1).flatten(1)

@@ -35,7 +35,7 @@ class Plan:
     reason: str
     flop_convention: str = FLOP_CONVENTION
     predicted: dict[str, Any] | None = None
-    """What a step will take (plan/forecast.py), where the cluster is known."""
+    """What a step will take (search/forecast.py), where the cluster is known."""
 
     def to_json(self) -> dict[str, Any]:
         """What plan.json holds."""

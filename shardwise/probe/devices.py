@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise._torch import float8_product
+from shardwise.cost.cluster import Cluster, Device
+from shardwise.cost.clusters import CLUSTERS
 from shardwise.mesh import Worker, device_memory, device_name
 from shardwise.models.attention import attention_backends
 from shardwise.observe import peak_flops
-from shardwise.plan.cluster import Cluster, Device
-from shardwise.plan.clusters import CLUSTERS
 from shardwise.probe.bench import Bench
 from shardwise.probe.budget import MIB, Budget
 from shardwise.probe.fit import Shape, Speed, attention_flops, fit_attention, fit_products, product_flops, speed_with_knee

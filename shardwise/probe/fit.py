@@ -20,7 +20,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.plan.collectives import wire_factor
+from shardwise.cost.collectives import wire_factor
 
 Array = NDArray[np.float64]
 Shape = tuple[int, int, int]

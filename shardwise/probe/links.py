@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch import all_gather_single, reduce_scatter_single
+from shardwise.cost.cluster import KINDS, Link, Measured
 from shardwise.mesh import Worker
-from shardwise.plan.cluster import KINDS, Link, Measured
 from shardwise.probe.bench import TIMEOUT, Bench
 from shardwise.probe.budget import Budget
 from shardwise.probe.fit import fit_collective

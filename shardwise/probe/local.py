@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
+from shardwise.cost.cluster import Cluster
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Node, Worker, cores
-from shardwise.plan.cluster import Cluster
 from shardwise.probe.budget import Budget
 from shardwise.probe.progress import Tell, silent
 from shardwise.resilience.forked import Died, Forked, end, fork, free_port, last_words, ready

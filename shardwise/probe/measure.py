@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from shardwise.config import Layout
+from shardwise.cost.cluster import Cluster
 from shardwise.mesh import Worker, join, leave
-from shardwise.plan.cluster import Cluster
 from shardwise.probe import devices, links
 from shardwise.probe.bench import TIMEOUT, Bench
 from shardwise.probe.budget import Budget

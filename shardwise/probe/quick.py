@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from shardwise.cost.cluster import Cluster, read_cluster, write_cluster
 from shardwise.errors import UserError
 from shardwise.mesh import cache_folder, cores
-from shardwise.plan.cluster import Cluster, read_cluster, write_cluster
 from shardwise.probe.budget import QUICK
 from shardwise.probe.local import measure_here, others_busy
 from shardwise.probe.progress import Tell, silent

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest
 from shardwise.checkpoint.save import Checkpointer, Retention, random_state, set_random_state, state_of
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.data import Dataset
 from shardwise.mesh import Mesh, Worker, join
@@ -30,7 +30,7 @@ class Training:
     config: Config
     plan: Plan
     mesh: Mesh
-    traffic: Traffic
+    comm: Comm
     parallel: ParallelModel
     optimizer: torch.optim.AdamW
     dataset: Dataset
@@ -54,13 +54,13 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
     mesh = join(worker, plan.layout)
     # For modules that draw, such as dropout: the same again on each start, and on devices that hold the same activations.
     torch.manual_seed((config.train.seed * 1_000_003 + mesh.data_index) % 2**63)
-    traffic = Traffic(mesh)
-    parallel = parallelise(config, plan, traffic)
+    comm = Comm(mesh)
+    parallel = parallelise(config, plan, comm)
     return Training(
         config=config,
         plan=plan,
         mesh=mesh,
-        traffic=traffic,
+        comm=comm,
         parallel=parallel,
         optimizer=make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings),
         dataset=dataset or Dataset.open(config.data, config.train.seed),

@@ -28,8 +28,8 @@ def held_out_loss(training: Training) -> float | None:
             sums[1] += batch.valid
     training.parallel.settle()
     for axis in ("context", "pipeline"):  # every device of these has counted the same tokens
-        training.traffic.all_reduce(sums[:1], axis)
-    total, tokens = training.traffic.sum_over_data(sums).tolist()
+        training.comm.all_reduce(sums[:1], axis)
+    total, tokens = training.comm.sum_over_data(sums).tolist()
     return float(total / max(1.0, tokens))
 
 

@@ -91,7 +91,7 @@ def _in_team(
     line.progress("build", 0)
     plan = choose(config, worker.world, device_memory(worker.local_world), count_parameters(config))
     training = build(config, plan, worker, dataset)
-    _present[:] = [training.traffic.ledger]
+    _present[:] = [training.comm.ledger]
     _check_same_job(training)
     moments["built"] = time.time()
     line.reads(_rows(training))
@@ -174,9 +174,9 @@ def _loop(training: Training, voice: Silence, line: Alone, signalled: Callable[[
         voice.saves(training.checkpointer.outcomes())
         if done.stop and not last:
             return _parted(training, voice, signalled() or (INTERRUPTED if line.wish() == "stop" else None))
-        if evaluate or saved_at == training.step:  # their time and traffic are not the next step's
-            training.traffic.ledger.take()
-            training.traffic.clock.restart()
+        if evaluate or saved_at == training.step:  # their time and bytes are not the next step's
+            training.comm.ledger.take()
+            training.comm.clock.restart()
             line.progress("step", training.step)
     assert saved_at == training.step, "a run ends with its last step saved"
     line.progress("end", training.step)

@@ -77,7 +77,7 @@ class _Queued:
 
 def steps(training: Training, stop_asked: Callable[[], bool] = lambda: False) -> Iterator[Step]:
     """Train from the step reached to the last one. Ends early, on all ranks together, once any rank is asked to stop."""
-    train, clock = training.config.train, training.traffic.clock
+    train, clock = training.config.train, training.comm.clock
     batches = Batches(
         training.dataset,
         global_batch=train.global_batch,
@@ -128,12 +128,12 @@ def _fetch(batches: Batches, clock: StepClock) -> list[Batch]:
 
 def _queue(training: Training, batch: list[Batch], stop_asked: bool, before: Step | None) -> _Queued:
     """Hand all of a step's work to the device."""
-    traffic, clock = training.traffic, training.traffic.clock
+    comm, clock = training.comm, training.comm.clock
     tokens = count_tokens(training, batch)
     told = _told(training, batch, stop_asked, before)
     with clock.span("forward_backward"):
         loss = forward_backward(training, batch, tokens)
-        norm = global_norm((p for _, p in training.parallel.named_parameters(once=True)), traffic) / training.scale.value
+        norm = global_norm((p for _, p in training.parallel.named_parameters(once=True)), comm) / training.scale.value
         shared = share(training, torch.cat((loss.double().reshape(1), told)))
     train = training.config.train
     checked = train.check_every > 0 and (training.step + 1) % train.check_every == 0
@@ -179,15 +179,15 @@ def _own_seconds(training: Training, done: Step) -> tuple[float, float]:
 
 def _balance(training: Training, finite: Tensor) -> Tensor:
     """Let routers answer to the step's loads, unless the step is skipped; (imbalance, load of each expert), or nothing."""
-    parallel, traffic = training.parallel, training.traffic
+    parallel, comm = training.parallel, training.comm
     if not training.config.model.experts:
-        return torch.empty(0, device=traffic.device)
+        return torch.empty(0, device=comm.device)
     loads = parallel.take_loads()
     parallel.balance(loads * finite)
     worst = (loads.double() / loads.double().mean(1, keepdim=True)).flatten()
     worst = torch.cat((worst, worst.new_zeros(1))).max()  # of a stage without experts: zero
-    traffic.all_reduce(worst, "pipeline", op=torch.distributed.ReduceOp.MAX)
-    sums = traffic.all_reduce(loads.sum(0) + loads.new_zeros(training.config.model.experts), "pipeline").double()
+    comm.all_reduce(worst, "pipeline", op=torch.distributed.ReduceOp.MAX)
+    sums = comm.all_reduce(loads.sum(0) + loads.new_zeros(training.config.model.experts), "pipeline").double()
     return torch.cat((worst.unsqueeze(0), sums / sums.mean()))
 
 
@@ -204,7 +204,7 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
     training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
     training.scale = training.scale.after(overflowed)
     training.step = number
-    spans = training.traffic.clock.finish()
+    spans = training.comm.clock.finish()
     if not training.parallel.waits_are_timed:
         del spans[EXPOSED]
     return Step(
@@ -215,7 +215,7 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
         tokens=int(tokens),
         seconds=spans.pop("total"),
         spans=spans,
-        collectives=training.traffic.ledger.take(),
+        collectives=training.comm.ledger.take(),
         memory_bytes=peak_memory(training.mesh.device.type),
         loss_scale=scale,
         skipped=overflowed,
@@ -234,7 +234,7 @@ def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
     if not config.data.reset_attention:  # then every token carries one, and no rank need ask the others
         return torch.tensor(float(config.train.global_batch * config.data.sequence_length), device=training.mesh.device)
     local = float(sum(micro_batch.valid for micro_batch in batch))
-    return training.traffic.sum_over_data(torch.tensor(local, device=training.mesh.device))
+    return training.comm.sum_over_data(torch.tensor(local, device=training.mesh.device))
 
 
 def forward_backward(training: Training, batch: list[Batch], tokens: Tensor) -> Tensor:
@@ -246,11 +246,11 @@ def forward_backward(training: Training, batch: list[Batch], tokens: Tensor) -> 
 
 def share(training: Training, numbers: Tensor) -> Tensor:
     """Sum numbers over all devices that had other tokens or other stages; those of a tensor group had the same."""
-    traffic = training.traffic
+    comm = training.comm
     for axis in ("context", "pipeline"):
-        traffic.all_reduce(numbers, axis)
-    traffic.sum_over_data(numbers)
-    return traffic.all_reduce(numbers, "tensor", op=torch.distributed.ReduceOp.MAX)
+        comm.all_reduce(numbers, axis)
+    comm.sum_over_data(numbers)
+    return comm.all_reduce(numbers, "tensor", op=torch.distributed.ReduceOp.MAX)
 
 
 def _wide(training: Training) -> torch.dtype:
@@ -270,7 +270,7 @@ def _stop_non_finite(training: Training, step: int, loss: float) -> None:
     mine = first_non_finite(training.parallel.named_parameters())
     place = torch.tensor(names.index(mine) if mine else len(names), device=training.mesh.device)
     for axis in RANK_AXES:
-        training.traffic.all_reduce(place, axis, op=torch.distributed.ReduceOp.MIN)
+        training.comm.all_reduce(place, axis, op=torch.distributed.ReduceOp.MIN)
     where = names[int(place)] if int(place) < len(names) else None
     gradient = f"the gradient of {where} is the first that is not finite" if where else "all gradients are finite"
     raise RunFailed(

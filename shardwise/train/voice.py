@@ -15,14 +15,14 @@ from shardwise.checkpoint.save import Chosen, Saved, SaveFailed
 from shardwise.checkpoint.storage import parent, same_place
 from shardwise.comm import EXPOSED
 from shardwise.config import Config, to_toml
+from shardwise.cost.clusters import asked_for
 from shardwise.data import unigram_loss
 from shardwise.errors import UserError
 from shardwise.mesh import device_name
 from shardwise.observe import TrainingProgress, error_console, header, memory_kind, mfu, open_sinks, peak_flops, read_lines
 from shardwise.plan import Plan
-from shardwise.plan.clusters import asked_for
-from shardwise.plan.forecast import forecast
 from shardwise.resilience.team import Team
+from shardwise.search.forecast import forecast
 from shardwise.train.build import Training
 from shardwise.train.facts import describe_layout, facts
 from shardwise.train.steps import Step

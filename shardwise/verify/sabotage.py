@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.comm import CountedReduceScatter, Traffic
+from shardwise.comm import Comm, CountedReduceScatter
 from shardwise.data.batches import Batch
 from shardwise.models.experts import Routing
 from shardwise.optim import local
@@ -83,10 +83,10 @@ def _drop_unit(part: Sharded, training: Training, facts: Facts) -> None:
     path, unit = next(((path, unit) for path, unit in units if "." in path), units[0])
     if mesh.layout.zero and mesh.size("data x context") > 1:
         axis = mesh.label("data x context")
-        unit.set_custom_reduce_scatter(_OwnSummand(training.traffic, axis))  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(_OwnSummand(training.comm, axis))  # type: ignore[arg-type]
     else:
         axis = mesh.label(COPIES)
-        kept = _Kept(training.traffic, axis)
+        kept = _Kept(training.comm, axis)
         unit.set_custom_reduce_scatter(kept)  # type: ignore[arg-type]
         unit.set_all_reduce_hook(kept.give_back)
     facts.update(axis=axis, parameters=[f"{path}.{name}".lstrip(".") for name in _own_names(unit)])
@@ -116,8 +116,8 @@ class _Kept(CountedReduceScatter):
     """FSDP2's sum over copies, taken back. There are no shards, so FSDP2 calls for no reduce-scatter, but it still asks for its
     buffers: first one for what goes in, then one for what comes out."""
 
-    def __init__(self, traffic: Traffic, axis: str) -> None:
-        super().__init__(traffic, axis)
+    def __init__(self, comm: Comm, axis: str) -> None:
+        super().__init__(comm, axis)
         self.buffers: list[Tensor] = []
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -132,8 +132,8 @@ class _Kept(CountedReduceScatter):
 
 def _drop_of_traffic(training: Training, axis: str, facts: Facts) -> None:
     """The sum of whole weights over `tensor`, or of the squares of the norm over `pipeline`."""
-    traffic, parallel = training.traffic, training.parallel
-    summed, complete = traffic.all_reduce, parallel.complete_gradients
+    comm, parallel = training.comm, training.parallel
+    summed, complete = comm.all_reduce, parallel.complete_gradients
     completing = False
 
     def all_reduce(tensor: Tensor, over: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -148,7 +148,7 @@ def _drop_of_traffic(training: Training, axis: str, facts: Facts) -> None:
         complete()
         completing = False
 
-    traffic.all_reduce = all_reduce  # type: ignore[method-assign, assignment]
+    comm.all_reduce = all_reduce  # type: ignore[method-assign, assignment]
     parallel.complete_gradients = complete_gradients  # type: ignore[method-assign]
     facts["axis"] = axis
 

@@ -7,10 +7,10 @@ from typer.testing import CliRunner
 
 from shardwise.cli.report import report
 from shardwise.config import from_tables, to_toml
+from shardwise.cost.cluster import Link, read_cluster, write_cluster
+from shardwise.cost.clusters import asked_for, named
 from shardwise.errors import UserError
-from shardwise.plan.cluster import Link, read_cluster, write_cluster
-from shardwise.plan.clusters import asked_for, named
-from shardwise.plan.forecast import forecast
+from shardwise.search.forecast import forecast
 
 
 @pytest.fixture

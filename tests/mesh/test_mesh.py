@@ -16,7 +16,7 @@ from ranks.jobs import ALONE
 from ranks.pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.config import Layout
 from shardwise.mesh import RANK_AXES, Mesh, Worker, join, leave
 
@@ -61,11 +61,11 @@ def test_each_share_of_the_batch_has_one_reader_for_each_place_on_the_other_axes
 
 def groups(worker: Worker, layout: dict[str, int]) -> dict[str, Any]:
     mesh = join(worker, Layout(**layout))
-    traffic = Traffic(mesh)
+    comm = Comm(mesh)
     members = {axis: group and dist.get_process_group_ranks(group) for axis in RANK_AXES for group in [mesh.group(axis)]}
     both = mesh.group("replica x data")
     assert both is not None
-    total = traffic.sum_over_data(torch.tensor(2.0**worker.rank))
+    total = comm.sum_over_data(torch.tensor(2.0**worker.rank))
     return {**members, "both": dist.get_process_group_ranks(both), "total": float(total)}
 
 
@@ -90,5 +90,5 @@ def test_one_device_needs_no_process_group() -> None:
     assert mesh.grid is None
     assert mesh.data_index == 0
     assert all(mesh.group(axis) is None for axis in RANK_AXES)
-    assert float(Traffic(mesh).sum_over_data(torch.tensor(3.0))) == 3.0
+    assert float(Comm(mesh).sum_over_data(torch.tensor(3.0))) == 3.0
     leave()

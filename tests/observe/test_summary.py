@@ -9,7 +9,7 @@ from rich.console import Console
 from shardwise.config import Observe
 from shardwise.errors import UserError
 from shardwise.observe import open_sinks, render, summarise
-from shardwise.plan.interval import DEVICE_HOURS, advise
+from shardwise.search.interval import DEVICE_HOURS, advise
 
 GATHER, REDUCE = "all_gather/data", "all_reduce/data"
 

@@ -27,7 +27,7 @@ def norms(worker: Worker, tables: Tables) -> tuple[float, float, set[tuple[str, 
     parameters = list(training.parallel.model.parameters())
     gradients = [whole(parameter.grad) for parameter in parameters]
     axes = {sharded_axes(parameter.grad) for parameter in parameters}
-    return float(global_norm(parameters, training.traffic)), float(torch.nn.utils.get_total_norm(gradients)), axes
+    return float(global_norm(parameters, training.comm)), float(torch.nn.utils.get_total_norm(gradients)), axes
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,15 @@ def test_the_norm_is_summed_in_float32_or_better(corpus: str) -> None:
     parameters = [torch.nn.Parameter(torch.empty(100_000, dtype=torch.bfloat16)) for _ in range(3)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1 / 256)  # squares summed in bfloat16 would stop at 1/256
-    assert float(global_norm(parameters, training.traffic)) == pytest.approx(300_000**0.5 / 256, rel=1e-5)
+    assert float(global_norm(parameters, training.comm)) == pytest.approx(300_000**0.5 / 256, rel=1e-5)
 
 
 def test_parameters_without_a_gradient_take_no_part(corpus: str) -> None:
     training = start(ALONE, job(corpus))
     parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
     parameters[1].grad = torch.tensor([1.0, 2.0, 2.0, 4.0])
-    assert float(global_norm(parameters, training.traffic)) == 5.0
-    assert float(global_norm(parameters[:1], training.traffic)) == 0.0
+    assert float(global_norm(parameters, training.comm)) == 5.0
+    assert float(global_norm(parameters[:1], training.comm)) == 0.0
 
 
 def test_the_first_bad_gradient_is_named_in_model_order() -> None:

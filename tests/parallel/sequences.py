@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.config import Layout
 from shardwise.mesh import Worker, join
 
-Attend = Callable[[Tensor, Tensor, Tensor, Traffic, Tensor | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Comm, Tensor | None], Tensor]
 Places = Callable[[int, int, int], Tensor]
 
 
@@ -72,13 +72,13 @@ def truth(shape: Shape) -> tuple[Tensor, ...]:
 
 def local(worker: Worker, shape: Shape, attend: Attend, places: Places, layout: dict[str, int]) -> tuple[Tensor, ...]:
     """The same of this rank's tokens, and last where they are in the sequence."""
-    traffic = Traffic(join(worker, Layout(**{"data": 1, **layout})))
-    mine = places(shape.length, layout["context"], traffic.mesh.coordinate("context"))
+    comm = Comm(join(worker, Layout(**{"data": 1, **layout})))
+    mine = places(shape.length, layout["context"], comm.mesh.coordinate("context"))
     sequence = make(shape)
     leaves = [tensor[:, mine].requires_grad_() for tensor in (sequence.query, sequence.key, sequence.value)]
     documents = None if sequence.documents is None else sequence.documents[:, mine]
     query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
-    out = attend(query, key, value, traffic, documents).transpose(1, 2)
+    out = attend(query, key, value, comm, documents).transpose(1, 2)
     return out.detach(), *torch.autograd.grad(out, leaves, sequence.weight[:, mine]), mine
 
 

@@ -10,7 +10,7 @@ import torch
 from ranks.pool import Pool
 from torch import Tensor
 
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.config import Layout, Model
 from shardwise.mesh import Worker, join
 from shardwise.models.experts import MixtureOfExperts, visit
@@ -38,15 +38,15 @@ def rows_and_upstream(rank: int, counts: list[int]) -> tuple[Tensor, Tensor]:
 def exchanged(worker: Worker, counts: list[list[int]]) -> dict[str, Any]:
     """One rank's part: its own rows, its own experts."""
     mesh = join(worker, Layout(data=worker.world, expert=worker.world))
-    traffic, group = Traffic(mesh), mesh.group("expert")
+    comm, group = Comm(mesh), mesh.group("expert")
     assert group is not None
     own = EXPERTS // worker.world
     mine = [weight[worker.rank * own :][:own].clone().requires_grad_() for weight in weights()]
     rows, upstream = rows_and_upstream(worker.rank, counts[worker.rank])
     rows.requires_grad_()
-    result = exchange(lambda rows, counts: visit(rows, counts, *mine), rows, torch.tensor(counts[worker.rank]), group, traffic)
+    result = exchange(lambda rows, counts: visit(rows, counts, *mine), rows, torch.tensor(counts[worker.rank]), group, comm)
     gradients = torch.autograd.grad(result, [rows, *mine], upstream)
-    return {"result": result.detach(), "gradients": gradients, "ledger": traffic.ledger.take()}
+    return {"result": result.detach(), "gradients": gradients, "ledger": comm.ledger.take()}
 
 
 def routings(world: int) -> dict[str, list[list[int]]]:
@@ -103,7 +103,7 @@ def in_parallel(worker: Worker, layout: dict[str, int]) -> dict[str, Tensor]:
     mesh = join(worker, Layout(**layout))
     module, x = block()
     module.gradient_scale = 0.5
-    split_over_experts(module, Sharding({"experts": experts()}), Traffic(mesh))
+    split_over_experts(module, Sharding({"experts": experts()}), Comm(mesh))
     x = x.chunk(mesh.size("data"))[mesh.coordinate("data")]
     x = x.chunk(mesh.size("context x tensor"), dim=1)[mesh.coordinate("context x tensor")].clone().requires_grad_()
     y = module(x)

@@ -12,10 +12,10 @@ from ranks.jobs import FAMILIES, Tables, job, start
 from ranks.pool import Pool
 
 from shardwise.config import Layout, from_tables
+from shardwise.cost.space import Work, space_of_layout
+from shardwise.cost.traffic import flows, totals
 from shardwise.mesh import Worker
 from shardwise.plan import choose, reduce_dtype, state_dtype
-from shardwise.plan.space import Work, space_of_layout
-from shardwise.plan.traffic import flows, totals
 from shardwise.train.steps import steps
 
 Ledger = dict[str, dict[str, int]]

@@ -14,7 +14,7 @@ from sequences import Shape, local, make, together, truth, worst
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.config import Layout
 from shardwise.errors import UserError
 from shardwise.mesh import Worker, join
@@ -118,11 +118,11 @@ def test_the_ledger_holds_what_the_module_says_is_sent(ranks: Ranks, context: in
 
 
 def ledger(worker: Worker, shape: Shape) -> Any:
-    kept: list[Traffic] = []
+    kept: list[Comm] = []
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, traffic: Traffic, documents: Tensor | None) -> Tensor:
-        kept.append(traffic)
-        return ring_attention(query, key, value, traffic, documents)
+    def attend(query: Tensor, key: Tensor, value: Tensor, comm: Comm, documents: Tensor | None) -> Tensor:
+        kept.append(comm)
+        return ring_attention(query, key, value, comm, documents)
 
     local(worker, shape, attend, zigzag_places, {"context": worker.world})
     return kept[0].ledger.take()
@@ -138,17 +138,17 @@ def test_recomputation_changes_nothing(ranks: Ranks, mode: str) -> None:
 
 
 def recomputed(worker: Worker, shape: Shape, mode: str) -> tuple[tuple[Tensor, ...], int]:
-    kept: list[Traffic] = []
+    kept: list[Comm] = []
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         ours = operation is torch.ops.shardwise.ring_attention.default
         return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, traffic: Traffic, documents: Tensor | None) -> Tensor:
-        kept.append(traffic)
+    def attend(query: Tensor, key: Tensor, value: Tensor, comm: Comm, documents: Tensor | None) -> Tensor:
+        kept.append(comm)
         more: Any = {"context_fn": lambda: create_selective_checkpoint_contexts(keep)} if mode == "selective" else {}
         return checkpoint(
-            lambda *tensors: ring_attention(*tensors, traffic, documents) * 1.0, query, key, value, use_reentrant=False, **more
+            lambda *tensors: ring_attention(*tensors, comm, documents) * 1.0, query, key, value, use_reentrant=False, **more
         )
 
     part = local(worker, shape, attend, zigzag_places, {"context": worker.world})
@@ -161,13 +161,13 @@ def test_a_block_around_it_may_be_compiled_and_gradients_may_be_broadcast(ranks:
 
 
 def summed(worker: Worker, shape: Shape) -> list[list[Tensor]]:
-    traffic = Traffic(join(worker, Layout(data=1, context=worker.world)))
+    comm = Comm(join(worker, Layout(data=1, context=worker.world)))
     mine = zigzag_places(shape.length, worker.world, worker.rank)
     whole = make(shape)
     leaves = [t[:, mine].transpose(1, 2).requires_grad_() for t in (whole.query, whole.key, whole.value)]
 
     def block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ring_attention(query.sin(), key, value, traffic).sum(-1).mean()
+        return ring_attention(query.sin(), key, value, comm).sum(-1).mean()
 
     return [list(torch.autograd.grad(run(*leaves), leaves)) for run in (block, torch.compile(block, backend="aot_eager"))]
 
@@ -219,12 +219,12 @@ def test_buffers_do_not_grow_with_the_ring(ranks: Ranks, context: int) -> None:
 
 def live_bytes(worker: Worker, shape: Shape) -> tuple[int, int]:
     """The most bytes alive at once beyond the tensors given, in each pass."""
-    traffic = Traffic(join(worker, Layout(data=1, context=worker.world)))
+    comm = Comm(join(worker, Layout(data=1, context=worker.world)))
     mine = zigzag_places(shape.length, worker.world, worker.rank)
     whole = make(shape)
     query, key, value, weight = (t[:, mine].transpose(1, 2) for t in (whole.query, whole.key, whole.value, whole.weight))
     del whole
-    ring = Ring(traffic)
+    ring = Ring(comm)
     merged, forward = fullest((query, key, value), lambda: forward_pass(ring, blockwise.CPU, query, key, value, None))
     given = (query, key, value, weight, *merged)
     _, backward = fullest(given, lambda: backward_pass(ring, blockwise.CPU, weight, (query, key, value), merged, None))

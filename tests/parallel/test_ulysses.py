@@ -12,7 +12,7 @@ from sequences import Shape, local, together, truth, worst
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.parallel.ulysses import contiguous_places, ulysses_attention
@@ -84,15 +84,13 @@ def test_the_ledger_holds_one_exchange_each_way_a_pass(ranks: Ranks, recompute: 
 
 
 def recorded(worker: Worker, shape: Shape, recompute: bool) -> tuple[tuple[Tensor, ...], Any]:
-    kept: list[Traffic] = []
+    kept: list[Comm] = []
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, traffic: Traffic, documents: Tensor | None) -> Tensor:
-        kept.append(traffic)
+    def attend(query: Tensor, key: Tensor, value: Tensor, comm: Comm, documents: Tensor | None) -> Tensor:
+        kept.append(comm)
         if not recompute:
-            return ulysses_attention(query, key, value, traffic, documents)
-        return checkpoint(
-            lambda *tensors: ulysses_attention(*tensors, traffic, documents), query, key, value, use_reentrant=False
-        )
+            return ulysses_attention(query, key, value, comm, documents)
+        return checkpoint(lambda *tensors: ulysses_attention(*tensors, comm, documents), query, key, value, use_reentrant=False)
 
     part = local(worker, shape, attend, contiguous_places, {"context": worker.world})
     return part, kept[0].ledger.take()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.plan.cluster import KINDS
+from shardwise.cost.cluster import KINDS
 from shardwise.probe.budget import FULL, QUICK
 from shardwise.probe.fit import fit_attention, fit_collective, fit_products, relative_least_squares, speed_with_knee
 
@@ -21,7 +21,7 @@ SIZES = tuple(2**power for power in range(10, 26, 2))
 
 
 def product_time(m: int, n: int, k: int, speed: float, knee: float, launch: float = 0.0) -> float:
-    """As the docstring of plan/cluster.py says it."""
+    """As the docstring of cost/cluster.py says it."""
     return 2 * m * n * k / speed * (1 + knee * (1 / m + 1 / n + 1 / k)) + launch
 
 

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
+from shardwise.cost.cluster import KINDS, Cluster, Device, Link, Measured, read_cluster
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Node, cache_folder
-from shardwise.plan.cluster import KINDS, Cluster, Device, Link, Measured, read_cluster
 from shardwise.probe import devices, local_workers, measure_here, quick_cluster
 from shardwise.probe import quick as quick_module
 from shardwise.probe.bench import Bench

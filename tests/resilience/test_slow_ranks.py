@@ -30,7 +30,7 @@ def tables(corpus: str, layout: dict[str, Any], steps: int) -> Tables:
 def with_a_slow_clock(worker: Worker, tables: Tables, rank: int, span: str) -> list[Step]:
     """One rank believes that each of its steps took very much longer, in one span."""
     training = start(worker, tables)
-    clock = training.traffic.clock
+    clock = training.comm.clock
     finish = clock.finish
 
     def lying() -> dict[str, float]:

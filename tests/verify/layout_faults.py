@@ -23,16 +23,16 @@ SUMMED_BACK = flow._Gather.backward  # a worker measures and then traces: what i
 
 
 def whole_weights_not_summed() -> None:
-    parallel_model.sum_whole = lambda parameters, traffic: None
+    parallel_model.sum_whole = lambda parameters, comm: None
 
 
 def whole_weights_summed_twice() -> None:
     honest = parallel_tensor.sum_whole
 
-    def twice(parameters: Any, traffic: Any) -> None:
+    def twice(parameters: Any, comm: Any) -> None:
         parameters = list(parameters)
-        honest(parameters, traffic)
-        honest(parameters, traffic)
+        honest(parameters, comm)
+        honest(parameters, comm)
 
     parallel_model.sum_whole = twice
 
@@ -58,8 +58,8 @@ def copies_averaged() -> None:
 def row_outputs_not_summed() -> None:
     """Forward: after a matrix that is split by inputs, a device goes on with its own partial result."""
 
-    def rows(module: nn.Module, role: Any, traffic: Any) -> None:
-        size, index = traffic.mesh.size("tensor"), traffic.mesh.coordinate("tensor")
+    def rows(module: nn.Module, role: Any, comm: Any) -> None:
+        size, index = comm.mesh.size("tensor"), comm.mesh.coordinate("tensor")
         parallel_tensor.see_local(module)
         module.register_forward_hook(lambda module, inputs, output: output.chunk(size, 1)[index])
 
@@ -70,8 +70,8 @@ def gathered_inputs_not_summed_back() -> None:
     """Backward: what other devices did with a device's tokens is lost."""
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        traffic, axis, dim = ctx.where
-        return gradient.chunk(traffic.mesh.size(axis), dim)[traffic.mesh.coordinate(axis)], None, None, None
+        comm, axis, dim = ctx.where
+        return gradient.chunk(comm.mesh.size(axis), dim)[comm.mesh.coordinate(axis)], None, None, None
 
     flow._Gather.backward = staticmethod(backward)
 

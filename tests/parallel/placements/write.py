@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise.comm import Traffic
+from shardwise.comm import Comm
 from shardwise.config import Config, from_tables
 from shardwise.mesh import Worker, join
 from shardwise.optim import local
@@ -103,7 +103,7 @@ def build(config: Config, plan: Plan, rank: int) -> dict[str, Slices]:
 
     with patch("shardwise.mesh.mesh._meet", meet), patch("shardwise.parallel.apply.materialise"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        parallel = parallelise(config, plan, Traffic(join(worker, plan.layout)))
+        parallel = parallelise(config, plan, Comm(join(worker, plan.layout)))
     own = own_slices(parallel)
     for name, parameter in parallel.named_parameters():
         lengths = tuple(part.stop - part.start for part in own[name])

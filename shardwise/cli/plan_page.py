@@ -1,0 +1,263 @@
+"""The planner's answer as one page: a file to open by a double click, to print, or to send to a colleague.
+
+The page is the JSON object of `shardwise plan --json` and a template, `plan_page.html`, that draws it. What is read (headline,
+config, reasons) is put in as text here; what is drawn or filtered goes in as data and is drawn by the script in the template.
+Nothing is loaded from anywhere, and a content security policy in the page forbids it, so a page shows tomorrow what it shows
+today.
+
+A search may try a hundred thousand layouts for thousands of ranks; a page that embeds them all opens slowly or not at all. So it
+is bounded by construction: candidates are stored as columns (a column that never varies as one value, words by number, numbers
+with four digits), and only the best `CANDIDATES`; a pipeline with too many actions shows some of its ranks; a large cluster is
+drawn by the node, or by several, with the range of coordinates they hold. The page says so where it leaves something out.
+
+Text from outside (job names, reasons) is escaped; the embedded JSON has no `<`, so no name can end the script that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib import resources
+from itertools import groupby
+from math import ceil, isfinite
+from string import Template
+from typing import Any
+
+from shardwise.cli.draw_schedule import COLOURS as ACTION_COLOURS
+from shardwise.cli.draw_schedule import MEANING
+
+CANDIDATES = 20_000
+SPANS = 4_000
+CELLS = 1_024
+AXES = ("pipeline", "replica", "data", "context", "tensor")
+LAYOUT = (*AXES, "expert", "zero", "stages_per_rank", "attention", "offload")
+SETTINGS = ("micro_batch", "accumulation", "schedule", "recompute", "fits", "kind", "mfu")
+
+# Every colour keeps 3:1 against a white and a near-black page; what has one name has one colour all over the page.
+AXIS_COLOURS = {
+    "tensor": "#ce6f33",
+    "context": "#b48c2b",
+    "expert": "#a758a1",
+    "data": "#bc4a3f",
+    "replica": "#d06a84",
+    "pipeline": "#8c5d2b",
+}
+TERM_COLOURS = {
+    "matmul": "#336cb5",
+    "attention": "#3c96c5",
+    "elementwise": "#329e9e",
+    "launch": "#1c7e92",
+    "recompute": "#7377c6",
+    "optimizer": "#439458",
+    "bubble": "#8d9399",
+    "imbalance": "#636d77",
+    **{axis: colour for axis, colour in AXIS_COLOURS.items() if axis != "pipeline"},
+    "pipeline_sends": AXIS_COLOURS["pipeline"],
+    "offload": "#885cb5",
+    "other": "#6a6966",
+}
+MEMORY_COLOURS = {
+    "weights": "#336cb5",
+    "gradients": "#289da9",
+    "optimizer": TERM_COLOURS["optimizer"],
+    "activations": "#ce6f33",
+    "logits": "#b48c2b",
+    "gathered": "#885cb5",
+    "buffers": "#bc6398",
+    "overhead": "#7b8187",
+}
+
+
+class _Page(Template):
+    """`$` is for the script's own strings, so a place to fill reads `@@name`."""
+
+    delimiter = "@@"
+
+
+def render_page(answer: Mapping[str, Any]) -> str:
+    """One self-contained HTML page from the object that `shardwise plan --json` prints."""
+    best = answer["best"]
+    template = resources.files("shardwise.cli").joinpath("plan_page.html").read_text(encoding="utf-8")
+    return _Page(template).substitute(
+        title=escape(f"{answer['job']} on {answer['cluster']['name']}"),
+        job=escape(str(answer["job"])),
+        cluster=escape(_cluster_line(answer)),
+        winner=escape(_winner_line(best)),
+        reason=escape(best.get("reason", "")),
+        tiles=_tiles(answer),
+        config=escape(best.get("config", "")),
+        runner_up=_runner_up(answer.get("runner_up")),
+        rejected=_rejected(answer.get("rejected", {})),
+        binding=_sentences(answer.get("binding", ()), "Nothing binds: the fastest layout is allowed and fits."),
+        advice=_sentences(answer.get("advice", ()), "None."),
+        footer=escape(_footer(answer)),
+        data=_script_safe(_drawn(answer)),
+    )
+
+
+def _cluster_line(answer: Mapping[str, Any]) -> str:
+    cluster, model = answer["cluster"], answer.get("model", {})
+    nodes = f"{cluster['nodes']:,} node{'s' * (cluster['nodes'] != 1)} of {cluster['devices_per_node']}"
+    words = [f"{cluster['name']}: {cluster['devices']:,} x {cluster['device']} in {nodes}"]
+    if parameters := model.get("parameters"):
+        active = model.get("active_parameters", parameters)
+        words.append(f"{_short(parameters)} parameters" + (f" ({_short(active)} active)" if active != parameters else ""))
+    if tokens := answer.get("tokens_per_step"):
+        words.append(f"{tokens:,} tokens a step")
+    return "; ".join(words)
+
+
+def _winner_line(best: Mapping[str, Any]) -> str:
+    return f"{best['kind']}, micro-batch {best['micro_batch']} x {best['accumulation']}"
+
+
+def _tiles(answer: Mapping[str, Any]) -> str:
+    best = answer["best"]
+    limit, total = best["memory_limit_gib"], best["memory_gib"]["total"]
+    figures = [
+        (f"{best['step_seconds']['total']:.4g} s", "a step"),
+        (f"{best['tokens_per_second_per_device']:,.0f}", "tokens/s per device"),
+        ("n/a" if best["mfu"] is None else f"{best['mfu']:.1%}", "MFU"),
+        (f"{total:.1f} of {limit:.1f} GiB", "peak memory" if best.get("fits", True) else "peak memory: does not fit"),
+    ]
+    return "\n".join(f"<div><dt>{words}</dt><dd>{figure}</dd></div>" for figure, words in figures)
+
+
+def _short(count: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:g}"
+
+
+def _runner_up(candidate: Mapping[str, Any] | None) -> str:
+    if candidate is None:
+        return "No layout of another kind fits."
+    return f"Next best of another kind: <b>{escape(candidate['kind'])}</b>. {escape(candidate.get('loses_on', ''))}"
+
+
+def _rejected(reasons: Mapping[str, int]) -> str:
+    if not reasons:
+        return "<p>None was refused.</p>"
+    ordered = sorted(reasons.items(), key=lambda item: -item[1])
+    rows = "".join(f"<tr><td>{escape(reason)}</td><td class=n>{count:,}</td></tr>" for reason, count in ordered)
+    head = "<tr><th scope=col>Reason</th><th scope=col class=n>Layouts</th></tr>"
+    return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+
+
+def _sentences(sentences: Sequence[str], otherwise: str) -> str:
+    if not sentences:
+        return f"<p>{escape(otherwise)}</p>"
+    return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
+
+
+def _footer(answer: Mapping[str, Any]) -> str:
+    words = f"{answer['considered']:,} layouts considered in {answer['seconds']:.2g} s"
+    convention = answer.get("model", {}).get("flop_convention")
+    return f"{words}; shardwise {answer['version']}" + (f"; MFU counts {convention}" if convention else "")
+
+
+def _drawn(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What the script draws."""
+    best, runner_up = answer["best"], answer.get("runner_up")
+    candidates = sorted(answer.get("candidates", ()), key=lambda one: (not one["fits"], one["step_seconds"]["total"]))
+    return {
+        "colours": {"memory": MEMORY_COLOURS, "seconds": TERM_COLOURS, "axis": AXIS_COLOURS, "action": ACTION_COLOURS},
+        "meaning": MEANING,
+        "limit": best["memory_limit_gib"],
+        "device": answer["cluster"].get("memory_gib"),
+        "best": _flat(best),
+        "runner_up": _flat(runner_up) if runner_up else None,
+        "timeline": _timeline(best.get("timeline")),
+        "map": _cells(best.get("map") or ()),
+        "links": [dict(link) for link in best.get("links") or ()],
+        "bytes": [dict(flow) for flow in best.get("bytes") or ()],
+        "found": len(candidates),
+        "candidates": _columns([_flat(one) for one in candidates[:CANDIDATES]]),
+    }
+
+
+def _flat(candidate: Mapping[str, Any]) -> dict[str, Any]:
+    """A candidate as one row of a table: `memory weights`, `seconds matmul` and the choices that lead to them."""
+    layout = candidate["layout"]
+    row = {name: layout[name] for name in LAYOUT if layout.get(name) is not None}
+    row.update({name: candidate[name] for name in SETTINGS})
+    row["tokens"] = candidate["tokens_per_second_per_device"]
+    row.update({f"memory {kind}": value for kind, value in candidate["memory_gib"].items()})
+    row.update({f"seconds {term}": value for term, value in candidate["step_seconds"].items()})
+    return {name: _rounded(value) for name, value in row.items()}
+
+
+def _rounded(value: Any) -> Any:
+    """Four digits are more than a picture shows; JSON has no infinity."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.4g}") if isfinite(value) else None
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A list of rows turned by 90 degrees: `{"rows": n, "columns": {name: column}}`."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {"rows": len(rows), "columns": {name: _column([row.get(name) for row in rows]) for name in names}}
+
+
+def _column(values: list[Any]) -> Any:
+    """A list; one value where all are alike; words as places in a list of words."""
+    distinct = dict.fromkeys(values)
+    if len(distinct) == 1:
+        return values[0]
+    if any(isinstance(value, str) for value in distinct):
+        place = {word: number for number, word in enumerate(distinct)}
+        return {"words": list(distinct), "at": [place[value] for value in values]}
+    return [_whole(value) for value in values]
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()) else value
+
+
+def _timeline(timeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The rows of a pipeline's ranks, or of evenly spread ranks and the last, where all would be too many boxes."""
+    if timeline is None or len(timeline["rank_rows"]) < 2:
+        return None
+    rows = timeline["rank_rows"]
+    stride = ceil(sum(map(len, rows)) / SPANS)
+    shown = sorted({*range(0, len(rows), stride), len(rows) - 1})
+    return {
+        "ranks": len(rows),
+        "makespan": timeline["makespan"],
+        "micro_batches": timeline.get("micro_batches"),
+        "of": timeline.get("of"),
+        "rows": [{"rank": rank, "spans": [_span(span) for span in rows[rank]]} for rank in shown],
+    }
+
+
+def _span(span: Mapping[str, Any]) -> list[Any]:
+    return [span["kind"], span["stage"], span["micro_batch"], _rounded(span["start"]), _rounded(span["end"])]
+
+
+def _cells(ranks: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+    """A cell a rank; on large clusters a cell a node, or some nodes, with the first and last coordinate in it on each axis."""
+    ordered = sorted(ranks, key=lambda one: (one["node"], one["rank"]))
+    if len(ordered) <= CELLS:
+        groups = [[one] for one in ordered]
+        nodes_of_a_cell = 0
+    else:
+        nodes_of_a_cell = ceil(len({one["node"] for one in ordered}) / CELLS)
+        groups = [list(group) for _, group in groupby(ordered, key=lambda one: one["node"] // nodes_of_a_cell)]
+    return {
+        "nodes_of_a_cell": nodes_of_a_cell,
+        "sizes": {axis: 1 + max((one[axis] for one in ordered), default=0) for axis in AXES},
+        "cells": [[group[0]["node"], group[-1]["node"], group[0]["rank"], group[-1]["rank"], _ranges(group)] for group in groups],
+    }
+
+
+def _ranges(group: Sequence[Mapping[str, int]]) -> list[list[int]]:
+    return [[min(one[axis] for one in group), max(one[axis] for one in group)] for axis in AXES]
+
+
+def _script_safe(data: Mapping[str, Any]) -> str:
+    """JSON that no HTML parser takes for a tag."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,0 +1,86 @@
+"""The planner's answer in a terminal: the winner to paste, bars of memory and time, the next best, what binds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.search.answer import seconds, spoken
+
+WIDTH = 60
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_black", "white")
+_SMALL = 0.005
+
+
+def show(answer: Mapping[str, Any], console: Console) -> None:
+    """Print all of it."""
+    best = answer["best"]
+    _headline(answer, console)
+    console.print()
+    console.print(Text(best["config"].rstrip(), style="bold"), soft_wrap=True)
+    console.print()
+    _bar("memory", best["memory_gib"], best["memory_limit_gib"], "GiB of {:.4g} a plan may use", console)
+    _bar("step", best["step_seconds"], best["step_seconds"]["total"], "s", console)
+    console.print()
+    if answer["runner_up"]:
+        second = answer["runner_up"]
+        console.print(f"next best of another kind: {second['kind']}")
+        console.print(Padding(f"loses on {second['loses_on']}", (0, 0, 0, 2)))
+    for sentence in [*answer["binding"], *answer.get("advice", ())]:
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row("-", sentence)
+        console.print(grid)
+    console.print()
+    _rejected(answer, console)
+
+
+def _headline(answer: Mapping[str, Any], console: Console) -> None:
+    best, cluster = answer["best"], answer["cluster"]
+    size = f"{cluster['devices']:,} x {cluster['device']} ({cluster['nodes']} x {cluster['devices_per_node']})"
+    console.print(
+        f"{answer['model']['parameters'] / 1e9:.4g} B parameters on {size}, {answer['tokens_per_step']:,} tokens a step"
+    )
+    mfu = "" if best["mfu"] is None else f", MFU {best['mfu']:.1%}"
+    speed = f"{best['tokens_per_second_per_device']:,.0f} tokens/s a device{mfu}"
+    console.print(Text(best["kind"], style="bold green"), soft_wrap=True)
+    micro = f"micro-batch {best['micro_batch']}, {best['accumulation']} a step"
+    console.print(f"{seconds(best['step_seconds']['total'])} a step, {speed}; {micro}", soft_wrap=True)
+    console.print(f"why: {best['reason'].partition(': ')[2]}")
+
+
+def _bar(name: str, parts: Mapping[str, float], whole: float, unit: str, console: Console) -> None:
+    """A bar of all parts, and below it what each colour is."""
+    shown = {part: value for part, value in parts.items() if part != "total" and value > _SMALL * whole}
+    bar, legend = Text(f"{name:<8}"), Text()
+    for place, (part, value) in enumerate(sorted(shown.items(), key=lambda item: -item[1])):
+        colour = _COLOURS[place % len(_COLOURS)]
+        bar.append("█" * max(1, round(WIDTH * value / max(whole, parts["total"]))), style=colour)
+        legend.append("■ ", style=colour)
+        legend.append(f"{part if name == 'memory' else spoken(part)} {value:.3g}  ")
+    bar.append(f"  {parts['total']:.4g} " + unit.format(whole))
+    console.print(bar, soft_wrap=True)
+    console.print(Padding(legend, (0, 0, 0, 8)))
+
+
+def _rejected(answer: Mapping[str, Any], console: Console) -> None:
+    reasons = "; ".join(f"{reason} {count:,}" for reason, count in answer["rejected"].items())
+    fitting = f"{answer['considered']:,} candidates in {answer['seconds']:.1f} s"
+    console.print(f"{fitting}{'; refused: ' + reasons if reasons else ''}", soft_wrap=True, style="dim")
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A plain table; numbers to the right."""
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for place, column in enumerate(columns):
+        result.add_column(column, justify="left" if place == 0 or column in _WORDS else "right")
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+_WORDS = ("layout", "what breaks it", "why")

@@ -1,0 +1,244 @@
+"""Devices and clusters by name.
+
+Peaks, memory, bandwidth and power are the makers' figures (dense, without sparsity). What devices reach in a running training
+step is measured or published: large matrix products (the "maximum achievable matmul FLOPS" tables of the ML engineering
+handbook), flash attention's own papers, links by nccl-tests. There is one set of constants for each device and each cluster,
+none for a model.
+
+A name followed by x and a number asks for so many devices: `h100x64` is eight nodes of eight. A cloud's name picks its network:
+`h100-gcp-a3x64`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from shardwise.config import Config
+from shardwise.cost.cluster import GIB, Cluster, Device, Link, Measured, read_cluster
+from shardwise.errors import UserError
+
+_T, _G, _US = 1e12, 1e9, 1e-6
+
+
+def _peaks(float32: float, half: float, float8: float | None = None, float4: float | None = None) -> dict[str, float]:
+    peaks = {"float32": float32, "float16": half, "bfloat16": half}
+    if float8 is not None:
+        peaks["float8"] = float8
+    if float4 is not None:
+        peaks["float4"] = float4
+    return {precision: peak * _T for precision, peak in peaks.items()}
+
+
+DEVICES: dict[str, Device] = {
+    "v100": Device(
+        "V100-SXM2-32GB",
+        31.7 * GIB,
+        {"float32": 15.7 * _T, "float16": 125 * _T},
+        900 * _G,
+        matmul=0.72,
+        attention=0.3,
+        host_bandwidth=12 * _G,
+        watts=300,
+    ),
+    "a100-40": Device(
+        "A100-SXM4-40GB",
+        39.4 * GIB,
+        _peaks(19.5, 312),
+        1555 * _G,
+        matmul=0.77,
+        matmul_knee=62,
+        attention=0.42,
+        attention_portable=0.42,
+        attention_knee=310,
+        host_bandwidth=25 * _G,
+        watts=400,
+    ),
+    "h100": Device(
+        "H100-SXM5-80GB",
+        79.1 * GIB,
+        _peaks(67, 989.5, 1979),
+        3350 * _G,
+        matmul=0.67,
+        matmul_knee=80,
+        attention=0.5,
+        attention_portable=0.21,
+        attention_knee=450,
+        watts=700,
+    ),
+    "h100-96": Device(
+        "H100-96GB-500W",
+        94.5 * GIB,
+        _peaks(67, 989.5, 1979),
+        2400 * _G,
+        matmul=0.52,
+        matmul_float8=0.53,
+        attention=0.4,
+        attention_portable=0.21,
+        attention_knee=450,
+        watts=500,
+    ),
+    "h200": Device(
+        "H200-SXM5-141GB",
+        139.8 * GIB,
+        _peaks(67, 989.5, 1979),
+        4800 * _G,
+        matmul=0.735,
+        attention=0.55,
+        attention_knee=450,
+        stream=0.8,
+        watts=700,
+    ),
+    "b200": Device(
+        "B200-180GB",
+        178.0 * GIB,
+        _peaks(80, 2250, 4500, 9000),
+        7700 * _G,
+        matmul=0.75,
+        matmul_float8=0.7,
+        attention=0.35,
+        watts=1000,
+    ),
+    "gb200": Device(
+        "GB200-186GB",
+        184.0 * GIB,
+        _peaks(80, 2500, 5000, 10000),
+        8000 * _G,
+        matmul=0.75,
+        matmul_float8=0.73,
+        attention=0.28,
+        host_bandwidth=200 * _G,
+        watts=1200,
+    ),
+    "gb300": Device(
+        "GB300-278GB",
+        276.0 * GIB,
+        _peaks(80, 2500, 5000, 15000),
+        8000 * _G,
+        matmul=0.77,
+        matmul_float8=0.78,
+        attention=0.4,
+        host_bandwidth=200 * _G,
+        watts=1400,
+    ),
+    "mi300x": Device("MI300X-192GB", 191.5 * GIB, _peaks(163.4, 1307, 2615), 5300 * _G, matmul=0.5, attention=0.25, watts=750),
+    "cpu": Device(
+        "CPU",
+        16 * GIB,
+        {"float32": 0.1 * _T, "bfloat16": 0.1 * _T, "float16": 0.02 * _T, "float64": 0.05 * _T},
+        20 * _G,
+        matmul=1.0,
+        matmul_knee=16.0,
+        attention=0.3,
+        stream=0.7,
+        launch=10 * _US,
+        overhead=0.4 * GIB,
+        host_bandwidth=20 * _G,
+        overlap=0.0,
+        watts=100,
+    ),
+}
+DEVICES["a100-80"] = replace(DEVICES["a100-40"], name="A100-SXM4-80GB", memory=79.2 * GIB, bandwidth=2039 * _G)
+DEVICES["b300"] = replace(DEVICES["b200"], name="B300-270GB", memory=268.0 * GIB, peak=_peaks(80, 2250, 4500, 13500), watts=1200)
+
+
+def _nvlink(gb_s: float) -> Link:
+    """What one device reaches on its node's NVLink, of the maker's figure in one direction."""
+    return Link(0.8 * gb_s * _G, 2.5 * _US)
+
+
+def _network(gbit_s: float, latency_us: float = 12.0) -> Link:
+    """A device's share of the network, at nine tenths of the line's rate."""
+    return Link(0.9 * gbit_s / 8 * _G, latency_us * _US)
+
+
+_HF_ALL_REDUCE = {2: 361.7, 4: 160.1, 8: 99.6, 16: 84.7, 32: 64.9, 64: 32.9}
+_HF_ALL_GATHER = {2: 184.6, 4: 119.0, 8: 69.0, 16: 55.0, 32: 28.0, 64: 11.0}
+_HF_REDUCE_SCATTER = {2: 181.6, 4: 115.8, 8: 68.6, 16: 54.5, 32: 27.9, 64: 11.1}
+
+
+def _hf_rows() -> tuple[Measured, ...]:
+    """Bus bandwidth of whole nodes of eight, by nodes, as the Ultra-Scale Playbook measured it; a device has an eighth."""
+    tables = {"all_reduce": _HF_ALL_REDUCE, "all_gather": _HF_ALL_GATHER, "reduce_scatter": _HF_REDUCE_SCATTER}
+    return tuple(
+        Measured(kind, nodes, 12 * _US * (nodes - 1), busbw * _G / 8)
+        for kind, table in tables.items()
+        for nodes, busbw in table.items()
+    )
+
+
+CLUSTERS: dict[str, Cluster] = {
+    "v100": Cluster("v100", DEVICES["v100"], 8, 1, _nvlink(150), _network(100 / 8 * 4)),
+    "dgx2": Cluster("dgx2", DEVICES["v100"], 16, 1, _nvlink(150), _network(100)),
+    "a100-40": Cluster("a100-40", DEVICES["a100-40"], 8, 1, _nvlink(300), _network(200)),
+    "a100-80": Cluster("a100-80", DEVICES["a100-80"], 8, 1, _nvlink(300), _network(200)),
+    "h100": Cluster("h100", DEVICES["h100"], 8, 1, _nvlink(450), _network(400)),
+    "h100-96": Cluster("h100-96", DEVICES["h100-96"], 8, 1, _nvlink(450), _network(400)),
+    "h200": Cluster("h200", DEVICES["h200"], 8, 1, _nvlink(450), _network(400)),
+    "b200": Cluster("b200", DEVICES["b200"], 8, 1, _nvlink(900), _network(400)),
+    "b300": Cluster("b300", DEVICES["b300"], 8, 1, _nvlink(900), _network(800)),
+    "gb200": Cluster("gb200", DEVICES["gb200"], 64, 1, _nvlink(900), _network(400)),
+    "gb300": Cluster("gb300", DEVICES["gb300"], 64, 1, _nvlink(900), _network(800)),
+    "mi300x": Cluster("mi300x", DEVICES["mi300x"], 8, 1, Link(0.8 * 448 * _G, 4 * _US), _network(400)),
+    "cpu": Cluster("cpu", DEVICES["cpu"], 4, 1, Link(2 * _G, 50 * _US), _network(10, 60), shared=True),
+    # The clouds' networks, per device.
+    "a100-aws-p4d": Cluster("a100-aws-p4d", DEVICES["a100-40"], 8, 1, _nvlink(300), _network(50, 25)),
+    "a100-aws-p4de": Cluster("a100-aws-p4de", DEVICES["a100-80"], 8, 1, _nvlink(300), _network(50, 25)),
+    "a100-azure-nd": Cluster("a100-azure-nd", DEVICES["a100-80"], 8, 1, _nvlink(300), _network(200)),
+    "a100-gcp-a2": Cluster("a100-gcp-a2", DEVICES["a100-40"], 8, 1, _nvlink(300), _network(12.5, 30)),
+    "h100-aws-p5": Cluster("h100-aws-p5", DEVICES["h100"], 8, 1, _nvlink(450), _network(400, 25)),
+    "h200-aws-p5en": Cluster("h200-aws-p5en", DEVICES["h200"], 8, 1, _nvlink(450), _network(400, 20)),
+    "h100-azure-nd": Cluster("h100-azure-nd", DEVICES["h100"], 8, 1, _nvlink(450), _network(400)),
+    "h100-gcp-a3": Cluster("h100-gcp-a3", DEVICES["h100"], 8, 1, _nvlink(450), _network(100, 25)),
+    "h100-gcp-a3-mega": Cluster("h100-gcp-a3-mega", DEVICES["h100"], 8, 1, _nvlink(450), _network(200, 25)),
+    "mi300x-azure-nd": Cluster("mi300x-azure-nd", DEVICES["mi300x"], 8, 1, Link(0.8 * 448 * _G, 4 * _US), _network(400)),
+    # The cluster of the Ultra-Scale Playbook's sweep, whose network was measured.
+    "h100-hf": Cluster(
+        "h100-hf",
+        DEVICES["h100"],
+        8,
+        1,
+        Link(360 * _G, 2.5 * _US),
+        replace(_network(400), measured=_hf_rows()),
+    ),
+}
+
+
+def named(name: str) -> Cluster:
+    """The preset of this name, with as many devices as the name says (`h100x64`), else one node."""
+    match = re.fullmatch(r"(.+?)(?:x(\d+))?", name.strip().lower())
+    base, count = (match.group(1), match.group(2)) if match else (name, None)
+    if base not in CLUSTERS:
+        near = get_close_matches(base, CLUSTERS, n=3, cutoff=0.4)
+        meant = f"did you mean {' or '.join(near)}? " if near else ""
+        known = ", ".join(sorted(CLUSTERS))
+        raise UserError(f"cluster.preset = {name!r}: unknown; {meant}Known are {known}; for another, give cluster.file")
+    cluster = CLUSTERS[base]
+    if count is None:
+        return cluster
+    if int(count) < 1:
+        raise UserError(f"cluster.preset = {name!r}: give at least one device, as in {base}x8")
+    return replace(_of(cluster, int(count), f"cluster.preset = {name!r}"), name=f"{base}x{int(count)}")
+
+
+def asked_for(config: Config) -> Cluster | None:
+    """The cluster that a job names, with as many devices as it says; None if it names none."""
+    asked = config.cluster
+    if asked.file is None and asked.preset is None:
+        return None
+    cluster = read_cluster(Path(asked.file), CLUSTERS) if asked.file else named(str(asked.preset))
+    return _of(cluster, asked.devices, f"cluster.devices = {asked.devices}") if asked.devices else cluster
+
+
+def _of(cluster: Cluster, devices: int, asked: str) -> Cluster:
+    """So many devices of it, if they are whole nodes or part of one."""
+    per_node = cluster.devices_per_node
+    if devices > per_node and devices % per_node:
+        below = devices // per_node * per_node
+        raise UserError(
+            f"{asked}: {devices} devices are not whole nodes of {per_node}; use {below} or {below + per_node}, "
+            "or a cluster.file with another devices_per_node"
+        )
+    return cluster.of(devices)

@@ -1,0 +1,128 @@
+"""What a collective costs on a cluster: latency and bandwidth of its group's place (the alpha-beta model of Hockney, 1994).
+
+A group of n devices has g members in each node it touches, on q = n / g nodes. Its ring passes through all of them; inside a
+node it runs at the node's links, and between nodes over the network cards of all its g members at once, so the slower of the two
+sets the pace. With S bytes of the full tensor (the ledger's convention) and B the bandwidth of one device:
+
+| kind                       | bandwidth term                | latency                                               |
+| -------------------------- | ----------------------------- | ----------------------------------------------------- |
+| all_reduce                 | 2 (n-1)/n S/B                 | 2 (g-1) hops inside, 2 min(q-1, log2 q) between       |
+| all_gather, reduce_scatter | (n-1)/n S/B                   | g-1 hops inside, q-1 between                          |
+| all_to_all                 | (g-1)/n S/B + (n-g)/n S/B_net | as above; only what leaves the node uses the network  |
+| broadcast, send            | S/B                           | as above; one                                         |
+
+An all-reduce has the shorter latency of ring and (pipelined double) tree, as NCCL chooses between them. Where a link was
+measured, latency and bandwidth come from the nearest measured numbers of members, interpolated over the logarithm of that
+number. On a CPU the copies into and out of a message's buffer go through the same memory as everything else, and are counted.
+Between nodes, what was measured on whole nodes bounds every group with as many devices: a long ring is slow because it
+is long, and four short rings beside each other share the network cards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.cost.cluster import Cluster, Link
+from shardwise.cost.space import Array, Space
+
+COPIED = {"all_gather": 4.0, "reduce_scatter": 4.0, "all_to_all": 4.0}
+"""Bytes read and written for each byte of the full tensor to bring it into a message's order and out of it again (profiles of
+FSDP2's and the tensor axis' collectives on CPU workers); an all-reduce and a send are done where the tensor lies."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Devices that talk to each other: how many, and how many of them share a node."""
+
+    size: Array
+    inside: Array
+
+    @property
+    def nodes(self) -> Array:
+        """Nodes that a group touches."""
+        return self.size / self.inside
+
+
+def group_of(axis: str, space: Space, cluster: Cluster) -> Group:
+    """The group of an axis. Ranks are laid out with tensor innermost, then context, data, replica, pipeline; experts borrow the
+    innermost ranks, and shards are data x context. Where groups do not divide the nodes evenly some lie across two, and the
+    cost is theirs.
+    """
+    inner = {
+        "tensor": np.ones_like(space.tensor),
+        "expert": np.ones_like(space.tensor),
+        "context": space.tensor,
+        "shards": space.tensor,
+        "data": space.tensor * space.context,
+        "replica": space.tensor * space.context * space.data,
+        "copies": space.tensor,
+        "expert_shards": space.expert,
+        "pipeline": space.tensor * space.context * space.data * space.replica,
+    }[axis]
+    sizes = {"shards": space.shards, "copies": space.shards * space.replica}
+    size = sizes[axis] if axis in sizes else getattr(space, axis)
+    room = np.maximum(cluster.devices_per_node // inner, 1)  # members that one node has a place for
+    inside = np.where(room >= size, np.where(room % size == 0, size, np.gcd(room, size)), np.gcd(room, size))
+    return Group(size.astype(float), inside.astype(float))
+
+
+def wire_factor(kind: str, members: Array) -> Array:
+    """How often a ring puts the full tensor on each device's wire; a send and a broadcast once, nothing goes to nobody."""
+    if kind in ("broadcast", "send"):
+        return np.minimum(members - 1, 1.0)
+    return (2 if kind == "all_reduce" else 1) * (members - 1) / members
+
+
+def seconds(kind: str, bytes: Array, group: Group, cluster: Cluster) -> Array:
+    """Of one call on a full tensor of so many bytes; nothing where the group has one member."""
+    n, g, q = group.size, group.inside, group.nodes
+    inside = np.where(g > 1, _bandwidth(kind, g, cluster.inside), np.inf)
+    between = np.full_like(n, cluster.between.bandwidth)
+    if kind == "all_to_all":
+        moved = (g - 1) / n * bytes / inside + np.where(q > 1, (n - g) / n * bytes / between, 0.0)
+    elif kind == "send":
+        moved = bytes / np.where(q > 1, between, _bandwidth(kind, g, cluster.inside))
+    else:
+        whole = cluster.devices_per_node * _bandwidth(kind, n / cluster.devices_per_node, cluster.between)
+        ring = np.minimum(g * between, whole) if cluster.between.measured else g * between
+        moved = wire_factor(kind, n) * bytes / np.where(q > 1, np.minimum(inside, ring), inside)
+    if not cluster.device.overlap:
+        sharing = cluster.devices_per_node if cluster.shared else 1
+        moved = moved + COPIED.get(kind, 0.0) * bytes * sharing / (cluster.device.bandwidth * cluster.device.stream)
+    result: Array = np.where(n > 1, moved + _latency(kind, group, cluster), 0.0)
+    return result
+
+
+def _bandwidth(kind: str, members: Array, link: Link) -> Array:
+    return _measured(kind, "bandwidth", members, link, np.full_like(members, link.bandwidth))
+
+
+def _latency(kind: str, group: Group, cluster: Cluster) -> Array:
+    """Of one call: hops inside the node's members, and between nodes."""
+    g, q = group.inside, group.nodes
+    inside, between = cluster.inside.latency, cluster.between.latency
+    ring_inside, ring_between = (g - 1) * inside, (q - 1) * between
+    if kind == "send":
+        one = np.ones_like(g)
+        near, off = (
+            _measured(kind, "latency", g, cluster.inside, inside * one),
+            _measured(kind, "latency", q, cluster.between, between * one),
+        )
+        return np.where(q > 1, off, near)
+    if kind == "all_reduce":
+        tree = 2 * ring_inside + 2 * np.log2(q) * between
+        own, far = 2 * ring_inside, np.minimum(2 * ring_between + 2 * ring_inside * (q - 1), tree - 2 * ring_inside)
+    else:
+        own, far = ring_inside, ring_between
+    own = np.where(g > 1, _measured(kind, "latency", g, cluster.inside, own), 0.0)
+    return own + np.where(q > 1, _measured(kind, "latency", q, cluster.between, far), 0.0)
+
+
+def _measured(kind: str, figure: str, members: Array, link: Link, otherwise: Array) -> Array:
+    rows = sorted((row.members, getattr(row, figure)) for row in link.measured if row.kind == kind)
+    if not rows:
+        return otherwise
+    known, values = zip(*rows, strict=True)
+    return np.exp(np.interp(np.log(members), np.log(known), np.log(np.maximum(values, 1e-12))))

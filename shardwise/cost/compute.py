@@ -1,0 +1,218 @@
+"""Seconds that one device computes: products, attention, what only moves memory, and the host that starts it all.
+
+Everything is counted for one micro-batch through one block, the embedding, and the head, as this device's part: T tokens (its
+part of the sequence), matrices cut by `tensor`. Backward multiplies each matrix twice as often as forward, with the same three
+lengths in another order, so by the model of `cost/cluster.py` it takes exactly twice as long. Flash attention computes the
+scores again in backward, five products in place of two (Dao, 2023). Elementwise kernels are bounded by the memory's bandwidth;
+their traffic in a compiled block is, in values of the computing dtype a token: 9 h for norms and residuals, 2 (a + k) d for
+rotary, 3 f for a gated activation (2 f without a gate). A CPU's blocks are not compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwise.cost.cluster import Cluster, Device
+from shardwise.cost.space import Array, Space, Work
+from shardwise.cost.stack import Stack
+from shardwise.plan.memory import BYTES
+
+ATTENTION_BACKWARD = 2.5
+BACKWARD_SHARE = 0.9
+"""What attention's backward reaches of the forward's share of the peak."""
+HEAD_DIM_KNEE = {True: 50.0, False: 30.0}
+"""Width of a head at which attention reaches half of what wide ones do: kernels written for the device, and portable ones."""
+HOST_HEAD_DIM_KNEE = 10.0
+HOST_ATTENTION_BACKWARD = 1.9
+"""The same two for torch's attention on a CPU, as backward's seconds over forward's (profiles of bytes-10m, heads of 48)."""
+HOST_ELEMENTWISE = 2.5
+"""Traffic of elementwise kernels that are not fused, over that of a compiled block: 20 h for norms and residuals, 9 (a + k) d
+for rotary, 5 f for a gated activation."""
+SCORE_BYTES = 26.0
+"""Traffic of one attention score, forward and backward, where the matrix of scores is in memory (softmax, mask, dropout)."""
+LOOKUP_BYTES = 12.0
+KEPT_WIDE = 0.15
+"""Share of the blocks' products that training recipes of 4 bits leave in 16 (NVIDIA, 2025)."""
+QUANTISING = 2.0
+"""Values moved for each value that is cast to 8 bits: read twice for its scale and its cast, written once and once transposed."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Seconds of one micro-batch in one block; forward, where nothing else is said."""
+
+    matmul: Array
+    attention: Array
+    attention_backward: Array
+    elementwise: Array
+    last: Array
+    """Of the products, the last one's: its output is not needed again in backward."""
+
+    @property
+    def forward(self) -> Array:
+        """One pass forward."""
+        return self.matmul + self.attention + self.elementwise
+
+    @property
+    def backward(self) -> Array:
+        """One pass backward."""
+        return 2 * self.matmul + self.attention_backward + 2 * self.elementwise
+
+
+def value_bytes(work: Work) -> int:
+    """Bytes of an activation."""
+    return BYTES.get(work.precision, 2)
+
+
+def weight_bytes(work: Work, stack: Stack) -> float:
+    """Of a weight that is computed with and gathered: those of its dtype, 2 where products are narrower."""
+    return stack.weight_bytes * value_bytes(work) / 2
+
+
+def reduce_bytes(work: Work, stack: Stack) -> float:
+    """Of a gradient on the wire."""
+    return stack.reduce_bytes * (2 if work.reduce_dtype == "float64" else 1)
+
+
+def casts(work: Work) -> bool:
+    """Whether weights are stored in another dtype than they are computed with."""
+    return BYTES[work.state_dtype] != value_bytes(work)
+
+
+def tokens_here(work: Work, space: Space) -> Array:
+    """Tokens of a micro-batch on one context device."""
+    return space.micro_batch * work.sequence_length / space.context
+
+
+def speed(device: Device, precision: str, sharing: Array | float = 1.0) -> Array | float:
+    """FLOP/s that large products reach, by each of `sharing` workers of one device."""
+    name = precision.split()[0]
+    share = device.matmul_float8 if name in ("float8", "float4") else device.matmul
+    return device.peak[name] * share / sharing
+
+
+def product(m: Array, n: Array, k: Array, device: Device, precision: str, sharing: Array | float) -> Array:
+    """Seconds of a matrix product (m x k) by (k x n)."""
+    if precision == "float4":
+        kept = product(m, n, k, device, "bfloat16", sharing)
+        return KEPT_WIDE * kept + (1 - KEPT_WIDE) * product(m, n, k, device, "float4 alone", sharing)
+    result: Array = 2 * m * n * k / speed(device, precision, sharing) * (1 + device.matmul_knee * (1 / m + 1 / n + 1 / k))
+    return result
+
+
+def workers_sharing(space: Space, cluster: Cluster) -> Array | float:
+    """How many workers share one device's figures."""
+    return np.minimum(space.world, cluster.devices_per_node).astype(float) if cluster.shared else 1.0
+
+
+def block(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Block:
+    """A transformer block on one device."""
+    device, sharing = cluster.device, workers_sharing(space, cluster)
+    products = _products(work, space)
+    each = [one.count * product(one.m, one.n, one.k, device, work.precision, sharing) for one in products]
+    forward, backward, scores = _attention(work, space, device, stack, sharing)
+    fused = stack.elementwise if device.overlap else HOST_ELEMENTWISE
+    moved = tokens_here(work, space) * _streamed(work, space, stack) * value_bytes(work) * fused
+    elementwise = (moved + scores / 3) / _stream(device, sharing)
+    last = next(seconds for one, seconds in zip(products, each, strict=True) if one.is_last)
+    return Block(sum(each, np.zeros(len(space))), forward, backward, elementwise, last)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """So many products (m x k) by (k x n) of a block, forward."""
+
+    m: Array
+    n: Array
+    k: Array
+    count: Array | float = 1.0
+    is_last: bool = False
+    """Whether its output is the block's."""
+
+
+def _products(work: Work, space: Space) -> list[_Product]:
+    """The matrices of a block, as one device multiplies by them."""
+    model, tokens = work.model, tokens_here(work, space)
+    hidden, queries = np.full_like(tokens, model.hidden), model.heads * model.head_dim / space.tensor
+    keys = np.maximum(model.kv_heads / space.tensor, 1) * model.head_dim
+    found = [_Product(tokens, queries, hidden), _Product(tokens, keys, hidden, 2), _Product(tokens, hidden, queries)]
+    wide = 2 if model.activation == "swiglu" else 1
+    if not model.experts:
+        inner = model.ffn / space.tensor
+        return [*found, _Product(tokens, inner, hidden, wide), _Product(tokens, hidden, inner, is_last=True)]
+    inner, experts = np.full_like(tokens, model.expert_width), np.full_like(tokens, model.experts)
+    rows = tokens * model.experts_per_token / space.tensor * space.expert / model.experts  # that come to one expert
+    held = model.experts / space.expert
+    found += [_Product(rows, inner, hidden, wide * held), _Product(rows, hidden, inner, held, is_last=True)]
+    found.append(_Product(tokens / space.tensor, experts, hidden))
+    if model.shared_experts:
+        shared = model.shared_experts * model.expert_width / space.tensor
+        found += [_Product(tokens, shared, hidden, wide), _Product(tokens, hidden, shared)]
+    return found
+
+
+def _streamed(work: Work, space: Space, stack: Stack) -> Array:
+    """Values that elementwise kernels read and write for each token, forward."""
+    model, tensor = work.model, space.tensor.astype(float)
+    wide = 2 if model.activation == "swiglu" else 1
+    queries, keys = model.heads * model.head_dim / tensor, np.maximum(model.kv_heads / tensor, 1) * model.head_dim
+    moved = 9.0 * model.hidden / (tensor if stack.sequence_parallel else np.ones_like(tensor)) + 2 * (queries + keys)
+    if model.experts:
+        inner = model.experts_per_token * model.expert_width / tensor
+        moved = moved + 3 * inner + 6 * model.experts_per_token * model.hidden / tensor
+        moved = moved + 3 * model.shared_experts * model.expert_width / tensor
+    else:
+        inner = model.ffn / tensor
+        moved = moved + (1 + wide) * inner
+    if work.precision in ("float8", "float4"):  # inputs are scaled and cast before each product
+        moved = moved + QUANTISING * (2 * model.hidden + queries + inner)
+    result: Array = moved
+    return result
+
+
+def _attention(work: Work, space: Space, device: Device, stack: Stack, sharing: Array | float) -> tuple[Array, Array, Array]:
+    """Forward and backward seconds of the attention core, and the bytes of scores moved (none in flash attention)."""
+    model, length = work.model, work.sequence_length
+    pairs = space.micro_batch * float(length) ** 2 / space.context * model.heads / space.tensor
+    precision = "bfloat16" if work.precision in ("float8", "float4") else work.precision
+    if not stack.flash:
+        heads = space.micro_batch * model.heads / space.tensor
+        side = np.full_like(pairs, length)
+        inner = np.full_like(pairs, model.head_dim)
+        once = 2 * heads * product(side, side, inner, device, precision, sharing)
+        return once, 2 * once, pairs * SCORE_BYTES
+    flops = 4 * pairs / 2 * model.head_dim
+    knee = HEAD_DIM_KNEE[stack.native_attention] if device.overlap else HOST_HEAD_DIM_KNEE
+    narrow = (model.head_dim / (model.head_dim + knee)) / (128 / (128 + knee))
+    share = device.attention if stack.native_attention else device.attention_portable
+    reached = device.peak[precision] * share * narrow / sharing
+    chunk = length / np.where(space.ring == 1, space.context, 1)
+    once = flops / reached * (1 + device.attention_knee / chunk)
+    backward = ATTENTION_BACKWARD / BACKWARD_SHARE if device.overlap else HOST_ATTENTION_BACKWARD
+    return once, once * backward, np.zeros_like(pairs)
+
+
+def head(work: Work, space: Space, cluster: Cluster, stack: Stack) -> tuple[Array, Array]:
+    """Seconds of the output head's products and of the loss, forward and backward, of one micro-batch."""
+    model, sharing = work.model, workers_sharing(space, cluster)
+    tokens, part = tokens_here(work, space), model.vocabulary / space.tensor
+    precision = "bfloat16" if work.precision in ("float8", "float4") else work.precision
+    products = 3 * product(tokens, part, np.full_like(tokens, model.hidden), cluster.device, precision, sharing)
+    return products, tokens * part * stack.loss_traffic / _stream(cluster.device, sharing)
+
+
+def embedding(work: Work, space: Space, cluster: Cluster) -> Array:
+    """Seconds of looking up the embedding and of its gradient."""
+    moved = tokens_here(work, space) / space.tensor * work.model.hidden * LOOKUP_BYTES
+    return moved / _stream(cluster.device, workers_sharing(space, cluster))
+
+
+def _stream(device: Device, sharing: Array | float) -> Array | float:
+    return device.bandwidth * device.stream / sharing
+
+
+def streamed(bytes: Array, space: Space, cluster: Cluster) -> Array:
+    """Seconds in which elementwise kernels read and write so many bytes."""
+    return bytes / _stream(cluster.device, workers_sharing(space, cluster))

@@ -1,0 +1,291 @@
+"""Bytes of the fullest device at the peak of a step, by kind, for every candidate at once.
+
+Model states follow the table in `plan/memory.py`. Activations are counted per token and block: what backward needs of a compiled
+block with flash attention, in values of the computing dtype:
+
+    (4 h + 2 a d + 2 k d + 3 f) / tensor
+
+that is: the inputs and outputs of the two norms (4 h), queries and attention's output (2 a d), keys and values (2 k d), gate,
+up and their product (3 f; 2 f without a gate). `full` keeps a block's input and has one block alive; `selective` keeps products
+and attention. A schedule multiplies this by the micro-batches a rank has in flight (`plan/schedule.py` has the table).
+
+Where weights are not gathered, their copies in the computing dtype wait for backward (not those of a recomputed block). With a
+single micro-batch, gradients take the place of the activations that backward frees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+
+import numpy as np
+
+from shardwise.config import IN_A_V, SPLIT_BACKWARD, Model
+from shardwise.cost import compute
+from shardwise.cost.cluster import Cluster
+from shardwise.cost.space import Array, Bools, Ints, Space, Work
+from shardwise.cost.stack import SHARDWISE, Stack
+from shardwise.cost.traffic import CHUNK_BYTES
+from shardwise.plan.memory import BYTES
+from shardwise.plan.schedule import SCHEDULES, rank_of_stage
+from shardwise.plan.slices import Parts, parts_of
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of weights on one device: `slices.Part` of every candidate."""
+
+    whole: Array
+    shard: Array
+    gathered: Array
+
+    def __add__(self, other: Numbers) -> Numbers:
+        return Numbers(self.whole + other.whole, self.shard + other.shard, self.gathered + other.gathered)
+
+    def __mul__(self, times: Array) -> Numbers:
+        return Numbers(times * self.whole, times * self.shard, times * self.gathered)
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Parameters that devices hold before ZeRO, and how many blocks."""
+
+    block_dense: Array
+    """Parameters of one block on one tensor device, without experts."""
+    block_experts: Array
+    fullest: Numbers
+    """All of the fullest device's, experts included."""
+    blocks: Array
+    """Of one pipeline rank, on average."""
+    first_blocks: Array
+    middle_blocks: Array
+    last_blocks: Array
+    """Of the rank that has the head: the first one of a V."""
+    folded: Bools
+    """The model goes down the ranks and comes back: the first rank has embedding and head."""
+    edge_ratio: Array
+    """Parameters of embedding and head on a rank over those of a block."""
+    first_edge: Array
+    last_edge: Array
+
+    @property
+    def parameters(self) -> Array:
+        """The fullest device's."""
+        return self.fullest.whole
+
+    @property
+    def sharded(self) -> Array:
+        """Those whose optimizer state it has."""
+        return self.fullest.shard
+
+
+def hold(work: Work, space: Space, stack: Stack) -> Holdings:
+    """What each candidate's devices hold. The rank with most is the first, the last, or one between them."""
+    parts = _parts(work.model, space)
+    alone, folded = space.pipeline == 1, _among(space, IN_A_V)
+    first_blocks, middle_blocks, last_blocks = _cut(work, space, stack, folded)
+    own, end = parts["block"] + parts["experts"], parts["last"] + parts["copy"] * (~alone).astype(float)
+    ranks = [
+        own * first_blocks + parts["first"] + end * (alone | folded).astype(float),
+        own * middle_blocks,
+        own * np.where(folded, 0.0, last_blocks) + end * (~folded).astype(float),
+    ]
+    total = np.stack([sum(states(work, space, stack, rank).values(), np.zeros(len(space))) for rank in ranks])
+    most = total.argmax(axis=0)
+    names = ("whole", "shard", "gathered")
+    fullest = Numbers(**{name: np.choose(most, [getattr(rank, name) for rank in ranks]) for name in names})
+    first_edge, last_edge = parts["first"].whole, end.whole
+    edges = np.where(alone | folded, first_edge + last_edge, np.maximum(first_edge, last_edge))
+    return Holdings(
+        parts["block"].whole, parts["experts"].whole, fullest, work.model.layers / space.pipeline, first_blocks, middle_blocks,
+        last_blocks, folded, edges / own.whole, first_edge, last_edge,
+    )  # fmt: skip
+
+
+def _parts(model: Model, space: Space) -> dict[str, Numbers]:
+    """The parts of the model on one device, worked out once for every way to slice it."""
+    sharded = space.zero > 0
+    shards, expert_shards = np.where(sharded, space.shards, 1), np.where(sharded, space.expert_shards, 1)
+    kinds, where = _distinct([space.tensor, shards, space.expert, expert_shards])
+    found = [parts_of(model, *kind) for kind in kinds]
+
+    def numbers(part: str) -> Numbers:
+        columns = np.asarray([astuple(getattr(parts, part)) for parts in found]).reshape(-1, 3)[where]
+        return Numbers(*columns.T)
+
+    return {one.name: numbers(one.name) for one in fields(Parts)}
+
+
+def _distinct(columns: list[Ints]) -> tuple[list[tuple[int, ...]], Ints]:
+    """The rows that occur in these columns, and for each candidate its place among them."""
+    code = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        code = code * (int(column.max(initial=0)) + 1) + column
+    _, first, where = np.unique(code, return_index=True, return_inverse=True)
+    return [tuple(int(column[place]) for column in columns) for place in first], where
+
+
+def _cut(work: Work, space: Space, stack: Stack, folded: Bools) -> tuple[Array, Array, Array]:
+    """Blocks of the first pipeline rank, of the fullest one between the ends, and of the rank with the head: as they will be cut,
+    or evenly where a program does that.
+    """
+    even = work.model.layers / space.pipeline
+    if not stack.balanced:
+        return even, even, even
+    kinds, where = _distinct([space.pipeline, np.where(space.pipeline > 1, space.stages_per_rank, 1), folded.astype(np.int64)])
+    cuts = np.asarray([_blocks_of_ranks(work, *kind) for kind in kinds]).reshape(-1, 3)[where]
+    return cuts[:, 0], cuts[:, 1], cuts[:, 2]
+
+
+def _blocks_of_ranks(work: Work, ranks: int, per_rank: int, folded: int) -> tuple[float, float, float]:
+    stages, layers = ranks * per_rank, work.model.layers
+    if stages > layers:  # another program's layout, of which only the average is known
+        return (layers / ranks,) * 3
+    counts = work.blocks(stages)
+    places = rank_of_stage("zbv", ranks) if folded else tuple(stage % ranks for stage in range(stages))
+    held = [sum(count for count, place in zip(counts, places, strict=True) if place == rank) for rank in range(ranks)]
+    between = held[1:] if folded else held[1:-1]
+    return float(held[0]), float(max(between, default=0)), float(held[places[-1]])
+
+
+def in_flight(space: Space) -> tuple[Array, Array]:
+    """Micro-batches (of a whole rank's blocks) whose activations the first and the last pipeline rank hold at once."""
+    m, p, v = space.accumulation, space.pipeline, space.stages_per_rank
+    one = np.ones(len(space))
+    first = {"gpipe": m, "interleaved": (p * (v + 1) - 1) / v, "dualpipev": p + 0.5}
+    last = {"gpipe": m, "1f1b": one, "interleaved": (p * (v - 1) + 1) / v, "dualpipev": p + 0.5}
+    return tuple(  # type: ignore[return-value]
+        np.where(p == 1, 1.0, np.minimum(m, np.choose(space.schedule, [held.get(name, p) for name in SCHEDULES])))
+        for held in (first, last)
+    )
+
+
+def kept(work: Work, space: Space, stack: Stack) -> tuple[Array, Array]:
+    """Bytes of activations of one micro-batch in one block: kept until backward, and while the block runs backward."""
+    model, size = work.model, compute.value_bytes(work)
+    tokens, tensor = compute.tokens_here(work, space), space.tensor
+    wide = 2 if model.activation == "swiglu" else 1
+    queries, keys = model.heads * model.head_dim / tensor, 2 * np.maximum(model.kv_heads / tensor, 1) * model.head_dim
+    residual = model.hidden / (tensor if stack.sequence_parallel else 1)
+    inner = (1 + wide) * model.ffn / tensor
+    products = wide * model.ffn / tensor
+    if model.experts:
+        rows = model.experts_per_token / tensor
+        inner = rows * ((1 + wide) * model.expert_width + 2 * model.hidden) + (1 + wide) * model.shared_experts * (
+            model.expert_width / tensor
+        )
+        products = inner
+    gathered = np.where(tensor > 1, stack.inputs_kept * model.hidden, 0.0)
+    scores = 0.0 if stack.flash else 2.5 * work.sequence_length * model.heads / tensor
+    none = stack.activation * (4 * residual + 2 * queries + keys + inner) + scores + gathered
+    selective = residual + queries + stack.selective_kept * (2 * residual + queries + keys + products)
+    if not stack.flash:
+        selective = stack.activation * (4 * residual + 2 * queries + keys + inner)
+    full = residual if stack.sequence_parallel else model.hidden / (tensor if stack.shard_inputs else 1)
+    choices = [np.broadcast_to(value, tokens.shape) for value in (none, selective, full)]
+    stays = np.choose(space.recompute, choices)
+    live = np.where(space.recompute == 2, none, np.where(space.recompute == 1, none - selective, 0.0))
+    return tokens * size * stays, tokens * size * live
+
+
+def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> dict[str, Array]:
+    """Bytes of the fullest device, by kind: the first pipeline rank, which has most in flight, or the last, which has the
+    logits."""
+    model, size = work.model, compute.value_bytes(work)
+    stays, live = kept(work, space, stack)
+    tokens = compute.tokens_here(work, space)
+    alone = space.pipeline == 1
+    flying, flying_last = in_flight(space)
+    edge = tokens * model.hidden * size / space.tensor
+    logits = tokens * model.vocabulary / space.tensor * stack.logit_bytes
+    if stack.logit_bytes == 0:
+        chunk = CHUNK_BYTES["cpu" if cluster.shared else "cuda"]
+        logits = np.minimum(tokens * model.vocabulary / space.tensor * size, chunk)
+    first = flying * held.first_blocks * stays + live + flying * edge
+    last = flying_last * held.last_blocks * stays + live + edge
+    fuller = alone | held.folded | (first >= last + logits)
+    activations = np.where(fuller, first, last)
+    logits = np.where(alone | held.folded | ~fuller, logits, 0.0)
+    held_states = states(work, space, stack, held.fullest)
+    unit = held.block_dense + held.block_experts
+    offloaded = space.offload == 1
+    three = (space.zero == 3) & ((space.shards > 1) | offloaded)
+    largest = np.maximum(unit, np.where(alone, np.maximum(held.first_edge, held.last_edge), 0.0))
+    weight, gradient = compute.weight_bytes(work, stack), compute.reduce_bytes(work, stack)
+    gathered = np.where(three, weight * (2 * unit + largest), 0.0)
+    reducing = np.where((space.zero >= 2) & ((space.shards > 1) | offloaded), (gradient + weight) * largest, 0.0)
+    held_copies = stack.cast_held if compute.casts(work) else 0.0
+    casts = held_copies * np.where(space.recompute == 2, model.vocabulary * model.hidden / space.tensor, held.parameters)
+    casts = np.where((space.zero == 0) | (space.shards == 1), casts, 0.0)
+    whole_inputs = np.where(space.tensor > 1, stack.whole_inputs * tokens * model.hidden * size, 0.0)
+    once = alone & (space.accumulation == 1) & ((space.zero == 0) | (space.shards == 1)) & (not stack.keeps_gradients)
+    held_states["gradients"] = np.where(once, np.maximum(0.0, held_states["gradients"] - activations), held_states["gradients"])
+    result = {
+        **_without_the_hosts(work, space, stack, held_states, held),
+        "activations": activations,
+        "logits": logits,
+        "gathered": gathered + casts,
+        "buffers": reducing + whole_inputs + np.where(logits > 0, 4.0 * model.vocabulary * model.hidden / space.tensor, 0.0),
+        "overhead": np.full_like(activations, cluster.device.overhead),
+    }
+    slack = stack.fragmentation
+    return {
+        name: value * (slack if name in ("activations", "logits", "gathered", "buffers") else 1.0)
+        for name, value in result.items()
+    }
+
+
+def _without_the_hosts(work: Work, space: Space, stack: Stack, found: dict[str, Array], held: Holdings) -> dict[str, Array]:
+    """What the device itself holds of the states: where they are offloaded, only what stays gathered or whole between
+    micro-batches."""
+    offloaded, stored = space.offload == 1, float(BYTES[work.state_dtype])
+    on_host = {"weights": stored * held.sharded, "gradients": stored * held.sharded, "optimizer": 2 * stored * held.sharded}
+    whole = (space.zero == 1) & (space.accumulation > 1)
+    on_host["gradients"] = np.where(whole, 0.0, on_host["gradients"])
+    return {name: np.where(offloaded, np.maximum(value - on_host[name], 0.0), value) for name, value in found.items()}
+
+
+def states(work: Work, space: Space, stack: Stack, held: Numbers) -> dict[str, Array]:
+    """Weights, gradients and optimizer state: the table of plan/memory.py, with this stack's widths."""
+    stored = float(BYTES[work.state_dtype])
+    computed = compute.value_bytes(work) * stack.weight_bytes / SHARDWISE.weight_bytes
+    reduced = BYTES[work.reduce_dtype] * stack.gradient_bytes / SHARDWISE.gradient_bytes
+    sharded, split = _sharded(work, space), _splits(space)
+    if not stack.one_copy:
+        return _two_copies(space, stack, held, sharded, stored)
+    copied = ~sharded & (_nobody_else(work, space) | (space.tensor * space.pipeline == 1) & (not work.model.experts))
+    gathers = ~copied & ((sharded & (space.zero < 3)) | split)
+    whole = ~copied & (((space.zero < 2) & (space.accumulation > 1)) | split) | (space.zero == 1) & stack.keeps_gradients
+    weights = stored * held.shard + np.where(gathers, computed * held.gathered, 0.0)
+    gradients = np.where(whole, reduced * held.whole, stored * held.shard)
+    return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard}
+
+
+def _two_copies(space: Space, stack: Stack, held: Numbers, sharded: Bools, stored: float) -> dict[str, Array]:
+    """The same for a program that computes with a copy of its weights whatever is sharded."""
+    weights = np.where(sharded & (space.zero == 3) & ~_splits(space), 0.0, stack.weight_bytes * held.whole) + stored * held.shard
+    whole = (space.zero == 1) & (stack.keeps_gradients | (space.accumulation > 1)) | _splits(space)
+    gradients = stack.gradient_bytes * np.where(sharded & ~whole, held.shard, held.whole)
+    return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard}
+
+
+def _nobody_else(work: Work, space: Space) -> Bools:
+    """No other device has the same weights."""
+    alone: Bools = space.replica * space.shards == 1
+    return alone & (space.expert_shards == 1) if work.model.experts else alone
+
+
+def _sharded(work: Work, space: Space) -> Bools:
+    others: Bools = (space.shards > 1) | (space.offload == 1)
+    others = others | (space.expert_shards > 1) if work.model.experts else others
+    return (space.zero > 0) & others
+
+
+def _splits(space: Space) -> Bools:
+    """Backward goes in two halves: weights stay gathered, and gradients whole, until the step ends."""
+    return _among(space, SPLIT_BACKWARD)
+
+
+def _among(space: Space, schedules: tuple[str, ...]) -> Bools:
+    """Pipelines with one of these schedules."""
+    found: Bools = (space.pipeline > 1) & np.isin(space.schedule, [SCHEDULES.index(name) for name in schedules])
+    return found

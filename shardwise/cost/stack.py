@@ -1,0 +1,114 @@
+"""How a training program does its work, as far as time and memory depend on it.
+
+The planner predicts shardwise; held against other people's measurements it must know what their programs do differently:
+kernels fused or not, gradients held in 2 or 4 bytes, what overlaps with what. These are facts about software, read from its
+source or documentation; there is one Stack for a program, and no figure in it depends on a model, a row or a cluster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Facts about a program."""
+
+    name: str
+    elementwise: float = 1.0
+    """Traffic of the memory-bound kernels of a block, relative to a compiled block (norms, activation, rotary, residuals
+    fused)."""
+    kernels: float = 30.0
+    """Kernels started for the forward pass of a block; backward starts twice as many."""
+    starts: float = 1.0
+    """Host time of one of them, in launches: autograd and the compiler's guards run beside the launch itself."""
+    kernel_gap: float = 0.0
+    """Seconds that a GPU rests between two kernels; where it is 0, the other figures have it in them."""
+    expert_kernels: float = 150.0
+    """Started beside them where a block has experts: routing, sorting, and waiting for the counts."""
+    collective_kernels: float = 3.0
+    """Starting a collective, in kernels."""
+    pipeline_jitter: float = 0.0
+    """Seconds by which each member of a tensor group delays its collectives, where a pipeline's messages keep hosts from
+    running ahead."""
+    micro_batch_kernels: float = 100.0
+    """Started for a micro-batch outside of the blocks."""
+    step_kernels: float = 0.0
+    """Started for the optimizer, a block."""
+    flash: bool = True
+    """Attention without a matrix of scores in memory."""
+    native_attention: bool = True
+    """Attention by kernels written for the device."""
+    sequence_parallel: bool = True
+    """Tensor devices also share the tokens outside of the matrices."""
+    gradient_bytes: float = 4.0
+    """Of a gradient held between micro-batches."""
+    reduce_bytes: float = 4.0
+    """Of a gradient on the wire."""
+    weight_bytes: float = 2.0
+    """Of a weight that is computed with, and on the wire."""
+    logit_bytes: float = 10.0
+    """Alive at once for each logit; 0 where the loss is computed in chunks."""
+    activation: float = 1.0
+    """Bytes of activations kept, relative to the count in cost/footprint.py."""
+    overlap_data: float = 1.0
+    """Share of gathers and gradient sums that may hide behind computing."""
+    overlap_tensor: float = 0.0
+    """Share of the tensor axis' collectives that may hide behind the products beside them."""
+    gathers_after: int = 0
+    """Weights of a block gathered one by one after the optimizer's step under zero 1 and 2; 0: together, behind the next
+    forward."""
+    reduce_each: bool = False
+    """Gradients are reduced in every micro-batch under zero 1 and 2 also."""
+    fragmentation: float = 1.0
+    """Memory reserved over memory allocated."""
+    overlap_sends: float = 1.0
+    """Share of the messages between pipeline stages that the program does not wait for."""
+    gathers_again: bool = True
+    """Backward gathers the inputs of a block's products again over the tensor axis, instead of keeping them."""
+    selective_repeats: float = 0.0
+    """Share of forward's tensor collectives that selective recomputation repeats."""
+    overlap_gather_again: float = 0.0
+    """Share of backward's second gather of a block's inputs that hides behind its products."""
+    selective_matmul: float = 0.0
+    """Share of the products that selective recomputation does again."""
+    selective_attention: float = 0.0
+    selective_kept: float = 1.0
+    """Share of the products' outputs that selective recomputation keeps."""
+    inputs_kept: float = 0.0
+    """Of the two inputs of a block that the tensor axis gathers whole, how many are kept for backward instead of gathered
+    again."""
+    whole_inputs: float = 2.0
+    """Of the tensors that the tensor axis gathers whole for a block, how many are alive at once."""
+    recompute_all: bool = False
+    """Full recomputation also does a block's last product again, whose output backward does not need."""
+    loss_traffic: float = 14.0
+    """Bytes moved for each logit."""
+    cast_bytes: float = 6.0
+    """Bytes moved for each weight and micro-batch to have it in the computing dtype, where it is not gathered."""
+    cast_held: float = 2.0
+    """Bytes of those copies that backward still needs, where weights are not gathered."""
+    balanced: bool = True
+    """Pipeline stages are cut by cost, the last one having the head; else into equal numbers of blocks."""
+    one_copy: bool = True
+    """An unsharded weight is stored once, in the state's dtype; else also in the computing dtype."""
+    keeps_gradients: bool = False
+    """Whole gradients stay allocated under zero = 1 whatever the number of micro-batches."""
+    shard_inputs: bool = False
+    """Recomputed blocks keep their input cut over the tensor axis."""
+
+
+SHARDWISE = Stack(
+    "shardwise",
+    kernels=80.0,
+    starts=2.2,
+    kernel_gap=1.5e-6,
+    micro_batch_kernels=500.0,
+    step_kernels=35.0,
+    logit_bytes=0.0,
+    gathers_again=False,
+    selective_repeats=1.0,
+)
+"""Kernels as a profile of one step counts them (benchmarks/planner_gpu.py): 240 for a block, forward and backward. Starts and
+gaps from steps of gpt2, which the host holds up, and of qwen3-0.6b and 4b, which take 1.5 to 2.5 us a kernel longer than
+their kernels."""

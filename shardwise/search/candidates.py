@@ -1,0 +1,225 @@
+"""Every layout a job could run under, as one `Space`, and how many were refused for which reason.
+
+Degrees are the ways to write the number of devices as pipeline x replica x data x context x tensor. Each is held against the
+rules that `shardwise train` would hold it against (`config/layouts.py`), then multiplied by the choices inside it: ZeRO stage,
+micro-batch, schedule, recomputation, ring or Ulysses, experts. What the user has fixed is fixed here; what makes no difference
+is left out (sharding over one device, a schedule without a pipeline).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from shardwise.config import IN_A_V, SPLIT_BACKWARD, Config, Layout, divisors
+from shardwise.config.layouts import can_borrow
+from shardwise.cost.space import RECOMPUTE, Space, recompute_mode, space_of
+from shardwise.plan.schedule import SCHEDULES
+
+LARGEST_MICRO_BATCH = 256
+STAGES_PER_RANK = (2, 3, 4, 5, 6, 8, 10)
+"""Of the interleaved schedule, where the model has the blocks for it."""
+_AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The space, and what was refused before it was costed: reason to number of layouts."""
+
+    space: Space
+    refused: dict[str, int]
+
+
+def fixed_fields(config: Config) -> dict[str, Any]:
+    """What the user has decided: fields of the layout that were given, the micro-batch, the recomputation. Degrees that multiply
+    to a positive data axis fix the ones left out at 1.
+    """
+    layout = config.layout
+    given = {name: getattr(layout, name) for name in layout.model_fields_set}
+    if given.get("data") == -1:
+        del given["data"]
+    if given.get("attention") == "auto":
+        del given["attention"]
+    fixed = {name: value for name, value in given.items() if value is not None}
+    if config.train.micro_batch is not None:
+        fixed["micro_batch"] = config.train.micro_batch
+    if "recompute" in config.train.model_fields_set:
+        fixed["recompute"] = recompute_mode(config.train.recompute)
+    return fixed
+
+
+def is_whole(fixed: Mapping[str, Any], devices: int) -> bool:
+    """Whether the degrees given use all devices already, so that the others are 1."""
+    given = [fixed[axis] for axis in _AXES[:-1] if axis in fixed]
+    return bool(given) and int(np.prod(given)) == devices
+
+
+def candidates(config: Config, devices: int, fixed: Mapping[str, Any], offload: bool = False) -> Candidates:
+    """All layouts of this job on so many devices."""
+    refused: Counter[str] = Counter()
+    if is_whole(fixed, devices):
+        fixed = {**dict.fromkeys(_AXES[:-1], 1), **fixed}
+    parts = [
+        part
+        for degrees in _degrees(devices, fixed)
+        if not _refused(config, degrees, refused)
+        for part in _expanded(config, degrees, fixed, offload, refused)
+    ]
+    columns = {name: np.concatenate([part[name] for part in parts]) if parts else np.zeros(0, np.int64) for name in _COLUMNS}
+    return Candidates(Space(**columns), dict(refused))
+
+
+_COLUMNS = tuple(space_of([{}]).row(0))
+
+
+def _degrees(devices: int, fixed: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    def choices(axis: str, left: int) -> list[int]:
+        if axis in fixed:
+            return [fixed[axis]] if left % fixed[axis] == 0 else []
+        return divisors(left)
+
+    # A schedule is asked for with a pipeline, and a way to attend with context devices, where there can be any.
+    several = [axis for axis, key in (("pipeline", "schedule"), ("context", "attention")) if key in fixed and axis not in fixed]
+    several = several if devices > 1 else []
+    for pipeline in choices("pipeline", devices):
+        for tensor in choices("tensor", devices // pipeline):
+            for context in choices("context", devices // pipeline // tensor):
+                left = devices // pipeline // tensor // context
+                for replica in choices("replica", left):
+                    data = left // replica
+                    degrees = {"pipeline": pipeline, "replica": replica, "data": data, "context": context, "tensor": tensor}
+                    if fixed.get("data", data) == data and all(degrees[axis] > 1 for axis in several):
+                        yield degrees
+
+
+def _refused(config: Config, degrees: Mapping[str, int], refused: Counter[str]) -> bool:
+    """The first rule that these degrees break, counted."""
+    reason = _reason(config, degrees)
+    if reason:
+        refused[reason] += 1
+    return reason is not None
+
+
+def _reason(config: Config, degrees: Mapping[str, int]) -> str | None:
+    model, tensor, context = config.model, degrees["tensor"], degrees["context"]
+    if model.heads % tensor:
+        return f"tensor does not divide {model.heads} heads"
+    if model.kv_heads % tensor and tensor % model.kv_heads:
+        return f"tensor neither divides {model.kv_heads} key heads nor is divided by them"
+    if model.vocabulary < tensor:
+        return "tensor is more than the vocabulary"
+    if degrees["pipeline"] > model.layers:
+        return f"pipeline has more stages than the model's {model.layers} blocks"
+    if config.data.sequence_length % (tensor * context):
+        return f"a sequence of {config.data.sequence_length} does not divide over context x tensor"
+    if config.train.global_batch % (degrees["replica"] * degrees["data"]):
+        return f"a global batch of {config.train.global_batch} does not divide over replica x data"
+    return None
+
+
+def _expanded(
+    config: Config, degrees: dict[str, int], fixed: Mapping[str, Any], offload: bool, refused: Counter[str]
+) -> Iterator[dict[str, np.ndarray[Any, np.dtype[np.int64]]]]:
+    """The choices inside these degrees, as columns."""
+    share = config.train.global_batch // (degrees["replica"] * degrees["data"])
+    experts = _experts(config, degrees, fixed)
+    attentions = _attentions(config, degrees, fixed)
+    if not experts:
+        refused["expert cannot be made of these axes"] += 1
+        return
+    if not attentions:
+        refused["context splits neither the heads nor the sequence evenly"] += 1
+        return
+    asked = fixed.get("micro_batch")
+    micro_batches = [size for size in divisors(share) if (size <= LARGEST_MICRO_BATCH if asked is None else size == asked)]
+    if not micro_batches:
+        share_of = f"a device's share of a global batch of {config.train.global_batch}"
+        refused[f"train.micro_batch = {asked} does not divide {share_of}"] += 1
+        return
+    rows = list(product(_zeros(config, degrees, fixed, offload), _schedules(config, degrees, fixed), experts, attentions))
+    modes = [RECOMPUTE.index(mode) for mode in RECOMPUTE if fixed.get("recompute", mode) == mode]
+    grid = [
+        (zero, SCHEDULES.index(schedule), per_rank, expert, ring, mode, size)
+        for zero, (schedule, per_rank), expert, ring in rows
+        if zero == 0 or offload or _others(config, degrees, expert)
+        for mode in modes
+        if not (mode and degrees["pipeline"] > 1 and schedule in SPLIT_BACKWARD and _pointless(mode, fixed))
+        for size in micro_batches
+    ]
+    if not grid:
+        return
+    table = np.asarray(grid, dtype=np.int64).T
+    names = ("zero", "schedule", "stages_per_rank", "expert", "ring", "recompute", "micro_batch")
+    columns = dict(zip(names, table, strict=True))
+    columns |= {axis: np.full(table.shape[1], degree, np.int64) for axis, degree in degrees.items()}
+    columns["accumulation"] = share // columns["micro_batch"]
+    columns["offload"] = np.full(table.shape[1], int(offload), np.int64)
+    yield columns
+
+
+def _pointless(mode: int, fixed: Mapping[str, Any]) -> bool:
+    """Selective recomputation allows one pass backward, not two halves; full recomputation repeats a block for each of its
+    weights in the second half, so it is not proposed, but costed where the user asks for both.
+    """
+    return RECOMPUTE[mode] == "selective" or not {"schedule", "recompute"} <= set(fixed)
+
+
+def _others(config: Config, degrees: Mapping[str, int], expert: int) -> bool:
+    """Whether another device has the same weights, in one replica: else there is nothing to shard."""
+    return degrees["data"] * degrees["context"] > 1 or (config.model.experts > 0 and degrees["tensor"] > expert)
+
+
+def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any], offload: bool) -> list[int]:
+    if degrees["data"] * degrees["context"] == 1 and not (config.model.experts and degrees["tensor"] > 1):
+        alone = degrees["replica"] == 1 or "replica" in fixed
+        return ([fixed.get("zero") or 3] if offload else [0]) if alone else []
+    stages = [stage for stage in range(4) if fixed.get("zero", stage) == stage]
+    if offload and "zero" not in fixed:  # the lower stages keep whole weights on the device
+        return [3]
+    if degrees["replica"] > 1 or offload:  # copies of whole states are what the data axis does already
+        stages = [stage for stage in stages if stage > 0]
+    return stages
+
+
+def _schedules(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any]) -> list[tuple[str, int]]:
+    if degrees["pipeline"] == 1:
+        return [("1f1b", 1)]
+    most = config.model.layers // degrees["pipeline"]
+    found: list[tuple[str, int]] = []
+    for schedule in SCHEDULES:
+        if "schedule" in fixed and schedule != fixed["schedule"]:
+            continue
+        if schedule == "gpipe" and "schedule" not in fixed:
+            continue  # 1f1b does the same in the same time, and holds less
+        per_rank = [2] if schedule in IN_A_V else STAGES_PER_RANK if schedule == "interleaved" else [1]
+        if schedule == "interleaved" and "stages_per_rank" in fixed:
+            per_rank = [fixed["stages_per_rank"]]
+        found += [(schedule, count) for count in per_rank if count <= most]
+    if "stages" in fixed:  # cut by hand, into so many
+        found = [(schedule, count) for schedule, count in found if count * degrees["pipeline"] == len(fixed["stages"])]
+    return found
+
+
+def _experts(config: Config, degrees: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[int]:
+    if not config.model.experts:
+        return [1] if fixed.get("expert", 1) == 1 else []
+    wanted = [fixed["expert"]] if "expert" in fixed else divisors(config.model.experts)
+    return [expert for expert in wanted if can_borrow(Layout(**degrees, expert=expert))]
+
+
+def _attentions(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any]) -> list[int]:
+    """1: a ring, 0: Ulysses, where query heads divide over the context devices; key heads are repeated if they must."""
+    model, context, tensor = config.model, degrees["context"], degrees["tensor"]
+    if context == 1:
+        return [0]
+    found = []
+    if model.heads // tensor % context == 0 and fixed.get("attention") != "ring":
+        found.append(0)
+    if config.data.sequence_length % (2 * context) == 0 and fixed.get("attention") != "ulysses":
+        found.append(1)
+    return found

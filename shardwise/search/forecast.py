@@ -1,0 +1,46 @@
+"""What a run that is about to begin will take, by the model that plans: kept in plan.json, and held against what then happened.
+
+`plan_job` decides what the user left open; `forecast` predicts what was decided. A run goes on if its prediction cannot be
+made: the plan is advice, the training is the purpose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.config import Config, Layout
+from shardwise.cost.cluster import GIB, Cluster
+from shardwise.cost.space import space_of_layout
+from shardwise.errors import ConfigError
+from shardwise.search.answer import chosen, nothing_fits, reason, traffic
+from shardwise.search.search import play, search, work_of
+
+
+def plan_job(config: Config, cluster: Cluster, devices: int) -> tuple[Config, str]:
+    """The job with the best layout put in, and why in one line."""
+    result = search(config, cluster, devices, config.cluster.margin)
+    if not len(result.order):
+        raise ConfigError(f"the job on {devices} devices", nothing_fits(config, result))
+    return chosen(config, result), reason(result, int(result.order[0]))
+
+
+def is_open(layout: Layout) -> bool:
+    """Whether the user left all of the layout to the planner."""
+    return not layout.model_fields_set
+
+
+def forecast(config: Config, layout: Layout, micro_batch: int, accumulation: int, cluster: Cluster) -> dict[str, Any]:
+    """Seconds by term, bytes of memory by kind, and of every collective, of one step under this layout."""
+    one = space_of_layout(config, layout, micro_batch, accumulation)
+    work = work_of(config)
+    found = play(work, one, cluster)
+    total = float(found.total[0])
+    return {
+        "cluster": cluster.name,
+        "device": cluster.device.name,
+        "step_seconds": {name: float(value[0]) for name, value in found.seconds.items()} | {"total": total},
+        "memory_gib": {name: float(value[0]) / GIB for name, value in found.memory.items()}
+        | {"total": float(found.peak[0]) / GIB},
+        "tokens_per_second": work.tokens / total,
+        "bytes": traffic(work, cluster, one),
+    }

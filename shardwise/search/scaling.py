@@ -1,0 +1,187 @@
+"""Scaling curves: the best layout on each of several device counts, how much of the ideal is left, and which term took the rest.
+
+*Strong* scaling trains the same global batch on more devices: each has less to do, and what does not shrink (exposed
+communication, the update, the pipeline's bubble) is a growing share of the step. *Weak* scaling gives each device the same work,
+so the global batch grows with the devices. Every count gets its own search: the layout that is best on 8 devices is seldom the
+one for 4,096.
+
+Efficiency is tokens a second and device, over that of the smallest count on which the job works. It may be above 1: more devices
+leave more memory to each, and what was recomputed or offloaded need not be any longer. The term that breaks a curve is the one
+whose share of the step grew most since that smallest count.
+
+Amdahl (1967): if a share s of the time on the smallest count does not shrink, no number of devices is more than 1/s times faster.
+The share is read off the smallest working count; real curves bend earlier where communication grows with the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardwise.config import Config
+from shardwise.cost.cluster import Cluster
+from shardwise.errors import UserError
+from shardwise.search import requirements
+from shardwise.search.answer import nothing_fits, spoken, words
+from shardwise.search.search import search
+
+EXPOSED = ("tensor", "context", "expert", "data", "replica", "pipeline_sends")
+"""Terms of a step that are communication nothing hides."""
+_PRODUCTS = ("matmul", "attention")
+"""What a step is for: their share grows where the rest gets better."""
+SERIAL = (*EXPOSED, "optimizer", "bubble")
+"""Terms that do not get shorter with more devices of the same batch."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One device count of a curve: what its best layout does, or why there is none."""
+
+    devices: int
+    global_batch: int | None
+    """Sequences a step; None where the batch cannot be divided as asked."""
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    efficiency: float | None = None
+    """Tokens a second and device, over those of the smallest count that works."""
+    layout: str | None = None
+    breaks: str | None = None
+    """The term whose share of the step grew most since the smallest count that works; None there, and where none grew."""
+    reason: str | None = None
+    """Why nothing runs here."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of the step, by term."""
+
+    @property
+    def works(self) -> bool:
+        """Whether a layout fits."""
+        return self.reason is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; the term is given by its name and in words."""
+        return {
+            "devices": self.devices,
+            "global_batch": self.global_batch,
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "efficiency": self.efficiency,
+            "layout": self.layout,
+            "breaks": self.breaks,
+            "breaks_in_words": None if self.breaks is None else spoken(self.breaks),
+            "reason": self.reason,
+            "seconds": dict(self.seconds),
+        }
+
+
+def strong(config: Config, cluster: Cluster, counts: Sequence[int]) -> list[Point]:
+    """The job as it is on each number of devices."""
+    return _curve([_point(config, cluster, devices) for devices in _ascending(counts)])
+
+
+def weak(config: Config, cluster: Cluster, counts: Sequence[int]) -> list[Point]:
+    """The job with a global batch in proportion to the devices; on the smallest count it is the job's own."""
+    ascending = _ascending(counts)
+    return _curve([_grown(config, cluster, devices, ascending[0]) for devices in ascending])
+
+
+def _ascending(counts: Sequence[int]) -> list[int]:
+    if not counts or any(devices < 1 for devices in counts):
+        given = ",".join(map(str, counts)) or "nothing"
+        raise UserError(f"scaling over {given} devices: give one or more counts from 1, as in 8,16,32,64")
+    return sorted(set(counts))
+
+
+def _grown(config: Config, cluster: Cluster, devices: int, first: int) -> Point:
+    batch, rest = divmod(config.train.global_batch * devices, first)
+    if rest:
+        share = f"{config.train.global_batch} sequences on {first} devices"
+        return Point(devices, None, reason=f"{share} are not a whole number on {devices}")
+    return _point(_with_batch(config, batch), cluster, devices)
+
+
+def _with_batch(config: Config, batch: int) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"global_batch": batch})})
+
+
+def _point(config: Config, cluster: Cluster, devices: int) -> Point:
+    result = search(config, cluster.of(devices), devices)
+    batch = config.train.global_batch
+    if not len(result.order):
+        return Point(devices, batch, reason=nothing_fits(config, result)[0])
+    best = int(result.order[0])
+    seconds = {name: float(value[0]) for name, value in result.prediction(best).seconds.items()}
+    total = sum(seconds.values())
+    return Point(
+        devices, batch, total, result.work.tokens / total, layout=words(result.space.row(best)), seconds=seconds
+    )  # fmt: skip
+
+
+def _curve(points: list[Point]) -> list[Point]:
+    """The points held against the first that works."""
+    first = next((point for point in points if point.works), None)
+    return points if first is None else [_against(first, point) for point in points]
+
+
+def _against(first: Point, point: Point) -> Point:
+    if point.tokens_per_second is None or first.tokens_per_second is None:
+        return point
+    efficiency = point.tokens_per_second / point.devices / (first.tokens_per_second / first.devices)
+    return replace(point, efficiency=efficiency, breaks=_grew_most(first.seconds, point.seconds) if efficiency < 1 else None)
+
+
+def _grew_most(before: Mapping[str, float], after: Mapping[str, float]) -> str | None:
+    """The term whose share of the sum grew most, if any grew."""
+    old, new = sum(before.values()), sum(after.values())
+    growth = {name: seconds / new - before.get(name, 0.0) / old for name, seconds in after.items() if name not in _PRODUCTS}
+    most = max(growth, key=lambda name: growth[name])
+    return most if growth[most] > 1e-9 else None
+
+
+# -- Amdahl's bound -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far a strong curve can go, if memory forces nothing on the smallest count that more devices would be rid of."""
+
+    devices: int
+    """The smallest count that works; speed-ups are over it."""
+    serial_share: float
+    """Of its step, the part that more devices do not shorten."""
+    most_speedup: float
+    """1 / serial_share, however many devices."""
+    speedups: tuple[tuple[int, float, float], ...]
+    """For each count that works: devices, the speed-up reached, and the one that the share alone would allow."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        names = ("devices", "reached", "bound")
+        rows = [dict(zip(names, row, strict=True)) for row in self.speedups]
+        return {
+            "devices": self.devices,
+            "serial_share": self.serial_share,
+            "most_speedup": self.most_speedup,
+            "speedups": rows,
+        }
+
+
+def amdahl(points: Sequence[Point]) -> Bound | None:
+    """The bound of a strong curve; None where nothing works, or nothing is serial."""
+    working = [point for point in points if point.works]
+    if not working:
+        return None
+    first = working[0]
+    total = sum(first.seconds.values())
+    share = sum(first.seconds.get(name, 0.0) for name in SERIAL) / total
+    if share <= 0:
+        return None
+    rows = tuple(
+        (
+            point.devices,
+            total / sum(point.seconds.values()),
+            float(requirements.amdahl(share, point.devices / first.devices)),
+        )
+        for point in working
+    )
+    return Bound(first.devices, share, 1 / share, rows)

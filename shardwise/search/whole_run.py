@@ -1,0 +1,174 @@
+"""Beyond one step: what the whole run costs, what the links would need to hide their traffic, how often to save, and what a
+compute budget buys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from shardwise.config import Config, Model
+from shardwise.cost.cluster import Cluster
+from shardwise.cost.collectives import group_of
+from shardwise.cost.traffic import flows
+from shardwise.errors import ConfigError, UserError
+from shardwise.plan.flops import flops_per_token
+from shardwise.plan.parameters import count
+from shardwise.search.answer import nothing_fits, words
+from shardwise.search.budget import chinchilla, compute_of, cost, of_a_size, shape_for
+from shardwise.search.interval import DEVICE_HOURS, plan_checkpoints
+from shardwise.search.requirements import least_bandwidth, ring_hops, wire_bytes
+from shardwise.search.search import Result, search
+from shardwise.search.slow_links import alternatives, worthwhile
+
+STORAGE = 2e9
+"""Bytes/s that one node writes to shared storage, where nothing better is known."""
+_HIDES_BEHIND = {"data x context": "shards", "replica x data x context": "copies", "replica": "replica", "data": "data"}
+_DAY = 86400.0
+
+
+def beyond(config: Config, result: Result, storage: float = STORAGE, device_hours: float = DEVICE_HOURS) -> dict[str, Any]:
+    """What an answer says beside the step: the whole run, links, checkpoints, and ways to send less where links are slow."""
+    best = int(result.order[0])
+    return {
+        "step_seconds": float(result.prediction(best).total[0]),
+        "whole_run": whole_run(config, result, best),
+        "to_hide": to_hide(result, best),
+        "checkpoints": checkpoints(config, result, best, storage, device_hours),
+        "slow_links": [one.to_json() for one in alternatives(result)] if worthwhile(result) else [],
+    }
+
+
+def whole_run(config: Config, result: Result, best: int) -> dict[str, Any]:
+    """Days, device hours, energy and money of all steps."""
+    device = result.cluster.device
+    rate = 1.0 / (float(result.prediction(best).total[0]) * result.devices)
+    bill = cost(float(config.train.steps), rate, result.devices, device.watts, result.cluster.price)
+    return {
+        "steps": config.train.steps,
+        "tokens": config.train.steps * result.work.tokens,
+        **asdict(bill),
+        "days": bill.seconds / _DAY,
+    }
+
+
+def to_hide(result: Result, best: int) -> dict[str, Any] | None:
+    """The bandwidth a device needs so that gathers and gradient sums hide behind the computing, at the link's own latency."""
+    one = result.space.take([best])
+    found = result.prediction(best)
+    computing = sum(float(found.seconds[name][0]) for name in ("matmul", "attention", "elementwise", "recompute"))
+    wire, hops, between = 0.0, 0.0, False
+    for flow in flows(result.work, one):
+        axis = _HIDES_BEHIND.get(flow.axis)
+        if axis is None or not flow.count[0]:
+            continue
+        group = group_of(axis, one, result.cluster)
+        size = float(group.size[0])
+        wire += float(wire_bytes(flow.kind, float(flow.bytes[0]), size))
+        hops += float(flow.count[0]) * float(ring_hops(flow.kind, size))
+        between = between or bool(group.nodes[0] > 1)
+    if not wire:
+        return None
+    link = result.cluster.between if between else result.cluster.inside
+    inside = float(group_of("shards", one, result.cluster).inside[0]) if between else 1.0
+    needed = float(np.asarray(least_bandwidth(wire / inside, computing, hops / inside, link.latency)))
+    return {
+        "link": "between" if between else "inside",
+        "bytes_on_the_wire": wire / inside,
+        "computing_seconds": computing,
+        "needed_gb_s": needed / 1e9 if np.isfinite(needed) else None,
+        "has_gb_s": link.bandwidth / 1e9,
+        "most_latency_us": max(0.0, (computing - wire / inside / link.bandwidth) / max(hops / inside, 1.0)) * 1e6,
+        "has_latency_us": link.latency * 1e6,
+    }
+
+
+def checkpoints(config: Config, result: Result, best: int, storage: float, device_hours: float) -> dict[str, Any]:
+    """How often to save, what it costs, and the share of time that counts."""
+    cluster = result.cluster
+    nodes = -(-result.devices // cluster.devices_per_node)
+    width = {"bfloat16": 6.0, "float64": 24.0}.get(result.work.state_dtype, 12.0)
+    found = plan_checkpoints(
+        count(config.model), result.devices, storage, nodes, float(result.prediction(best).total[0]), device_hours,
+        config.checkpoint.background, bytes_per_parameter=width, host_bandwidth=cluster.device.host_bandwidth,
+        keep=config.checkpoint.keep,
+    )  # fmt: skip
+    return asdict(found)
+
+
+def sentences(found: dict[str, Any]) -> list[str]:
+    """The same in words."""
+    run, saves = found["whole_run"], found["checkpoints"]
+    hours = f"{run['days']:.3g} days, {run['device_hours']:,.0f} device hours"
+    text = f"all {run['steps']:,} steps ({run['tokens']:.3g} tokens) take {hours}"
+    if run["kwh"] is not None:
+        text += f", {run['kwh'] / 1000:,.3g} MWh"
+    if run["money"] is not None:
+        text += f", {run['money']:,.0f} in money"
+    advice = saves["advice"]
+    every = f"save every {advice['every_steps']:,} steps ({advice['every_seconds'] / 60:.3g} minutes)"
+    said = [
+        text,
+        f"{every}: {advice['expected_goodput']:.1%} of the time counts, {saves['storage_bytes'] / 1e9:,.0f} GB of storage",
+    ]
+    if (hide := found["to_hide"]) is not None:
+        where = "between nodes" if hide["link"] == "between" else "inside a node"
+        needed = "no bandwidth" if hide["needed_gb_s"] is None else f"{hide['needed_gb_s']:.3g} GB/s a device"
+        enough = hide["needed_gb_s"] is not None and hide["needed_gb_s"] <= hide["has_gb_s"]
+        rest = "; they still cost the memory and cores that they share with the computing" if enough else ""
+        said.append(f"to hide gathers and gradient sums {where} takes {needed}, and there are {hide['has_gb_s']:.3g}{rest}")
+    quicker = [one for one in found["slow_links"] if one["fits"] and one["step_seconds"] < found["step_seconds"]]
+    if quicker:
+        ways = ", ".join(f"{one['name']} {one['step_seconds']:.3g} s a step" for one in quicker[:4])
+        said.append(f"sending less would be quicker, at the price of inexact gradients (planned, not run yet): {ways}")
+    return said
+
+
+# -- compute-optimal training ---------------------------------------------------------------------------------------------
+
+
+def budget(config: Config, cluster: Cluster, flops: float | None, days: float | None) -> dict[str, Any]:
+    """The compute-optimal model for so many FLOPs, or for so many days of the cluster; and what the job's own model would do with
+    them. How fast it trains is planned, not assumed.
+    """
+    if (flops is None) == (days is None):
+        raise UserError("give --compute-budget or --days, not both")
+    for option, value in (("--compute-budget", flops), ("--days", days)):
+        if value is not None and not (np.isfinite(value) and value > 0):
+            raise UserError(
+                f"{option} {value:g}: give a number above 0, for example {'1e22' if option == '--compute-budget' else '30'}"
+            )
+    rate = None
+    if flops is None:
+        assert days is not None
+        peak = cluster.device.peak.get(config.train.precision) or max(cluster.device.peak.values())
+        flops = compute_of(days, cluster.devices, 0.4 * peak)
+        for _ in range(4):  # the model's size decides its speed, and its speed the size
+            rate = _rate(config, cluster, chinchilla(flops).parameters)[1]
+            flops = compute_of(days, cluster.devices, rate)
+    found = chinchilla(flops)
+    model, rate, layout = _rate(config, cluster, found.parameters)
+    bill = cost(flops, rate, cluster.devices, cluster.device.watts, cluster.price)
+    own = of_a_size(float(count(config.model)), flops)
+    return {
+        "flops": flops, "parameters": found.parameters, "tokens": found.tokens, "loss": found.loss,
+        "fitted": asdict(found.fitted), "replicated": asdict(found.replicated), "model": model, "layout": layout,
+        "flops_per_second_per_device": rate, **asdict(bill), "days": bill.seconds / _DAY, "this_model": asdict(own),
+    }  # fmt: skip
+
+
+def _rate(config: Config, cluster: Cluster, parameters: float) -> tuple[dict[str, Any], float, str]:
+    """A shape of about so many parameters, and the FLOP/s a device reaches with it under its best layout."""
+    shape = shape_for(parameters, config.model.vocabulary)
+    model = Model(**{**shape, "max_positions": max(config.data.sequence_length, config.model.max_positions)})
+    other = config.model_copy(update={"model": model})
+    result = search(other, cluster, cluster.devices, config.cluster.margin)
+    if not len(result.order):
+        raise ConfigError(
+            f"a model of {parameters / 1e9:.3g} B parameters on {cluster.devices} devices", nothing_fits(other, result)
+        )
+    best = int(result.order[0])
+    flops = flops_per_token(model, config.data.sequence_length) * result.work.tokens
+    return shape, flops / float(result.prediction(best).total[0]) / cluster.devices, words(result.space.row(best))
