@@ -261,9 +261,9 @@ def _table(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _size(bytes: int | None) -> str:
-    from shardwise.observe import words
+    from shardwise.observe.format import format_bytes
 
-    return "" if bytes is None else words.size(bytes)
+    return "" if bytes is None else format_bytes(bytes)
 
 
 def _print_json(content: dict[str, Any]) -> None:

@@ -27,13 +27,13 @@ _HOST_SPANS = frozenset({"data"})
 
 
 class _Timer(Protocol):
-    """A way to mark moments, and to tell later how far apart two of them were."""
+    """A clock: marks the present time, and tells later how far apart two marks are."""
 
     def mark(self) -> Any:
-        """This moment."""
+        """The present time."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From one moment to the other; may use the marks up."""
+        """From one mark to the other; may use the marks up."""
 
 
 class _HostTimer:

@@ -1,4 +1,4 @@
-"""The run's own records: `metrics.jsonl`, one object a step, and `events.jsonl`, one object a thing that happened.
+"""The run's own records: `metrics.jsonl`, one object a step, and `events.jsonl`, one object an event.
 
 JSON lines are appended with one unbuffered write each, so a killed run has every finished step on disk and at most one
 torn line, which readers skip and the next writer cuts off. Floats are written in the shortest form that reads back to the
@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -26,12 +27,12 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 def to_json(record: Any, indent: int | None = None) -> str:
     """Strict JSON: floats to the bit, non-finite ones as strings."""
-    return json.dumps(_strict(record), allow_nan=False, ensure_ascii=False, indent=indent)
+    return json.dumps(_encode_non_finite(record), allow_nan=False, ensure_ascii=False, indent=indent)
 
 
 def from_json(text: str | bytes) -> Any:
     """What `to_json` wrote, non-finite floats included."""
-    return _lenient(json.loads(text))
+    return _decode_non_finite(json.loads(text))
 
 
 def read_lines(path: Path) -> Iterator[Record]:
@@ -47,7 +48,7 @@ class MetricsFile:
 
     def __init__(self, path: str | Path, resume_step: int = 0) -> None:
         self.path = Path(path)
-        with explained(self.path):
+        with explain_write_errors(self.path):
             _keep_until(self.path, resume_step)
         self._lines = _LineWriter(self.path)
 
@@ -67,9 +68,9 @@ class EventsFile:
         self.path = Path(path)
         self._lines = _LineWriter(self.path)
 
-    def write(self, event: str, **facts: Any) -> None:
-        """Append one event with the present time (UTC) and what is to be known about it."""
-        self._lines.write({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts})
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one event with the present time (UTC) and its fields."""
+        self._lines.write({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields})
 
     def close(self) -> None:
         """No more events."""
@@ -81,36 +82,31 @@ class _LineWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with explained(path):
+        with explain_write_errors(path):
             _cut_torn_line(path)
             self._file = FileIO(path, "a")
 
     def write(self, record: Record) -> None:
         data = memoryview(to_json(record).encode() + b"\n")
-        with explained(self._path):
+        with explain_write_errors(self._path):
             while data:
                 data = data[self._file.write(data) :]
 
     def close(self) -> None:
-        with explained(self._path):
+        with explain_write_errors(self._path):
             self._file.close()
 
 
-class explained:  # noqa: N801  (reads as a statement)
-    """Turns the operating system's refusal into a message that names the file, the reason and the way out."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, OSError):
-            raise RunFailed(
-                f"{self._path} cannot be written: {error.strerror or error}. Free space there or give another folder with "
-                "run.folder=PATH, then start again: training resumes from the last checkpoint in the run folder."
-            ) from None
+@contextmanager
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusal into a message that names the file, the reason and the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFailed(
+            f"{path} cannot be written: {error.strerror or error}. Free space there or give another folder with "
+            "run.folder=PATH, then start again: training resumes from the last checkpoint in the run folder."
+        ) from None
 
 
 def _keep_until(path: Path, step: int) -> None:
@@ -137,21 +133,21 @@ def _parse(line: bytes) -> Record | None:
     return record if isinstance(record, dict) else None
 
 
-def _strict(value: Any) -> Any:
+def _encode_non_finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: _encode_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
+        return [_encode_non_finite(item) for item in value]
     return value
 
 
-def _lenient(value: Any) -> Any:
+def _decode_non_finite(value: Any) -> Any:
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {key: _lenient(item) for key, item in value.items()}
+        return {key: _decode_non_finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_lenient(item) for item in value]
+        return [_decode_non_finite(item) for item in value]
     return value

@@ -31,8 +31,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.observe import words
 from shardwise.observe.files import Record
+from shardwise.observe.format import format_bytes, format_count
 
 Row = dict[str, Any]
 """`what`, `kind` (seconds, rate, memory, bytes), `predicted`, `measured`, `ratio` (measured / predicted); null where not known.
@@ -85,15 +85,15 @@ def _spans(steps: Sequence[Record], seconds: float) -> dict[str, float | None]:
     On a GPU batches are read while the device computes: only what nothing else covers is the data's.
     """
     total = math.fsum(step["seconds"] for step in steps)
-    found: dict[str, float | None] = {}
+    spans: dict[str, float | None] = {}
     for name in ("forward_backward", _EXPOSED, "optimizer", "data"):
         known = [step["spans"][name] for step in steps if name in step.get("spans", {})]
-        found[name] = math.fsum(known) * seconds / total if known and total else None
-    left = max(0.0, seconds - sum(found[name] or 0.0 for name in ("forward_backward", _EXPOSED, "optimizer")))
-    if found["data"] is not None:
-        found["data"] = min(found["data"], left)
-    found["other"] = None if found["forward_backward"] is None else left - (found["data"] or 0.0)
-    return found
+        spans[name] = math.fsum(known) * seconds / total if known and total else None
+    left = max(0.0, seconds - sum(spans[name] or 0.0 for name in ("forward_backward", _EXPOSED, "optimizer")))
+    if spans["data"] is not None:
+        spans["data"] = min(spans["data"], left)
+    spans["other"] = None if spans["forward_backward"] is None else left - (spans["data"] or 0.0)
+    return spans
 
 
 def _memory(predicted: Mapping[str, float], steps: Sequence[Record], on_cpu: bool) -> Iterator[Row]:
@@ -111,7 +111,7 @@ def _memory(predicted: Mapping[str, float], steps: Sequence[Record], on_cpu: boo
 
 def _collectives(predicted: Sequence[Mapping[str, Any]], steps: Sequence[Record]) -> Iterator[Row]:
     """Bytes and calls of each kind and axis. What the ledger does not hold did not happen."""
-    planned = {f"{one['kind']}/{one['axis']}": one for one in predicted}
+    planned = {f"{flow['kind']}/{flow['axis']}": flow for flow in predicted}
     ledgers = [step["collectives"] for step in steps if "collectives" in step]
     nothing = {"count": 0, "bytes": 0}
     for key in sorted({*planned, *(key for ledger in ledgers for key in ledger)}):
@@ -161,10 +161,10 @@ def show(rows: Sequence[Row], console: Console) -> None:
 def largest(rows: Sequence[Row]) -> str:
     """The largest disagreement, in one sentence: of a step's seconds, of the peak's bytes, or of a collective's."""
     step = max(rows[0]["predicted"], rows[0]["measured"])
-    found = [(_apart(row, step), row) for row in rows[1:] if row["measured"] is not None and row["kind"] != "rate"]
-    if not found:
+    gaps = [(_apart(row, step), row) for row in rows[1:] if row["measured"] is not None and row["kind"] != "rate"]
+    if not gaps:
         return "Nothing but the step time was measured."
-    share, row = max(found, key=lambda one: one[0])
+    share, row = max(gaps, key=lambda gap: gap[0])
     if share < _CLOSE:
         return f"All that was measured is within {_CLOSE:.0%} of the prediction.".replace("%", " %")
     much = f"{share:.0%} of ".replace("%", " %") + ("the step" if row["kind"] == "seconds" else "it")
@@ -180,8 +180,8 @@ def _apart(row: Row, step: float) -> float:
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
     parts = [row for row in rows if _is_part_of_memory(row) and row["predicted"]]
     if parts:
-        each = ", ".join(f"{row['what'].removeprefix('memory of ')} {words.size(row['predicted'])}" for row in parts)
-        yield f"Predicted memory: {each}. A run measures only their sum."
+        kinds = ", ".join(f"{row['what'].removeprefix('memory of ')} {format_bytes(row['predicted'])}" for row in parts)
+        yield f"Predicted memory: {kinds}. A run measures only their sum."
     if any("bubble" in row.get("terms", ()) and row["measured"] is not None for row in rows):
         yield "A pipeline rank with nothing to do waits for a message: bubble and imbalance are measured as communication."
     if any(row["what"].startswith("computing and communication") for row in rows):
@@ -206,8 +206,8 @@ def _value(row: Row, which: str) -> str:
     if row["kind"] == "seconds":
         return _seconds(value)
     if row["kind"] == "bytes":
-        return f"{words.size(value)} in {_calls(row[f'{which}_calls'])}"
-    return words.size(value) if row["kind"] == "memory" else words.amount(value)
+        return f"{format_bytes(value)} in {_calls(row[f'{which}_calls'])}"
+    return format_bytes(value) if row["kind"] == "memory" else format_count(value)
 
 
 def _ratio(row: Row) -> str:
@@ -219,7 +219,7 @@ def _ratio(row: Row) -> str:
     bytes, calls = row["measured"] - row["predicted"], row["measured_calls"] - row["predicted_calls"]
     if not bytes and not calls:
         return "equal"
-    return ", ".join(f"{one:+,} {unit}" for one, unit in ((bytes, "bytes"), (calls, "calls")) if one)
+    return ", ".join(f"{excess:+,} {unit}" for excess, unit in ((bytes, "bytes"), (calls, "calls")) if excess)
 
 
 def _calls(count: float) -> str:

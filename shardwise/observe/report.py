@@ -14,8 +14,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.observe import predicted, words
+from shardwise.observe import predicted
 from shardwise.observe.draw import bar, line_plot
+from shardwise.observe.format import format_bytes, format_count, format_duration, format_percent
 from shardwise.observe.summary import Summary, summarise
 
 __all__ = ["render", "summarise"]
@@ -65,7 +66,7 @@ def render(summary: Summary, console: Console) -> None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, overflow=_CROP)
     grid.add_column(overflow="fold")
-    for name, value in _facts(summary):
+    for name, value in _overview(summary):
         grid.add_row(Text(name), Text(value))
     title = Text(summary["run"], style="bold", overflow=_CROP)
     console.print(Panel(grid, title=title, title_align="left", border_style="cyan", expand=False))
@@ -80,7 +81,7 @@ def render(summary: Summary, console: Console) -> None:
         predicted.show(summary["predicted_and_measured"], console)
 
 
-def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
+def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
     loss, speed, communication = summary["loss"], summary["tokens_per_second"], summary["communication"]
     yield "steps", _progress(summary)
     yield (
@@ -93,8 +94,8 @@ def _facts(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "speed", f"{_amount(speed['median'])} tokens/s (last step {_amount(speed['last'])})" + _samples(summary)
     yield "MFU", _mfu(summary)
     yield "peak memory", _memory(summary)
-    overlap = "" if communication["overlap"] is None else f", {words.share(communication['overlap'])} of it hidden"
-    yield "communication", f"{words.share(communication['efficiency'])} of a step does not wait for it{overlap}"
+    overlap = "" if communication["overlap"] is None else f", {format_percent(communication['overlap'])} of it hidden"
+    yield "communication", f"{format_percent(communication['efficiency'])} of a step does not wait for it{overlap}"
     if summary["experts"]:
         imbalance = summary["experts"]["imbalance"]
         worst = f"worst {imbalance['worst']:.2f} at step {imbalance['worst_step']}"
@@ -113,7 +114,7 @@ def _choices(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary["layout"]:
         yield "layout", _layout(summary["layout"])
     if summary["parameters"]:
-        yield "model", f"{words.amount(summary['parameters'])} parameters"
+        yield "model", f"{format_count(summary['parameters'])} parameters"
     for name in ("precision", "device"):
         if summary[name]:
             yield name, str(summary[name])
@@ -122,38 +123,38 @@ def _choices(summary: Summary) -> Iterator[tuple[str, str]]:
 def _progress(summary: Summary) -> str:
     planned = summary["planned_steps"]
     of = f" of {planned:,}" if planned and planned != summary["steps"] else ""
-    return f"{summary['steps']:,}{of} in {words.duration(summary['seconds'])}, {words.amount(summary['tokens'])} tokens"
+    return f"{summary['steps']:,}{of} in {format_duration(summary['seconds'])}, {format_count(summary['tokens'])} tokens"
 
 
 def _samples(summary: Summary) -> str:
     samples = summary["sequences_per_second"]
-    return "" if samples is None else f", {words.amount(samples)} samples/s"
+    return "" if samples is None else f", {format_count(samples)} samples/s"
 
 
 def _mfu(summary: Summary) -> str:
     if summary["mfu"] is None:
         return "n/a: this device's peak is not known"
     convention = summary["flop_convention"]
-    return words.share(summary["mfu"]) + (f" ({convention})" if convention else "")
+    return format_percent(summary["mfu"]) + (f" ({convention})" if convention else "")
 
 
 def _memory(summary: Summary) -> str:
     if summary["peak_memory_bytes"] is None:
         return "n/a"
     planned = summary["predicted_states_gib"]
-    states = None if planned is None else f"of it {words.size(planned * 2**30)} of model states, as planned"
+    states = None if planned is None else f"of it {format_bytes(planned * 2**30)} of model states, as planned"
     notes = [summary["memory_kind"], states]
     said = "; ".join(note for note in notes if note)
-    return words.size(summary["peak_memory_bytes"]) + (f" ({said})" if said else "")
+    return format_bytes(summary["peak_memory_bytes"]) + (f" ({said})" if said else "")
 
 
 def _layout(layout: Mapping[str, Any]) -> str:
     """Degrees above one and choices that are on: what tells this layout from one device."""
-    parts = [f"{name} {value}" for name, value in layout.items() if _telling(name, value)]
+    parts = [f"{name} {value}" for name, value in layout.items() if _is_worth_showing(name, value)]
     return ", ".join(parts) or "one device"
 
 
-def _telling(name: str, value: Any) -> bool:
+def _is_worth_showing(name: str, value: Any) -> bool:
     if name == "zero":
         return value is not None
     return bool(value) if isinstance(value, bool) else value not in (None, 1, -1)
@@ -170,8 +171,8 @@ def _checkpoints(checkpoints: Summary) -> str:
 
 
 def _advice(advice: Summary) -> str:
-    every = f"every {advice['every_steps']:,} steps ({words.duration(advice['every_seconds'])})"
-    return f"{every} loses least, at one failure in {words.amount(advice['mtbf_hours'])} hours: {advice['basis']}"
+    every = f"every {advice['every_steps']:,} steps ({format_duration(advice['every_seconds'])})"
+    return f"{every} loses least, at one failure in {format_count(advice['mtbf_hours'])} hours: {advice['basis']}"
 
 
 def _curve(summary: Summary, console: Console) -> None:
@@ -198,7 +199,7 @@ def _time(summary: Summary, console: Console) -> None:
         grid.add_column(justify=justify, no_wrap=True, overflow=_CROP)
     for name, part in summary["time"]["shares"].items():
         drawn = bar(part, min(_BAR, max(10, console.width - 40)), console.options.ascii_only)
-        grid.add_row(Text(_LABELS.get(name, name)), Text(words.share(part)), Text(drawn, style=_COLOURS[name]))
+        grid.add_row(Text(_LABELS.get(name, name)), Text(format_percent(part)), Text(drawn, style=_COLOURS[name]))
     console.print(Padding(grid, (0, 0, 0, 2), expand=False))
 
 
@@ -207,7 +208,7 @@ def _goodput(goodput: Summary, console: Console) -> None:
     if goodput["share"] is None:
         return
     wall, parts = goodput["wall_seconds"], {name: seconds for name, seconds in goodput["parts"].items() if seconds > 0}
-    _heading(console, "goodput", f"{words.share(goodput['share'])} of {words.duration(wall)}")
+    _heading(console, "goodput", f"{format_percent(goodput['share'])} of {format_duration(wall)}")
     width = min(2 * _BAR, max(10, console.width - 4))
     plain = console.options.ascii_only or console.color_system is None or console.no_color
     drawn = Text()
@@ -221,7 +222,7 @@ def _goodput(goodput: Summary, console: Console) -> None:
     for name, seconds in parts.items():
         label, colour, letter = _PARTS[name]
         sign = Text(letter if plain else "█", style=colour)
-        grid.add_row(sign, Text(label), Text(words.share(seconds / wall)), Text(_seconds(seconds)))
+        grid.add_row(sign, Text(label), Text(format_percent(seconds / wall)), Text(_seconds(seconds)))
     console.print(Padding(grid, (0, 0, 0, 2), expand=False))
 
 
@@ -248,10 +249,10 @@ def _faults(goodput: Summary, console: Console) -> None:
         console.print(Padding(table, (0, 0, 0, 2), expand=False))
     if goodput["stragglers"]:
         _heading(console, "slow ranks", "times the median of the ranks that do the same work")
-        for one in goodput["stragglers"]:
-            until = "the end" if one["until_step"] is None else f"step {one['until_step']}"
-            who = "all ranks wait" if one["rank"] is None else f"rank {one['rank']}"
-            line = f"{who}, step {one['step']} to {until}: {one['factor']:.1f} times as long; {one['cause']}"
+        for slow in goodput["stragglers"]:
+            until = "the end" if slow["until_step"] is None else f"step {slow['until_step']}"
+            who = "all ranks wait" if slow["rank"] is None else f"rank {slow['rank']}"
+            line = f"{who}, step {slow['step']} to {until}: {slow['factor']:.1f} times as long; {slow['cause']}"
             console.print(Padding(Text(line, overflow=_CROP), (0, 0, 0, 2), expand=False))
 
 
@@ -267,7 +268,7 @@ def _fault(fault: Summary, recovery: Summary | None) -> list[Text]:
 
 def _seconds(value: float) -> str:
     """A short time to a tenth of a second, a long one as on a clock."""
-    return f"{value:.1f} s" if value < 60 else words.duration(value)
+    return f"{value:.1f} s" if value < 60 else format_duration(value)
 
 
 def _experts(experts: Summary | None, console: Console) -> None:
@@ -277,7 +278,7 @@ def _experts(experts: Summary | None, console: Console) -> None:
     load = list(enumerate(experts["load"]))
     shown, note = load, "last step, all layers; 1 is even"
     if len(load) > _EXPERTS:
-        ranked = sorted(load, key=lambda one: -one[1])
+        ranked = sorted(load, key=lambda expert: -expert[1])
         shown = ranked[: _EXPERTS // 2] + ranked[-_EXPERTS // 2 :]
         note += f"; the busiest and the idlest {_EXPERTS // 2} of {len(load)}"
     _heading(console, "load of each expert", note)
@@ -285,9 +286,9 @@ def _experts(experts: Summary | None, console: Console) -> None:
     grid = Table.grid(padding=(0, 2))
     for justify in _EXPERT_COLUMNS:
         grid.add_column(justify=justify, no_wrap=True, overflow=_CROP)
-    for index, one in shown:
-        drawn = bar(one / most, min(_BAR, max(10, console.width - 40)), console.options.ascii_only)
-        grid.add_row(Text(str(index)), Text(f"{one:.2f}"), Text(drawn, style="magenta"))
+    for index, tokens in shown:
+        drawn = bar(tokens / most, min(_BAR, max(10, console.width - 40)), console.options.ascii_only)
+        grid.add_row(Text(str(index)), Text(f"{tokens:.2f}"), Text(drawn, style="magenta"))
     console.print(Padding(grid, (0, 0, 0, 2), expand=False))
 
 
@@ -300,9 +301,9 @@ def _collectives(collectives: Summary, console: Console) -> None:
         table.add_column(name, overflow=_CROP)
     for name in ("a step", "bytes a step", "in all", "bytes in all"):
         table.add_column(name, justify="right", overflow=_CROP)
-    for key, one in collectives.items():
+    for key, row in collectives.items():
         kind, _, axis = key.partition("/")
-        counts = (f"{one['count']:g}", words.size(one["bytes"]), f"{one['total_count']:,}", words.size(one["total_bytes"]))
+        counts = (f"{row['count']:g}", format_bytes(row["bytes"]), f"{row['total_count']:,}", format_bytes(row["total_bytes"]))
         table.add_row(kind.replace("_", " "), axis, *counts)
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
@@ -317,4 +318,4 @@ def _loss(value: float | None) -> str:
 
 
 def _amount(value: float | None) -> str:
-    return "n/a" if value is None else words.amount(value)
+    return "n/a" if value is None else format_count(value)

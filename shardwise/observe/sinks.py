@@ -1,6 +1,6 @@
 """Where measurements go: the run folder always, TensorBoard and Weights & Biases when asked for.
 
-The run folder is the truth (observe/files.py); the other two are views of the same records for people who live in those
+The run folder is the truth (observe/files.py); the other two mirror the same records for people who live in those
 tools, are extras, and are imported only when the job asks for them. Their packages are looked for before anything in the
 run folder is touched, so a missing one costs nothing but the message.
 """
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import UserError
-from shardwise.observe.files import EventsFile, MetricsFile, Record, explained
+from shardwise.observe.files import EventsFile, MetricsFile, Record, explain_write_errors
 
 if TYPE_CHECKING:
     from shardwise.config import Observe
 
 
-class View(Protocol):
-    """Somewhere else that the records of the steps are shown."""
+class Sink(Protocol):
+    """A place outside of the run folder where the record of each step is shown."""
 
     def write(self, record: Record) -> None:
         """Show the record of one step."""
@@ -51,7 +51,7 @@ class TensorBoardSink:
             raise _missing("observe.tensorboard = true", "tensorboard") from None
         self._event, self._summary, self._log = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
         self._folder = folder / "tensorboard"
-        with explained(self._folder):
+        with explain_write_errors(self._folder):
             self._writer = EventFileWriter(str(self._folder))
         if resume_step:  # TensorBoard then drops what an interrupted run wrote from this step on
             self._add(resume_step + 1, session_log=self._log(status=self._log.START))
@@ -63,11 +63,11 @@ class TensorBoardSink:
 
     def close(self) -> None:
         """Write what is queued."""
-        with explained(self._folder):
+        with explain_write_errors(self._folder):
             self._writer.close()
 
     def _add(self, step: int, **content: Any) -> None:
-        with explained(self._folder):  # it writes from a thread of its own and reports a failure at the next call
+        with explain_write_errors(self._folder):  # it writes from a thread of its own and reports a failure at the next call
             self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
 
 
@@ -96,27 +96,27 @@ class WandbSink:
 
 
 class Sinks:
-    """Every place the measurements of a run go, behind two verbs: `metrics` and `event`."""
+    """All that the measurements of a run are written to: its two files, which are the record, and mirrors of them."""
 
-    def __init__(self, metrics: MetricsFile, events: EventsFile, views: tuple[View, ...] = ()) -> None:
-        self._metrics, self._events, self._views = metrics, events, views
+    def __init__(self, metrics: MetricsFile, events: EventsFile, mirrors: tuple[Sink, ...] = ()) -> None:
+        self._metrics, self._events, self._mirrors = metrics, events, mirrors
 
     def metrics(self, record: Record) -> None:
         """The record of one step; its `step` counts from 1."""
         self._metrics.write(record)
-        for view in self._views:
-            view.write(record)
+        for mirror in self._mirrors:
+            mirror.write(record)
 
-    def event(self, name: str, **facts: Any) -> None:
-        """Something that happened: `start`, `save`, `resume`, `evaluate`, `skip`, `stop`, …"""
-        self._events.write(name, **facts)
+    def event(self, name: str, **fields: Any) -> None:
+        """Write an event: `start`, `save`, `resume`, `evaluate`, `skip`, `stop`, …"""
+        self._events.write(name, **fields)
 
     def close(self) -> None:
-        """No more records; views send what they still hold."""
+        """No more records; mirrors send what they still hold."""
         self._metrics.close()
         self._events.close()
-        for view in self._views:
-            view.close()
+        for mirror in self._mirrors:
+            mirror.close()
 
 
 def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0) -> Sinks:
@@ -128,12 +128,12 @@ def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0) -> Si
         raise UserError(
             f"run.folder = {str(folder)!r} cannot be made: {error.strerror}. Give a folder you may write to."
         ) from None
-    views: list[View] = []
+    mirrors: list[Sink] = []
     if observe.tensorboard:
-        views.append(TensorBoardSink(folder, resume_step))
+        mirrors.append(TensorBoardSink(folder, resume_step))
     if observe.wandb is not None:
-        views.append(WandbSink(folder, observe.wandb, resume_step))
-    return Sinks(MetricsFile(folder / "metrics.jsonl", resume_step), EventsFile(folder / "events.jsonl"), tuple(views))
+        mirrors.append(WandbSink(folder, observe.wandb, resume_step))
+    return Sinks(MetricsFile(folder / "metrics.jsonl", resume_step), EventsFile(folder / "events.jsonl"), tuple(mirrors))
 
 
 def check_extras(observe: Observe) -> None:

@@ -5,7 +5,7 @@ the median, so that a slow step here and there does not move it, and a share is 
 to one. Everything comes from four files (config.toml, plan.json, metrics.jsonl, events.jsonl); what a file does not say
 is null.
 
-How often to save is the planner's to say. This room does not know the planner, so whoever knows both hands its advice in.
+How often to save is the planner's to say. This package may not import the planner, so whoever knows both hands its advice in.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
     start = next((event for event in reversed(events) if event["event"] in ("start", "resume")), {})
     steady = steps[WARM_UP:] or steps
     like_planned = _like_planned(steps, events)
-    found = goodput(events, steps)
+    time_used = goodput(events, steps)
     saves = _checkpoints(folder, events)
     return {
         "run": str(folder),
@@ -68,8 +68,8 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
         "communication": _communication(steady),
         "collectives": _collectives(steps, steady),
         "experts": _experts(steps),
-        "goodput": found,
-        "checkpoints": {**saves, "advice": _advice(advise, saves, found, _time(steady), start.get("world", 1))},
+        "goodput": time_used,
+        "checkpoints": {**saves, "advice": _advice(advise, saves, time_used, _time(steady), start.get("world", 1))},
         "skipped_steps": [step["step"] for step in steps if step.get("skipped")],
         "events": dict(Counter(event["event"] for event in events)),
         "layout": plan.get("layout", config.get("layout")),
@@ -182,13 +182,13 @@ def _communication(steps: Sequence[Record]) -> Summary:
 def _collectives(steps: Sequence[Record], steady: Sequence[Record]) -> Summary:
     """Per kind and axis: what a typical (median) step does, and the run's total."""
     nothing = {"count": 0, "bytes": 0}
-    found: Summary = {}
+    table: Summary = {}
     for key in sorted({key for step in steps for key in step.get("collectives", {})}):
         typical = [step.get("collectives", {}).get(key, nothing) for step in steady]
         every = [step.get("collectives", {}).get(key, nothing) for step in steps]
-        found[key] = {what: statistics.median(one[what] for one in typical) for what in nothing}
-        found[key] |= {f"total_{what}": sum(one[what] for one in every) for what in nothing}
-    return found
+        table[key] = {what: statistics.median(counts[what] for counts in typical) for what in nothing}
+        table[key] |= {f"total_{what}": sum(counts[what] for counts in every) for what in nothing}
+    return table
 
 
 def _experts(steps: Sequence[Record]) -> Summary | None:
@@ -221,7 +221,7 @@ def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:
     }
 
 
-def _advice(advise: Callable[..., Any] | None, saves: Summary, found: Summary, time: Summary, world: int) -> Summary | None:
+def _advice(advise: Callable[..., Any] | None, saves: Summary, time_used: Summary, time: Summary, world: int) -> Summary | None:
     """How often to save, from this run's own saves, steps and faults; null where it has not saved yet."""
     if advise is None or saves["save_seconds"] is None:
         return None
@@ -230,9 +230,9 @@ def _advice(advise: Callable[..., Any] | None, saves: Summary, found: Summary, t
         save=saves["save_seconds"],
         step=time["seconds_a_step"],
         devices=world,
-        faults=len(found["faults"]),
-        seconds=found["wall_seconds"],
-        restart=_median(found["recoveries"], "seconds") or 0.0,
+        faults=len(time_used["faults"]),
+        seconds=time_used["wall_seconds"],
+        restart=_median(time_used["recoveries"], "seconds") or 0.0,
     )
     return asdict(advice)
 

@@ -1,7 +1,7 @@
 """What a person sees while training: what was chosen, then how it goes.
 
 On a terminal two lines are redrawn in place: how far, and how well, with the loss drawn as it falls. Anywhere else (a
-file, a batch system's log) the same facts come as plain lines, about twenty over the run plus the first and the last;
+file, a batch system's log) the same numbers come as plain lines, about twenty over the run plus the first and the last;
 which steps are shown depends on their number alone, so the logs of two runs line up. All of it goes to standard error,
 which leaves standard output to results. Redrawing happens on updates, at most ten times a second, and starts no thread.
 """
@@ -21,8 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.observe import words
 from shardwise.observe.draw import Series, sparkline
+from shardwise.observe.format import format_bytes, format_count, format_duration, format_percent
 
 _LINES = 20
 _REDRAW_SECONDS = 0.1
@@ -34,17 +34,17 @@ def error_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def header(console: Console, title: str, facts: Mapping[str, str]) -> None:
-    """What is about to run and what was chosen for it, one fact a line."""
+def header(console: Console, title: str, choices: Mapping[str, str]) -> None:
+    """Print what is about to run and what was chosen for it, a line each."""
     if not console.is_terminal:
-        margin = max(map(len, facts), default=0)
-        lines = [title, *(f"  {name:<{margin}}  {value}" for name, value in facts.items())]
+        margin = max(map(len, choices), default=0)
+        lines = [title, *(f"  {name:<{margin}}  {value}" for name, value in choices.items())]
         console.print("\n".join(lines), markup=False, soft_wrap=True)
         return
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    for name, value in facts.items():
+    for name, value in choices.items():
         grid.add_row(Text(name), Text(value))
     console.print(Panel(grid, title=Text(title, style="bold"), title_align="left", border_style="cyan", expand=False))
 
@@ -129,9 +129,9 @@ class TrainingProgress:
         )
         loss, speed = f"{record['loss']:.4f} ", _speed(record) + _experts(record)
         curve = self._curve(min(_CURVE, max(8, self._console.width - len(loss) - len(speed) - 8)))
-        facts = Text.assemble(("loss ", "dim"), (loss, "bold green"), (curve, "green"), "  ", speed)
-        facts.no_wrap, facts.overflow = True, "crop"
-        return Group(line, facts)
+        numbers = Text.assemble(("loss ", "dim"), (loss, "bold green"), (curve, "green"), "  ", speed)
+        numbers.no_wrap, numbers.overflow = True, "crop"
+        return Group(line, numbers)
 
     def _plain(self, record: Mapping[str, Any]) -> str:
         width = len(str(self._steps))
@@ -146,8 +146,8 @@ class TrainingProgress:
         """From the median of the last steps, and not before the third: the first ones compile and warm up."""
         remaining = self._steps - self._record["step"]
         if not remaining:
-            return f"done in {words.duration(self._seconds)}"
-        return f"{words.duration(statistics.median(self._recent) * remaining)} left" if len(self._recent) > 2 else ""
+            return f"done in {format_duration(self._seconds)}"
+        return f"{format_duration(statistics.median(self._recent) * remaining)} left" if len(self._recent) > 2 else ""
 
     def _curve(self, width: int) -> str:
         return sparkline(self._losses.values, width, ascii_only=self._console.options.ascii_only)
@@ -161,6 +161,6 @@ def _experts(record: Mapping[str, Any]) -> str:
 
 def _speed(record: Mapping[str, Any]) -> str:
     return (
-        f"{words.amount(record['tokens_per_second'])} tokens/s  {words.amount(record['sequences_per_second'])} samples/s  "
-        f"MFU {words.share(record['mfu'])}  {words.size(record['memory_bytes'])}"
+        f"{format_count(record['tokens_per_second'])} tokens/s  {format_count(record['sequences_per_second'])} samples/s  "
+        f"MFU {format_percent(record['mfu'])}  {format_bytes(record['memory_bytes'])}"
     )

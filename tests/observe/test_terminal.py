@@ -4,8 +4,9 @@ import math
 import pytest
 from rich.console import Console
 
-from shardwise.observe import TrainingProgress, header, words
+from shardwise.observe import TrainingProgress, header
 from shardwise.observe.draw import Series, bar, line_plot, sparkline
+from shardwise.observe.format import format_bytes, format_count, format_duration, format_percent
 from shardwise.observe.terminal import shown_steps
 
 
@@ -145,7 +146,7 @@ def test_a_plot_of_one_point_a_flat_line_or_nothing_does_not_fail():
 
 
 def test_numbers_read_as_people_write_them():
-    assert [words.amount(n) for n in (0, 950, 999.9, 41234, 1.24e6, 3.1e9)] == [
+    assert [format_count(n) for n in (0, 950, 999.9, 41234, 1.24e6, 3.1e9)] == [
         "0",
         "950",
         "1.00k",
@@ -153,6 +154,6 @@ def test_numbers_read_as_people_write_them():
         "1.24M",
         "3.10B",
     ]
-    assert [words.size(n) for n in (512, 1536, 12.3 * 2**30)] == ["512 B", "1.50 KiB", "12.3 GiB"]
-    assert [words.duration(s) for s in (7, 83, 7384, 273900)] == ["0:07", "1:23", "2:03:04", "3 d 04:05"]
-    assert [words.share(s) for s in (0.4311, None)] == ["43.1 %", "n/a"]
+    assert [format_bytes(n) for n in (512, 1536, 12.3 * 2**30)] == ["512 B", "1.50 KiB", "12.3 GiB"]
+    assert [format_duration(s) for s in (7, 83, 7384, 273900)] == ["0:07", "1:23", "2:03:04", "3 d 04:05"]
+    assert [format_percent(s) for s in (0.4311, None)] == ["43.1 %", "n/a"]

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 
-def amount(value: float) -> str:
+def format_count(value: float) -> str:
     """A large count: 950, 41.2k, 1.24M, 3.1B."""
     for limit, divisor, letter in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "B")):
         if abs(value) < limit * 0.9995:
-            return _three(value / divisor) + letter
-    return _three(value / 1e12) + "T"
+            return _three_digits(value / divisor) + letter
+    return _three_digits(value / 1e12) + "T"
 
 
-def size(bytes: float) -> str:
+def format_bytes(bytes: float) -> str:
     """Bytes in binary units: 512 B, 1.5 KiB, 12.3 GiB."""
     unit = 0
     while abs(bytes) >= 1023.5 and unit < 5:
         bytes, unit = bytes / 1024, unit + 1
-    return f"{_three(bytes)} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[unit]}"
+    return f"{_three_digits(bytes)} {('B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB')[unit]}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Time on a clock: 0:07, 1:23, 2:03:04, 3 d 04:05."""
     whole = max(0, round(seconds))
     minutes, hours, days = whole // 60 % 60, whole // 3600 % 24, whole // 86400
@@ -28,12 +28,12 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
-def share(fraction: float | None) -> str:
+def format_percent(fraction: float | None) -> str:
     """A fraction as a percentage; n/a where it is not known."""
     return "n/a" if fraction is None else f"{fraction:.1%}".replace("%", " %")
 
 
-def _three(value: float) -> str:
+def _three_digits(value: float) -> str:
     magnitude = abs(value)
     if value == int(value) and magnitude < 1000:
         return f"{value:.0f}"
