@@ -24,7 +24,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.config import Config, from_tables
-from shardwise.cost.cluster import Cluster, read_cluster
+from shardwise.cost.cluster import Cluster
+from shardwise.cost.cluster_file import read_cluster
 from shardwise.cost.clusters import CLUSTERS
 from shardwise.mesh import Worker
 from shardwise.plan import choose

@@ -95,7 +95,7 @@ def _file(config: Config, asked: Path | None) -> Path:
 
 def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
     """The cluster to correct: as the file has it, or, for a file that is to be made, as the run was planned with."""
-    from shardwise.cost.cluster import read_cluster
+    from shardwise.cost.cluster_file import read_cluster
     from shardwise.cost.clusters import CLUSTERS, asked_for
     from shardwise.errors import UserError
 
@@ -125,7 +125,7 @@ def _step_seconds(config: Config, summary: dict[str, Any], cluster: Cluster) -> 
 
 def _write(path: Path, cluster: Cluster) -> None:
     """In one move, and only if it can be read again: there is always a good file, the old one or the new."""
-    from shardwise.cost.cluster import read_cluster, write_cluster
+    from shardwise.cost.cluster_file import read_cluster, write_cluster
     from shardwise.cost.clusters import CLUSTERS
     from shardwise.errors import UserError
     from shardwise.search.calibrate import corrected_text

@@ -30,7 +30,7 @@ from shardwise.config.schema import (
     Source,
     Train,
 )
-from shardwise.config.write import tables_to_toml, to_toml
+from shardwise.config.write import to_toml
 
 __all__ = [
     "AXES",
@@ -61,6 +61,5 @@ __all__ = [
     "read",
     "sequence_multiple",
     "stages_on_a_rank",
-    "tables_to_toml",
     "to_toml",
 ]

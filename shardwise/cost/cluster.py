@@ -2,8 +2,8 @@
 
 Devices sit in nodes. A group of devices that talk to each other lies inside one node, or spans several; inside, its members use
 the links of the node (NVLink, shared memory), between nodes each device has its own share of the network. Every figure is a
-number a data sheet or `shardwise probe` gives; a file holds them in the units people say (TFLOP/s, GB/s, microseconds), the
-classes below in FLOP/s, bytes/s and seconds.
+number a data sheet or `shardwise probe` gives, here in FLOP/s, bytes/s and seconds; a file (cost/cluster_file.py) has them in the
+units people say.
 
 A product of matrices (M x K) by (K x N) takes
 
@@ -18,18 +18,12 @@ number of devices (inside) or nodes (between) the latency and the bandwidth foun
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import isfinite
-from pathlib import Path
-from typing import Any, Literal, get_args
-
-from shardwise.errors import ConfigError, UserError
+from typing import Literal, get_args
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 KINDS: tuple[str, ...] = get_args(Kind)
-PRECISIONS = ("float64", "float32", "bfloat16", "float16", "float8", "float4")
 GIB = 2.0**30
 
 
@@ -113,200 +107,3 @@ class Cluster:
         """The same kind of cluster with so many devices: whole nodes, or a part of one."""
         per_node = min(self.devices_per_node, devices)
         return replace(self, nodes=-(-devices // per_node), devices_per_node=per_node)
-
-
-# -- files --------------------------------------------------------------------------------------------------------------
-
-_UNITS: dict[str, tuple[str, float]] = {
-    # key in a file: field, factor to the field's unit
-    "memory_gib": ("memory", GIB),
-    "bandwidth_gb_s": ("bandwidth", 1e9),
-    "launch_us": ("launch", 1e-6),
-    "overhead_gib": ("overhead", GIB),
-    "host_gb_s": ("host_bandwidth", 1e9),
-    "latency_us": ("latency", 1e-6),
-}
-_DEVICE = ("name", "memory_gib", "bandwidth_gb_s", "matmul", "matmul_float8", "matmul_knee", "attention",
-           "attention_portable", "attention_knee", "stream",
-           "launch_us", "overhead_gib", "host_gb_s", "overlap", "watts", "peak")  # fmt: skip
-_NEEDED = {"device": ("memory_gib", "bandwidth_gb_s", "peak"), "link": ("bandwidth_gb_s", "latency_us")}
-_TOP = ("name", "preset", "nodes", "devices_per_node", "shared", "price", "device", "inside", "between", "corrections")
-_SHARES = ("matmul", "matmul_float8", "attention", "attention_portable", "stream", "overlap")
-_MAY_BE_ZERO = ("matmul_knee", "attention_knee", "launch_us", "overhead_gib", "overlap", "latency_us", "price")
-
-
-def read_cluster(path: Path, presets: Mapping[str, Cluster]) -> Cluster:
-    """The cluster that a file describes, whole or as changes to a preset; every problem in it is reported at once."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(f"cluster.file = '{path}': cannot be read ({reason}); `shardwise probe` writes one") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"cluster.file = '{path}': is not TOML ({error})") from None
-    problems = _problems(table, presets)
-    if problems:
-        raise ConfigError(f"cluster.file = '{path}'", problems)
-    return _cluster(table, presets, path.stem)
-
-
-def _problems(table: Mapping[str, Any], presets: Mapping[str, Cluster]) -> list[str]:
-    found = [f"{key}: unknown; known are {', '.join(_TOP)}" for key in table if key not in _TOP]
-    preset = table.get("preset")
-    if preset is not None and (not isinstance(preset, str) or preset not in presets):
-        found.append(f"preset = {preset!r}: unknown; known are {', '.join(sorted(presets))}")
-    for key in ("nodes", "devices_per_node"):
-        value = table.get(key, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            found.append(f"{key} = {value!r}: give a whole number from 1")
-    found += _text("name", table)
-    if not isinstance(table.get("shared", False), bool):
-        found.append(f"shared = {table['shared']!r}: give true or false")
-    if preset is None and "between" not in table and isinstance(table.get("nodes"), int) and table["nodes"] > 1:
-        found.append("between: missing, with several nodes; give bandwidth_gb_s and latency_us of one device's network")
-    if "price" in table:
-        found += _number("price", table["price"])
-    found += _device_problems(table.get("device", {}), whole=preset is None)
-    for name in ("inside", "between"):
-        found += _link_problems(name, table.get(name, {}), whole=preset is None)
-    corrections = table.get("corrections", {})
-    if not isinstance(corrections, dict):
-        return [*found, "corrections: give a table, [corrections]"]
-    return [*found, *(problem for name, value in corrections.items() for problem in _number(f"corrections.{name}", value))]
-
-
-def _text(key: str, table: Mapping[str, Any], where: str = "") -> list[str]:
-    good = isinstance(table.get(key, ""), str)
-    return [] if good else [f"{where}{key} = {table[key]!r}: give a text"]
-
-
-def _device_problems(device: Any, whole: bool) -> list[str]:
-    if not isinstance(device, dict):
-        return ["device: give a table, [device]"]
-    found = [f"device.{key}: unknown; known are {', '.join(_DEVICE)}" for key in device if key not in _DEVICE]
-    found += _text("name", device, "device.")
-    if whole:
-        found += [f"device.{key}: missing (or give a preset to change)" for key in _NEEDED["device"] if key not in device]
-    for key, value in device.items():
-        if key == "peak":
-            if not isinstance(value, dict) or not value:
-                found.append("device.peak: give TFLOP/s by precision, as in { bfloat16 = 989 }")
-                continue
-            for precision, peak in value.items():
-                known = precision in PRECISIONS
-                unknown = f"device.peak.{precision}: unknown; known are {', '.join(PRECISIONS)}"
-                found += _number(f"device.peak.{precision}", peak) if known else [unknown]
-        elif key in _DEVICE and key != "name":
-            found += _number(f"device.{key}", value)
-    return found
-
-
-def _link_problems(name: str, link: Any, whole: bool) -> list[str]:
-    if not isinstance(link, dict):
-        return [f"{name}: give a table, [{name}]"]
-    known = (*_NEEDED["link"], "measured")
-    found = [f"{name}.{key}: unknown; known are {', '.join(known)}" for key in link if key not in known]
-    if whole and (link or name == "inside"):
-        found += [f"{name}.{key}: missing" for key in _NEEDED["link"] if key not in link]
-    for key in _NEEDED["link"]:
-        if key in link:
-            found += _number(f"{name}.{key}", link[key])
-    measured = link.get("measured", [])
-    if not isinstance(measured, list):
-        return [*found, f"{name}.measured: give rows, [[{name}.measured]]"]
-    for row in measured:
-        wanted = {"kind", "members", *_NEEDED["link"]}
-        if not isinstance(row, dict) or set(row) != wanted or row["kind"] not in KINDS:
-            found.append(f"{name}.measured: each row has kind (of {', '.join(KINDS)}), members, latency_us and bandwidth_gb_s")
-            break
-        if not isinstance(row["members"], int) or isinstance(row["members"], bool) or row["members"] < 2:
-            found.append(f"{name}.measured.members = {row['members']!r}: give a whole number from 2")
-        found += [p for key in _NEEDED["link"] for p in _number(f"{name}.measured.{key}", row[key])]
-    return found
-
-
-def _number(key: str, value: Any) -> list[str]:
-    last = key.rsplit(".", 1)[-1]
-    least = "0 or more" if last in _MAY_BE_ZERO else "more than 0"
-    good = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not good or value < 0 or (value == 0 and last not in _MAY_BE_ZERO):
-        return [f"{key} = {value!r}: give a number, {least}"]
-    if last in _SHARES and not key.startswith("corrections.") and value > 1:
-        return [f"{key} = {value!r}: is a share; give a number from 0 to 1"]
-    return []
-
-
-def _cluster(table: Mapping[str, Any], presets: Mapping[str, Cluster], name: str) -> Cluster:
-    base = presets.get(str(table.get("preset")))
-    figures = _fields(table.get("device", {}))
-    if "peak" in figures:
-        old = base.device.peak if base else {}
-        figures["peak"] = {**old, **{precision: 1e12 * value for precision, value in figures["peak"].items()}}
-    device = replace(base.device, **figures) if base else Device(**{"name": name, **figures})
-    inside = _link(table.get("inside", {}), base.inside if base else None)
-    between = _link(table.get("between", {}), base.between if base else replace(inside, measured=()))
-    keys = ("nodes", "devices_per_node", "shared", "price", "corrections")
-    rest = {"name": name, "nodes": 1, "devices_per_node": 1, **{key: table[key] for key in ("name", *keys) if key in table}}
-    if base is None:
-        return Cluster(device=device, inside=inside, between=between, **rest)
-    own = {key: value for key, value in rest.items() if key in table or key == "name"}
-    return replace(base, device=device, inside=inside, between=between, **own)
-
-
-def _link(table: Mapping[str, Any], base: Link | None) -> Link:
-    rows = tuple(Measured(**_fields(row)) for row in table.get("measured", ()))
-    own = _fields({key: value for key, value in table.items() if key != "measured"})
-    if rows:
-        own["measured"] = rows
-    if base is not None:
-        return replace(base, **own)
-    return Link(**own)
-
-
-def _fields(table: Mapping[str, Any]) -> dict[str, Any]:
-    named = {_UNITS.get(key, (key, 1.0)): value for key, value in table.items()}
-    return {name: value * factor if (name, factor) in _UNITS.values() else value for (name, factor), value in named.items()}
-
-
-def write_cluster(cluster: Cluster) -> str:
-    """The text of the file that describes this cluster."""
-    top: dict[str, Any] = {"name": cluster.name, "nodes": cluster.nodes, "devices_per_node": cluster.devices_per_node}
-    if cluster.shared:
-        top["shared"] = True
-    if cluster.price is not None:
-        top["price"] = cluster.price
-    lines = [f"{key} = {_toml(value)}" for key, value in top.items()]
-    device = {key: getattr(cluster.device, _UNITS.get(key, (key, 1.0))[0]) for key in _DEVICE}
-    device["peak"] = {precision: value / 1e12 for precision, value in cluster.device.peak.items()}
-    lines += ["", "[device]", *_rows(device)]
-    for name in ("inside", "between"):
-        link: Link = getattr(cluster, name)
-        lines += ["", f"[{name}]", *_rows({"bandwidth_gb_s": link.bandwidth, "latency_us": link.latency})]
-        for row in link.measured:
-            table = {"kind": row.kind, "members": row.members, "latency_us": row.latency, "bandwidth_gb_s": row.bandwidth}
-            lines += ["", f"[[{name}.measured]]", *_rows(table)]
-    if cluster.corrections:
-        lines += ["", "[corrections]", *(f"{_toml_key(key)} = {_toml(value)}" for key, value in cluster.corrections.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _rows(table: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{key} = {_toml(value / _UNITS[key][1] if key in _UNITS else value)}"
-        for key, value in table.items()
-        if value is not None
-    ]
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_toml_key(key)} = {_toml(inner)}" for key, inner in value.items()) + " }"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _toml_key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() else _toml(key)

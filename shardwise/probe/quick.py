@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shardwise.cost.cluster import Cluster, read_cluster, write_cluster
+from shardwise.cost.cluster import Cluster
+from shardwise.cost.cluster_file import read_cluster, write_cluster
 from shardwise.errors import UserError
 from shardwise.mesh import cache_folder, cores
 from shardwise.probe.budget import QUICK

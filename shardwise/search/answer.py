@@ -13,8 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import tomli_w
 
-from shardwise.config import Config, Layout, tables_to_toml
+from shardwise.config import Config, Layout
 from shardwise.cost.cluster import GIB, Cluster
 from shardwise.cost.collectives import group_of
 from shardwise.cost.predict import Prediction, predict
@@ -212,7 +213,7 @@ def to_paste(result: Result, place: int) -> str:
     if row["pipeline"] > 1 and "stages" in result.fixed:
         layout["stages"] = list(result.fixed["stages"])
     train = {"micro_batch": row["micro_batch"], "recompute": RECOMPUTE[row["recompute"]]}
-    return tables_to_toml({"layout": layout, "train": train})
+    return tomli_w.dumps({"layout": layout, "train": train})
 
 
 def chosen(config: Config, result: Result) -> Config:

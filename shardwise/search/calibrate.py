@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import Any
 
-from shardwise.cost.cluster import Cluster, write_cluster
+from shardwise.cost.cluster import Cluster
+from shardwise.cost.cluster_file import write_cluster, write_corrections
 from shardwise.search.scaling import EXPOSED
 
 LIMIT = 4.0
@@ -118,9 +119,7 @@ def corrected_text(text: str, cluster: Cluster) -> str:
             inside = line.split("#")[0].strip() == "[corrections]"
         if not inside:
             kept.append(line)
-    new = write_cluster(cluster).splitlines()
-    table = new[new.index("[corrections]") :] if "[corrections]" in new else []
-    whole = "\n".join(["\n".join(kept).rstrip(), "", *table]) + "\n"
+    whole = "\n".join(kept).rstrip() + "\n\n" + write_corrections(cluster)
     try:
         tomllib.loads(whole)
     except tomllib.TOMLDecodeError:  # the factors were written in another form, beside which a table cannot stand

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cost.cluster import read_cluster
+from shardwise.cost.cluster_file import read_cluster
 
 
 def test_the_quick_probe_writes_a_file_and_prints_only_json(shardwise, tmp_path: Path) -> None:

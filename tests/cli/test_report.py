@@ -7,7 +7,8 @@ from typer.testing import CliRunner
 
 from shardwise.cli.report import report
 from shardwise.config import from_tables, to_toml
-from shardwise.cost.cluster import Link, read_cluster, write_cluster
+from shardwise.cost.cluster import Link
+from shardwise.cost.cluster_file import read_cluster, write_cluster
 from shardwise.cost.clusters import asked_for, named
 from shardwise.errors import UserError
 from shardwise.search.forecast import forecast

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from shardwise.config import from_tables
-from shardwise.cost.cluster import GIB, KINDS, Cluster, Measured, read_cluster, write_cluster
+from shardwise.cost.cluster import GIB, KINDS, Cluster, Measured
+from shardwise.cost.cluster_file import read_cluster, write_cluster
 from shardwise.cost.clusters import CLUSTERS, DEVICES, asked_for, named
 from shardwise.errors import ConfigError, UserError
 
@@ -182,12 +183,23 @@ BAD: list[tuple[str, str, str]] = [
         "latency_us = 10\n[[inside.measured]]\nkind = 'all_reduce'\nmembers = 0\nlatency_us = 1\nbandwidth_gb_s = 1",
         "inside.measured.members = 0: give a whole number from 2",
     ),
+    ("nodes = 2", "nodes = 1000000000000", "nodes = 1000000000000: give a whole number from 1, at most"),
+    ("nodes = 2", "nodes = [[2]]", "nodes = [[2]]: give a whole number from 1"),
+    ("nodes = 2", "corrections = { matmul = { by = 1 } }", "corrections.matmul = {'by': 1}: give a number, more than 0"),
+    ("memory_gib = 24", "memory_gib = true", "device.memory_gib = True: give a number"),
+    ("memory_gib = 24", "memory_gib = 1e300", "device.memory_gib = 1e+300: give a number, more than 0, at most 1e+18"),
+    ("memory_gib = 24", f"memory_gib = 1{'0' * 400}", "device.memory_gib = 1000"),
+    ("memory_gib = 24", "memory_gib = 24\nmatmul = 0", "device.matmul = 0: is a share; give a number from 0 to 1, more than 0"),
+    ("peak = { bfloat16 = 165, float32 = 82.5 }", "peak = [165]", "device.peak: give TFLOP/s by precision"),
+    ("peak = { bfloat16 = 165, float32 = 82.5 }", "peak = { bfloat16 = { dense = 1 } }", "device.peak.bfloat16 = {'dense': 1}"),
+    ("latency_us = 10", "latency_us = 10\nmeasured = [1, [2]]", "inside.measured: each row has kind"),
+    ("[inside]", "[[inside]]", "inside: give a table"),
     ("[inside]", "[outside]", "inside.bandwidth_gb_s: missing"),
     ("[device]", "[[device]]", "device: give a table"),
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "said"), BAD, ids=[new.replace("\n", " ") or "nothing" for _, new, _ in BAD])
+@pytest.mark.parametrize(("old", "new", "said"), BAD, ids=[new.replace("\n", " ")[:80] or "nothing" for _, new, _ in BAD])
 def test_a_wrong_figure_is_named_with_what_to_give(old: str, new: str, said: str, tmp_path: Path) -> None:
     assert WHOLE.count(old) >= 1
     assert any(problem.startswith(said) for problem in problems(tmp_path, WHOLE.replace(old, new, 1)))
@@ -214,6 +226,12 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         read_cluster(tmp_path, CLUSTERS)
     (tmp_path / "bad.toml").write_text("nodes = = 2")
+    with pytest.raises(UserError, match="is not TOML"):
+        read_cluster(tmp_path / "bad.toml", CLUSTERS)
+    (tmp_path / "bad.toml").write_text("nodes = " + "[" * 100_000)
+    with pytest.raises(UserError, match="is not TOML"):
+        read_cluster(tmp_path / "bad.toml", CLUSTERS)
+    (tmp_path / "bad.toml").write_text("nodes = 1" + "0" * 5000)
     with pytest.raises(UserError, match="is not TOML"):
         read_cluster(tmp_path / "bad.toml", CLUSTERS)
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")

@@ -13,7 +13,8 @@ import psutil
 import pytest
 import torch
 
-from shardwise.cost.cluster import KINDS, Cluster, Device, Link, Measured, read_cluster
+from shardwise.cost.cluster import KINDS, Cluster, Device, Link, Measured
+from shardwise.cost.cluster_file import read_cluster
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Node, cache_folder
 from shardwise.probe import devices, local_workers, measure_here, quick_cluster

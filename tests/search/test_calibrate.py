@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.config import from_tables
-from shardwise.cost.cluster import Link, read_cluster, write_cluster
+from shardwise.cost.cluster import Link
+from shardwise.cost.cluster_file import read_cluster, write_cluster
 from shardwise.cost.clusters import CLUSTERS, named
 from shardwise.search.calibrate import calibrate, corrected_text
 from shardwise.search.forecast import forecast

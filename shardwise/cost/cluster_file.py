@@ -1,0 +1,261 @@
+"""Cluster files: a `Cluster` as TOML, in the units people say (TFLOP/s, GB/s, GiB, microseconds).
+
+A file describes a cluster whole, or names a preset and gives what is different. The tables below say what a file may hold;
+pydantic checks all of it, and every problem is reported at once with what to give instead, as for jobs. Figures are written with
+six digits: more than anything here is known to.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tomli_w
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from shardwise.config.schema import Section
+from shardwise.cost.cluster import GIB, KINDS, Cluster, Device, Kind, Link, Measured
+from shardwise.errors import ConfigError, UserError
+
+Precision = Literal["float64", "float32", "bfloat16", "float16", "float8", "float4"]
+_LARGEST = 1e18
+"""Of any figure in a file, so that its product with a unit is a number."""
+_MOST = 2**24
+"""Nodes, or devices in one."""
+
+
+def _or(advice: str) -> WrapValidator:
+    """Whatever is wrong with a value, this is what to do about it."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            detail = error.errors()[0]
+            most = detail["ctx"]["le"] if detail["type"] == "less_than_equal" else 1
+            limit = f", at most {most:g}" if most > 1 else ""
+            raise PydanticCustomError("advice", "{advice}", {"advice": advice + limit}) from None
+
+    return WrapValidator(check)
+
+
+# Every key may be left out, for the preset's: what a file without a preset needs is asked for by `_missing`.
+_Text = Annotated[str | None, _or("give a text")]
+_Flag = Annotated[bool | None, _or("give true or false")]
+_Count = Annotated[int | None, Field(ge=1, le=_MOST), _or("give a whole number from 1")]
+_Members = Annotated[int, Field(ge=2, le=_MOST), _or("give a whole number from 2")]
+_AboveZero = Annotated[float | None, Field(gt=0, le=_LARGEST), _or("give a number, more than 0")]
+_FromZero = Annotated[float | None, Field(ge=0, le=_LARGEST), _or("give a number, 0 or more")]
+_Share = Annotated[float | None, Field(gt=0, le=1), _or("is a share; give a number from 0 to 1, more than 0")]
+_ShareOrNone = Annotated[float | None, Field(ge=0, le=1), _or("is a share; give a number from 0 to 1")]
+
+
+class DeviceTable(Section):
+    """[device]: as `Device`, in the units of its keys."""
+
+    name: _Text = None
+    memory_gib: _AboveZero = None
+    bandwidth_gb_s: _AboveZero = None
+    matmul: _Share = None
+    matmul_float8: _Share = None
+    matmul_knee: _FromZero = None
+    attention: _Share = None
+    attention_portable: _Share = None
+    attention_knee: _FromZero = None
+    stream: _Share = None
+    launch_us: _FromZero = None
+    overhead_gib: _FromZero = None
+    host_gb_s: _AboveZero = None
+    overlap: _ShareOrNone = None
+    watts: _AboveZero = None
+    peak: Annotated[dict[Precision, _AboveZero] | None, Field(min_length=1)] = None
+    """TFLOP/s."""
+
+
+class MeasuredRow(Section):
+    """A row of `measured`: as `Measured`."""
+
+    kind: Kind
+    members: _Members
+    latency_us: _FromZero
+    bandwidth_gb_s: _AboveZero
+
+
+class LinkTable(Section):
+    """[inside] or [between]: as `Link`."""
+
+    bandwidth_gb_s: _AboveZero = None
+    latency_us: _FromZero = None
+    measured: list[MeasuredRow] | None = None
+
+
+class ClusterTable(Section):
+    """A whole file."""
+
+    name: _Text = None
+    preset: _Text = None
+    nodes: _Count = None
+    devices_per_node: _Count = None
+    shared: _Flag = None
+    price: _FromZero = None
+    device: DeviceTable = DeviceTable()
+    inside: LinkTable = LinkTable()
+    between: LinkTable = LinkTable()
+    corrections: dict[str, _AboveZero] = Field(default_factory=dict)
+
+
+_UNITS: dict[str, tuple[str, float]] = {
+    # key in a file: field, factor to the field's unit
+    "memory_gib": ("memory", GIB),
+    "bandwidth_gb_s": ("bandwidth", 1e9),
+    "launch_us": ("launch", 1e-6),
+    "overhead_gib": ("overhead", GIB),
+    "host_gb_s": ("host_bandwidth", 1e9),
+    "latency_us": ("latency", 1e-6),
+}
+_TFLOP = 1e12
+_NEEDED = {"device": ("memory_gib", "bandwidth_gb_s", "peak"), "link": ("bandwidth_gb_s", "latency_us")}
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------
+
+
+def read_cluster(path: Path, presets: Mapping[str, Cluster]) -> Cluster:
+    """The cluster that a file describes, whole or as changes to a preset; every problem in it is reported at once."""
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"cluster.file = '{path}': cannot be read ({reason}); `shardwise probe` writes one") from None
+    except (ValueError, RecursionError) as error:  # no TOML, no text, a number of thousands of digits, thousands of brackets
+        raise UserError(f"cluster.file = '{path}': is not TOML ({error})") from None
+    problems = list(_missing(raw, presets))
+    try:
+        table = ClusterTable.model_validate(raw)
+    except ValidationError as error:
+        explained = [_explain(detail) for detail in error.errors()]
+        raise ConfigError(f"cluster.file = '{path}'", list(dict.fromkeys([*explained, *problems]))) from None
+    if problems:
+        raise ConfigError(f"cluster.file = '{path}'", problems)
+    return _cluster(table, presets.get(table.preset or ""), path.stem)
+
+
+def _missing(raw: Mapping[str, Any], presets: Mapping[str, Cluster]) -> Iterator[str]:
+    """What only the whole file shows: a preset that is unknown, or that is not there while keys are."""
+    preset = raw.get("preset")
+    if preset is not None:
+        if not isinstance(preset, str) or preset not in presets:
+            yield f"preset = {preset!r}: unknown; known are {', '.join(sorted(presets))}"
+        return
+    nodes, inside, between = (raw.get(key, empty) for key, empty in (("nodes", 1), ("inside", {}), ("between", {})))
+    if "between" not in raw and isinstance(nodes, int) and nodes > 1:
+        yield "between: missing, with several nodes; give bandwidth_gb_s and latency_us of one device's network"
+    if isinstance(device := raw.get("device", {}), dict):
+        yield from (f"device.{key}: missing (or give a preset to change)" for key in _NEEDED["device"] if key not in device)
+    if isinstance(inside, dict):
+        yield from (f"inside.{key}: missing" for key in _NEEDED["link"] if key not in inside)
+    if isinstance(between, dict) and between:
+        yield from (f"between.{key}: missing" for key in _NEEDED["link"] if key not in between)
+
+
+_OF_A_KEY = {
+    "device.peak": "give TFLOP/s by precision, as in { bfloat16 = 989 }",
+    "inside.measured": "give rows, [[inside.measured]]",
+    "between.measured": "give rows, [[between.measured]]",
+}
+_OF_A_ROW = f"each row has kind (of {', '.join(KINDS)}), members, latency_us and bandwidth_gb_s"
+
+
+def _explain(detail: ErrorDetails) -> str:
+    """One of pydantic's findings: the key, what was given, what to give."""
+    path = [part for part in detail["loc"] if isinstance(part, str) and part != "[key]"]
+    key, problem = ".".join(path), detail["type"]
+    if "measured" in path and len(detail["loc"]) > 2 and problem != "advice":
+        return f"{path[0]}.measured: {_OF_A_ROW}"
+    if problem == "advice":
+        return f"{key} = {detail['input']!r}: {detail['msg']}"
+    if problem == "extra_forbidden":
+        tables: dict[str, type[Section]] = {"device": DeviceTable, "inside": LinkTable, "between": LinkTable}
+        known = tables[path[0]] if len(path) > 1 else ClusterTable
+        return f"{key}: unknown; known are {', '.join(known.model_fields)}"
+    if "[key]" in detail["loc"]:
+        return f"{key}: unknown; known are {', '.join(get_args(Precision))}"
+    return f"{key}: {_OF_A_KEY.get(key, f'give a table, [{key}]')}"
+
+
+def _cluster(table: ClusterTable, base: Cluster | None, name: str) -> Cluster:
+    """The preset with what the file gives put in its place; without a preset, what the file gives."""
+    figures = _in_si(table.device)
+    if "peak" in figures:
+        old = base.device.peak if base else {}
+        figures["peak"] = {**old, **{precision: _TFLOP * value for precision, value in figures["peak"].items()}}
+    device = replace(base.device, **figures) if base else Device(**{"name": name, **figures})
+    inside = _link(table.inside, base.inside if base else None)
+    between = _link(table.between, base.between if base else replace(inside, measured=()))
+    given = {"name": name, **table.model_dump(exclude_unset=True, exclude={"preset", "device", "inside", "between"})}
+    if base is not None:
+        return replace(base, device=device, inside=inside, between=between, **given)
+    return Cluster(device=device, inside=inside, between=between, **{"nodes": 1, "devices_per_node": 1, **given})
+
+
+def _link(table: LinkTable, base: Link | None) -> Link:
+    figures = _in_si(table)
+    rows = tuple(Measured(**_in_si(row)) for row in table.measured or ())
+    figures = {**figures, "measured": rows} if rows else {key: value for key, value in figures.items() if key != "measured"}
+    return replace(base, **figures) if base is not None else Link(**figures)
+
+
+def _in_si(table: Section) -> dict[str, Any]:
+    """The fields that a table gives, in FLOP/s, bytes/s, bytes and seconds."""
+    given = table.model_dump(exclude_unset=True)
+    units = {key: _UNITS.get(key, (key, None)) for key in given}
+    return {name: given[key] if factor is None else given[key] * factor for key, (name, factor) in units.items()}
+
+
+# -- writing ------------------------------------------------------------------------------------------------------------
+
+
+def write_cluster(cluster: Cluster) -> str:
+    """The text of the file that describes this cluster."""
+    top: dict[str, Any] = {"name": cluster.name, "nodes": cluster.nodes, "devices_per_node": cluster.devices_per_node}
+    if cluster.shared:
+        top["shared"] = True
+    if cluster.price is not None:
+        top["price"] = _six_digits(cluster.price)
+    device = _in_file_units(cluster.device, DeviceTable)
+    device["peak"] = {precision: _six_digits(value / _TFLOP) for precision, value in cluster.device.peak.items()}
+    top |= {"device": device, "inside": _link_table(cluster.inside), "between": _link_table(cluster.between)}
+    return tomli_w.dumps(top) + ("\n" + write_corrections(cluster) if cluster.corrections else "")
+
+
+def write_corrections(cluster: Cluster) -> str:
+    """The text of the table of factors alone, which `report --calibrate` puts into a file."""
+    factors = {term: _six_digits(factor) for term, factor in cluster.corrections.items()}
+    return tomli_w.dumps({"corrections": factors}) if factors else ""
+
+
+def _link_table(link: Link) -> dict[str, Any]:
+    table = _in_file_units(link, LinkTable)
+    rows = [_in_file_units(row, MeasuredRow) for row in link.measured]
+    return {**table, "measured": rows} if rows else table
+
+
+def _in_file_units(value: Device | Link | Measured, table: type[Section]) -> dict[str, Any]:
+    """The figures and names of a value under a table's keys; what is unknown is left out."""
+    found: dict[str, Any] = {}
+    for key in table.model_fields:
+        name, factor = _UNITS.get(key, (key, 1.0))
+        field = getattr(value, name)
+        if isinstance(field, str | int):
+            found[key] = field
+        elif isinstance(field, float):
+            found[key] = _six_digits(field / factor)
+    return found
+
+
+def _six_digits(value: float) -> float:
+    return float(f"{value:.6g}")
