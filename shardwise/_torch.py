@@ -48,6 +48,21 @@ def count_groups_anew() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
+def forget_meshes() -> None:
+    """Empty DTensor's caches of how operations are split. They never forget by themselves, and every entry holds the mesh it was
+    made on: the groups of a team that has parted, with the threads and sockets of gloo, would stay for as long as the process.
+    """
+    from torch.distributed.tensor import DTensor, _redistribute
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache.cache_clear()
+    propagator._propagate_tensor_meta_cached.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    # Not all releases of torch have these two.
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
 def inside_backward() -> bool:
     """Whether this thread is running a backward: a forward seen there is a recomputation. torch's own checkpointing asks so.
 

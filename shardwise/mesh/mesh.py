@@ -23,7 +23,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise._torch import count_groups_anew, flatten, part_of
+from shardwise._torch import count_groups_anew, flatten, forget_meshes, part_of
 from shardwise.config import Layout
 from shardwise.mesh.devices import pick_device
 from shardwise.mesh.launched import Worker
@@ -184,6 +184,7 @@ def leave() -> None:
     """Part from the peers, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def abandon() -> None:
@@ -191,6 +192,7 @@ def abandon() -> None:
     with contextlib.suppress(Exception):  # a broken group may complain; there is nobody to part from
         dist.destroy_process_group()
     count_groups_anew()
+    forget_meshes()
 
 
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Connection timed out")

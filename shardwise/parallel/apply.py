@@ -36,20 +36,20 @@ DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat1
 
 def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
     """The job's model, on this rank's devices, ready to train."""
-    layout, plain = comm.mesh.layout, build_plain(config)
-    if config.model.module is not None:
-        check_own(plain, config, layout)
+    layout = comm.mesh.layout
+    check_module(config, layout)  # on a model of its own, because it calls forward, which may leave something in a user's module
+    plain = build_plain(config)
     table, tables = table_of(plain), _embeddings(plain)
     where = lru_cache(maxsize=8)(partial(places, config.model, comm)) if layout.context > 1 else None
     multiple = sequence_multiple(config.model, layout)
     if layout.pipeline == 1:
-        return ParallelModel(comm, [_part(config, build_plain(config), table, comm)], table, where, multiple, tables)
+        return ParallelModel(comm, [_part(config, plain, table, comm)], table, where, multiple, tables)
     from shardwise.parallel.pipeline import Pipelined, cut_out, own_stages  # torch's pipelines take a second to import
 
     stages = own_stages(config, plan, comm)
     parts = []
-    for stage, _ in stages.own:
-        model = build_plain(config)
+    for index, (stage, _) in enumerate(stages.own):
+        model = build_plain(config) if index else plain
         cut_out(model, table, stage, stages)
         parts.append(_part(config, model, table, comm))
     return Pipelined(comm, parts, table, where, multiple, tables, stages=stages)

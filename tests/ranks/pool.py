@@ -1,8 +1,9 @@
 """Spawned ranks that stay alive between cases, so that a multi-rank test costs milliseconds and not an import of torch.
 
 A case is a module-level function `case(worker, *arguments)`. It runs on every rank of the pool at once, each with its own
-`Worker` (a fresh port, so that `build` or `join` meets the peers in a new process group), and the pool hands back what the
-ranks returned, in rank order. The process group of a case ends with the case.
+`Worker`, and the pool hands back what the ranks returned, in rank order. Ranks meet in a store that the test process owns, as
+workers meet at their host, each case in a generation of its own; no rank has to find a free port. The process groups of a case
+end with the case.
 
 A rank that raises fails the test with the rank's own traceback; a case that takes too long fails with the stack of every
 rank. After either the ranks are replaced, because nobody knows what state they are in.
@@ -24,7 +25,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from shardwise.resilience.forked import free_port
+from torch.distributed import TCPStore
+
+from shardwise.mesh import Worker, leave, open_meeting_place
 
 SECONDS = 120.0
 GRACE = 10.0
@@ -41,14 +44,21 @@ class Pool:
     def __init__(self, world: int) -> None:
         self.world = world
         self._ranks: list[_Rank] = []
+        self._store: TCPStore | None = None
+        self._generation = 0
 
     def run(self, case: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
         """Run a case on every rank; what each returned, in rank order."""
         self._ranks = self._ranks or [_Rank(rank, self.world) for rank in range(self.world)]
-        # Test modules are found by their folder, which pytest adds to the path as it collects.
-        task = (list(sys.path), free_port(), seconds, pickle.dumps((case, arguments)))
+        self._store = self._store or open_meeting_place()
+        self._generation += 1
+        task = pickle.dumps((case, arguments))
         for rank in self._ranks:
-            rank.pipe.send(task)
+            worker = Worker(
+                rank.number, self.world, rank.number, self.world, "127.0.0.1", self._store.port, "shardwise", self._generation
+            )
+            # Test modules are found by their folder, which pytest adds to the path as it collects.
+            rank.pipe.send((list(sys.path), worker, seconds, task))
         answers = self._answers(seconds)
         if len(answers) == self.world and all(isinstance(answer, _Returned) for answer in answers.values()):
             return [answers[rank].value for rank in range(self.world)]
@@ -105,7 +115,7 @@ class _Rank:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["shardwise.train.steps"])  # torch is imported once, and every rank forks from there
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(number, world, theirs, name), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, name), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -122,7 +132,7 @@ class _Rank:
         self.log.unlink(missing_ok=True)
 
 
-def _serve(rank: int, world: int, pipe: Connection, log: str) -> None:
+def _serve(pipe: Connection, log: str) -> None:
     """What a rank does all day."""
     stream = open(log, "a", buffering=1)  # noqa: SIM115  (the rank writes to it to its end)
     os.dup2(stream.fileno(), 1)
@@ -133,25 +143,23 @@ def _serve(rank: int, world: int, pipe: Connection, log: str) -> None:
     gc.freeze()  # a collection after each case then looks at what the case made, not at all of torch
     while True:
         try:
-            path, port, seconds, task = pipe.recv()
+            path, worker, seconds, task = pipe.recv()
         except (EOFError, OSError):
             return  # the tests are over
         stream.truncate(0)
         sys.path[:] = path
         faulthandler.dump_traceback_later(seconds * 0.95, file=stream)
-        answer = _answer(rank, world, port, task)
+        answer = _answer(worker, task)
         faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
 
 
-def _answer(rank: int, world: int, port: int, task: bytes) -> bytes:
-    from shardwise.mesh import Worker, leave
-
+def _answer(worker: Worker, task: bytes) -> bytes:
     try:
         case, arguments = pickle.loads(task)
-        return pickle.dumps(_Returned(case(Worker(rank, world, rank, world, "127.0.0.1", port, "test"), *arguments)))
+        return pickle.dumps(_Returned(case(worker, *arguments)))
     except BaseException as error:  # whatever it is, it belongs to the test
-        return pickle.dumps(_Raised(rank, error))
+        return pickle.dumps(_Raised(worker.rank, error))
     finally:
         leave()  # peers that wait for this rank then fail at once
         gc.collect()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from ranks.jobs import FAMILIES, job, train
 from ranks.pool import Pool, RankFailed
 
 from shardwise.config import Layout
@@ -39,6 +40,10 @@ def one_hangs(worker: Worker) -> None:
         time.sleep(1000)
 
 
+def threads(worker: Worker) -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
 @pytest.fixture
 def pool(ranks: Callable[[int], Pool]) -> Iterator[Pool]:
     """The session's pool of two, used again after each failure."""
@@ -65,3 +70,17 @@ def test_a_rank_that_dies_fails_the_test(pool: Pool) -> None:
 def test_a_hang_ends_after_its_time_and_shows_where(pool: Pool) -> None:
     with pytest.raises(RankFailed, match=r"(?s)rank 1 did not answer.*one_hangs"):
         pool.run(one_hangs, seconds=3)
+
+
+def test_a_case_leaves_no_thread_of_its_groups_behind(pool: Pool, corpus: str) -> None:
+    """Every group of gloo has threads; torch remembers meshes, and would keep those of every case."""
+    layouts = [
+        ("llama", {"data": 2, "zero": 3}),
+        ("experts", {"data": 1, "tensor": 2, "expert": 2}),
+        ("tied", {"data": 1, "pipeline": 2}),
+    ]
+    found = []
+    for model, layout in layouts:
+        pool.run(train, job(corpus, model=FAMILIES[model], train={"steps": 1}, layout=layout))
+        found.append(pool.run(threads))
+    assert max(max(counts) for counts in found) <= 4
