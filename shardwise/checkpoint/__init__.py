@@ -5,11 +5,10 @@ from shardwise.checkpoint.folder import (
     checkpoint_folder,
     checkpoints,
     hold,
-    lock,
     read_manifest,
     set_aside,
     step_of,
     to_resume,
 )
 
-__all__ = ["Manifest", "checkpoint_folder", "checkpoints", "hold", "lock", "read_manifest", "set_aside", "step_of", "to_resume"]
+__all__ = ["Manifest", "checkpoint_folder", "checkpoints", "hold", "read_manifest", "set_aside", "step_of", "to_resume"]

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from typing import Any
 from shardwise.checkpoint.storage import Storage, parent, storage
 from shardwise.config import Config, Model
 from shardwise.errors import UserError
+from shardwise.locks import take_lock
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2
@@ -284,25 +284,11 @@ def hold(folder: str | Path) -> Iterator[None]:
     if "://" in where.address:
         yield
         return
+    in_use = f"{where.address}: another run is saving its checkpoints there now; give another checkpoint.folder"
     try:
         where.make()
-        descriptor = os.open(where.address, os.O_RDONLY | os.O_DIRECTORY)
+        held = take_lock(Path(where.address), in_use)
     except OSError as error:
         raise UserError(f"checkpoints cannot be written to {where.address} ({error.strerror}). Give another folder.") from None
-    try:
-        lock(descriptor, f"{where.address}: another run is saving its checkpoints there now; give another checkpoint.folder")
+    with held:
         yield
-    finally:
-        os.close(descriptor)
-
-
-def lock(descriptor: int, in_use: str) -> None:
-    """Take the lock of an open file or folder for as long as it is open, or answer with these words that another run has it."""
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(in_use) from None
-    except OSError:
-        pass  # a file system without locks: nothing can be known

@@ -78,21 +78,21 @@ def _leads(how: Launched) -> bool:
 @contextmanager
 def _holding(config: Config) -> Iterator[None]:
     """Make the folders of the run, and keep any other run out of them while this one lasts."""
-    from shardwise.checkpoint import checkpoint_folder, hold, lock
+    from shardwise.checkpoint import checkpoint_folder, hold
     from shardwise.errors import UserError
+    from shardwise.locks import take_lock
 
     folder = Path(config.run.folder)
+    in_use = f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder"
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        held = (folder / ".lock").open("w")
+        held = take_lock(folder / ".lock", in_use)
     except OSError as error:
         raise UserError(
             f"run.folder = {str(folder)!r}: cannot be written ({error.strerror}). Give another, for example run.folder=runs/mine"
         ) from None
-    with held:
-        lock(held.fileno(), f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder")
-        with hold(checkpoint_folder(config)):
-            yield
+    with held, hold(checkpoint_folder(config)):
+        yield
 
 
 def _check_data(config: Config) -> None:

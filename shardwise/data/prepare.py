@@ -11,12 +11,11 @@ A lock file makes it safe for all ranks of a machine to ask at once: one works, 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,6 +28,7 @@ from shardwise.data.shards import VERSION, Index, Shard, ShardWriter, read_shard
 from shardwise.data.sources import PIECE, Piece, SourceFile, find_files, read_pieces
 from shardwise.data.tokenizer import BYTES, FILE, Tokenizer, load_tokenizer, tokenizer_fingerprint
 from shardwise.errors import UserError
+from shardwise.locks import take_lock
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of source done and the bytes in all."""
@@ -80,7 +80,7 @@ def prepare(
         check_target(folder)
         if (index := _finished(folder, mark)) is not None:
             return index
-        with _locked(folder):
+        with _lock(folder):
             if (index := _finished(folder, mark)) is not None:  # by the process we waited for
                 return index
             work = _Preparation(folder, files, load_tokenizer(tokenizer), text_field, shard_tokens, progress)
@@ -138,17 +138,11 @@ def _finished(folder: Path, mark: str) -> Index | None:
     return index if index.source == mark else None
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder against other processes; the system releases the lock if we die."""
+def _lock(folder: Path) -> ExitStack:
+    """The folder's lock, waited for while another process prepares it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _log.info("waiting for another process that prepares %s", folder)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    message = f"waiting for another process that prepares {folder}"
+    return take_lock(folder / LOCK, message, wait=lambda: _log.info(message))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from shardwise.checkpoint import checkpoints
 from shardwise.config import Config, to_toml
 from shardwise.errors import RunFailed, UserError
+from shardwise.locks import take_lock
 from shardwise.observe import read_lines
 from shardwise.plan import fit
 from shardwise.resilience.host import RESUME_ME
@@ -243,18 +244,13 @@ def _check_time_to_return(planned: Sequence[Planned], config: Config, usual: Usu
 @contextmanager
 def _holding(folder: Path) -> Iterator[Path]:
     """The drill's folder, without what an earlier drill left in it; nobody else may use it meanwhile."""
-    import fcntl
-
+    in_use = f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        held = take_lock(folder / ".lock", in_use)
     except OSError as error:
         raise UserError(f"run.folder = {str(folder)!r}: cannot be written ({error.strerror}); give another run.folder") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"run.folder = {str(folder)!r}: another run is writing there now; give another run.folder") from None
+    with held:
         for name in ("undisturbed", "drilled"):
             _clear(folder / name)
         yield folder
