@@ -11,7 +11,7 @@ from shardwise.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
     from shardwise.config import Config
-    from shardwise.verify.drill import Result
+    from shardwise.verify.drill import DrillResult
     from shardwise.verify.faults import Kind
 
 
@@ -47,7 +47,7 @@ def drill(
     raise typer.Exit(0 if result.passes else 1)
 
 
-def _drill(job: Path, overrides: list[str], faults: str, count: int, seed: int, workers: int | None) -> Result:
+def _drill(job: Path, overrides: list[str], faults: str, count: int, seed: int, workers: int | None) -> DrillResult:
     from shardwise.cli.doctor import torch_problem
     from shardwise.config import read
     from shardwise.errors import UserError
@@ -123,21 +123,21 @@ class _Stage:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-def _show(result: Result) -> None:
+def _show(result: DrillResult) -> None:
     print("\n".join(_table(result)))
-    same = result.sameness
+    same = result.comparison
     for line in (
         *(same.sentences() if same else ()),
         *(f"among more faults than the drill did: {one}" for one in result.unexpected),
     ):
         print(line)
-    steps = f"the steps took {result.usual.training:.1f} s undisturbed, {result.drilled_seconds:.1f} s with faults"
+    steps = f"the steps took {result.baseline.training:.1f} s undisturbed, {result.drilled_seconds:.1f} s with faults"
     print(f"goodput {result.goodput:.2f}: {steps}, from the beginning of the first to the end of the last")
     print(f"{'PASS' if result.passes else 'FAIL'}: {_verdict(result)}")
 
 
-def _verdict(result: Result) -> str:
-    same, of = result.sameness, len(result.planned)
+def _verdict(result: DrillResult) -> str:
+    same, of = result.comparison, len(result.planned)
     survived = "1 fault" if len(result.faults) == 1 else f"{len(result.faults)} faults"
     if same is None:
         return f"{len(result.faults)} of {of} faults were survived; the run did not reach its end"
@@ -148,7 +148,7 @@ def _verdict(result: Result) -> str:
     return f"{survived} survived, but the run is not the undisturbed one {alike}"
 
 
-def _table(result: Result) -> list[str]:
+def _table(result: DrillResult) -> list[str]:
     """A line a fault, in columns as wide as what is in them."""
     rows = [["fault", "step", "seconds to recover", "steps lost", "what happened"]]
     for fault in result.faults:

@@ -10,8 +10,8 @@ import typer
 from shardwise.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
-    from shardwise.verify.prove import Result
-    from shardwise.verify.verdict import Error
+    from shardwise.verify.prove import ProofResult
+    from shardwise.verify.verdict import QuantityError
 
 SHOWN = 8
 """Rows of the table where all is well; where not, every row that fails, up to three times as many."""
@@ -48,7 +48,7 @@ def verify(
     raise typer.Exit(0 if result.verdict.passes and not result.unnoticed else 1)
 
 
-def _prove(job: Path, overrides: list[str], steps: int, dtype: str, sabotage: str | None) -> Result:
+def _prove(job: Path, overrides: list[str], steps: int, dtype: str, sabotage: str | None) -> ProofResult:
     from shardwise.cli.doctor import torch_problem
     from shardwise.cli.progress import preparing
     from shardwise.config import read
@@ -73,7 +73,7 @@ def _one_of(option: str, given: str, known: tuple[Any, ...]) -> None:
         raise UserError(f"{option} {given}: not known; use one of {', '.join(known)}")
 
 
-def _show(result: Result) -> None:
+def _show(result: ProofResult) -> None:
     proof, verdict = result.proof, result.verdict
     for key, (before, after) in (result.shrunk or {}).items():
         print(f"shrunk: {key} from {before} to {after}")
@@ -96,14 +96,14 @@ def _words(value: Any) -> str:
     return f"{', '.join(value[:3])}{f' and {len(value) - 3} more' if len(value) > 3 else ''}" if several else str(value)
 
 
-def _axes(result: Result) -> dict[str, int]:
+def _axes(result: ProofResult) -> dict[str, int]:
     from shardwise.config import AXES
 
     layout = result.proof.plan.layout
     return {axis: getattr(layout, axis) for axis in AXES if getattr(layout, axis) > 1}
 
 
-def _table(result: Result) -> list[str]:
+def _table(result: ProofResult) -> list[str]:
     """The worst first, in columns as wide as what is in them."""
     errors = result.verdict.errors
     failing = sum(not error.passes for error in errors)
@@ -117,7 +117,7 @@ def _table(result: Result) -> list[str]:
     return [f"the worst {len(shown)} of {len(errors)} quantities", *lines, ""]
 
 
-def _row(error: Error, result: Result) -> list[str]:
+def _row(error: QuantityError, result: ProofResult) -> list[str]:
     from shardwise.verify.job import ROUNDING
 
     cost = "" if error.rounding_cost is None else f"{error.rounding_cost:.2e}"

@@ -22,12 +22,13 @@ from shardwise.resilience.forked import free_port
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "PET_NNODES", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
 """By these a command takes itself for part of somebody else's run (mesh/launched.py): the drill's are taken away."""
-WORDS = 4000
+LOG_TAIL = 4000
+"""Characters of the log that an error shows."""
 GONE_SECONDS = 10.0
 
 
-class Commands:
-    """The processes of one run."""
+class TrainCommands:
+    """The `shardwise train` commands of one run, one for each host, and the processes they started."""
 
     def __init__(self, job: Path, folder: Path) -> None:
         self.job, self.folder = job, folder
@@ -38,7 +39,7 @@ class Commands:
         self._seen: set[psutil.Process] = set()
         """Workers that were looked up: one that is stopped does not notice that its host is gone."""
 
-    def __enter__(self) -> Commands:
+    def __enter__(self) -> TrainCommands:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -47,25 +48,25 @@ class Commands:
     def start(self, workers: Sequence[int]) -> None:
         """A command with this many workers, or one for each of several hosts."""
         self._ended += self._hosts
-        meeting = [f"PET_RDZV_ENDPOINT=127.0.0.1:{free_port()}", f"PET_RDZV_ID=drill-{secrets.token_hex(4)}"]
-        self._starts = [self._words(node, workers, meeting) for node in range(len(workers))]
-        self._hosts = [self._run(words) for words in self._starts]
+        rendezvous = [f"PET_RDZV_ENDPOINT=127.0.0.1:{free_port()}", f"PET_RDZV_ID=drill-{secrets.token_hex(4)}"]
+        self._starts = [self._command(node, workers, rendezvous) for node in range(len(workers))]
+        self._hosts = [self._run(command) for command in self._starts]
 
     def start_again(self) -> None:
         """The host that was lost comes back."""
         self._hosts.append(self._run(self._starts[-1]))
 
-    def _words(self, node: int, workers: Sequence[int], meeting: Sequence[str]) -> list[str]:
+    def _command(self, node: int, workers: Sequence[int], rendezvous: Sequence[str]) -> list[str]:
         environment, bounds = [word for name in LAUNCHERS for word in ("-u", name)], []
         if len(workers) > 1:
-            environment += [f"PET_NNODES={len(workers)}", f"PET_NODE_RANK={node}", *meeting]
+            environment += [f"PET_NNODES={len(workers)}", f"PET_NODE_RANK={node}", *rendezvous]
             bounds = ["--min-workers", str(workers[0]), "--max-workers", str(sum(workers))]
         command = [sys.executable, "-m", "shardwise", "train", str(self.job), "--workers", str(workers[node]), *bounds]
         return ["env", *environment, *command]
 
-    def _run(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _run(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
     def running(self) -> bool:
         """Whether any of them still runs."""
@@ -90,19 +91,19 @@ class Commands:
     def workers(self, supervisors: set[int] | None = None) -> dict[int, int]:
         """The processes of the present workers, by rank."""
         wanted = supervisors or {host.pid for host in self._hosts}
-        found: dict[int, int] = {}
+        pids: dict[int, int] = {}
         for path in (self.folder / "logs").glob("workers-*.json"):
             known = json.loads(path.read_text())
             if known["supervisor"] in wanted:
-                found |= {one["rank"]: one["pid"] for one in known["workers"] if psutil.pid_exists(one["pid"])}
-        for pid in found.values():
+                pids |= {worker["rank"]: worker["pid"] for worker in known["workers"] if psutil.pid_exists(worker["pid"])}
+        for pid in pids.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._seen.add(psutil.Process(pid))
-        return found
+        return pids
 
-    def last_words(self) -> str:
-        """What the commands said last."""
-        return self.log.read_text(errors="replace")[-WORDS:].strip() if self.log.exists() else ""
+    def log_tail(self) -> str:
+        """The end of what the commands printed."""
+        return self.log.read_text(errors="replace")[-LOG_TAIL:].strip() if self.log.exists() else ""
 
 
 def end(hosts: Sequence[subprocess.Popen[bytes]], others: Collection[psutil.Process] = ()) -> None:

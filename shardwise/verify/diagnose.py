@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shardwise.verify.findings import Difference, Piece, RankReport, Trace
-from shardwise.verify.verdict import Error, Verdict
+from shardwise.verify.reports import ModuleDifference, RankReport, RankTrace, SliceComparison
+from shardwise.verify.verdict import QuantityError, Verdict
 
 EXACT = 1e-6
 """A slice is a multiple of the reference if what a factor does not explain is smaller than this."""
@@ -36,7 +36,7 @@ UNEXPLAINED = "differs in a way that no sum over an axis explains"
 
 
 @dataclass(frozen=True)
-class Place:
+class FirstDifference:
     """The first module that differs, and the ranks on which it is that one."""
 
     module: str
@@ -61,8 +61,8 @@ class Cause:
 class Diagnosis:
     """Where the layout departs from one device, and why."""
 
-    forward: Place | None
-    backward: Place | None
+    forward: FirstDifference | None
+    backward: FirstDifference | None
     causes: tuple[Cause, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -83,31 +83,35 @@ class Diagnosis:
         return [*lines, *(_sentence(cause) for cause in self.causes)]
 
 
-def _where(place: Place) -> str:
-    details = f"relative error {place.relative_error:.2g}, micro-batch {place.micro_batch}"
-    return f"{place.module} on {ranks_in_words(place.ranks)} ({details})"
+def _where(first: FirstDifference) -> str:
+    details = f"relative error {first.relative_error:.2g}, micro-batch {first.micro_batch}"
+    return f"{first.module} on {_list_ranks(first.ranks)} ({details})"
 
 
 def _sentence(cause: Cause) -> str:
     names = ", ".join(cause.parameters[:3]) + (f" and {len(cause.parameters) - 3} more" if len(cause.parameters) > 3 else "")
     ratio = "" if cause.ratio is None else f"; {cause.ratio:.6g} times the reference"
-    return f"{cause.what}{': ' if names else ''}{names} ({ranks_in_words(cause.ranks)}{ratio})"
+    return f"{cause.what}{': ' if names else ''}{names} ({_list_ranks(cause.ranks)}{ratio})"
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Sequence[int]) -> str:
     """rank 3, ranks 0, 1, 2."""
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def diagnose(
-    verdict: Verdict, reports: Sequence[RankReport], traces: Sequence[Trace], sizes: Mapping[str, int] | None = None
+    verdict: Verdict, reports: Sequence[RankReport], traces: Sequence[RankTrace], sizes: Mapping[str, int] | None = None
 ) -> Diagnosis:
     """What the numbers say; `sizes` are those of the layout's axes."""
     forward = _first({trace.rank: trace.forward for trace in traces if trace.forward})
     backward = _first({trace.rank: trace.backward for trace in traces if trace.backward}, last=True)
     if forward or backward:
-        found = [trace.forward if forward else trace.backward for trace in traces]
-        return Diagnosis(forward, backward, tuple(_flow_causes(forward, backward, [one for one in found if one], sizes or {})))
+        differences = [trace.forward if forward else trace.backward for trace in traces]
+        return Diagnosis(
+            forward,
+            backward,
+            tuple(_activation_causes(forward, backward, [difference for difference in differences if difference], sizes or {})),
+        )
     first = min((error.step for error in verdict.failing()), default=0)
     failing = [error for error in verdict.failing("gradient") if error.step == first]
     if first == 1 and failing:
@@ -117,23 +121,26 @@ def diagnose(
     return Diagnosis(None, None, tuple(causes))
 
 
-def _first(found: dict[int, Difference], last: bool = False) -> Place | None:
-    if not found:
+def _first(by_rank: dict[int, ModuleDifference], last: bool = False) -> FirstDifference | None:
+    if not by_rank:
         return None
-    place = (max if last else min)(difference.place for difference in found.values())
-    own = {rank: difference for rank, difference in found.items() if difference.place == place}
+    position = (max if last else min)(difference.position for difference in by_rank.values())
+    own = {rank: difference for rank, difference in by_rank.items() if difference.position == position}
     worst = max(own.values(), key=lambda difference: difference.error)
     error = worst.error if math.isfinite(worst.error) else 1e308
-    return Place(worst.module, tuple(own), error, min(difference.micro_batch for difference in own.values()))
+    return FirstDifference(worst.module, tuple(own), error, min(difference.micro_batch for difference in own.values()))
 
 
-def _flow_causes(
-    forward: Place | None, backward: Place | None, found: Sequence[Difference], sizes: Mapping[str, int]
+def _activation_causes(
+    forward: FirstDifference | None,
+    backward: FirstDifference | None,
+    differences: Sequence[ModuleDifference],
+    sizes: Mapping[str, int],
 ) -> Iterator[Cause]:
     """What is wrong with the sums on the way of an activation, or of its gradient; nothing where the numbers do not tell."""
-    place = forward or backward
-    assert place is not None, "something differs"
-    ratio, exact = _multiple([one for one in found if one.module == place.module])
+    first = forward or backward
+    assert first is not None, "something differs"
+    ratio, exact = _multiple([difference for difference in differences if difference.module == first.module])
     if ratio is None:
         return
     axes = {axis: sizes[axis] for axis in ("tensor", "context", "data", "replica", "expert") if sizes.get(axis, 1) > 1}
@@ -147,16 +154,16 @@ def _flow_causes(
         over = " or ".join(axis for axis in axes if axis in ("tensor", "context") and abs(ratio * axes[axis] - 1) < ROUGHLY)
         what = f"{MISSING} {over}"
     if exact or over:
-        yield Cause(what, over or None, (), place.ranks, ratio)
+        yield Cause(what, over or None, (), first.ranks, ratio)
 
 
-def _multiple(found: Sequence[Piece | Difference]) -> tuple[float | None, bool]:
+def _multiple(compared: Sequence[SliceComparison | ModuleDifference]) -> tuple[float | None, bool]:
     """The factor between the reference and what is there (least squares), and whether it explains all of the difference."""
-    reference, product = sum(one.reference for one in found), sum(one.product for one in found)
+    reference, product = sum(part.reference for part in compared), sum(part.product for part in compared)
     if not reference > 0 or not math.isfinite(product):
         return None, False
     ratio = product / reference
-    rest = sum(one.own for one in found) - ratio * product  # what is left when ratio times the reference is taken away
+    rest = sum(part.own for part in compared) - ratio * product  # what is left when ratio times the reference is taken away
     return ratio, abs(rest) <= EXACT**2 * max(reference, product * ratio)
 
 
@@ -183,7 +190,9 @@ def _joined(causes: Iterable[Cause]) -> Iterator[Cause]:
         yield Cause(what, own[0].axis, names, ranks, own[0].ratio if len(own) == 1 else None)
 
 
-def _gradient_causes(failing: Sequence[Error], reports: Sequence[RankReport], traces: Sequence[Trace]) -> Iterator[Cause]:
+def _gradient_causes(
+    failing: Sequence[QuantityError], reports: Sequence[RankReport], traces: Sequence[RankTrace]
+) -> Iterator[Cause]:
     for error in failing:
         summed = [axis for trace in traces for axis in trace.summed.get(error.parameter, [])]
         yield _cause(error, _Copies(error, reports), summed)
@@ -192,28 +201,28 @@ def _gradient_causes(failing: Sequence[Error], reports: Sequence[RankReport], tr
 class _Copies:
     """One parameter's gradient on all ranks that hold some of it."""
 
-    def __init__(self, error: Error, reports: Sequence[RankReport]) -> None:
+    def __init__(self, error: QuantityError, reports: Sequence[RankReport]) -> None:
         key = (error.parameter, error.quantity, error.step)
-        own = [(report.rank, piece) for report in reports for piece in report.pieces if piece.key == key]
+        own = [(report.rank, part) for report in reports for part in report.slices if part.key == key]
         # Both copies of a tied weight may be on one rank: the worse comes last, and stays.
-        self.pieces: dict[int, Piece] = dict(sorted(own, key=lambda pair: pair[1].difference))
+        self.slices: dict[int, SliceComparison] = dict(sorted(own, key=lambda pair: pair[1].difference))
         self.coordinates = {report.rank: report.coordinates for report in reports}
         self.reductions: dict[str, int] = {}
         for report in reports:
             self.reductions.update(report.reductions.get(error.parameter, {}))
-        self.bad = [rank for rank in error.ranks if rank in self.pieces]
+        self.bad = [rank for rank in error.ranks if rank in self.slices]
 
     def ratio(self) -> tuple[float | None, bool]:
         """The factor between the reference and what the bad ranks have, and whether it explains all of the difference."""
-        return _multiple([self.pieces[rank] for rank in self.bad])
+        return _multiple([self.slices[rank] for rank in self.bad])
 
     def unequal_axes(self) -> set[str]:
         """Axes along which two ranks hold the same slice with other values."""
-        pairs = [(a, b) for a in self.pieces for b in self.pieces if a < b and self._differ(self.pieces[a], self.pieces[b])]
+        pairs = [(a, b) for a in self.slices for b in self.slices if a < b and self._differ(self.slices[a], self.slices[b])]
         fewest = min((len(self._between(a, b)) for a, b in pairs), default=0)
         return {axis for a, b in pairs for axis in self._between(a, b) if len(self._between(a, b)) == fewest}
 
-    def _differ(self, a: Piece, b: Piece) -> bool:
+    def _differ(self, a: SliceComparison, b: SliceComparison) -> bool:
         return a.box == b.box and abs(a.product - b.product) > 1e-9 * max(a.reference, abs(a.product), 1e-300)
 
     def _between(self, a: int, b: int) -> list[str]:
@@ -221,7 +230,7 @@ class _Copies:
         return [axis for axis in here if here[axis] != there[axis] and axis != "expert"]
 
 
-def _cause(error: Error, copies: _Copies, summed: Sequence[str]) -> Cause:
+def _cause(error: QuantityError, copies: _Copies, summed: Sequence[str]) -> Cause:
     ratio, exact = copies.ratio()
 
     def cause(what: str, axis: str | None = None) -> Cause:

@@ -10,7 +10,7 @@ forbidden to write large files. What survives this survives a real machine, as f
     term     SIGTERM to the command, as a scheduler does: it must save and leave with status 75; started again, no step is lost
     lose     a host with one worker is gone at once, and comes back later: the others must go on, and take it back
 
-Moments are drawn from a seed: a step in each of as many stretches of the run as there are faults, and a share of a step after it,
+Times are drawn from a seed: a step in each of as many stretches of the run as there are faults, and a share of a step after it,
 so that faults also fall into saves. Where in a step that lands is up to the clock; steps, ranks, files and bytes are not.
 """
 
@@ -41,7 +41,7 @@ SMALLEST_LIMIT = 1 << 14
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedFault:
     """A fault to come: after which step is done, how much of a step later, and the seed of what else is to be drawn."""
 
     kind: Kind
@@ -50,7 +50,7 @@ class Planned:
     seed: int
 
 
-def schedule(kinds: Sequence[Kind], count: int, seed: int, steps: int, every: int, room: int = 2) -> tuple[Planned, ...]:
+def schedule(kinds: Sequence[Kind], count: int, seed: int, steps: int, every: int, room: int = 2) -> tuple[PlannedFault, ...]:
     """The faults of a drill. Kinds take turns, shuffled, so that each occurs if there are as many faults as kinds.
 
     `every`: steps between saves; `room`: steps that must be left after the last fault. To lose a host comes first, and early:
@@ -73,13 +73,13 @@ def schedule(kinds: Sequence[Kind], count: int, seed: int, steps: int, every: in
             f"checkpoint.every = {every}: `corrupt` needs two checkpoints, and comes too early in {steps} steps; save more often"
         )
     return tuple(
-        Planned(
+        PlannedFault(
             kind,
-            step=int(FIRST + place * width + draw.random() * min(width - SPACING, steps / 8 if kind == "lose" else steps)),
+            step=int(FIRST + index * width + draw.random() * min(width - SPACING, steps / 8 if kind == "lose" else steps)),
             fraction=draw.random(),
             seed=draw.getrandbits(32),
         )
-        for place, kind in enumerate(order)
+        for index, kind in enumerate(order)
     )
 
 
@@ -118,12 +118,12 @@ def corrupt(folder: str, pid: int, draw: random.Random) -> Damage:
     return Damage(newest, file.name)
 
 
-def flip(file: Path, place: int, bits: int) -> None:
+def flip(file: Path, offset: int, bits: int) -> None:
     """Change these bits of one byte of a file."""
     with file.open("r+b") as stream:
-        stream.seek(place)
+        stream.seek(offset)
         before = stream.read(1)[0]
-        stream.seek(place)
+        stream.seek(offset)
         stream.write(bytes([before ^ bits]))
 
 
@@ -146,9 +146,9 @@ class FullDisk:
 
 def limits(folder: str) -> dict[int, int]:
     """For each rank but the first: a limit on its files that stops its part of a checkpoint, and not its log."""
-    found = {}
+    by_rank = {}
     for path in Path(checkpoints(folder)[-1]).glob("rank-*.data"):
         rank, half = int(path.name.split("-")[1]), path.stat().st_size // 2
         if rank and half >= SMALLEST_LIMIT:
-            found[rank] = half
-    return found
+            by_rank[rank] = half
+    return by_rank

@@ -23,7 +23,7 @@ ALLOWANCE = 8.0
 
 
 @dataclass(frozen=True)
-class Proof:
+class ProofJob:
     """A job as the processes run it: on its layout, and on one device."""
 
     config: Config
@@ -36,27 +36,27 @@ class Proof:
         """Processes that the layout takes."""
         return self.plan.layout.world
 
-    def on_one_device(self, dtype: Dtype) -> Proof:
+    def on_one_device(self, dtype: Dtype) -> ProofJob:
         """The reference: no layout, and each global batch in one piece, so that accumulation is proven too."""
         layout = Layout(data=1)  # type: ignore[call-arg]
         train = {**_train(self.config, self.steps, dtype), "micro_batch": None}
         config = self.config.model_copy(
             update={"layout": layout, "train": self.config.train.model_copy(update=train)},
         )
-        return Proof(config, choose(config, 1), self.steps, dtype)
+        return ProofJob(config, choose(config, 1), self.steps, dtype)
 
-    def in_dtype(self, dtype: Dtype) -> Proof:
+    def in_dtype(self, dtype: Dtype) -> ProofJob:
         """The same layout in another dtype."""
         train = self.config.train.model_copy(update=_train(self.config, self.steps, dtype))
-        return Proof(self.config.model_copy(update={"train": train}), self.plan, self.steps, dtype)
+        return ProofJob(self.config.model_copy(update={"train": train}), self.plan, self.steps, dtype)
 
 
-def prepare(config: Config, steps: int, dtype: Dtype) -> tuple[Proof, dict[str, Any] | None]:
+def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, dict[str, Any] | None]:
     """The proof of a job, and what was shrunk for it: (before, after) by key; None: nothing."""
     small, shrunk = shrink(config)
     layout = small.layout.model_copy(update={"data": smallest_data(small.layout), "offload": False})
     small = small.model_copy(update={"layout": layout, "train": small.train.model_copy(update=_train(small, steps, dtype))})
-    return Proof(small, choose(small, layout.world), steps, dtype), shrunk
+    return ProofJob(small, choose(small, layout.world), steps, dtype), shrunk
 
 
 def smallest_data(layout: Layout) -> int:
@@ -86,7 +86,7 @@ SCALE = 1.01
 """What scale-gradient multiplies by."""
 
 
-def check_sabotage(kind: Sabotage, proof: Proof) -> None:
+def check_sabotage(kind: Sabotage, proof: ProofJob) -> None:
     """A layout without what is to be broken cannot be sabotaged so."""
     model = proof.config.model
     if kind == "scale-gradient" and ALLOWANCE * ROUNDING[proof.dtype] > SCALE - 1:

@@ -6,8 +6,8 @@ follows from the shapes, given what every layout has in common:
 
 - dim 0 are sequences: those of the micro-batch, counted from the first row of the rank's share (where tokens are flattened into
   one dim, as for a router, it is opened up first);
-- dim 1 (dim 2 in the attention itself) is the sequence: the rank's places under `context`, and, if what is left is shorter still
-  by the size of `tensor`, the rank's part of that;
+- dim 1 (dim 2 in the attention itself) is the sequence: the rank's positions under `context`, and, if what is left is shorter
+  still by the size of `tensor`, the rank's part of that;
 - any other dim that is shorter was split over `tensor`: in as many parts as it is shorter by. Fewer parts than devices means that
   several devices have the same part (shared key heads).
 
@@ -39,10 +39,10 @@ from shardwise.optim.norm import sharded_axes
 from shardwise.parallel.data import COPIES
 from shardwise.parallel.placement import held
 from shardwise.train.build import Training, build
-from shardwise.verify.findings import Difference, Key, Trace
-from shardwise.verify.job import Proof, Sabotage
+from shardwise.verify.job import ProofJob, Sabotage
 from shardwise.verify.measure import watch
-from shardwise.verify.sabotage import apply
+from shardwise.verify.reports import Key, ModuleDifference, RankTrace
+from shardwise.verify.sabotage import apply_sabotage
 from shardwise.verify.verdict import LIMIT
 
 Outputs = dict[str, list[list[Tensor]]]
@@ -64,11 +64,11 @@ class Recorder:
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             if inside_backward():
                 return
-            found = list(_tensors(output))
-            gradients = [torch.empty(0) for _ in found]
-            self.outputs[path].append([tensor.detach().clone() for tensor in found])
+            tensors = list(_tensors(output))
+            gradients = [torch.empty(0) for _ in tensors]
+            self.outputs[path].append([tensor.detach().clone() for tensor in tensors])
             self.gradients[path].append(gradients)
-            for index, tensor in enumerate(found):
+            for index, tensor in enumerate(tensors):
                 if tensor.requires_grad:
                     tensor.register_hook(_keep_first(gradients, index))  # type: ignore[no-untyped-call]
 
@@ -86,33 +86,33 @@ def _keep_first(gradients: list[Tensor], index: int) -> Any:
 def _tensors(output: Any) -> Iterator[Tensor]:
     """What depends on the weights, and choices made from it."""
     parts = output if isinstance(output, tuple | list) else (output,)
-    found = [part for part in parts if isinstance(part, Tensor)]
-    if any(part.requires_grad for part in found):
-        yield from (part for part in found if part.requires_grad or part.dtype == torch.int64)
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if any(part.requires_grad for part in tensors):
+        yield from (part for part in tensors if part.requires_grad or part.dtype == torch.int64)
 
 
-def refer(worker: Worker, proof: Proof, path: Path) -> None:
+def write_reference_trace(worker: Worker, proof: ProofJob, path: Path) -> None:
     """One device: write the trace of the first step."""
     training = build(proof.config, proof.plan, worker)
     recorder = _first_step(training)
     torch.save((dict(recorder.outputs), dict(recorder.gradients)), path)
 
 
-def compare(
-    worker: Worker, proof: Proof, trace: Path, truth: Path, suspects: Sequence[str], sabotage: Sabotage | None = None
-) -> Trace:
-    """The layout: hold this rank's trace against that of one device, and the suspects' gradients, summed over each axis, too."""
+def compare_traces(
+    worker: Worker, proof: ProofJob, trace: Path, reference: Path, suspects: Sequence[str], sabotage: Sabotage | None = None
+) -> RankTrace:
+    """The layout: compare this rank's trace with that of one device, and the suspects' gradients, summed over each axis, too."""
     training = build(proof.config, proof.plan, worker)
     if sabotage:
-        apply(sabotage, training)
+        apply_sabotage(sabotage, training)
     recorder = _first_step(training)
     outputs, gradients = torch.load(trace, mmap=True)
-    view = View.of(training)
+    slicer = ReferenceSlicer.of(training)
     order = list(outputs)
-    forward = _differences(order, recorder.outputs, outputs, view, backward=False)
-    backward = _differences(order, recorder.gradients, gradients, view, backward=True)
-    summed = _sums(training, torch.load(truth, mmap=True), suspects)
-    return Trace(worker.rank, next(forward, None), next(backward, None), summed)
+    forward = _differences(order, recorder.outputs, outputs, slicer, backward=False)
+    backward = _differences(order, recorder.gradients, gradients, slicer, backward=True)
+    summed = _sums(training, torch.load(reference, mmap=True), suspects)
+    return RankTrace(worker.rank, next(forward, None), next(backward, None), summed)
 
 
 def _first_step(training: Training) -> Recorder:
@@ -133,12 +133,12 @@ _KEPT = "gradient_before_update"
 
 
 @dataclass(frozen=True)
-class View:
-    """What part of the global batch a rank sees."""
+class ReferenceSlicer:
+    """Cuts out of the reference, which has the whole global batch, what this rank should have computed."""
 
     first_row: int
     micro_batch: int
-    places: Tensor
+    positions: Tensor
     """Of this rank's tokens in a sequence."""
     length: int
     """Of a whole sequence."""
@@ -149,7 +149,7 @@ class View:
     skipped: frozenset[str]
 
     @classmethod
-    def of(cls, training: Training) -> View:
+    def of(cls, training: Training) -> ReferenceSlicer:
         """This rank's."""
         mesh, parallel, length = training.mesh, training.parallel, training.config.data.sequence_length
         table = parallel.table
@@ -158,7 +158,7 @@ class View:
         return cls(
             first_row=training.first_row,
             micro_batch=training.plan.micro_batch,
-            places=torch.arange(length) if parallel.places is None else parallel.places(length).cpu(),
+            positions=torch.arange(length) if parallel.places is None else parallel.places(length).cpu(),
             length=length,
             tensor=mesh.size("tensor"),
             coordinate=mesh.coordinate("tensor"),
@@ -186,7 +186,7 @@ class View:
     def _of_sequence(self, part: Tensor, dim: int, own: int) -> tuple[Tensor, bool]:
         if part.shape[dim] != self.length:
             return part, False
-        part = part.index_select(dim, self.places)
+        part = part.index_select(dim, self.positions)
         if own == part.shape[dim] or self.tensor == 1:
             return part, False
         return part.chunk(self.tensor, dim)[self.coordinate], True
@@ -202,21 +202,23 @@ class View:
         return part.narrow(dim, begin, min(each, size - begin)), True
 
 
-def _differences(order: Sequence[str], own: Outputs, whole: Outputs, view: View, backward: bool) -> Iterator[Difference]:
+def _differences(
+    order: Sequence[str], own: Outputs, whole: Outputs, slicer: ReferenceSlicer, backward: bool
+) -> Iterator[ModuleDifference]:
     """Modules that differ, the earliest first: in backward, from the last."""
-    places = list(enumerate(order))
-    for place, path in reversed(places) if backward else places:
+    modules = list(enumerate(order))
+    for position, path in reversed(modules) if backward else modules:
         if len(whole[path]) != 1:
             continue  # used several times: which call is which micro-batch's is not known
-        found = [_held(path, call, whole[path][0], mine, view, backward) for call, mine in enumerate(own.get(path, []))]
-        if found and not (error := max(one.error for one in found)) <= LIMIT:
-            call = next(call for call, one in enumerate(found) if not one.error <= LIMIT)
-            sums = (sum(one[index] for one in found) for index in range(1, 4))
-            yield Difference(path, place, error, call, *sums)
+        calls = [_compare_call(path, call, whole[path][0], mine, slicer, backward) for call, mine in enumerate(own.get(path, []))]
+        if calls and not (error := max(compared.error for compared in calls)) <= LIMIT:
+            first = next(call for call, compared in enumerate(calls) if not compared.error <= LIMIT)
+            sums = (sum(compared[index] for compared in calls) for index in range(1, 4))
+            yield ModuleDifference(path, position, error, first, *sums)
 
 
-class _Held(NamedTuple):
-    """One call of a module, held against the reference."""
+class _CallComparison(NamedTuple):
+    """One call of a module compared with the reference: sums as in a SliceComparison."""
 
     error: float
     reference: float
@@ -224,25 +226,27 @@ class _Held(NamedTuple):
     product: float
 
 
-def _held(path: str, call: int, whole: Sequence[Tensor], own: Sequence[Tensor], view: View, backward: bool) -> _Held:
+def _compare_call(
+    path: str, call: int, whole: Sequence[Tensor], own: Sequence[Tensor], slicer: ReferenceSlicer, backward: bool
+) -> _CallComparison:
     errors, reference_squares, own_squares, product = [0.0], 0.0, 0.0, 0.0
-    for reference, found in zip(whole, own, strict=False):
-        pair = view.match(path, call, reference, found) if reference.numel() and found.numel() else None
+    for reference, output in zip(whole, own, strict=False):
+        pair = slicer.match(path, call, reference, output) if reference.numel() and output.numel() else None
         if pair is None or (backward and not pair[2]):
             continue
         part, mine = pair[0].double(), pair[1].double()
-        yardstick = float(reference.double().norm()) * math.sqrt(part.numel() / reference.numel())
-        error = float((mine - part).norm()) / (yardstick or 1.0)
+        scale = float(reference.double().norm()) * math.sqrt(part.numel() / reference.numel())
+        error = float((mine - part).norm()) / (scale or 1.0)
         errors.append(math.inf if math.isnan(error) else error)
         reference_squares += float(part.square().sum())
         own_squares += float(mine.square().sum())
         product += float((mine * part).sum())
-    return _Held(max(errors), reference_squares, own_squares, product)
+    return _CallComparison(max(errors), reference_squares, own_squares, product)
 
 
-def _sums(training: Training, truth: dict[Key, Tensor], suspects: Sequence[str]) -> dict[str, list[str]]:
+def _sums(training: Training, tensors: dict[Key, Tensor], suspects: Sequence[str]) -> dict[str, list[str]]:
     """Over which axes the copies of a suspect's gradient, added up, give the reference: there a sum was left out."""
-    mesh, found = training.mesh, defaultdict(list)
+    mesh, axes_of = training.mesh, defaultdict(list)
     for axis in dict.fromkeys(("tensor", "data", "context", "replica", COPIES)):
         group = mesh.group(axis)
         for name, parameter in training.parallel.named_parameters():
@@ -251,10 +255,10 @@ def _sums(training: Training, truth: dict[Key, Tensor], suspects: Sequence[str])
                 continue
             added = gradient.clone()
             dist.all_reduce(added, group=group)
-            reference = truth[name, "gradient", 1][held(parameter)]
+            reference = tensors[name, "gradient", 1][held(parameter)]
             if added.numel() and float((added - reference).norm()) <= LIMIT * float(reference.norm()):
-                found[name].append(mesh.label(axis))
-    return dict(found)
+                axes_of[name].append(mesh.label(axis))
+    return dict(axes_of)
 
 
 def _is_split(parameter: Tensor, axis: str) -> bool:

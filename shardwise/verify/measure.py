@@ -1,4 +1,4 @@
-"""Both sides of the comparison, inside the workers: one device writes the truth to a file, every rank holds its part against it.
+"""Both sides of the comparison, inside the workers: one device writes the reference, every rank compares its part with it.
 
 The loop is the one that trains (train/steps.py), merely watched: after each backward, when gradients are complete and not yet
 divided for the update, and again after the last step. A rank compares what it holds itself, slice by slice, so every copy on
@@ -28,12 +28,12 @@ from shardwise.parallel.data import COPIES
 from shardwise.parallel.placement import held
 from shardwise.train.build import Training, build
 from shardwise.train.steps import Step, steps
-from shardwise.verify.findings import Key, Piece, RankReport, Truth
-from shardwise.verify.job import Proof, Sabotage
-from shardwise.verify.sabotage import apply
+from shardwise.verify.job import ProofJob, Sabotage
+from shardwise.verify.reports import Key, RankReport, Reference, SliceComparison
+from shardwise.verify.sabotage import apply_sabotage
 
 
-def refer(worker: Worker, proof: Proof, path: Path) -> Truth:
+def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
     """Train on one device, and write gradients and weights to a file."""
     training = build(proof.config, proof.plan, worker)
     kept: dict[Key, Tensor] = {}
@@ -52,7 +52,7 @@ def refer(worker: Worker, proof: Proof, path: Path) -> Truth:
         kept[name, quantity, proof.steps] = tensor.detach().clone()
     torch.save(kept, path)
     numbers = {key: value**2 for step in done for key, value in _numbers(step)}
-    return Truth(
+    return Reference(
         losses=[step.loss for step in done],
         norms=[step.gradient_norm for step in done],
         shapes={name: tuple(parameter.shape) for name, parameter in training.parallel.named_parameters()},
@@ -62,12 +62,14 @@ def refer(worker: Worker, proof: Proof, path: Path) -> Truth:
     )
 
 
-def compare(worker: Worker, proof: Proof, path: Path, known: Truth, sabotage: Sabotage | None = None) -> RankReport:
-    """Train on the layout, and hold everything that this rank has against the file."""
+def compare_with_reference(
+    worker: Worker, proof: ProofJob, path: Path, reference: Reference, sabotage: Sabotage | None = None
+) -> RankReport:
+    """Train on the layout, and compare everything that this rank has with the file."""
     training = build(proof.config, proof.plan, worker)
-    sabotaged = apply(sabotage, training) if sabotage else None
-    truth = torch.load(path, mmap=True)
-    pieces: list[Piece] = []
+    sabotaged = apply_sabotage(sabotage, training) if sabotage else None
+    tensors = torch.load(path, mmap=True)
+    slices: list[SliceComparison] = []
     missing: dict[str, None] = {}
 
     def check(step: int) -> None:
@@ -75,16 +77,16 @@ def compare(worker: Worker, proof: Proof, path: Path, known: Truth, sabotage: Sa
             if parameter.grad is None:
                 missing[name] = None
             else:
-                pieces.append(_piece((name, "gradient", step), parameter, local(parameter.grad), truth))
+                slices.append(_compare_slice((name, "gradient", step), parameter, local(parameter.grad), tensors))
 
     done = watch(training, proof.steps, check)
     for name, quantity, tensor in _state(training):
-        pieces.append(_piece((name, quantity, proof.steps), tensor, local(tensor), truth))
-    pieces += [_number(key, value, known) for step in done for key, value in _numbers(step)]
+        slices.append(_compare_slice((name, quantity, proof.steps), tensor, local(tensor), tensors))
+    slices += [_compare_number(key, value, reference) for step in done for key, value in _numbers(step)]
     return RankReport(
         rank=worker.rank,
         coordinates={axis: training.mesh.coordinate(axis) for axis in AXES},
-        pieces=pieces,
+        slices=slices,
         losses=[step.loss for step in done],
         missing=list(missing),
         reductions={name: reductions(training, name, parameter) for name, parameter in training.parallel.named_parameters()},
@@ -133,17 +135,19 @@ def _numbers(step: Step) -> Iterator[tuple[Key, float]]:
     yield ("", "gradient norm", step.step), step.gradient_norm
 
 
-def _number(key: Key, own: float, known: Truth) -> Piece:
+def _compare_number(key: Key, own: float, known: Reference) -> SliceComparison:
     reference = (known.losses if key[1] == "loss" else known.norms)[key[2] - 1]
-    return Piece(key, (), (own - reference) ** 2, reference**2, own**2, own * reference)
+    return SliceComparison(key, (), (own - reference) ** 2, reference**2, own**2, own * reference)
 
 
-def _piece(key: Key, holder: Tensor, own: Tensor, truth: dict[Key, Tensor]) -> Piece:
+def _compare_slice(key: Key, holder: Tensor, own: Tensor, tensors: dict[Key, Tensor]) -> SliceComparison:
     where = held(holder)
-    reference, own = truth[key][where].double(), own.detach().double()
+    reference, own = tensors[key][where].double(), own.detach().double()
     assert own.shape == reference.shape, f"{key[0]}: this rank holds {tuple(own.shape)}, not {tuple(reference.shape)}"
     box = tuple((part.start, part.stop) for part in where)
-    return Piece(key, box, _squares(own - reference), _squares(reference), _squares(own), float((own * reference).sum()))
+    return SliceComparison(
+        key, box, _squares(own - reference), _squares(reference), _squares(own), float((own * reference).sum())
+    )
 
 
 def _squares(tensor: Tensor) -> float:

@@ -18,24 +18,24 @@ from typing import Any
 from shardwise.config import AXES, Config
 from shardwise.data import Dataset, check_vocabulary
 from shardwise.verify.diagnose import Diagnosis, diagnose
-from shardwise.verify.findings import RankReport, Truth
-from shardwise.verify.job import Dtype, Proof, Sabotage, check_sabotage, prepare
+from shardwise.verify.job import Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
+from shardwise.verify.reports import RankReport, Reference
 from shardwise.verify.verdict import Verdict, judge
 from shardwise.verify.workers import Workers
 
-REFER, COMPARE = "shardwise.verify.measure:refer", "shardwise.verify.measure:compare"
-REFER_TRACE, COMPARE_TRACE = "shardwise.verify.localise:refer", "shardwise.verify.localise:compare"
-TRUTH = "reference.pt"
+REFER, COMPARE = "shardwise.verify.measure:write_reference", "shardwise.verify.measure:compare_with_reference"
+REFER_TRACE, COMPARE_TRACE = "shardwise.verify.localise:write_reference_trace", "shardwise.verify.localise:compare_traces"
+REFERENCE_FILE = "reference.pt"
 
 
 @dataclass(frozen=True)
-class Result:
+class ProofResult:
     """What a proof came to."""
 
-    proof: Proof
+    proof: ProofJob
     shrunk: dict[str, Any] | None
     verdict: Verdict
-    truth: Truth
+    reference: Reference
     reports: list[RankReport]
     diagnosis: Diagnosis | None
     seconds: float
@@ -66,12 +66,12 @@ class Result:
             "dtype": proof.dtype,
             "steps": proof.steps,
             "loss": {
-                "reference": self.truth.losses[-1],
+                "reference": self.reference.losses[-1],
                 "parallel": parallel[-1],
                 **numbers["loss"],
-                "by_step": [list(pair) for pair in zip(self.truth.losses, parallel, strict=True)],
+                "by_step": [list(pair) for pair in zip(self.reference.losses, parallel, strict=True)],
             },
-            "gradient_norm": {"reference": self.truth.norms, **numbers["gradient norm"]},
+            "gradient_norm": {"reference": self.reference.norms, **numbers["gradient norm"]},
             "worst": worst,
             "faults": list(verdict.faults),
             "parameters": parameters,
@@ -85,7 +85,10 @@ class Result:
     def _parallel_losses(self) -> list[float]:
         """Of each step, from the rank that is furthest off."""
         by_step = zip(*(report.losses for report in self.reports), strict=True)
-        return [max(losses, key=lambda loss: abs(loss - truth)) for losses, truth in zip(by_step, self.truth.losses, strict=True)]
+        return [
+            max(losses, key=lambda loss: abs(loss - reference))
+            for losses, reference in zip(by_step, self.reference.losses, strict=True)
+        ]
 
 
 def prove(
@@ -95,11 +98,11 @@ def prove(
     sabotage: Sabotage | None = None,
     preparing: Callable[[], AbstractContextManager[Callable[[int, int], None] | None]] = nullcontext,
     say: Callable[[str], None] = lambda message: None,
-) -> Result:
+) -> ProofResult:
     """Run a job on its layout and on one device, and compare. While text is tokenised, `preparing()` gives what hears of it;
     `say` hears of the stages."""
     started = time.monotonic()
-    proof, shrunk = prepare(config, steps, dtype)
+    proof, shrunk = prepare_proof(config, steps, dtype)
     if sabotage is not None:
         check_sabotage(sabotage, proof)
     _check_module(proof)
@@ -108,20 +111,20 @@ def prove(
     check_vocabulary(dataset, proof.config.model.vocabulary)
     with Workers(proof.world) as workers:
         say(f"{steps} steps on one device")
-        path = workers.folder / TRUTH
-        (truth,) = workers.run(REFER, proof.on_one_device("float64"), path, on=1)
+        path = workers.folder / REFERENCE_FILE
+        (reference,) = workers.run(REFER, proof.on_one_device("float64"), path, on=1)
         cost = None
         if dtype != "float64":
             say(f"{steps} steps on one device in {dtype}, for the cost of rounding")
-            (cost,) = workers.run(COMPARE, proof.on_one_device(dtype), path, truth, on=1)
+            (cost,) = workers.run(COMPARE, proof.on_one_device(dtype), path, reference, on=1)
         say(f"{steps} steps on {proof.world} processes")
-        reports = workers.run(COMPARE, proof, path, truth, sabotage)
-        verdict = judge(reports, truth, cost, dtype)
+        reports = workers.run(COMPARE, proof, path, reference, sabotage)
+        verdict = judge(reports, reference, cost, dtype)
         diagnosis = None if verdict.passes else _localise(workers, proof, verdict, reports, sabotage, say)
-    return Result(proof, shrunk, verdict, truth, reports, diagnosis, time.monotonic() - started)
+    return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, time.monotonic() - started)
 
 
-def _check_module(proof: Proof) -> None:
+def _check_module(proof: ProofJob) -> None:
     """A user's own module is tried here, before any process starts; only then does this one import torch."""
     if proof.config.model.module is not None:
         from shardwise.parallel import check_module
@@ -131,7 +134,7 @@ def _check_module(proof: Proof) -> None:
 
 def _localise(
     workers: Workers,
-    proof: Proof,
+    proof: ProofJob,
     verdict: Verdict,
     reports: list[RankReport],
     sabotage: Sabotage | None,
@@ -141,6 +144,6 @@ def _localise(
     say("it fails: looking for the first module that differs")
     path, suspects = workers.folder / "trace.pt", [error.parameter for error in verdict.failing("gradient")]
     workers.run(REFER_TRACE, proof.on_one_device("float64"), path, on=1)
-    traces = workers.run(COMPARE_TRACE, proof.in_dtype("float64"), path, workers.folder / TRUTH, suspects, sabotage)
+    traces = workers.run(COMPARE_TRACE, proof.in_dtype("float64"), path, workers.folder / REFERENCE_FILE, suspects, sabotage)
     layout = proof.plan.layout
     return diagnose(verdict, reports, traces, {axis: getattr(layout, axis) for axis in AXES})

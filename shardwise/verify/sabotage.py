@@ -32,37 +32,37 @@ from shardwise.parallel.data import COPIES, Replicated, Sharded
 from shardwise.train.build import Training
 from shardwise.verify.job import SCALE, Sabotage
 
-Facts = dict[str, Any]
+Description = dict[str, Any]
 """What was broken where, for people to hold against what the proof found."""
 
 
-def apply(kind: Sabotage, training: Training) -> Facts | None:
-    """Break it, if this is the rank for it."""
+def apply_sabotage(kind: Sabotage, training: Training) -> Description | None:
+    """Break one thing on one rank, before training; what and where, on that rank, else None."""
     mesh, world = training.mesh, training.mesh.worker.world
     # Only the first stage reads tokens, and the first tensor device looks up the ids that occur most.
     reader = world // mesh.size("pipeline") - mesh.size("tensor")
     chosen = reader if kind == "swap-chunks" else world - 1
     if mesh.worker.rank != chosen:
         return None
-    facts: Facts = {"kind": kind, "rank": chosen}
-    _KINDS[kind](training, facts)
-    return facts
+    description: Description = {"kind": kind, "rank": chosen}
+    _KINDS[kind](training, description)
+    return description
 
 
-def _drop(training: Training, facts: Facts) -> None:
+def _drop(training: Training, description: Description) -> None:
     part = training.parallel.parts[0]
     if training.mesh.size(COPIES) == 1:
-        _drop_of_traffic(training, "tensor" if training.mesh.size("tensor") > 1 else "pipeline", facts)
+        _drop_all_reduce(training, "tensor" if training.mesh.size("tensor") > 1 else "pipeline", description)
     elif isinstance(part, Replicated):
-        _drop_bucket(part, facts)
+        _drop_bucket(part, description)
     else:
         assert isinstance(part, Sharded), "copies are summed by DDP or FSDP2"
-        _drop_unit(part, training, facts)
+        _drop_unit(part, training, description)
 
 
-def _drop_bucket(part: Replicated, facts: Facts) -> None:
+def _drop_bucket(part: Replicated, description: Description) -> None:
     """DDP's first bucket."""
-    facts["axis"] = part.axis
+    description["axis"] = part.axis
     names = {parameter: name for name, parameter in part.model.named_parameters()}
     summed = part.hook.reduce
 
@@ -70,13 +70,13 @@ def _drop_bucket(part: Replicated, facts: Facts) -> None:
         if bucket.index() > 0:
             return summed(bucket)
         buffer, own = bucket.buffer(), bucket.buffer().clone()
-        facts["parameters"] = [names[parameter] for parameter in bucket.parameters()]
+        description["parameters"] = [names[parameter] for parameter in bucket.parameters()]
         return summed(bucket).then(lambda done: (done.value(), buffer.copy_(own))[1])
 
     part.hook.reduce = reduce  # type: ignore[method-assign]
 
 
-def _drop_unit(part: Sharded, training: Training, facts: Facts) -> None:
+def _drop_unit(part: Sharded, training: Training, description: Description) -> None:
     """FSDP2's first block; of a module without blocks, the unit that holds the rest."""
     mesh = training.mesh
     units = [(path, unit) for path, unit in part.model.named_modules() if isinstance(unit, FSDPModule) and _own_names(unit)]
@@ -86,10 +86,10 @@ def _drop_unit(part: Sharded, training: Training, facts: Facts) -> None:
         unit.set_custom_reduce_scatter(_OwnSummand(training.comm, axis))  # type: ignore[arg-type]
     else:
         axis = mesh.label(COPIES)
-        kept = _Kept(training.comm, axis)
-        unit.set_custom_reduce_scatter(kept)  # type: ignore[arg-type]
-        unit.set_all_reduce_hook(kept.give_back)
-    facts.update(axis=axis, parameters=[f"{path}.{name}".lstrip(".") for name in _own_names(unit)])
+        undone = _UndoneAllReduce(training.comm, axis)
+        unit.set_custom_reduce_scatter(undone)  # type: ignore[arg-type]
+        unit.set_all_reduce_hook(undone.give_back)
+    description.update(axis=axis, parameters=[f"{path}.{name}".lstrip(".") for name in _own_names(unit)])
 
 
 def _own_names(unit: FSDPModule) -> list[str]:
@@ -112,7 +112,7 @@ class _OwnSummand(CountedReduceScatter):
         return work
 
 
-class _Kept(CountedReduceScatter):
+class _UndoneAllReduce(CountedReduceScatter):
     """FSDP2's sum over copies, taken back. There are no shards, so FSDP2 calls for no reduce-scatter, but it still asks for its
     buffers: first one for what goes in, then one for what comes out."""
 
@@ -130,7 +130,7 @@ class _Kept(CountedReduceScatter):
         self.buffers = []
 
 
-def _drop_of_traffic(training: Training, axis: str, facts: Facts) -> None:
+def _drop_all_reduce(training: Training, axis: str, description: Description) -> None:
     """The sum of whole weights over `tensor`, or of the squares of the norm over `pipeline`."""
     comm, parallel = training.comm, training.parallel
     summed, complete = comm.all_reduce, parallel.complete_gradients
@@ -150,10 +150,10 @@ def _drop_of_traffic(training: Training, axis: str, facts: Facts) -> None:
 
     comm.all_reduce = all_reduce  # type: ignore[method-assign, assignment]
     parallel.complete_gradients = complete_gradients  # type: ignore[method-assign]
-    facts["axis"] = axis
+    description["axis"] = axis
 
 
-def _scale(training: Training, facts: Facts) -> None:
+def _scale(training: Training, description: Description) -> None:
     parallel = training.parallel
     complete, blocks = parallel.complete_gradients, f"{parallel.table.blocks or ''}"  # a token's row may have no gradient
     matrices = [(name, p) for name, p in parallel.named_parameters() if name.startswith(blocks) and p.ndim > 1]
@@ -165,10 +165,10 @@ def _scale(training: Training, facts: Facts) -> None:
         local(parameter.grad).mul_(SCALE)
 
     parallel.complete_gradients = complete_gradients  # type: ignore[method-assign]
-    facts.update(parameter=name, factor=SCALE)
+    description.update(parameter=name, factor=SCALE)
 
 
-def _swap(training: Training, facts: Facts) -> None:
+def _swap(training: Training, description: Description) -> None:
     parallel = training.parallel
     own: Callable[[Batch], Batch] = parallel.own
 
@@ -178,10 +178,10 @@ def _swap(training: Training, facts: Facts) -> None:
         return replace(mine, inputs=torch.cat((mine.inputs[:, half:], mine.inputs[:, :half]), 1))
 
     parallel.own = swapped  # type: ignore[method-assign]
-    facts["module"] = "embedding"
+    description["module"] = "embedding"
 
 
-def _misroute(training: Training, facts: Facts) -> None:
+def _misroute(training: Training, description: Description) -> None:
     mixture = training.parallel.mixtures[0]
     paths = {module: path for part in training.parallel.parts for path, module in part.model.named_modules()}
     route, router = mixture.router.forward, mixture.router
@@ -193,10 +193,10 @@ def _misroute(training: Training, facts: Facts) -> None:
         return routing._replace(experts=experts)
 
     router.forward = misrouted  # type: ignore[method-assign]
-    facts["module"] = paths[router]
+    description["module"] = paths[router]
 
 
-_KINDS: dict[Sabotage, Callable[[Training, Facts], None]] = {
+_KINDS: dict[Sabotage, Callable[[Training, Description], None]] = {
     "drop-all-reduce": _drop,
     "scale-gradient": _scale,
     "swap-chunks": _swap,

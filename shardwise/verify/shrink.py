@@ -2,10 +2,11 @@
 
 Mistakes of a layout sit in its structure: who holds what, what is summed over whom, what is cut unevenly. None of them needs 80
 layers or 8192 features to show; all of them need the axis, the grouped heads, the short last slice. So the proof of a large job
-is the proof of the smallest job that has the same *facts*: yes-or-no statements such as "there are fewer kv heads than tensor
-devices" or "the vocabulary does not divide over them". Each group of numbers (degrees with heads and experts, depth, batch,
-widths, vocabulary) is searched from below for the smallest numbers with all the facts of the original; where no small numbers
-have all, the facts named last give way. What is no number (norms, router, schedule, zero, recomputation, ...) stays as it is.
+is the proof of the smallest job that has the same *properties*: yes-or-no statements such as "there are fewer kv heads than
+tensor devices" or "the vocabulary does not divide over them". Each group of numbers (degrees with heads and experts, depth,
+batch, widths, vocabulary) is searched from below for the smallest numbers with all the properties of the original; where no
+small numbers have all, the properties named last give way. What is no number (norms, router, schedule, zero, recomputation, ...)
+stays as it is.
 
 llama3-70b on pipeline 4, data 2, context 2, tensor 8, where each tensor device has one of the 8 kv heads, becomes 4 layers of 32
 features with 2 kv heads on pipeline 2, data 2, context 2, tensor 2: 16 processes, of seconds. What it cannot find are mistakes
@@ -34,9 +35,9 @@ from shardwise.config import (
     stages_on_a_rank,
 )
 from shardwise.plan import count, flops_per_token, micro_batch_size
-from shardwise.verify.stand_in import is_at_hand, stand_in
+from shardwise.verify.random_text import can_use_own_data, with_random_text
 
-Facts = tuple[bool, ...]
+Properties = tuple[bool, ...]
 """The most important first."""
 Changes = dict[str, tuple[Any, Any]]
 """From "section.key" to the value before and the value after."""
@@ -67,11 +68,11 @@ def shrink(config: Config, most_devices: int = MOST_DEVICES, folder: Path | None
     small, large = config, is_large(config, most_devices)
     if large:
         small = _smallest(config, most_devices)
-    if not is_at_hand(config.data, only_bytes=large):
+    if not can_use_own_data(config.data, only_bytes=large):
         if small.model.vocabulary < BYTE_IDS:
             layout = _with_data(small)
             small = _changed(small, "model", {"vocabulary": _vocabulary(small.model, layout, layout)})
-        data = stand_in(small.data, folder or Path(config.data.cache))
+        data = with_random_text(small.data, folder or Path(config.data.cache))
         small = _changed(small, "data", data.model_dump())
     small = _checked(small)
     return small, changes(config, small) or None
@@ -123,17 +124,17 @@ def _changed(config: Config, section: str, values: dict[str, Any]) -> Config:
 
 def _closest(
     candidates: Iterable[_Value],
-    facts: Callable[[_Value], Facts],
-    wanted: Facts,
+    properties: Callable[[_Value], Properties],
+    wanted: Properties,
     cost: Callable[[_Value], Any] = lambda value: value,
 ) -> _Value:
-    """The cheapest of the candidates that come nearest to the wanted facts."""
-    return min(candidates, key=lambda candidate: (_missed(facts(candidate), wanted), cost(candidate)))
+    """The cheapest of the candidates that come nearest to the wanted properties."""
+    return min(candidates, key=lambda candidate: (_missed(properties(candidate), wanted), cost(candidate)))
 
 
-def _missed(facts: Facts, wanted: Facts) -> Facts:
-    """True where a fact differs. Such tuples compare like numbers in binary: the most important fact decides."""
-    return tuple(fact != want for fact, want in zip(facts, wanted, strict=True))
+def _missed(properties: Properties, wanted: Properties) -> Properties:
+    """True where a property differs. Such tuples compare like numbers in binary: the most important property decides."""
+    return tuple(has != want for has, want in zip(properties, wanted, strict=True))
 
 
 # -- degrees, heads and experts, which must fit each other --------------------------------------------------------------
@@ -151,12 +152,12 @@ def _with_data(config: Config) -> Layout:
 
 
 def _degrees(model: Model, layout: Layout, most_devices: int) -> tuple[Model, Layout]:
-    """Degrees of every axis, heads and experts. Too many processes weigh more than a missed fact, unless no choice has fewer."""
+    """Degrees of every axis, heads and experts. Too many processes weigh more than a missed property."""
 
-    def missed(pair: tuple[Model, Layout]) -> Facts:
-        return _missed(_group_facts(*pair), wanted)
+    def missed(pair: tuple[Model, Layout]) -> Properties:
+        return _missed(_group_properties(*pair), wanted)
 
-    wanted = _group_facts(model, layout)
+    wanted = _group_properties(model, layout)
     pairs = [(_experts(model, layout, _heads(model, layout, smaller), smaller), smaller) for smaller in _layouts(layout)]
     fitting = [pair for pair in pairs if fits(*pair)] or pairs
     fewest = min(pair[1].world for pair in fitting)
@@ -187,16 +188,16 @@ def _heads_fit(model: Model, layout: Layout) -> bool:
     return model.heads % layout.tensor == 0 and alike and dealt
 
 
-def _group_facts(model: Model, layout: Layout) -> Facts:
-    return (*_head_facts(model, layout), *_expert_facts(model, layout), *_borrowing_facts(layout))
+def _group_properties(model: Model, layout: Layout) -> Properties:
+    return (*_head_properties(model, layout), *_expert_properties(model, layout), *_borrowing_properties(layout))
 
 
-def _head_facts(model: Model, layout: Layout) -> Facts:
+def _head_properties(model: Model, layout: Layout) -> Properties:
     heads, kv_heads, tensor, context = model.heads, model.kv_heads, layout.tensor, layout.context
     own, own_kv = heads // tensor, max(1, kv_heads // tensor)
     shared = (kv_heads == heads, kv_heads < tensor, kv_heads == tensor)
-    meeting = context_attention(model, layout) == "ulysses"
-    return (*shared, meeting, kv_heads == 1, heads == tensor, own_kv % context == 0, own % context == 0)
+    ulysses = context_attention(model, layout) == "ulysses"
+    return (*shared, ulysses, kv_heads == 1, heads == tensor, own_kv % context == 0, own % context == 0)
 
 
 def _heads(given: Model, layout: Layout, smaller: Layout) -> Model:
@@ -206,13 +207,13 @@ def _heads(given: Model, layout: Layout, smaller: Layout) -> Model:
     shapes = [given.model_copy(update={"heads": heads, "kv_heads": kv}) for heads, kv in [*pairs, (given.heads, given.kv_heads)]]
     return _closest(
         [shape for shape in shapes if _heads_fit(shape, smaller)] or shapes[-1:],
-        lambda model: _head_facts(model, smaller),
-        _head_facts(given, layout),
+        lambda model: _head_properties(model, smaller),
+        _head_properties(given, layout),
         lambda model: (model.heads, model.kv_heads),
     )
 
 
-def _expert_facts(model: Model, layout: Layout) -> Facts:
+def _expert_properties(model: Model, layout: Layout) -> Properties:
     if not model.experts:
         return ()
     holders = (
@@ -232,18 +233,18 @@ def _experts(given: Model, layout: Layout, model: Model, smaller: Layout) -> Mod
     pairs.append((given.experts, given.experts_per_token))
     found = _closest(
         [model.model_copy(update={"experts": number, "experts_per_token": chosen}) for number, chosen in pairs],
-        lambda model: _expert_facts(model, smaller),
-        _expert_facts(given, layout),
+        lambda model: _expert_properties(model, smaller),
+        _expert_properties(given, layout),
         lambda model: (model.experts, model.experts_per_token),
     )
     return found.model_copy(update={"shared_experts": min(2, given.shared_experts)})
 
 
-def _borrowing_facts(layout: Layout) -> Facts:
+def _borrowing_properties(layout: Layout) -> Properties:
     """From which axes the experts borrow ranks, and whether all of an axis or some."""
     tensor = layout.tensor
     context, data = tensor * layout.context, tensor * layout.context * layout.data
-    return tuple(fact for size in (tensor, context, data) for fact in (layout.expert < size, layout.expert == size))
+    return tuple(holds for size in (tensor, context, data) for holds in (layout.expert < size, layout.expert == size))
 
 
 # -- depth and batch ----------------------------------------------------------------------------------------------------
@@ -284,14 +285,14 @@ def _batch(train: Train, layout: Layout, smaller: Layout) -> dict[str, Any]:
     ]
     found = _closest(
         [batch for batch in batches if batch.global_batch <= train.global_batch] or [train],
-        lambda batch: _batch_facts(batch, smaller),
-        _batch_facts(train, layout),
+        lambda batch: _batch_properties(batch, smaller),
+        _batch_properties(train, layout),
         lambda batch: batch.global_batch,
     )
     return {"global_batch": found.global_batch, "micro_batch": found.micro_batch}
 
 
-def _batch_facts(train: Train, layout: Layout) -> Facts:
+def _batch_properties(train: Train, layout: Layout) -> Properties:
     rows = micro_batch_size(train, layout)
     micro_batches, pipeline = train.global_batch // layout.data_parallel // rows, layout.pipeline
     enough = micro_batches > pipeline
@@ -337,14 +338,14 @@ def _hidden(given: Model, layout: Layout, model: Model, smaller: Layout) -> dict
     widest = min(given.hidden, 2 * model.heads * HEAD_DIMS[1] + HIDDEN)
     pairs = list(product(head_dims, range(min(given.hidden, HIDDEN), widest + 1)))
 
-    def facts(head_dim: int, hidden: int, heads: int, shards: int) -> Facts:
+    def properties(head_dim: int, hidden: int, heads: int, shards: int) -> Properties:
         joined = heads * head_dim
         return (head_dim % 2 == 0, hidden < joined, hidden == joined, hidden % shards == 0, hidden % 2 == 0)
 
     head_dim, hidden = _closest(
         [*pairs, (given.head_dim, given.hidden)],
-        lambda pair: facts(*pair, model.heads, smaller.shards),
-        facts(given.head_dim, given.hidden, given.heads, layout.shards),
+        lambda pair: properties(*pair, model.heads, smaller.shards),
+        properties(given.head_dim, given.hidden, given.heads, layout.shards),
         lambda pair: (pair[1], pair[0]),
     )
     return {"head_dim": head_dim, "hidden": hidden}
@@ -354,20 +355,20 @@ def _inner(field: str, given: Model, layout: Layout, model: Model, smaller: Layo
     """Inner features of the feed-forward layer, or of an expert; shared experts are one layer of their joint width."""
     old: int = getattr(given, field)
 
-    def facts(width: int, shape: Model, layout: Layout) -> Facts:
-        return (*_split_facts(width * max(1, shape.shared_experts), layout), width < shape.hidden, width == shape.hidden)
+    def properties(width: int, shape: Model, layout: Layout) -> Properties:
+        return (*_split_properties(width * max(1, shape.shared_experts), layout), width < shape.hidden, width == shape.hidden)
 
     most = min(old, 2 * model.hidden + 2 * smaller.tensor * smaller.shards)
     candidates: list[int] = [*range(min(old, INNER), most + 1), old]
-    return _closest(candidates, lambda width: facts(width, model, smaller), facts(old, given, layout))
+    return _closest(candidates, lambda width: properties(width, model, smaller), properties(old, given, layout))
 
 
 def _vocabulary(given: Model, layout: Layout, smaller: Layout) -> int:
     """Ids: at least those of the byte tokenizer, as evenly or unevenly dealt out as before."""
     candidates = range(BYTE_IDS, BYTE_IDS + 2 * smaller.tensor * smaller.shards)
-    return _closest(candidates, lambda ids: _split_facts(ids, smaller), _split_facts(given.vocabulary, layout))
+    return _closest(candidates, lambda ids: _split_properties(ids, smaller), _split_properties(given.vocabulary, layout))
 
 
-def _split_facts(rows: int, layout: Layout) -> Facts:
+def _split_properties(rows: int, layout: Layout) -> Properties:
     """Whether rows divide over the tensor devices, and what each then has over those that share its states."""
     return (rows % layout.tensor == 0, -(-rows // layout.tensor) % layout.shards == 0)

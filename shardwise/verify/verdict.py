@@ -1,19 +1,19 @@
-"""From what every rank found to a verdict, in plain numbers and without torch.
+"""From the reports of all ranks to a verdict, in plain numbers and without torch.
 
 **Error of a quantity** (the gradient of a parameter at a step, a weight after the last): the norm of the difference over the norm
 of the reference. A parameter lies in slices on the ranks, so squares are summed over the slices that tile it; where several ranks
 hold the same slice, the worst copy counts. That the slices tile the parameter is checked too: an element that nobody holds is a
 failure.
 
-**Yardstick.** Some gradients are zero in exact arithmetic: a bias of the keys adds the same to all of a softmax's scores. Such a
+**Scale.** Some gradients are zero in exact arithmetic: a bias of the keys adds the same to all of a softmax's scores. Such a
 reference is rounding noise, and a norm relative to it would be too. So the reference's norm is taken as at least FLOOR times that
 of an average parameter of the same size, which still shows an error as large as the gradient itself down to 1e-13 of the average:
 the level of the rounding. A weight is measured against at least what one step may move it by (a bias begins at zero); where the
-gradient is such noise, Adam divides noise by noise, and the average weight is the yardstick.
+gradient is such noise, Adam divides noise by noise, and the average weight is the scale.
 
 **Limit.** 1e-9 in float64. In a shorter dtype the same layout cannot be that close, and no constant is right for every model;
-there the truth is one device in float64, and the limit is what the dtype itself costs: ALLOWANCE times the error of one device
-in that dtype, or of one rounding if that is more.
+there the reference is one device in float64, and the limit is what the dtype itself costs: ALLOWANCE times the error of one
+device in that dtype, or of one rounding if that is more.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.verify.findings import Box, Key, RankReport, Truth
 from shardwise.verify.job import ALLOWANCE, ROUNDING, Dtype
+from shardwise.verify.reports import Box, Key, RankReport, Reference
 
 LIMIT = 1e-9
 FLOOR = 1e-4
@@ -34,7 +34,7 @@ NOISE = 1e-9
 
 
 @dataclass(frozen=True)
-class Error:
+class QuantityError:
     """How far one quantity is off, where it is worst."""
 
     parameter: str
@@ -77,7 +77,7 @@ def finite(number: float) -> float:
 class Verdict:
     """All errors, worst first, and what else is wrong."""
 
-    errors: tuple[Error, ...]
+    errors: tuple[QuantityError, ...]
     faults: tuple[str, ...]
     """Parameters without a gradient, elements that nobody holds."""
 
@@ -86,35 +86,35 @@ class Verdict:
         """Whether the layout computes what one device computes."""
         return not self.faults and all(error.passes for error in self.errors)
 
-    def failing(self, quantity: str | None = None) -> list[Error]:
+    def failing(self, quantity: str | None = None) -> list[QuantityError]:
         """What is off, or off in this quantity, worst first."""
         return [error for error in self.errors if quantity in (None, error.quantity) and not error.passes]
 
 
-def judge(reports: Sequence[RankReport], truth: Truth, cost: RankReport | None, dtype: Dtype) -> Verdict:
+def judge(reports: Sequence[RankReport], reference: Reference, cost: RankReport | None, dtype: Dtype) -> Verdict:
     """The verdict on a layout; `cost` is one device in the same dtype, where that is not float64."""
-    yardstick = Yardstick(truth)
-    costs = {} if cost is None else {key: error.relative_error for key, error in _errors([cost], yardstick).items()}
-    found = _errors(reports, yardstick)
-    limited = [_with_limit(error, costs.get(key), dtype) for key, error in found.items()]
+    scale = ErrorScale(reference)
+    costs = {} if cost is None else {key: error.relative_error for key, error in _errors([cost], scale).items()}
+    errors = _errors(reports, scale)
+    limited = [_with_limit(error, costs.get(key), dtype) for key, error in errors.items()]
     worst = sorted(_worst_step(limited), key=_severity, reverse=True)
-    marked = [replace(error, ranks=_ranks(error, reports, yardstick)) for error in worst]
-    return Verdict(tuple(marked), tuple(_faults(reports, truth)))
+    marked = [replace(error, ranks=_ranks(error, reports, scale)) for error in worst]
+    return Verdict(tuple(marked), tuple(_faults(reports, reference)))
 
 
-def _with_limit(error: Error, cost: float | None, dtype: Dtype) -> Error:
+def _with_limit(error: QuantityError, cost: float | None, dtype: Dtype) -> QuantityError:
     limit = LIMIT if cost is None else ALLOWANCE * max(cost, ROUNDING[dtype])
     return replace(error, limit=limit, rounding_cost=cost)
 
 
-def _severity(error: Error) -> float:
+def _severity(error: QuantityError) -> float:
     severity = error.relative_error / error.limit
     return math.inf if math.isnan(severity) else severity
 
 
-def _worst_step(errors: Iterable[Error]) -> list[Error]:
+def _worst_step(errors: Iterable[QuantityError]) -> list[QuantityError]:
     """One for each parameter and quantity. The first step that fails: later ones inherit from it; else the worst."""
-    by_name: dict[tuple[str, str], list[Error]] = defaultdict(list)
+    by_name: dict[tuple[str, str], list[QuantityError]] = defaultdict(list)
     for error in errors:
         by_name[error.parameter, error.quantity].append(error)
     failing = {name: [error for error in own if not error.passes] for name, own in by_name.items()}
@@ -124,73 +124,75 @@ def _worst_step(errors: Iterable[Error]) -> list[Error]:
     ]
 
 
-class Yardstick:
+class ErrorScale:
     """What the norm of an error is divided by."""
 
-    def __init__(self, truth: Truth) -> None:
-        self._truth = truth
-        self._sizes = {**truth.shapes, **truth.buffers}
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self._sizes = {**reference.shapes, **reference.buffers}
         sums: dict[tuple[str, int], float] = defaultdict(float)
-        for (_, quantity, step), square in truth.squares.items():
+        for (_, quantity, step), square in reference.squares.items():
             sums[quantity, step] += square
-        elements = sum(math.prod(shape) for shape in truth.shapes.values())
+        elements = sum(math.prod(shape) for shape in reference.shapes.values())
         self._average = {key: math.sqrt(square / max(1, elements)) for key, square in sums.items()}
 
     def __call__(self, key: Key) -> float:
         """For a whole parameter."""
         name, quantity, step = key
-        norm, root = math.sqrt(self._truth.squares[key]), math.sqrt(math.prod(self._sizes.get(name, ())))
+        norm, root = math.sqrt(self._reference.squares[key]), math.sqrt(math.prod(self._sizes.get(name, ())))
         average = self._average[quantity, step]
         if quantity == "gradient":
             return max(norm, FLOOR * average * root)
         if quantity != "weight":
             return norm or 1.0
-        moved = average if self._is_noise(name) else self._truth.learning_rate
+        moved = average if self._is_noise(name) else self._reference.learning_rate
         return max(norm, moved * root)
 
     def _is_noise(self, name: str) -> bool:
-        root, squares = math.sqrt(math.prod(self._sizes[name])), self._truth.squares
-        steps = range(1, len(self._truth.losses) + 1)
+        root, squares = math.sqrt(math.prod(self._sizes[name])), self._reference.squares
+        steps = range(1, len(self._reference.losses) + 1)
         return any(math.sqrt(squares[name, "gradient", step]) < NOISE * self._average["gradient", step] * root for step in steps)
 
 
-def _errors(reports: Sequence[RankReport], yardstick: Yardstick) -> dict[Key, Error]:
+def _errors(reports: Sequence[RankReport], scale: ErrorScale) -> dict[Key, QuantityError]:
     tiles: dict[Key, dict[Box, float]] = defaultdict(dict)
     for report in reports:
-        for piece in report.pieces:
-            own = tiles[piece.key]
-            own[piece.box] = max(own.get(piece.box, 0.0), _or_infinite(piece.difference))
-    return {key: Error(*key[:2], math.sqrt(sum(own.values())) / yardstick(key), LIMIT, key[2], ()) for key, own in tiles.items()}
+        for part in report.slices:
+            own = tiles[part.key]
+            own[part.box] = max(own.get(part.box, 0.0), _or_infinite(part.difference))
+    return {
+        key: QuantityError(*key[:2], math.sqrt(sum(own.values())) / scale(key), LIMIT, key[2], ()) for key, own in tiles.items()
+    }
 
 
 def _or_infinite(number: float) -> float:
     return math.inf if math.isnan(number) else number
 
 
-def _ranks(error: Error, reports: Sequence[RankReport], yardstick: Yardstick) -> tuple[int, ...]:
+def _ranks(error: QuantityError, reports: Sequence[RankReport], scale: ErrorScale) -> tuple[int, ...]:
     """Whose copy is off: above the limit by itself, or else the worst."""
     key = (error.parameter, error.quantity, error.step)
     offs: dict[int, float] = {}
     for report in reports:
-        for piece in report.pieces:
-            if piece.key == key:
-                off = math.sqrt(_or_infinite(piece.difference)) / yardstick(key)
+        for part in report.slices:
+            if part.key == key:
+                off = math.sqrt(_or_infinite(part.difference)) / scale(key)
                 offs[report.rank] = max(off, offs.get(report.rank, 0.0))
     above = tuple(rank for rank, off in offs.items() if off > error.limit)
     return above or tuple(rank for rank, off in offs.items() if off == max(offs.values()))
 
 
-def _faults(reports: Sequence[RankReport], truth: Truth) -> Iterator[str]:
+def _faults(reports: Sequence[RankReport], reference: Reference) -> Iterator[str]:
     """What is wrong without any number being off."""
-    for name in truth.shapes:
+    for name in reference.shapes:
         if ranks := [report.rank for report in reports if name in report.missing]:
             yield f"{name} has no gradient on ranks {', '.join(map(str, ranks))}"
     boxes: dict[str, set[Box]] = defaultdict(set)
     for report in reports:
-        for piece in report.pieces:
-            if piece.key[1] in ("weight", "buffer"):
-                boxes[piece.key[0]].add(piece.box)
-    for name, shape in {**truth.shapes, **truth.buffers}.items():
+        for part in report.slices:
+            if part.key[1] in ("weight", "buffer"):
+                boxes[part.key[0]].add(part.box)
+    for name, shape in {**reference.shapes, **reference.buffers}.items():
         if name not in boxes:
             yield f"{name} is not held by any rank"
         elif uncovered := math.prod(shape) - sum(map(_volume, boxes[name])):

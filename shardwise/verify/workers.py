@@ -75,22 +75,22 @@ class Workers:
         """Run a task on the first `on` workers (all of them) as one world; what each returned, in rank order."""
         chosen = self._started[:on]
         port = free_port()
-        for one in chosen:
-            one.pipe.send((task, arguments, len(chosen), port, self.seconds))
+        for process in chosen:
+            process.pipe.send((task, arguments, len(chosen), port, self.seconds))
         answers: dict[int, Any] = {}
         deadline, waiting = time.monotonic() + self.seconds, list(chosen)
         while waiting:
             speaking = ready(waiting, deadline - time.monotonic())
             if not speaking:
-                raise RunFailed(self._silence([one.rank for one in waiting]))
-            for one in speaking:
-                waiting.remove(one)
-                answer = one.hear()
+                raise RunFailed(self._no_answer([process.rank for process in waiting]))
+            for process in speaking:
+                waiting.remove(process)
+                answer = process.hear()
                 if isinstance(answer, _Failure | Died):
                     others = last_words(waiting, lambda word: True)
                     raise self._cause([answer, *(other for other in others if isinstance(other, _Failure | Died))])
-                answers[one.rank] = answer
-        return [answers[one.rank] for one in chosen]
+                answers[process.rank] = answer
+        return [answers[process.rank] for process in chosen]
 
     def _end(self) -> None:
         end(self._started)
@@ -107,7 +107,7 @@ class Workers:
         first = min((failure for failure in failures if isinstance(failure, _Failure)), key=lambda failure: failure.at)
         return RunFailed(f"rank {first.rank} of {self.count} failed:\n{first.trace}")
 
-    def _silence(self, ranks: list[int]) -> str:
+    def _no_answer(self, ranks: list[int]) -> str:
         """Nobody failed and nobody answers: show where the first of them stands."""
         stack = self._started[ranks[0]].log.read_text(errors="replace")[-3000:]
         waited = f"no answer from ranks {ranks} within {self.seconds:.0f} s: they wait for each other"

@@ -107,7 +107,7 @@ def rank_raises() -> None:
 
 def __getattr__(name: str) -> Callable[..., Any]:
     side, _, fault = name.partition("_")
-    honest = {"measured": measure.compare, "traced": localise.compare}[side]
+    honest = {"measured": measure.compare_with_reference, "traced": localise.compare_traces}[side]
     return partial(_broken, fault, honest)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from shardwise.checkpoint import Manifest
 from shardwise.checkpoint.contents import write_whole
-from shardwise.verify.sameness import compare_runs
+from shardwise.verify.compare_runs import compare_runs
 
 STEPS = 12
 Records = list[dict[str, Any]]

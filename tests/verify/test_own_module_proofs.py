@@ -17,9 +17,9 @@ from shardwise.config import Config, read
 from shardwise.errors import UserError
 from shardwise.verify import prove as proving
 from shardwise.verify.diagnose import diagnose
-from shardwise.verify.findings import Difference, Piece, RankReport, Trace, Truth
-from shardwise.verify.job import prepare
+from shardwise.verify.job import prepare_proof
 from shardwise.verify.prove import prove
+from shardwise.verify.reports import ModuleDifference, RankReport, RankTrace, Reference, SliceComparison
 from shardwise.verify.verdict import Verdict, judge
 
 ROOT = Path(__file__).parents[2]
@@ -76,11 +76,11 @@ def test_one_percent_is_not_looked_for_in_bfloat16() -> None:
 
 
 def test_a_sabotage_that_passes_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    number = [Piece(("", quantity, 1), (), 0.0, 1.0, 1.0, 1.0) for quantity in ("loss", "gradient norm")]
+    number = [SliceComparison(("", quantity, 1), (), 0.0, 1.0, 1.0, 1.0) for quantity in ("loss", "gradient norm")]
     report = RankReport(0, {}, number, [1.0], [], {}, {"kind": "scale-gradient", "rank": 0})
-    truth = Truth([1.0], [1.0], {}, {}, {("", "loss", 1): 1.0, ("", "gradient norm", 1): 1.0}, 0.1)
-    proof, _ = prepare(job(ROOT / "examples" / "own_model.py", "layout.data=1"), 1, "float64")
-    result = proving.Result(proof, None, judge([report], truth, None, "float64"), truth, [report], None, 0.0)
+    truth = Reference([1.0], [1.0], {}, {}, {("", "loss", 1): 1.0, ("", "gradient norm", 1): 1.0}, 0.1)
+    proof, _ = prepare_proof(job(ROOT / "examples" / "own_model.py", "layout.data=1"), 1, "float64")
+    result = proving.ProofResult(proof, None, judge([report], truth, None, "float64"), truth, [report], None, 0.0)
     assert result.verdict.passes
     assert result.to_json()["sabotage_found"] is False
     monkeypatch.setattr(command, "_prove", lambda *arguments: result)
@@ -106,7 +106,7 @@ def test_a_terminated_proof_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_axes_of_one_size_are_all_named() -> None:
     # Three times the reference, in squares and products: 9 and 3.
-    traces = [Trace(rank, None, Difference("norm", 4, 2.0, 0, 1.0, 9.0, 3.0), {}) for rank in range(2)]
+    traces = [RankTrace(rank, None, ModuleDifference("norm", 4, 2.0, 0, 1.0, 9.0, 3.0), {}) for rank in range(2)]
     (cause,) = diagnose(Verdict((), ()), [], traces, {"tensor": 3, "data": 3, "context": 2}).causes
     assert (cause.axis, cause.ratio, cause.ranks) == ("tensor or data", 3.0, (0, 1))
     (cause,) = diagnose(Verdict((), ()), [], traces, {"tensor": 2}).causes

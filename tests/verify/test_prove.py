@@ -12,7 +12,7 @@ from ranks.jobs import GPT, LLAMA
 from shardwise.config import Config, from_tables
 from shardwise.errors import RunFailed, UserError
 from shardwise.verify import prove as proving
-from shardwise.verify.prove import Result, prove
+from shardwise.verify.prove import ProofResult, prove
 
 MODEL = {**LLAMA, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 24}
 EXPERTS = {**MODEL, "experts": 4, "experts_per_token": 2, "expert_ffn": 20, "shared_experts": 1, "balance_loss": 0.01,
@@ -31,7 +31,7 @@ def job(source: str, layout: dict[str, Any], model: dict[str, Any] = MODEL, **tr
     )
 
 
-def shown(result: Result) -> dict[str, Any]:
+def shown(result: ProofResult) -> dict[str, Any]:
     """As a reader of --json gets it."""
     read: dict[str, Any] = json.loads(json.dumps(result.to_json(), allow_nan=False))
     return read

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.verify.findings import Key, Piece, RankReport, Truth
+from shardwise.verify.reports import Key, RankReport, Reference, SliceComparison
 from shardwise.verify.verdict import Verdict, judge
 
 SHAPE = (4, 2)
@@ -15,22 +15,26 @@ SQUARE = 8.0
 """Of a parameter of ones."""
 
 
-def piece(key: Key, rows: tuple[int, int], off: float = 0.0) -> Piece:
+def piece(key: Key, rows: tuple[int, int], off: float = 0.0) -> SliceComparison:
     """Rows of a parameter of ones, each element off by so much."""
     elements = 2 * (rows[1] - rows[0])
-    return Piece(key, (rows, (0, 2)), elements * off**2, float(elements), elements * (1 + off) ** 2, elements * (1 + off))
+    return SliceComparison(
+        key, (rows, (0, 2)), elements * off**2, float(elements), elements * (1 + off) ** 2, elements * (1 + off)
+    )
 
 
 def report(rank: int, rows: tuple[int, int], off: float = 0.0, names: tuple[str, ...] = ("a", "b")) -> RankReport:
     quantities = [(name, quantity, 1) for name in names for quantity in ("gradient", "weight")]
-    numbers = [Piece(("", quantity, 1), (), 0.0, 4.0, 4.0, 4.0) for quantity in ("loss", "gradient norm")]
+    numbers = [SliceComparison(("", quantity, 1), (), 0.0, 4.0, 4.0, 4.0) for quantity in ("loss", "gradient norm")]
     return RankReport(rank, {}, [*(piece(key, rows, off) for key in quantities), *numbers], [2.0], [], {})
 
 
-def truth(**squares: float) -> Truth:
+def truth(**squares: float) -> Reference:
     keys = {(name, quantity, 1): SQUARE for name in ("a", "b") for quantity in ("gradient", "weight")}
     keys |= {(name, "gradient", 1): square for name, square in squares.items()}
-    return Truth([2.0], [2.0], {"a": SHAPE, "b": SHAPE}, {}, {**keys, ("", "loss", 1): 4.0, ("", "gradient norm", 1): 4.0}, 0.01)
+    return Reference(
+        [2.0], [2.0], {"a": SHAPE, "b": SHAPE}, {}, {**keys, ("", "loss", 1): 4.0, ("", "gradient norm", 1): 4.0}, 0.01
+    )
 
 
 def worst(verdict: Verdict) -> float:
@@ -74,10 +78,10 @@ def test_a_real_error_in_a_small_gradient_is_not_hidden() -> None:
     """The gradient of b is 1e-10 of an average one, and off by as much as itself."""
     small = 1e-10
     keys = [("a", "gradient", 1), ("a", "weight", 1), ("b", "weight", 1)]
-    pieces = [piece(key, (0, 4)) for key in keys]  # type: ignore[arg-type]
-    pieces.append(Piece(("b", "gradient", 1), ((0, 4), (0, 2)), SQUARE * small**2, SQUARE * small**2, 0.0, 0.0))
-    pieces += report(0, (0, 4)).pieces[-2:]
-    verdict = judge([RankReport(0, {}, pieces, [2.0], [], {})], truth(b=SQUARE * small**2), None, "float64")
+    slices = [piece(key, (0, 4)) for key in keys]  # type: ignore[arg-type]
+    slices.append(SliceComparison(("b", "gradient", 1), ((0, 4), (0, 2)), SQUARE * small**2, SQUARE * small**2, 0.0, 0.0))
+    slices += report(0, (0, 4)).slices[-2:]
+    verdict = judge([RankReport(0, {}, slices, [2.0], [], {})], truth(b=SQUARE * small**2), None, "float64")
     assert [error.parameter for error in verdict.failing("gradient")] == ["b"]
 
 

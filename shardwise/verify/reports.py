@@ -12,8 +12,8 @@ Key = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One rank's slice of one quantity, held against the reference: sums over the elements of the slice."""
+class SliceComparison:
+    """One rank's slice of one quantity compared with the reference: sums over the elements of the slice."""
 
     key: Key
     box: Box
@@ -29,12 +29,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank found."""
+    """How one rank compares with the reference."""
 
     rank: int
     coordinates: dict[str, int]
-    """Its place on every axis."""
-    pieces: list[Piece]
+    """On every axis."""
+    slices: list[SliceComparison]
     losses: list[float]
     missing: list[str]
     """Parameters that got no gradient."""
@@ -44,8 +44,8 @@ class RankReport:
 
 
 @dataclass(frozen=True)
-class Truth:
-    """What one device came to; the tensors are in a file."""
+class Reference:
+    """What one device computed, which every rank is compared with; the tensors are in a file."""
 
     losses: list[float]
     norms: list[float]
@@ -58,17 +58,17 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ModuleDifference:
     """A module whose output, or the gradient of it, is not the reference's, on one rank."""
 
     module: str
-    place: int
+    position: int
     """Among all modules, in the order in which one device finishes them."""
     error: float
     micro_batch: int
     """The first in which it differs."""
     reference: float = 0.0
-    """Sums over the elements that are compared, in all micro-batches, as in a Piece: of the squares of the reference,"""
+    """Sums over the elements compared, in all micro-batches, as in a SliceComparison: of the squares of the reference,"""
     own: float = 0.0
     """of the squares of what the rank has,"""
     product: float = 0.0
@@ -76,13 +76,13 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Trace:
-    """What one rank found on its walk through the model."""
+class RankTrace:
+    """Where one rank first departs from the reference, module by module."""
 
     rank: int
-    forward: Difference | None
+    forward: ModuleDifference | None
     """The first module whose output differs."""
-    backward: Difference | None
+    backward: ModuleDifference | None
     """The first, from the end, whose output has another gradient."""
     summed: dict[str, list[str]]
     """For parameters whose gradient is off: the axes over which the copies, added up, give the reference."""

@@ -30,7 +30,7 @@ Records = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Sameness:
+class RunComparison:
     """What was compared, and what differs. Steps are numbers; weights are names with how far they are apart."""
 
     steps: int
@@ -85,14 +85,14 @@ def _few(which: Sequence[Any]) -> str:
     return ", ".join(map(str, which[:SHOWN])) + rest
 
 
-def compare_runs(undisturbed: Path, drilled: Path, steps: int, tolerance: float | None) -> Sameness:
+def compare_runs(undisturbed: Path, drilled: Path, steps: int, tolerance: float | None) -> RunComparison:
     """Compare two run folders of the same job; to the bit, unless a relative tolerance for losses is given."""
     first, second = (list(read_lines(folder / "metrics.jsonl")) for folder in (undisturbed, drilled))
     weights, worst_weight, tensors = _weights(undisturbed, drilled, tolerance)
     numbers = Counter(record["step"] for record in second)
     losses, worst_loss = _losses(first, second, tolerance)
     repeated, skipped, differs = compare_data(first, second)
-    return Sameness(
+    return RunComparison(
         steps=steps,
         tolerance=tolerance,
         missing=[step for step in range(1, steps + 1) if not numbers[step]],

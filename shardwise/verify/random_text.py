@@ -30,7 +30,7 @@ QUICK_BYTES = 16 << 20
 _LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n\tßéжλ中😀"
 
 
-def is_at_hand(data: Data, only_bytes: bool) -> bool:
+def can_use_own_data(data: Data, only_bytes: bool) -> bool:
     """Whether the job's own data can be read here, quickly; `only_bytes`: and have no other ids than the byte tokenizer's."""
     try:
         tokenizer_fingerprint(data.tokenizer)
@@ -47,7 +47,7 @@ def _readable(path: str, tokenizer: str, only_bytes: bool) -> bool:
     return quick and (tokenizer == BYTES or not only_bytes)
 
 
-def stand_in(data: Data, folder: Path) -> Data:
+def with_random_text(data: Data, folder: Path) -> Data:
     """The same data section over random text, which is written into the folder unless it is there."""
     path = folder / NAME
     if not path.exists():

@@ -1,0 +1,303 @@
+"""The run of a drill that faults are done to: started, disturbed from outside, watched until it has recovered.
+
+It takes no part in the run's own recovery. All it knows is what anyone could see: the commands' processes, the run folder's
+metrics and events, and its checkpoints. Each fault waits until a step is done after the one before.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardwise.checkpoint import checkpoints
+from shardwise.config import Config, to_toml
+from shardwise.observe import read_lines
+from shardwise.resilience.host import RESUME_ME
+from shardwise.verify.commands import TrainCommands
+from shardwise.verify.faults import FullDisk, Kind, PlannedFault, corrupt, hang, kill, limits
+
+POLL_SECONDS = 0.02
+GRACE_SECONDS = 30.0
+"""From SIGTERM to the end: what Slurm and Kubernetes give unless told otherwise."""
+PATIENCE_SECONDS = 120.0
+"""How long to wait for a recovery, at least."""
+BEGIN = ("start", "resume")
+"""Events with which workers begin to train."""
+
+
+class DrillProgress(Protocol):
+    """Shows how a drill goes."""
+
+    def at(self, phase: str, step: int, faults: int) -> None:
+        """This far, with so many faults survived."""
+
+    def say(self, text: str) -> None:
+        """Something happened."""
+
+
+@dataclass(frozen=True)
+class SurvivedFault:
+    """A fault that was done to the run, and how it recovered."""
+
+    kind: Kind
+    step: int
+    rank: int | None
+    seconds_to_recover: float
+    steps_lost: int
+    happened: str
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the command prints it."""
+        facts = asdict(self)
+        more = facts.pop("more")
+        return {**facts, **more}
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What the undisturbed run was like, in seconds."""
+
+    training: float
+    """From the beginning of the first step to the end of the last."""
+    start: float
+    """From the command to the end of the first step."""
+    step: float
+    slowest: float
+
+
+class NotSurvived(Exception):
+    """The drilled run did not go on."""
+
+
+def job_file(folder: Path, config: Config) -> Path:
+    """The job of one of the two runs, to be given to the command."""
+    update = {"run": config.run.model_copy(update={"folder": str(folder)})}
+    path = folder.with_suffix(".toml")
+    path.write_text(to_toml(config.model_copy(update=update)))
+    return path
+
+
+def newest(folder: Path) -> dict[str, Any]:
+    """The record of the last step in a run folder; empty before the first. Reads only the end of the file."""
+    path = folder / "metrics.jsonl"
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - (1 << 16)))
+            lines = stream.read().split(b"\n")[:-1]
+    except OSError:
+        return {}
+    return dict(json.loads(lines[-1])) if lines else {}
+
+
+class DisturbedRun:
+    """Starts the commands, does the planned faults to them one after the other, and waits until they have recovered."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        workers: int,
+        planned: Sequence[PlannedFault],
+        baseline: Baseline,
+        progress: DrillProgress,
+    ) -> None:
+        self.folder, self.config, self.workers, self.planned = folder, config, workers, planned
+        self.baseline, self.progress = baseline, progress
+        self.survived: list[SurvivedFault] = []
+        self.commands = TrainCommands(job_file(folder, config), folder)
+        self._hosts = [workers - 1, 1] if any(fault.kind == "lose" for fault in planned) else [workers]
+        self._phase = "starting"
+        self._expected = 0
+        self._actions: dict[Kind, Callable[[int, float, random.Random], SurvivedFault]] = {
+            "kill": self._kill,
+            "hang": self._hang,
+            "corrupt": self._corrupt,
+            "full": self._full,
+            "term": self._term,
+            "lose": self._lose,
+        }
+
+    def run(self) -> tuple[str | None, float]:
+        """Why it failed, if it did; and how long it took, from the beginning of the first step to the end of the last."""
+        began = ended = time.time()
+        with self.commands:
+            try:
+                self.commands.start(self._hosts)
+                self._wait(lambda: newest(self.folder), "no step was done")
+                first = next(read_lines(self.folder / "metrics.jsonl"))
+                began = first["time"] - first["seconds"]
+                for fault in self.planned:
+                    self._do(fault)
+                self._phase = "to the end"
+                self._wait(lambda: not self.commands.running(), "the run did not end", ended_well=True)
+                failure, ended = self._bad_end(), newest(self.folder)["time"]
+            except NotSurvived as error:
+                failure = (
+                    f"{self._phase}: {error}. The last words of the command ({self.commands.log}):\n{self.commands.log_tail()}"
+                )
+                ended = time.time()
+        return failure, ended - began
+
+    def unexpected(self) -> Iterator[str]:
+        """All faults of the run, should it have had more than were done here."""
+        done = sum(fault.kind in ("kill", "hang", "corrupt", "lose") for fault in self.survived)
+        faults = [event for event in self._events() if event["event"] == "fault"]
+        if len(faults) > done + self._expected:
+            yield from (f"{event['kind']} at step {event['step']}: {event['cause']}" for event in faults)
+
+    # Waiting
+
+    def _events(self) -> list[dict[str, Any]]:
+        path = self.folder / "events.jsonl"
+        return list(read_lines(path)) if path.is_file() else []
+
+    def _wait(self, condition: Callable[[], Any], complaint: str, ended_well: bool = False, seconds: float | None = None) -> Any:
+        """Until something holds, which is returned; the run must not end before."""
+        recovery = self.config.recovery
+        patience = PATIENCE_SECONDS + 5 * self.baseline.start + (recovery.hang_seconds or 60.0)
+        deadline = time.monotonic() + (seconds or patience)
+        before = -1
+        while not (result := condition()):
+            step = newest(self.folder).get("step", 0)
+            self.progress.at(self._phase, step, len(self.survived))
+            if step != before and seconds is None:  # it gets on
+                before, deadline = step, time.monotonic() + patience
+            if not ended_well and (ended := [status for status in self.commands.statuses() if status is not None]):
+                raise NotSurvived(f"the command ended with status {ended[0]}" if any(ended) else "the run ended before")
+            if time.monotonic() > deadline:
+                raise NotSurvived(f"{complaint} within {seconds or patience:.0f} s")
+            time.sleep(POLL_SECONDS)
+        return result
+
+    def _bad_end(self) -> str | None:
+        status = [code for code in self.commands.statuses() if code]
+        return f"the command ended with status {status[0]}:\n{self.commands.log_tail()}" if status else None
+
+    def _resumed(self, events_before: int, world: int | None = None) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """The newest beginning since then, and the first step done after it; None if there is none yet."""
+        begun = [event for event in self._events()[events_before:] if event["event"] in BEGIN]
+        if not begun or (world is not None and begun[-1]["world"] != world):
+            return None
+        at = datetime.fromisoformat(begun[-1]["time"]).timestamp()
+        if newest(self.folder).get("time", 0.0) <= at:
+            return None
+        record = next(record for record in read_lines(self.folder / "metrics.jsonl") if record["time"] > at)
+        return begun[-1], record
+
+    # Faults
+
+    def _do(self, fault: PlannedFault) -> None:
+        """Wait until the fault is due, do it, wait for the recovery."""
+        self._phase = f"before {fault.kind}"
+        self._wait(lambda: newest(self.folder).get("step", 0) >= fault.step, f"step {fault.step} was not done")
+        saved = {"corrupt": 2, "full": 1}.get(fault.kind, 0)
+        self._wait(lambda: len(checkpoints(self.folder / "checkpoints")) >= saved, f"{saved} checkpoints were not there")
+        time.sleep(fault.fraction * self.baseline.step)
+        step, at = int(newest(self.folder)["step"]), time.time()
+        self._phase = f"{fault.kind} after step {step}"
+        self.progress.at(self._phase, step, len(self.survived))
+        survived = self._actions[fault.kind](step, at, random.Random(fault.seed))
+        self.survived.append(survived)
+        lost = f", {survived.steps_lost} steps done again" if survived.steps_lost else ""
+        self.progress.say(f"{fault.kind} after step {step}: {survived.happened}; {survived.seconds_to_recover:.1f} s{lost}")
+
+    def _victim(self, draw: random.Random) -> tuple[int, int]:
+        """The worker that a fault is done to: its rank and its process id."""
+        workers = self.commands.workers()
+        if not workers:
+            raise NotSurvived("no worker is to be found in the logs")
+        rank = draw.choice(sorted(workers))
+        return rank, workers[rank]
+
+    def _recovered(self, kind: Kind, step: int, at: float, rank: int | None, happened: str, before: int) -> SurvivedFault:
+        """Wait for the first step after a fault, and count what it cost."""
+        begun, record = self._wait(lambda: self._resumed(before), "no step was done after it")
+        from_step, lost = self._cost(step, begun, before)
+        more = {"resumed_from": from_step, "world": begun["world"]}
+        return SurvivedFault(kind, step, rank, record["time"] - at, lost, f"{happened}; on from step {from_step}", more)
+
+    def _cost(self, step: int, begun: dict[str, Any], before: int) -> tuple[int, int]:
+        """The step that the run went on from, and how many it had done after that, as it says or as was seen."""
+        recovery = self._event("recovery", before)
+        if recovery is None:
+            return begun.get("step", 0), max(0, step - begun.get("step", 0))
+        return recovery["step"], recovery["lost_steps"]
+
+    def _kill(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
+        before, (rank, pid) = len(self._events()), self._victim(draw)
+        kill(pid)
+        return self._recovered("kill", step, at, rank, f"rank {rank} killed", before)
+
+    def _hang(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
+        before, (rank, pid) = len(self._events()), self._victim(draw)
+        hang(pid)
+        return self._recovered("hang", step, at, rank, f"rank {rank} frozen", before)
+
+    def _corrupt(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
+        before, (rank, pid) = len(self._events()), self._victim(draw)
+        damage = corrupt(str(self.folder / "checkpoints"), pid, draw)
+        name = f"{Path(damage.checkpoint).name}/{damage.file}"
+        survived = self._recovered("corrupt", step, at, rank, f"a byte of {name} flipped, rank {rank} killed", before)
+        used = [event.get("checkpoint") for event in self._events()[before:] if event["event"] in BEGIN]
+        if damage.checkpoint in used:
+            raise NotSurvived(f"it resumed from {damage.checkpoint}, which is damaged")
+        return survived
+
+    def _full(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
+        before, limit_of = len(self._events()), limits(str(self.folder / "checkpoints"))
+        candidates = {rank: pid for rank, pid in self.commands.workers().items() if rank in limit_of}
+        if not candidates:
+            raise NotSurvived("no worker but the first writes enough to fill its disk with; use a larger model")
+        rank = draw.choice(sorted(candidates))
+        disk = FullDisk(candidates[rank], limit_of[rank])
+        failed = self._wait(lambda: self._event("save_failed", before), "no save failed, though the disk is full")
+        disk.lift()
+        saved = self._wait(
+            lambda: self._event("save", before, after=failed["step"]), "no checkpoint was saved once there was room again"
+        )
+        if self._event("fault", before):
+            raise NotSurvived("a full disk ended a worker")
+        seconds = datetime.fromisoformat(saved["time"]).timestamp() - at
+        happened = f"rank {rank} could not save step {failed['step']}; step {saved['step']} is saved"
+        return SurvivedFault("full", step, rank, seconds, 0, happened, {"save_failed": failed["step"], "saved": saved["step"]})
+
+    def _event(self, name: str, before: int, after: int = -1) -> dict[str, Any] | None:
+        """The last such event since then, of a later step."""
+        events = [event for event in self._events()[before:] if event["event"] == name and (event.get("step") or 0) > after]
+        return events[-1] if events else None
+
+    def _term(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
+        before = len(self._events())
+        self.commands.terminate()
+        self._wait(lambda: not self.commands.running(), "it was not gone", ended_well=True, seconds=GRACE_SECONDS)
+        took, statuses = time.time() - at, self.commands.statuses()
+        if set(statuses) != {RESUME_ME}:
+            raise NotSurvived(f"after SIGTERM the command ended with status {statuses}, not {RESUME_ME}")
+        stopped = self._event("stop", before)
+        reached = stopped["step"] if stopped else step
+        self.commands.start(self._hosts)
+        happened = f"saved step {reached} and left with status {RESUME_ME} after {took:.1f} s; started again"
+        return self._recovered("term", reached, at, None, happened, before)
+
+    def _lose(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
+        before, fewer = len(self._events()), self.workers - 1
+        gone = self.commands.lose_last()
+        begun, record = self._wait(lambda: self._resumed(before, fewer), f"no step was done by the {fewer} workers left")
+        self._expected += sum(event["event"] == "fault" for event in self._events()[before:]) - 1
+        (from_step, lost), middle = self._cost(step, begun, before), len(self._events())
+        self.progress.say(f"{fewer} workers go on from step {from_step}; the lost host comes back")
+        self.commands.start_again()
+        again, first = self._wait(lambda: self._resumed(middle, self.workers), "the host was not taken back")
+        happened = (
+            f"host with ranks {', '.join(map(str, gone))} lost; {fewer} workers from step {from_step}, "
+            f"{self.workers} again from step {again.get('step', 0)}"
+        )
+        more = {"seconds_to_return": first["time"] - record["time"], "returned_at": again.get("step", 0)}
+        return SurvivedFault("lose", step, gone[0] if gone else None, record["time"] - at, lost, happened, more)
