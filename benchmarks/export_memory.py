@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shardwise.checkpoint.contents import Contents, write_whole
+from shardwise.checkpoint.contents import Contents, write_checkpoint
 from shardwise.checkpoint.families import shapes
 from shardwise.checkpoint.folder import Manifest
 from shardwise.cli.main import app
@@ -48,7 +48,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         manifest = Manifest(0, MODEL.model_dump(exclude={"preset"}), {}, {"tokenizer": "bytes"}, {}, {}, 1, torch.__version__, {})
-        write_whole(Path(folder) / "step-0", manifest, random_weights())
+        write_checkpoint(Path(folder) / "step-0", manifest, random_weights())
         model_bytes = Contents.open(Path(folder) / "step-0").manifest.total_bytes
         found = {way: measure(way, folder, model_bytes) for way in WAYS}
     print(json.dumps({"model_bytes": model_bytes, "peaks": found}, indent=1))

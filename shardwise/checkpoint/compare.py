@@ -19,13 +19,13 @@ from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
 
-FACTS = ("step", "model", "train", "data", "layout", "loss_scale", "world", "torch")
+COMPARED_KEYS = ("step", "model", "train", "data", "layout", "loss_scale", "world", "torch")
 CHUNK = 1 << 22
 """Numbers compared at once: their copies in float64 stay small."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """A tensor that is not the same in both."""
 
     tensor: str
@@ -46,7 +46,7 @@ class Comparison:
     left_out: dict[str, str]
     """Kinds of tensors that were not compared, and why."""
     compared: int
-    differences: list[Difference]
+    differences: list[TensorDifference]
 
     @property
     def equal(self) -> bool:
@@ -68,7 +68,7 @@ def compare(first: Contents, second: Contents, progress: Callable[[int, int], No
         progress(done, len(both))
         differences += _difference(name, first, second)
     return Comparison(
-        facts=dict(_facts(first, second)),
+        facts=dict(_manifest_differences(first, second)),
         only_first=[name for name in one if name not in second.tensors],
         only_second=[name for name in other if name not in first.tensors],
         left_out=left_out,
@@ -77,7 +77,7 @@ def compare(first: Contents, second: Contents, progress: Callable[[int, int], No
     )
 
 
-def _rank(difference: Difference) -> tuple[bool, float]:
+def _rank(difference: TensorDifference) -> tuple[bool, float]:
     """Weights first, and among them what is furthest apart; NaN and other shapes are further than any number."""
     gap = difference.max_abs
     return not difference.tensor.startswith("model."), -gap if gap is not None and gap == gap else -math.inf
@@ -93,8 +93,8 @@ def _left_out(first: Contents, second: Contents) -> dict[str, str]:
     return found
 
 
-def _facts(first: Contents, second: Contents) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    for key in FACTS:
+def _manifest_differences(first: Contents, second: Contents) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for key in COMPARED_KEYS:
         one, other = getattr(first.manifest, key), getattr(second.manifest, key)
         if not isinstance(one, dict):
             pairs = {key: (one, other)}
@@ -105,13 +105,13 @@ def _facts(first: Contents, second: Contents) -> Iterator[tuple[str, tuple[Any, 
         yield from ((name, pair) for name, pair in pairs.items() if pair[0] != pair[1])
 
 
-def _difference(name: str, first: Contents, second: Contents) -> list[Difference]:
+def _difference(name: str, first: Contents, second: Contents) -> list[TensorDifference]:
     """None or one."""
     one, other = first.tensors[name], second.tensors[name]
     if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return [Difference(name, None, 0, f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}")]
+        return [TensorDifference(name, None, 0, f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}")]
     largest, numbers = distance(first.read(name), second.read(name))
-    return [Difference(name, largest, numbers, f"{numbers:,} of {math.prod(one.shape):,} numbers")] if numbers else []
+    return [TensorDifference(name, largest, numbers, f"{numbers:,} of {math.prod(one.shape):,} numbers")] if numbers else []
 
 
 def distance(one: Tensor, other: Tensor) -> tuple[float, int]:

@@ -48,7 +48,7 @@ Files = dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A part of a tensor, and where its bytes are."""
 
     offset: Shape
@@ -58,12 +58,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a checkpoint."""
 
     dtype: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     def bytes_of(self, shape: Shape) -> int:
         """Size of a part of it."""
@@ -76,7 +76,7 @@ class Contents:
 
     address: str
     manifest: Manifest
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
 
     @classmethod
     def open(cls, folder: str | Path) -> Contents:
@@ -88,11 +88,11 @@ class Contents:
             raise UserError(
                 f"{where.address}/{MANIFEST} does not belong to a checkpoint: it names {len(indices)} lists of tensors"
             )
-        for problem in damage(where, manifest, indices):
+        for problem in damaged_files(where, manifest, indices):
             raise UserError(f"{problem}. Remove {where.address} to resume from an older checkpoint.")
         try:
             tensors = _parse(where.read(indices[0]), manifest)
-        except _Refused as error:
+        except _InvalidTensorList as error:
             raise UserError(f"{where.address}/{indices[0]} does not belong to a checkpoint: {error}") from None
         return cls(where.address, manifest, tensors)
 
@@ -107,7 +107,7 @@ class Contents:
             region.copy_(self.read_rows(stored, piece, 0, piece.shape[0] if piece.shape else 1))
         return result
 
-    def read_rows(self, stored: Stored, piece: Piece, first: int, count: int) -> Tensor:
+    def read_rows(self, stored: StoredTensor, piece: TensorPiece, first: int, count: int) -> Tensor:
         """Some rows of a piece: what is next to each other in the file as well."""
         shape = (count, *piece.shape[1:]) if piece.shape else ()
         buffer = torch.empty(stored.bytes_of(shape), dtype=torch.uint8)
@@ -117,7 +117,7 @@ class Contents:
 
     def check(self) -> None:
         """Read every byte, and refuse the checkpoint with the name of the first file that is not what was saved."""
-        for problem in damage(storage(self.address), self.manifest, self.manifest.files):
+        for problem in damaged_files(storage(self.address), self.manifest, self.manifest.files):
             raise UserError(f"{problem}. Remove {self.address} to resume from an older checkpoint.")
 
 
@@ -128,18 +128,18 @@ def faults(folder: str | Path) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    yield from damage(storage(contents.address), contents.manifest, contents.manifest.files)
+    yield from damaged_files(storage(contents.address), contents.manifest, contents.manifest.files)
 
 
-def damage(where: Storage, manifest: Manifest, files: Iterable[str]) -> Iterator[str]:
+def damaged_files(where: Storage, manifest: Manifest, files: Iterable[str]) -> Iterator[str]:
     """A sentence for each of these files that is not what the manifest says."""
     for name in files:
-        problem = _damage(where, manifest, name)
+        problem = _problem_of_file(where, manifest, name)
         if problem:
             yield problem
 
 
-def _damage(where: Storage, manifest: Manifest, name: str) -> str | None:
+def _problem_of_file(where: Storage, manifest: Manifest, name: str) -> str | None:
     crc = size = 0
     try:
         for block in where.blocks(name):
@@ -149,59 +149,59 @@ def _damage(where: Storage, manifest: Manifest, name: str) -> str | None:
     return None if manifest.files[name] == {"bytes": size, "crc32": crc} else f"{where.address}/{name} is damaged"
 
 
-class _Refused(Exception):
+class _InvalidTensorList(Exception):
     """A list of tensors that no save has written."""
 
 
-def _parse(content: bytes, manifest: Manifest) -> dict[str, Stored]:
+def _parse(content: bytes, manifest: Manifest) -> dict[str, StoredTensor]:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
-        raise _Refused("it is not JSON") from None
+        raise _InvalidTensorList("it is not JSON") from None
     if not isinstance(found, dict):
-        raise _Refused("it is not an object")
+        raise _InvalidTensorList("it is not an object")
     return {name: _stored(name, value, manifest) for name, value in found.items()}
 
 
-def _stored(name: str, value: Any, manifest: Manifest) -> Stored:
+def _stored(name: str, value: Any, manifest: Manifest) -> StoredTensor:
     if not (isinstance(value, dict) and value.keys() == {"dtype", "shape", "pieces"} and isinstance(value["pieces"], list)):
-        raise _Refused(f"{name} is {str(value)[:80]!r}")
+        raise _InvalidTensorList(f"{name} is {str(value)[:80]!r}")
     if not (isinstance(value["dtype"], str) and value["dtype"] in DTYPES):
-        raise _Refused(f"{name} is of type {str(value['dtype'])[:80]!r}")
-    whole = Stored(value["dtype"], _shape(name, value["shape"]), ())
+        raise _InvalidTensorList(f"{name} is of type {str(value['dtype'])[:80]!r}")
+    whole = StoredTensor(value["dtype"], _shape(name, value["shape"]), ())
     pieces = tuple(_piece(name, piece, whole, manifest) for piece in value["pieces"])
     if sum(math.prod(piece.shape) for piece in pieces) != math.prod(whole.shape) or len({p.offset for p in pieces}) != len(
         pieces
     ):
-        raise _Refused(f"the pieces of {name} do not fill it")
+        raise _InvalidTensorList(f"the pieces of {name} do not fill it")
     return replace(whole, pieces=pieces)
 
 
-def _piece(name: str, value: Any, whole: Stored, manifest: Manifest) -> Piece:
+def _piece(name: str, value: Any, whole: StoredTensor, manifest: Manifest) -> TensorPiece:
     if not (isinstance(value, dict) and value.keys() == {"offset", "shape", "file", "start"} and is_count(value["start"])):
-        raise _Refused(f"a piece of {name} is {str(value)[:80]!r}")
-    piece = Piece(_shape(name, value["offset"]), _shape(name, value["shape"]), value["file"], value["start"])
+        raise _InvalidTensorList(f"a piece of {name} is {str(value)[:80]!r}")
+    piece = TensorPiece(_shape(name, value["offset"]), _shape(name, value["shape"]), value["file"], value["start"])
     inside = len(piece.offset) == len(piece.shape) == len(whole.shape) and all(
         begin + length <= size for begin, length, size in zip(piece.offset, piece.shape, whole.shape, strict=True)
     )
     if not inside:
-        raise _Refused(f"a piece of {name} reaches beyond it")
+        raise _InvalidTensorList(f"a piece of {name} reaches beyond it")
     if not (isinstance(piece.file, str) and piece.file in manifest.files and piece.file.startswith("rank-")):
-        raise _Refused(f"a piece of {name} lies in {str(piece.file)[:80]!r}")
+        raise _InvalidTensorList(f"a piece of {name} lies in {str(piece.file)[:80]!r}")
     if piece.start + whole.bytes_of(piece.shape) > manifest.files[piece.file]["bytes"]:
-        raise _Refused(f"a piece of {name} reaches beyond the end of {piece.file}")
+        raise _InvalidTensorList(f"a piece of {name} reaches beyond the end of {piece.file}")
     return piece
 
 
 def _shape(name: str, value: Any) -> Shape:
     if not (isinstance(value, list) and len(value) <= 64 and all(is_count(size) for size in value)):
-        raise _Refused(f"{name} has a shape {str(value)[:80]!r}")
+        raise _InvalidTensorList(f"{name} has a shape {str(value)[:80]!r}")
     if math.prod(value) >= 1 << 60:
-        raise _Refused(f"{name} has an absurd shape {value}")
+        raise _InvalidTensorList(f"{name} has an absurd shape {value}")
     return tuple(value)
 
 
-def encode(tensors: dict[str, Stored]) -> bytes:
+def encode(tensors: dict[str, StoredTensor]) -> bytes:
     """The list of tensors as its file holds it, one line a tensor."""
     lines = (f"{json.dumps(name)}: {json.dumps(asdict(stored))}" for name, stored in tensors.items())
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
@@ -257,7 +257,7 @@ def save_id() -> str:
     return secrets.token_hex(6)
 
 
-def commit(where: Storage, manifest: Manifest, tensors: dict[str, Stored], files: Files, identity: str) -> Manifest:
+def commit(where: Storage, manifest: Manifest, tensors: dict[str, StoredTensor], files: Files, identity: str) -> Manifest:
     """Make these data files, which are durable by now, a checkpoint; returns the manifest that is in place."""
     index = encode(tensors)
     with where.create(f"tensors-{identity}.json") as stream:
@@ -271,19 +271,19 @@ def commit(where: Storage, manifest: Manifest, tensors: dict[str, Stored], files
     return complete
 
 
-def write_whole(folder: str | Path, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_checkpoint(folder: str | Path, manifest: Manifest, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write a checkpoint from one process, tensor by tensor; it is there whole at the end, or not at all."""
     where, identity = storage(folder), save_id()
     file = f"rank-0-{identity}.data"
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     try:
         where.make()
         with data_file(where, file) as data:
             for name, tensor in tensors:
                 shape = tuple(tensor.shape)
                 start = data.append(tensor)
-                pieces = (Piece((0,) * len(shape), shape, file, start),) if tensor.numel() else ()
-                stored[name] = Stored(str(tensor.dtype).removeprefix("torch."), shape, pieces)
+                pieces = (TensorPiece((0,) * len(shape), shape, file, start),) if tensor.numel() else ()
+                stored[name] = StoredTensor(str(tensor.dtype).removeprefix("torch."), shape, pieces)
             facts = data.facts()
         commit(where, manifest, stored, {file: facts}, identity)
     except OSError as error:

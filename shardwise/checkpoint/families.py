@@ -25,33 +25,33 @@ from torch import Tensor
 from shardwise.config import Model
 from shardwise.models import Transformer
 
-Change = Callable[[list[Tensor]], list[Tensor]]
+Convert = Callable[[list[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Form:
+class Conversion:
     """How the numbers of one side become those of the other."""
 
-    to_theirs: Change
-    to_ours: Change
+    to_theirs: Convert
+    to_ours: Convert
 
 
-SAME = Form(lambda tensors: tensors, lambda tensors: tensors)
-TRANSPOSED = Form(lambda tensors: [tensors[0].t()], lambda tensors: [tensors[0].t()])
-JOINED = Form(lambda tensors: [torch.cat(tensors).t()], lambda tensors: list(tensors[0].t().chunk(3)))
-STACKED = Form(lambda tensors: list(tensors[0].unbind()), lambda tensors: [torch.stack(tensors)])
-PAIRED = Form(lambda tensors: [torch.cat(tensors, 1)], lambda tensors: list(tensors[0].chunk(2, 1)))
+SAME = Conversion(lambda tensors: tensors, lambda tensors: tensors)
+TRANSPOSED = Conversion(lambda tensors: [tensors[0].t()], lambda tensors: [tensors[0].t()])
+JOINED = Conversion(lambda tensors: [torch.cat(tensors).t()], lambda tensors: list(tensors[0].t().chunk(3)))
+STACKED = Conversion(lambda tensors: list(tensors[0].unbind()), lambda tensors: [torch.stack(tensors)])
+PAIRED = Conversion(lambda tensors: [torch.cat(tensors, 1)], lambda tensors: list(tensors[0].chunk(2, 1)))
 
 
 @dataclass(frozen=True)
-class Match:
+class TensorMatch:
     """Tensors of ours and the tensors of theirs with the same numbers; {layer} and {expert} stand for each of them."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    form: Form = SAME
+    conversion: Conversion = SAME
 
-    def of_layer(self, layer: int, experts: int) -> Match:
+    def of_layer(self, layer: int, experts: int) -> TensorMatch:
         """With the layer's number, and one name for each expert."""
         ours = tuple(name.format(layer=layer) for name in self.ours)
         theirs = tuple(
@@ -59,13 +59,15 @@ class Match:
             for name in self.theirs
             for expert in range(experts if "{expert}" in name else 1)
         )
-        return Match(ours, theirs, self.form)
+        return TensorMatch(ours, theirs, self.conversion)
 
 
-def _modules(pairs: Mapping[str, str], form: Form = SAME) -> tuple[Match, ...]:
+def _modules(pairs: Mapping[str, str], conversion: Conversion = SAME) -> tuple[TensorMatch, ...]:
     """Modules of the same meaning: their weights, and their biases where the model has any."""
     return tuple(
-        Match((f"{ours}.{kind}",), (f"{theirs}.{kind}",), form) for ours, theirs in pairs.items() for kind in ("weight", "bias")
+        TensorMatch((f"{ours}.{kind}",), (f"{theirs}.{kind}",), conversion)
+        for ours, theirs in pairs.items()
+        for kind in ("weight", "bias")
     )
 
 
@@ -86,32 +88,34 @@ _ATTENTION = _modules(
 _DENSE = _modules({f"{_BLOCK}feed_forward.{name}": f"{_THEIRS}mlp.{name}_proj" for name in ("gate", "up", "down")})
 
 
-def _experts(layer: str, gate: str, up: str, down: str) -> tuple[Match, ...]:
+def _experts(layer: str, gate: str, up: str, down: str) -> tuple[TensorMatch, ...]:
     """Each expert on its own, as folders keep them."""
     named = {"gate": gate, "up": up, "down": down}
     return (
-        Match((f"{_BLOCK}feed_forward.router.weight",), (f"{_THEIRS}{layer}.gate.weight",)),
+        TensorMatch((f"{_BLOCK}feed_forward.router.weight",), (f"{_THEIRS}{layer}.gate.weight",)),
         *(
-            Match((f"{_BLOCK}feed_forward.experts.{ours}",), (f"{_THEIRS}{layer}.experts.{{expert}}.{theirs}.weight",), STACKED)
+            TensorMatch(
+                (f"{_BLOCK}feed_forward.experts.{ours}",), (f"{_THEIRS}{layer}.experts.{{expert}}.{theirs}.weight",), STACKED
+            )
             for ours, theirs in named.items()
         ),
     )
 
 
 _FUSED = (  # as the transformers library keeps experts in memory, and saves them when told to
-    Match((f"{_BLOCK}feed_forward.router.weight",), (f"{_THEIRS}mlp.gate.weight",)),
-    Match(
+    TensorMatch((f"{_BLOCK}feed_forward.router.weight",), (f"{_THEIRS}mlp.gate.weight",)),
+    TensorMatch(
         (f"{_BLOCK}feed_forward.experts.gate", f"{_BLOCK}feed_forward.experts.up"),
         (f"{_THEIRS}mlp.experts.gate_up_proj",),
         PAIRED,
     ),
-    Match((f"{_BLOCK}feed_forward.experts.down",), (f"{_THEIRS}mlp.experts.down_proj",)),
+    TensorMatch((f"{_BLOCK}feed_forward.experts.down",), (f"{_THEIRS}mlp.experts.down_proj",)),
 )
 _GPT2_WEIGHTS = (
     *_modules({"embedding": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"}),
     *_modules({f"{_BLOCK}attention_norm": f"{_GPT2}ln_1", f"{_BLOCK}feed_forward_norm": f"{_GPT2}ln_2"}),
     *(
-        Match(
+        TensorMatch(
             tuple(f"{_BLOCK}attention.{part}.{kind}" for part in ("query", "key", "value")),
             (f"{_GPT2}attn.c_attn.{kind}",),
             JOINED,
@@ -137,14 +141,14 @@ class Family:
     architecture: str
     prefix: str
     """Of the names of all tensors but the head; folders of the bare model leave it out."""
-    weights: tuple[Match, ...]
+    weights: tuple[TensorMatch, ...]
     fields: Mapping[str, tuple[str, ...]]
     """Our key, and their keys of the same value: every one is written, any one is read."""
     fixed: Mapping[str, Any]
     """Our keys that have this value in every model of the family."""
     demands: Mapping[str, tuple[Any, ...]]
     """Their keys and the values that we can take; the first is written, and is what a missing key means."""
-    fused: tuple[Match, ...] = ()
+    fused: tuple[TensorMatch, ...] = ()
     """The weights of folders that keep all experts in one tensor."""
     defaults: Mapping[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
     """Our keys whose value follows from the rest of config.json when it is not given."""
@@ -262,7 +266,7 @@ QWEN3_MOE = Family(
 FAMILIES = {family.model_type: family for family in (LLAMA, QWEN3, GPT2, MIXTRAL, QWEN3_MOE)}
 
 
-def matches(family: Family, model: Model, fused: bool = False) -> list[Match]:
+def tensor_matches(family: Family, model: Model, fused: bool = False) -> list[TensorMatch]:
     """Every tensor of this model with its counterparts; the blocks in order."""
     held, table = shapes(model), family.fused if fused else family.weights
     inside = [match for match in table if "{layer}" in match.ours[0]]
@@ -281,7 +285,7 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
 
 
-def their_shapes(match: Match, held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def their_shapes(match: TensorMatch, held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The shapes of a match's tensors on the other side, from ours."""
-    found = match.form.to_theirs([torch.empty(held[name], device="meta") for name in match.ours])
+    found = match.conversion.to_theirs([torch.empty(held[name], device="meta") for name in match.ours])
     return {name: tuple(tensor.shape) for name, tensor in zip(match.theirs, found, strict=True)}

@@ -181,9 +181,9 @@ def to_resume(config: Config) -> str | None:
     """The checkpoint this job will start from as far as manifests can tell, checked to belong to it; None for a fresh start.
 
     It reads no tensors, so that it can be asked before any worker starts. The workers then look at every byte
-    (`Checkpointer.choose`), and may go back to an older one.
+    (`Checkpointer.choose_checkpoint`), and may go back to an older one.
     """
-    candidates = to_try(config)
+    candidates = resume_candidates(config)
     reasons = []
     for address in candidates:
         try:
@@ -200,7 +200,7 @@ def to_resume(config: Config) -> str | None:
     return None
 
 
-def to_try(config: Config) -> list[str]:
+def resume_candidates(config: Config) -> list[str]:
     """The checkpoints this job may start from, the best first."""
     wanted = config.checkpoint.resume
     if wanted == "never":

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.families import Match, matches, shapes, their_shapes
+from shardwise.checkpoint.families import TensorMatch, shapes, tensor_matches, their_shapes
 from shardwise.checkpoint.model_config import to_config
 from shardwise.config import Model
 from shardwise.data import load_tokenizer
@@ -44,12 +44,12 @@ SHOWN = 8
 """Names that a message lists; the rest is counted."""
 
 
-def unheard(*_: int) -> None:
+def no_progress(*_: int) -> None:
     """Progress that nobody looks at."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file to be written."""
 
     name: str
@@ -76,7 +76,7 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """A model to be written: its configuration, and its tensors by our names."""
 
     model: Model
@@ -86,7 +86,7 @@ class Source:
 
 
 def export_checkpoint(
-    checkpoint: str, folder: Path, dtype: str | None = None, shard_bytes: int = 1 << 30, progress: Progress = unheard
+    checkpoint: str, folder: Path, dtype: str | None = None, shard_bytes: int = 1 << 30, progress: Progress = no_progress
 ) -> Exported:
     """Write the weights of a checkpoint as a folder that `from_pretrained` opens; `dtype` None keeps each tensor's."""
     contents = Contents.open(checkpoint)
@@ -95,7 +95,7 @@ def export_checkpoint(
     contents.check()
     dtypes = {name.removeprefix(PREFIX): stored.dtype for name, stored in contents.tensors.items() if name.startswith(PREFIX)}
     tokenizer = contents.manifest.data.get("tokenizer")
-    source = Source(model, dtypes, lambda name: contents.read(PREFIX + name), tokenizer)
+    source = ExportSource(model, dtypes, lambda name: contents.read(PREFIX + name), tokenizer)
     return write_folder(source, folder, dtype, shard_bytes, progress)
 
 
@@ -108,12 +108,14 @@ def held_model(contents: Contents) -> Model:
         raise UserError(f"{contents.address} holds a model that this version of shardwise does not know: {wrong}") from None
 
 
-def write_folder(source: Source, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress = unheard) -> Exported:
+def write_folder(
+    source: ExportSource, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress = no_progress
+) -> Exported:
     """A Hugging Face folder of a model. It has its name only once it is whole."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there already and not empty; give another folder, or remove it")
     family, config = to_config(source.model)
-    plan = matches(family, source.model)
+    plan = tensor_matches(family, source.model)
     entries = _entries(source, plan, dtype)
     with _aside(folder) as aside:
         files = _write_weights(aside, entries, _converted(source, plan, entries), shard_bytes, progress)
@@ -138,34 +140,36 @@ def _aside(folder: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _entries(source: Source, plan: list[Match], dtype: str | None) -> list[Entry]:
+def _entries(source: ExportSource, plan: list[TensorMatch], dtype: str | None) -> list[TensorEntry]:
     held, found = shapes(source.model), []
     if absent := [name for name in held if name not in source.dtypes]:
         raise UserError(f"the checkpoint lacks {listed(absent)} of the model that it says it holds")
     for match in plan:
         kept = dtype or source.dtypes[match.ours[0]]
-        found += [Entry(name, shape, kept) for name, shape in their_shapes(match, held).items()]
+        found += [TensorEntry(name, shape, kept) for name, shape in their_shapes(match, held).items()]
     if unknown := {entry.dtype for entry in found} - DTYPES.keys():
         raise UserError(f"dtype {', '.join(sorted(unknown))}: not known here; use one of {', '.join(DTYPES)}")
     return found
 
 
-def _commonest(entries: list[Entry]) -> str:
+def _commonest(entries: list[TensorEntry]) -> str:
     sizes = {kind: sum(entry.bytes for entry in entries if entry.dtype == kind) for kind in {entry.dtype for entry in entries}}
     return max(sizes, key=lambda kind: sizes[kind])
 
 
-def _converted(source: Source, plan: list[Match], entries: list[Entry]) -> Iterator[Tensor]:
+def _converted(source: ExportSource, plan: list[TensorMatch], entries: list[TensorEntry]) -> Iterator[Tensor]:
     """The tensors of the entries, in their order."""
     remaining = iter(entries)
     for match in plan:
-        for tensor in match.form.to_theirs([source.read(name) for name in match.ours]):
+        for tensor in match.conversion.to_theirs([source.read(name) for name in match.ours]):
             entry = next(remaining)
             assert tuple(tensor.shape) == entry.shape, entry.name
             yield tensor.to(getattr(torch, entry.dtype))
 
 
-def _write_weights(folder: Path, entries: list[Entry], tensors: Iterator[Tensor], shard_bytes: int, progress: Progress) -> int:
+def _write_weights(
+    folder: Path, entries: list[TensorEntry], tensors: Iterator[Tensor], shard_bytes: int, progress: Progress
+) -> int:
     shards = _shards(entries, shard_bytes)
     names = (
         [WEIGHTS] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
@@ -185,9 +189,9 @@ def _write_weights(folder: Path, entries: list[Entry], tensors: Iterator[Tensor]
     return len(shards)
 
 
-def _shards(entries: list[Entry], limit: int) -> list[list[Entry]]:
+def _shards(entries: list[TensorEntry], limit: int) -> list[list[TensorEntry]]:
     """Filled in order; a tensor that is larger than the limit is alone in its file."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[TensorEntry]] = [[]]
     filled = 0
     for entry in entries:
         if shards[-1] and filled + entry.bytes > limit:
@@ -198,7 +202,7 @@ def _shards(entries: list[Entry], limit: int) -> list[list[Entry]]:
     return shards
 
 
-def _header(entries: list[Entry]) -> bytes:
+def _header(entries: list[TensorEntry]) -> bytes:
     """The length of the JSON, and the JSON, padded so that the numbers begin at a multiple of 8."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -226,7 +230,7 @@ def _flush(descriptor: int, first: Callable[[], None] = lambda: None) -> None:
     os.fsync(descriptor)
 
 
-def _write_tokenizer(folder: Path, source: Source) -> tuple[int | None, str | None]:
+def _write_tokenizer(folder: Path, source: ExportSource) -> tuple[int | None, str | None]:
     """The run's tokenizer.json and what makes transformers open it: the id that ends a text, and what is missing."""
     if source.tokenizer is None:
         return None, "the checkpoint names no tokenizer, so the folder has none"

@@ -24,10 +24,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwise.checkpoint.contents import write_whole
-from shardwise.checkpoint.families import Family, Match, matches, shapes, their_shapes
+from shardwise.checkpoint.contents import write_checkpoint
+from shardwise.checkpoint.families import Family, TensorMatch, shapes, tensor_matches, their_shapes
 from shardwise.checkpoint.folder import Manifest
-from shardwise.checkpoint.huggingface import CONFIG, DTYPES, INDEX, PREFIX, WEIGHTS, Progress, listed, unheard
+from shardwise.checkpoint.huggingface import CONFIG, DTYPES, INDEX, PREFIX, WEIGHTS, Progress, listed, no_progress
 from shardwise.checkpoint.model_config import to_model
 from shardwise.checkpoint.storage import storage
 from shardwise.config import Model
@@ -41,7 +41,7 @@ _BUFFERS = re.compile(r"\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
 @dataclass(frozen=True)
-class Held:
+class FolderTensor:
     """A tensor of a folder: where it is, under what name there, and what it says of itself."""
 
     file: Path
@@ -68,8 +68,8 @@ class Pretrained:
 
     folder: Path
     model: Model
-    plan: list[Match]
-    held: Mapping[str, Held]
+    plan: list[TensorMatch]
+    held: Mapping[str, FolderTensor]
     tokenizer: Path | None
 
     @property
@@ -83,7 +83,7 @@ class Pretrained:
         names = [name for match in self.plan for name in match.theirs]
         return sum(self.held[name].bytes for name in names)
 
-    def read(self, progress: Progress = unheard) -> Iterator[tuple[str, Tensor]]:
+    def read(self, progress: Progress = no_progress) -> Iterator[tuple[str, Tensor]]:
         """Our names and their values, in turn."""
         count = done = 0
         if self.model.tied:
@@ -91,7 +91,7 @@ class Pretrained:
         for match in self.plan:
             read = [self.held[name].read() for name in match.theirs]
             done += sum(tensor.nbytes for tensor in read)
-            for name, tensor in zip(match.ours, match.form.to_ours(read), strict=True):
+            for name, tensor in zip(match.ours, match.conversion.to_ours(read), strict=True):
                 count += 1
                 yield name, tensor.contiguous()
                 progress(count, self.tensors, done, self.bytes)
@@ -115,13 +115,13 @@ def open_folder(folder: Path) -> Pretrained:
     family, model = to_model(_read_json(path), str(path))
     held = _held(folder, family)
     fused = _is_fused(family, model, held)
-    plan = matches(family, model, fused)
+    plan = tensor_matches(family, model, fused)
     _check_tensors(folder, model, plan, held)
     tokenizer = folder / FILE
     return Pretrained(folder, model, plan, held, tokenizer if tokenizer.is_file() else None)
 
 
-def import_folder(folder: Path, checkpoint: str, progress: Progress = unheard) -> Pretrained:
+def import_folder(folder: Path, checkpoint: str, progress: Progress = no_progress) -> Pretrained:
     """Write the weights of a Hugging Face folder as a checkpoint of step 0, without optimizer state."""
     if storage(checkpoint).names():
         raise UserError(f"{checkpoint} is there already and not empty; give another folder, or remove it")
@@ -129,13 +129,13 @@ def import_folder(folder: Path, checkpoint: str, progress: Progress = unheard) -
     data = {} if found.tokenizer is None else {"tokenizer": str(found.tokenizer.absolute())}
     model = found.model.model_dump(exclude={"preset"})
     manifest = Manifest(0, model, {}, data, {}, {}, world=1, torch=str(torch.__version__), files={})
-    write_whole(checkpoint, manifest, ((PREFIX + name, tensor) for name, tensor in found.read(progress)))
+    write_checkpoint(checkpoint, manifest, ((PREFIX + name, tensor) for name, tensor in found.read(progress)))
     return found
 
 
-def _held(folder: Path, family: Family) -> dict[str, Held]:
+def _held(folder: Path, family: Family) -> dict[str, FolderTensor]:
     """Every tensor in the folder by its full name, constants left out."""
-    found: dict[str, Held] = {}
+    found: dict[str, FolderTensor] = {}
     for file, wanted in _files(folder).items():
         with _opened(folder / file) as stream:
             present = set(stream.keys())
@@ -144,7 +144,7 @@ def _held(folder: Path, family: Family) -> dict[str, Held]:
             for name in sorted(wanted or present):
                 if not _BUFFERS.search(name):
                     part = stream.get_slice(name)
-                    held = Held(folder / file, name, tuple(part.get_shape()), part.get_dtype())
+                    held = FolderTensor(folder / file, name, tuple(part.get_shape()), part.get_dtype())
                     found[_full_name(name, family)] = held
     return found
 
@@ -177,16 +177,17 @@ def _is_plain(file: str) -> bool:
     return Path(file).name == file and file.endswith(".safetensors")
 
 
-def _is_fused(family: Family, model: Model, held: Mapping[str, Held]) -> bool:
+def _is_fused(family: Family, model: Model, held: Mapping[str, FolderTensor]) -> bool:
     if not family.fused:
         return False
     found = [
-        len(held.keys() & {name for match in matches(family, model, fused) for name in match.theirs}) for fused in (False, True)
+        len(held.keys() & {name for match in tensor_matches(family, model, fused) for name in match.theirs})
+        for fused in (False, True)
     ]
     return found[1] > found[0]
 
 
-def _check_tensors(folder: Path, model: Model, plan: list[Match], held: Mapping[str, Held]) -> None:
+def _check_tensors(folder: Path, model: Model, plan: list[TensorMatch], held: Mapping[str, FolderTensor]) -> None:
     """Name all that is missing, left over, of another shape, or of a dtype that is not plain numbers."""
     ours = shapes(model)
     wanted = {name: shape for match in plan for name, shape in their_shapes(match, ours).items()}

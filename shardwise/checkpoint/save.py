@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.contents import Contents, damage
+from shardwise.checkpoint.contents import Contents, damaged_files
+from shardwise.checkpoint.dcp import DcpReader, DcpSavePlanner, DcpWriter, load_planner
 from shardwise.checkpoint.folder import (
     Manifest,
     check_same_model,
@@ -40,10 +41,9 @@ from shardwise.checkpoint.folder import (
     checkpoints,
     none_is_whole,
     prune,
+    resume_candidates,
     step_of,
-    to_try,
 )
-from shardwise.checkpoint.shards import Planner, Reader, Writer, load_planner
 from shardwise.checkpoint.storage import storage
 from shardwise.config import Config
 from shardwise.errors import RunFailed, UserError
@@ -109,7 +109,7 @@ class SaveFailed:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ResumeCheckpoint:
     """What a run starts from: a checkpoint of which every byte was looked at, or None. Skipped ones come with the reason."""
 
     folder: str | None
@@ -177,7 +177,9 @@ class Checkpointer:
         if self.background and not wait:
             numbers = self._copies.take(state)
             stall = time.monotonic() - began
-            self._in_flight = threading.Thread(target=self._quietly, args=(task, numbers, stall), name="checkpoint", daemon=True)
+            self._in_flight = threading.Thread(
+                target=self._run_in_background, args=(task, numbers, stall), name="checkpoint", daemon=True
+            )
             self._in_flight.start()
         else:
             outcome = self._run(task, own_parts(state), None)
@@ -204,11 +206,11 @@ class Checkpointer:
             self._committing.release()
         self._in_flight = None
 
-    def choose(self, config: Config) -> Chosen:
+    def choose_checkpoint(self, config: Config) -> ResumeCheckpoint:
         """What to start from. Rank 0 lists the folder and everyone hears; then each reads a share of the files, to see that they
         are what was saved. A damaged checkpoint is skipped for an older one, unless it was asked for by its path.
         """
-        candidates = self._from_main(lambda: to_try(config))
+        candidates = self._from_main(lambda: resume_candidates(config))
         skipped: list[tuple[str, str]] = []
         for address in candidates:
             try:
@@ -219,10 +221,10 @@ class Checkpointer:
                 skipped.append((address, str(error)))
                 continue
             check_same_model(address, manifest, config.model)
-            return Chosen(address, tuple(skipped))
+            return ResumeCheckpoint(address, tuple(skipped))
         if skipped:
             raise none_is_whole(checkpoint_folder(config), [reason for _, reason in skipped])
-        return Chosen(None)
+        return ResumeCheckpoint(None)
 
     def newest_step(self, config: Config) -> int:
         """Of the checkpoints in the run's folder, whole or not, as rank 0 sees them; -1 if there is none."""
@@ -244,7 +246,7 @@ class Checkpointer:
         try:
             load_shards(
                 {**_expected(state, contents), **random},
-                storage_reader=Reader(contents),
+                storage_reader=DcpReader(contents),
                 planner=load_planner(),
                 process_group=self.group,
                 no_dist=self.group is None,
@@ -253,7 +255,7 @@ class Checkpointer:
             raise UserError(f"{folder} could not be loaded: {_cause(error)}") from None
         set_random_state(random, rank, device)
 
-    def _quietly(self, task: _Save, numbers: State, stall: float) -> None:
+    def _run_in_background(self, task: _Save, numbers: State, stall: float) -> None:
         """A save in its thread: nothing that happens there may end the run."""
         try:
             self._outcomes.append(self._run(task, numbers, stall))
@@ -262,12 +264,12 @@ class Checkpointer:
             self._outcomes.append(task.failed(error))
 
     def _run(self, task: _Save, numbers: State, stall: float | None) -> Saved | SaveFailed:
-        writer = Writer(task.address, self.mesh.worker.rank, task.manifest, self._commit)
+        writer = DcpWriter(task.address, self.mesh.worker.rank, task.manifest, self._commit)
         try:
             save_shards(
                 task.state,
                 storage_writer=writer,
-                planner=Planner(numbers),
+                planner=DcpSavePlanner(numbers),
                 process_group=self.group,
                 no_dist=self.group is None,
             )
@@ -294,7 +296,7 @@ class Checkpointer:
         """The manifest of a checkpoint of which the ranks have read every byte, each its share of the files."""
         manifest = self._from_main(lambda: Contents.open(address).manifest)
         share = sorted(manifest.files)[self.mesh.worker.rank :: self.mesh.worker.world]
-        found = self._together(lambda: list(damage(storage(address), manifest, share)))
+        found = self._together(lambda: list(damaged_files(storage(address), manifest, share)))
         for problem in (problem for part in found for problem in part):
             raise UserError(f"{problem}. Remove {address} to resume from an older checkpoint.")
         self._checked = address

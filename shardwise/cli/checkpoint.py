@@ -177,7 +177,7 @@ def _run_checkpoints(config: Path) -> str | None:
 
 def _faults(address: str) -> Iterator[str]:
     """A sentence for each file that is not what was saved."""
-    from shardwise.checkpoint.contents import Contents, damage
+    from shardwise.checkpoint.contents import Contents, damaged_files
     from shardwise.checkpoint.storage import storage
 
     try:
@@ -189,7 +189,7 @@ def _faults(address: str) -> Iterator[str]:
     with _bar("checking", "files") as progress:
         for count, (name, facts) in enumerate(manifest.files.items()):
             progress(count, len(manifest.files), done, manifest.total_bytes)
-            yield from damage(storage(address), manifest, [name])
+            yield from damaged_files(storage(address), manifest, [name])
             done += facts["bytes"]
 
 

@@ -5,7 +5,7 @@ order that is a pure function of (seed, position) (`order`), so that a run's dat
 `batches` needs torch; import it by its own name.
 """
 
-from shardwise.data.dataset import Dataset, Facts, Rows, check_vocabulary, unigram_loss
+from shardwise.data.dataset import Dataset, DatasetSummary, Rows, check_vocabulary, unigram_loss
 from shardwise.data.order import Order, permute
 from shardwise.data.prepare import prepare, prepared
 from shardwise.data.shards import Index
@@ -14,7 +14,7 @@ from shardwise.data.tokens import Tokens
 
 __all__ = [
     "Dataset",
-    "Facts",
+    "DatasetSummary",
     "Index",
     "Order",
     "Rows",

@@ -51,7 +51,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Facts:
+class DatasetSummary:
     """What a data set holds, over all its sources."""
 
     sources: int
@@ -127,10 +127,10 @@ class Dataset:
         tokens = self.streams[0].tokens
         return load_tokenizer(BYTES if tokens.index.tokenizer == BYTES else tokens.folder)
 
-    def describe(self) -> Facts:
+    def describe(self) -> DatasetSummary:
         """Counts over all sources."""
         indexes = [stream.tokens.index for stream in self.streams]
-        return Facts(
+        return DatasetSummary(
             sources=len(self.streams),
             tokens=sum(index.tokens for index in indexes),
             documents=sum(index.documents for index in indexes),

@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-Words = NDArray[np.uint64]
+UnsignedIntegers = NDArray[np.uint64]
 Integers = NDArray[np.int64]
 
 CYCLE = 65536
@@ -31,7 +31,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _EPOCH, _MIX, HELD_OUT = 1, 2, 3  # keeps the keys of different uses apart
 
 
-def _scramble(value: Words) -> Words:
+def _scramble(value: UnsignedIntegers) -> UnsignedIntegers:
     """splitmix64's step (Steele, Lea and Flood, 2014): every output bit depends on every input bit."""
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
         value = value + _GOLDEN
@@ -40,16 +40,16 @@ def _scramble(value: Words) -> Words:
         return value ^ (value >> np.uint64(31))
 
 
-def key(*parts: int | Integers) -> Words:
+def key(*parts: int | Integers) -> UnsignedIntegers:
     """One key per element, from numbers and arrays of numbers; different parts give unrelated keys."""
-    state: Words = np.zeros(1, dtype=np.uint64)
+    state: UnsignedIntegers = np.zeros(1, dtype=np.uint64)
     for part in parts:
         word = np.uint64(part % 2**64) if isinstance(part, int) else part.astype(np.uint64)
         state = _scramble(state ^ word)
     return state
 
 
-def permute(index: Integers, size: int, keys: Words | int) -> Integers:
+def permute(index: Integers, size: int, keys: UnsignedIntegers | int) -> Integers:
     """A bijection on [0, size) for each key, applied to each index; `keys` is one key or one an index."""
     assert size >= 1, "nothing to permute"
     value = np.atleast_1d(index).astype(np.uint64)
@@ -62,7 +62,7 @@ def permute(index: Integers, size: int, keys: Words | int) -> Integers:
     return value.astype(np.int64)
 
 
-def _feistel(value: Words, half: int, keys: Words) -> Words:
+def _feistel(value: UnsignedIntegers, half: int, keys: UnsignedIntegers) -> UnsignedIntegers:
     """Each round swaps the halves and mixes one into the other, which can be undone whatever the mixing function."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = value >> shift, value & mask

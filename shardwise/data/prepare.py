@@ -1,7 +1,7 @@
 """Tokenise once: sources in, a folder of shards out (the format is in shards.py).
 
 Pieces of text go through the tokenizer in batches of a few MiB, which its Rust code spreads over all cores. Whenever a
-shard is full, the place reached (which file, how many of its pieces) is recorded beside it, so an interrupted run
+shard is full, the point reached (which file, how many of its pieces) is recorded beside it, so an interrupted run
 continues after the last whole shard and ends with the same bytes; what it loses is at most one shard of work. The
 record carries a fingerprint of the source files (paths, sizes, times), the tokenizer and the settings: when any of them
 changed, preparing starts over. Only a folder that is empty or ours is written to (ownership.py).
@@ -24,8 +24,8 @@ import numpy as np
 
 from shardwise.config import Data, Source
 from shardwise.data.ownership import LOCK, RECORD, check_target, clear, is_begun, is_prepared
-from shardwise.data.shards import VERSION, Index, Shard, ShardWriter, read_shard, token_dtype, write_whole
-from shardwise.data.sources import PIECE, Piece, SourceFile, find_files, read_pieces
+from shardwise.data.shards import VERSION, Index, Shard, ShardWriter, read_shard, token_dtype, write_atomically
+from shardwise.data.sources import PIECE_BYTES, SourceFile, TextPiece, find_files, read_pieces
 from shardwise.data.tokenizer import BYTES, FILE, Tokenizer, load_tokenizer, tokenizer_fingerprint
 from shardwise.errors import UserError
 from shardwise.locks import take_lock
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ResumePoint:
     """How far preparing has come: the whole shards, and the first piece that is in none of them."""
 
     fingerprint: str
@@ -48,11 +48,11 @@ class _Place:
     piece: int = 0
 
     def write(self, folder: Path) -> None:
-        write_whole(folder / RECORD, json.dumps(asdict(self)).encode())
+        write_atomically(folder / RECORD, json.dumps(asdict(self)).encode())
 
     @classmethod
-    def read(cls, folder: Path, fingerprint: str) -> _Place:
-        """The place recorded in the folder if it belongs to the same work, else the beginning."""
+    def read(cls, folder: Path, fingerprint: str) -> _ResumePoint:
+        """The point recorded in the folder if it belongs to the same work, else the beginning."""
         try:
             values = json.loads((folder / RECORD).read_bytes())
             found = cls(**{**values, "shards": tuple(read_shard(shard) for shard in values["shards"])})
@@ -75,16 +75,16 @@ def prepare(
     folder = Path(folder)
     given = [sources] if isinstance(sources, str | Path) else list(sources)
     files = [file for source in given for file in find_files(source)]
-    mark = fingerprint(files, tokenizer_fingerprint(tokenizer), text_field, shard_tokens)
+    fingerprint = fingerprint_of(files, tokenizer_fingerprint(tokenizer), text_field, shard_tokens)
     try:
         check_target(folder)
-        if (index := _finished(folder, mark)) is not None:
+        if (index := _finished(folder, fingerprint)) is not None:
             return index
         with _lock(folder):
-            if (index := _finished(folder, mark)) is not None:  # by the process we waited for
+            if (index := _finished(folder, fingerprint)) is not None:  # by the process we waited for
                 return index
             work = _Preparation(folder, files, load_tokenizer(tokenizer), text_field, shard_tokens, progress)
-            return work.run(mark)
+            return work.run(fingerprint)
     except OSError as error:
         raise UserError(
             f"prepared data cannot be written to {folder}: {error.strerror or error}. Free some space or choose another "
@@ -100,10 +100,10 @@ def prepared(data: Data, progress: Progress | None = None) -> list[tuple[Path, f
     return [(_folder_of(source.path, data, progress), source.weight) for source in sources]
 
 
-def fingerprint(files: Sequence[SourceFile], tokenizer: str, text_field: str, shard_tokens: int) -> str:
+def fingerprint_of(files: Sequence[SourceFile], tokenizer: str, text_field: str, shard_tokens: int) -> str:
     """Equal only for equal work: the same files, unchanged, cut and tokenised in the same way."""
     names = [[str(file.path.resolve()), file.size, file.modified] for file in files]
-    work = json.dumps([VERSION, PIECE, tokenizer, text_field, shard_tokens, names])
+    work = json.dumps([VERSION, PIECE_BYTES, tokenizer, text_field, shard_tokens, names])
     return hashlib.sha256(work.encode()).hexdigest()[:32]
 
 
@@ -116,8 +116,8 @@ def _folder_of(path: str, data: Data, progress: Progress | None) -> Path:
     if is_prepared(folder):
         _check_tokenizer(folder, data.tokenizer)
         return folder
-    mark = fingerprint(find_files(path), tokenizer_fingerprint(data.tokenizer), data.text_field, SHARD_TOKENS)
-    cached = Path(data.cache) / mark
+    fingerprint = fingerprint_of(find_files(path), tokenizer_fingerprint(data.tokenizer), data.text_field, SHARD_TOKENS)
+    cached = Path(data.cache) / fingerprint
     prepare(path, data.tokenizer, cached, data.text_field, progress=progress)
     return cached
 
@@ -131,11 +131,11 @@ def _check_tokenizer(folder: Path, tokenizer: str) -> None:
         )
 
 
-def _finished(folder: Path, mark: str) -> Index | None:
+def _finished(folder: Path, fingerprint: str) -> Index | None:
     if not is_prepared(folder):
         return None
     index = Index.read(folder)
-    return index if index.source == mark else None
+    return index if index.source == fingerprint else None
 
 
 def _lock(folder: Path) -> ExitStack:
@@ -146,10 +146,10 @@ def _lock(folder: Path) -> ExitStack:
 
 
 @dataclass(frozen=True)
-class _Item:
+class _PositionedPiece:
     """A piece, where the next one begins, and how many bytes of all sources are behind it."""
 
-    piece: Piece
+    piece: TextPiece
     file: int
     next_piece: int
     bytes_done: int
@@ -164,32 +164,32 @@ class _Preparation:
     shard_tokens: int
     progress: Progress | None
 
-    def run(self, mark: str) -> Index:
+    def run(self, fingerprint: str) -> Index:
         """All shards, then the index: with it the folder is whole, and the record of the way there is dropped."""
-        place = _Place.read(self.folder, mark)
-        if not place.shards:
-            self._start_over(place)
-        shards = self._tokenise(place)
+        point = _ResumePoint.read(self.folder, fingerprint)
+        if not point.shards:
+            self._start_over(point)
+        shards = self._tokenise(point)
         if not shards:
             raise UserError(f"{self.files[0].path}: no text in it (of {len(self.files)} files). Give a source that has some.")
         self.tokenizer.save(self.folder)
         name = BYTES if self.tokenizer.name == BYTES else FILE
         tokenizer = (name, self.tokenizer.fingerprint, self.tokenizer.vocabulary, self.tokenizer.end)
-        index = Index(mark, *tokenizer, token_dtype(self.tokenizer.vocabulary), tuple(shards))
+        index = Index(fingerprint, *tokenizer, token_dtype(self.tokenizer.vocabulary), tuple(shards))
         index.write(self.folder)
         (self.folder / RECORD).unlink(missing_ok=True)
         return index
 
-    def _start_over(self, place: _Place) -> None:
+    def _start_over(self, point: _ResumePoint) -> None:
         if is_prepared(self.folder):
             _log.warning("%s was prepared from other or since changed files; preparing it again", self.folder)
-        place.write(self.folder)  # first, so that the folder stays ours whatever is interrupted
+        point.write(self.folder)  # first, so that the folder stays ours whatever is interrupted
         clear(self.folder)
 
-    def _tokenise(self, place: _Place) -> list[Shard]:
-        shards, writer = list(place.shards), None
+    def _tokenise(self, point: _ResumePoint) -> list[Shard]:
+        shards, writer = list(point.shards), None
         try:
-            for batch in _batches(self._items(place)):
+            for batch in _batches(self._items(point)):
                 encoded = self.tokenizer.encode_batch([item.piece.text for item in batch])
                 for item, ids in zip(batch, encoded, strict=True):
                     writer = writer or ShardWriter(self.folder, len(shards), token_dtype(self.tokenizer.vocabulary))
@@ -198,7 +198,7 @@ class _Preparation:
                     if writer.tokens >= self.shard_tokens:
                         shards.append(writer.finish())
                         writer = None
-                        _Place(place.fingerprint, tuple(shards), item.file, item.next_piece).write(self.folder)
+                        _ResumePoint(point.fingerprint, tuple(shards), item.file, item.next_piece).write(self.folder)
                 self._report(batch[-1].bytes_done)
             return [*shards, writer.finish()] if writer else shards
         except BaseException:
@@ -206,14 +206,14 @@ class _Preparation:
                 writer.abandon()
             raise
 
-    def _items(self, place: _Place) -> Iterator[_Item]:
-        """Every piece from a place on; pieces of the file before it are read again, but not tokenised."""
-        before = sum(file.size for file in self.files[: place.file])
-        for number, file in enumerate(self.files[place.file :], start=place.file):
-            skipped = place.piece if number == place.file else 0
+    def _items(self, point: _ResumePoint) -> Iterator[_PositionedPiece]:
+        """Every piece from a point on; pieces of the file before it are read again, but not tokenised."""
+        before = sum(file.size for file in self.files[: point.file])
+        for number, file in enumerate(self.files[point.file :], start=point.file):
+            skipped = point.piece if number == point.file else 0
             pieces = islice(read_pieces(file, self.text_field), skipped, None)
             for count, piece in enumerate(pieces, start=skipped + 1):
-                yield _Item(piece, number, count, before + piece.position)
+                yield _PositionedPiece(piece, number, count, before + piece.position)
             before += file.size
 
     def _report(self, done: int) -> None:
@@ -221,9 +221,9 @@ class _Preparation:
             self.progress(done, sum(file.size for file in self.files))
 
 
-def _batches(items: Iterator[_Item]) -> Iterator[list[_Item]]:
+def _batches(items: Iterator[_PositionedPiece]) -> Iterator[list[_PositionedPiece]]:
     """Items in groups of a few MiB of text: enough to keep every core busy, little enough to hold."""
-    batch: list[_Item] = []
+    batch: list[_PositionedPiece] = []
     characters = 0
     for item in items:
         batch.append(item)

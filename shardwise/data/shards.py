@@ -74,7 +74,7 @@ class Index:
     def write(self, folder: Path) -> None:
         """The last file to appear: with it, the folder is whole."""
         totals = {"tokens": self.tokens, "documents": self.documents}
-        write_whole(folder / INDEX, json.dumps({**asdict(self), **totals}, indent=1).encode())
+        write_atomically(folder / INDEX, json.dumps({**asdict(self), **totals}, indent=1).encode())
 
     @classmethod
     def read(cls, folder: Path) -> Index:
@@ -100,7 +100,7 @@ def token_dtype(vocabulary: int) -> str:
     return "<u2" if vocabulary <= 1 << 16 else "<u4"
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Put a file in place so that it is there whole or not at all."""
     aside = path.with_name(path.name + ".partial")
     with open(aside, "wb") as file:
@@ -149,7 +149,7 @@ class ShardWriter:
         self._file.close()
         ends = np.asarray(self._ends, dtype="<i8").tobytes()
         shard = Shard(self._path.name, self.tokens, len(self._ends), tuple(self._blocks), zlib.crc32(ends))
-        write_whole(self._path.with_name(shard.ends_file), ends)
+        write_atomically(self._path.with_name(shard.ends_file), ends)
         os.replace(self._aside, self._path)
         return shard
 

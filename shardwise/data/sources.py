@@ -27,16 +27,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from shardwise.data.tables import arrow_rows, no_field, parquet_rows, text_of
+from shardwise.data.columnar import arrow_rows, no_field, parquet_rows, text_of
 from shardwise.errors import UserError
 
-PIECE = 1 << 20
+PIECE_BYTES = 1 << 20
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _TABLES = (".parquet", ".arrow")
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A stretch of one document."""
 
     text: str
@@ -73,7 +73,7 @@ def find_files(source: str | Path) -> list[SourceFile]:
     return [_described(path) for path in paths]
 
 
-def read_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
+def read_pieces(file: SourceFile, text_field: str) -> Iterator[TextPiece]:
     """The documents of one file, in order."""
     kind = _kind(file.path)
     try:
@@ -84,7 +84,7 @@ def read_pieces(file: SourceFile, text_field: str) -> Iterator[Piece]:
         else:
             rows = parquet_rows if kind == "parquet" else arrow_rows
             for text, share in rows(file.path, text_field):
-                yield Piece(text, True, int(share * file.size))
+                yield TextPiece(text, True, int(share * file.size))
     except (OSError, EOFError, zlib.error) as error:  # the last two: a damaged gzip file
         raise UserError(f"{file.path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
@@ -141,16 +141,16 @@ def _open(path: Path) -> tuple[BinaryIO, BinaryIO]:
     return (cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw), raw
 
 
-def _text(path: Path) -> Iterator[Piece]:
+def _text(path: Path) -> Iterator[TextPiece]:
     stream, raw = _open(path)
     with raw:
-        held: Piece | None = None  # one piece is held back, since only the next read tells whether it was the last
+        held: TextPiece | None = None  # one piece is held back, since only the next read tells whether it was the last
         offset = 0
         for block in _blocks(stream):
             if held is not None:
                 yield held
             text = _decode(block, path, offset)
-            held = Piece(text.removeprefix("\ufeff") if offset == 0 else text, False, raw.tell())
+            held = TextPiece(text.removeprefix("\ufeff") if offset == 0 else text, False, raw.tell())
             offset += len(block)
         if held is not None:
             yield replace(held, ends=True)
@@ -158,7 +158,7 @@ def _text(path: Path) -> Iterator[Piece]:
 
 def _blocks(stream: BinaryIO) -> Iterator[bytes]:
     rest = b""
-    while read := stream.read(PIECE):
+    while read := stream.read(PIECE_BYTES):
         block = rest + read
         cut = _cut(block)
         if cut:
@@ -190,7 +190,7 @@ def _decode(content: bytes, path: Path, offset: int) -> str:
         ) from None
 
 
-def _json_lines(path: Path, text_field: str) -> Iterator[Piece]:
+def _json_lines(path: Path, text_field: str) -> Iterator[TextPiece]:
     stream, raw = _open(path)
     with raw:
         for number, line in enumerate(stream, start=1):
@@ -201,7 +201,7 @@ def _json_lines(path: Path, text_field: str) -> Iterator[Piece]:
             if text_field not in row:
                 raise no_field(text_field, row, where)
             if text := text_of(row[text_field], text_field, where):
-                yield Piece(_without_lone_surrogates(text), True, raw.tell())
+                yield TextPiece(_without_lone_surrogates(text), True, raw.tell())
 
 
 def _object(line: bytes, where: str) -> dict[str, object]:

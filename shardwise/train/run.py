@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.checkpoint.save import Chosen
+from shardwise.checkpoint.save import ResumeCheckpoint
 from shardwise.config import Config, Layout, to_toml
 from shardwise.data import Dataset, check_vocabulary
 from shardwise.errors import UserError
@@ -109,16 +109,16 @@ def _in_team(
     return status
 
 
-def _go_on(training: Training, team: Team | None, copies: Copies) -> Chosen:
+def _go_on(training: Training, team: Team | None, copies: Copies) -> ResumeCheckpoint:
     """Put the newest state in place: from the workers' memories, or from storage."""
     config, checkpointer = training.config, training.checkpointer
     if recall(training, copies):
-        return Chosen(None)
-    chosen = Chosen(None)
+        return ResumeCheckpoint(None)
+    chosen = ResumeCheckpoint(None)
     if team is not None and team.reached > 0:  # an earlier team of this run began as it was asked to; this one goes on
-        chosen = checkpointer.choose(_going_on(config))
+        chosen = checkpointer.choose_checkpoint(_going_on(config))
     if chosen.folder is None:
-        chosen = checkpointer.choose(config)
+        chosen = checkpointer.choose_checkpoint(config)
     if chosen.folder:
         restore(training, chosen.folder)
     return chosen

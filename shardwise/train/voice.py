@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest, set_aside
-from shardwise.checkpoint.save import Chosen, Saved, SaveFailed
+from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.checkpoint.storage import parent, same_place
 from shardwise.comm import EXPOSED
 from shardwise.config import Config, to_toml
@@ -55,7 +55,7 @@ def say_nothing_is_left(training: Training, folder: Path) -> None:
 class Beginning:
     """What a team starts from: a checkpoint or none, the team where our own launcher formed it, and when things happened."""
 
-    chosen: Chosen
+    chosen: ResumeCheckpoint
     team: Team | None
     moments: dict[str, float]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from shardwise.config import Data
 from shardwise.data import Index
 from shardwise.data.ownership import is_begun, is_prepared
-from shardwise.data.shards import write_whole
+from shardwise.data.shards import write_atomically
 from shardwise.data.sources import find_files
 from shardwise.data.tokenizer import BYTES, tokenizer_fingerprint
 from shardwise.errors import UserError
@@ -52,7 +52,7 @@ def with_random_text(data: Data, folder: Path) -> Data:
     path = folder / NAME
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, _text().encode())
+        write_atomically(path, _text().encode())
     return data.model_copy(update={"source": str(path), "sources": (), "tokenizer": BYTES, "text_field": FIELD})
 
 

@@ -228,7 +228,7 @@ def fall_back(worker: Worker, tables: Tables, seed: int) -> list[tuple[str, str 
     newest = Path(tables["run"]["folder"]) / "checkpoints" / "step-2"
     files = flips(newest, seed) if worker.rank == 0 else iter([None] * 1000)
     while training.checkpointer._from_main(lambda: next(files, None)) is not None:
-        chosen = training.checkpointer.choose(training.config)
+        chosen = training.checkpointer.choose_checkpoint(training.config)
         found.append((chosen.folder, chosen.skipped))
     return found
 
@@ -266,7 +266,7 @@ def test_other_damage_to_the_newest_is_passed_over_as_well(corpus: str, tmp_path
         data.unlink()
     else:
         (data.parent / MANIFEST).unlink()
-    chosen = start(ALONE, tables).checkpointer.choose(from_tables(tables))
+    chosen = start(ALONE, tables).checkpointer.choose_checkpoint(from_tables(tables))
     assert chosen.folder == str(tmp_path / "checkpoints" / "step-1")
     assert [str(data) in reason for _, reason in chosen.skipped] == ([] if damage == "manifest gone" else [True])
     assert to_resume(from_tables(tables)) == chosen.folder
@@ -278,7 +278,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh_by_itself
     for path in (tmp_path / "checkpoints").glob("step-*/rank-0-*"):
         path.unlink()
     with pytest.raises(UserError, match=r"(?s)has checkpoints, but none that is whole:.*step-2.*step-1.*resume=never"):
-        start(ALONE, tables).checkpointer.choose(from_tables(tables))
+        start(ALONE, tables).checkpointer.choose_checkpoint(from_tables(tables))
     with pytest.raises(UserError, match="none that is whole"):
         to_resume(from_tables(tables))
 
@@ -310,7 +310,7 @@ def test_a_checkpoint_can_be_given_by_path_and_is_then_not_passed_over(corpus: s
     data = one(saved, "rank-0-*.data")
     data.write_bytes(bytes(data.stat().st_size))
     with pytest.raises(UserError, match=f"{data} is damaged"):
-        start(ALONE, job(corpus)).checkpointer.choose(by_path)
+        start(ALONE, job(corpus)).checkpointer.choose_checkpoint(by_path)
 
 
 def test_another_model_is_refused_with_what_differs(corpus: str, saved: Path) -> None:

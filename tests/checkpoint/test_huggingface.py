@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.contents import Contents, write_whole
+from shardwise.checkpoint.contents import Contents, write_checkpoint
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.huggingface import export_checkpoint, held_model
 from shardwise.checkpoint.pretrained import import_folder
@@ -73,7 +73,7 @@ def randomise(module: nn.Module) -> None:
 def save(module: Transformer, folder: Path, tokenizer: str = "bytes") -> str:
     model = module.config.model_dump(exclude={"preset"})
     manifest = Manifest(7, model, {}, {"tokenizer": tokenizer}, {}, {}, 1, "2.13", {})
-    write_whole(folder, manifest, ((f"model.{name}", value.detach()) for name, value in module.named_parameters()))
+    write_checkpoint(folder, manifest, ((f"model.{name}", value.detach()) for name, value in module.named_parameters()))
     return str(folder)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint.contents import write_whole
+from shardwise.checkpoint.contents import write_checkpoint
 from shardwise.checkpoint.families import FAMILIES
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
@@ -121,7 +121,7 @@ def checkpoint(tmp_path: Path) -> str:
     model = Model(**TINY)
     manifest = Manifest(3, model.model_dump(exclude={"preset"}), {}, {"tokenizer": "bytes"}, {}, {}, 1, "2.13", {})
     weights = ((f"model.{name}", value.detach()) for name, value in Transformer(model).named_parameters())
-    write_whole(tmp_path / "step-3", manifest, weights)
+    write_checkpoint(tmp_path / "step-3", manifest, weights)
     return str(tmp_path / "step-3")
 
 

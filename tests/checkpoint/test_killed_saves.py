@@ -33,7 +33,7 @@ SECONDS = 60.0
 def train_until_killed(tables: Tables, background: bool, saving: Any) -> None:
     """Train and save for ever; `saving` counts the saves that were begun."""
     training = start(ALONE, tables)
-    newest = training.checkpointer.choose(training.config).folder
+    newest = training.checkpointer.choose_checkpoint(training.config).folder
     if newest:
         restore(training, newest)
     for _ in steps(training):

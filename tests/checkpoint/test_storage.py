@@ -9,7 +9,7 @@ import torch
 from ranks.jobs import ALONE, Tables, job, start, weights
 
 from shardwise.checkpoint import Manifest, checkpoints, read_manifest, set_aside, step_of
-from shardwise.checkpoint.contents import Contents, faults, write_whole
+from shardwise.checkpoint.contents import Contents, faults, write_checkpoint
 from shardwise.checkpoint.storage import storage
 from shardwise.config import from_tables
 from shardwise.errors import UserError
@@ -30,7 +30,7 @@ def test_a_run_saves_to_an_address_and_goes_on_from_it_to_the_bit(corpus: str, t
         save(training, wait=done.step == 5)
     assert [step_of(found) for found in checkpoints(address)] == [2, 4, 5]
     again = start(ALONE, tables)
-    chosen = again.checkpointer.choose(again.config).folder
+    chosen = again.checkpointer.choose_checkpoint(again.config).folder
     assert chosen is not None
     restore(again, chosen)
     assert again.step == 5
@@ -50,7 +50,7 @@ def test_damage_at_an_address_is_passed_over(corpus: str, tmp_path: Path) -> Non
     content[100] ^= 4
     storage(newest).put(data, bytes(content))
     assert [*faults(newest)] == [f"{newest}/{data} is damaged"]
-    chosen = training.checkpointer.choose(from_tables(tables))
+    chosen = training.checkpointer.choose_checkpoint(from_tables(tables))
     assert chosen.folder is not None
     assert step_of(chosen.folder) == 1
     storage(newest).remove(data)
@@ -78,7 +78,7 @@ def test_a_checkpoint_of_weights_only_starts_with_a_new_optimizer(corpus: str, t
     held = Contents.open(save(training))
     only = tmp_path / "weights" / "step-7"
     manifest = Manifest(7, held.manifest.model, {}, {}, {}, {}, 1, "none", {})
-    write_whole(only, manifest, ((name, held.read(name)) for name in held.tensors if name.startswith("model.")))
+    write_checkpoint(only, manifest, ((name, held.read(name)) for name in held.tensors if name.startswith("model.")))
     restore(training, str(only))
     assert training.step == 7
     state = training.optimizer.state

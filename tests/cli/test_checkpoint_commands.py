@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint.compare import compare, distance
-from shardwise.checkpoint.contents import Contents, write_whole
+from shardwise.checkpoint.contents import Contents, write_checkpoint
 from shardwise.checkpoint.folder import Manifest
 from shardwise.cli.checkpoint import parse_size
 from shardwise.cli.main import main
@@ -114,7 +114,7 @@ def test_a_missing_file_is_seen_by_list_and_by_check(place: Path, tmp_path: Path
 def test_a_checkpoint_equals_itself_whoever_holds_its_pieces(place: Path, tmp_path: Path) -> None:
     """The pieces of two devices' checkpoint, put together in one file, are the same tensors."""
     contents = Contents.open(place / "two" / "checkpoints" / "step-2")
-    write_whole(tmp_path / "step-2", contents.manifest, ((name, contents.read(name)) for name in contents.tensors))
+    write_checkpoint(tmp_path / "step-2", contents.manifest, ((name, contents.read(name)) for name in contents.tensors))
     done = call(place, "checkpoint", "diff", "two", str(tmp_path / "step-2"), "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["equal"], found["compared"]) == (0, True, len(contents.tensors))
@@ -139,7 +139,7 @@ def test_diff_tells_what_differs_and_by_how_much(place: Path) -> None:
 
 
 def checkpoint_of(folder: Path, **tensors: torch.Tensor) -> Contents:
-    write_whole(folder, Manifest(1, {}, {}, {}, {}, {}, 1, "2.13", {}), ((f"model.{k}", v) for k, v in tensors.items()))
+    write_checkpoint(folder, Manifest(1, {}, {}, {}, {}, {}, 1, "2.13", {}), ((f"model.{k}", v) for k, v in tensors.items()))
     return Contents.open(folder)
 
 

@@ -80,7 +80,7 @@ def test_resuming_after_an_interruption_gives_the_same_bytes(
     if kind != "rows":
         for name in ("a", "b"):  # the same words as one document a file, read in small pieces
             (source / f"{name}.jsonl").rename(source / f"{name}.txt")
-        monkeypatch.setattr(sources, "PIECE", 700)
+        monkeypatch.setattr(sources, "PIECE_BYTES", 700)
     monkeypatch.setattr(module, "_BATCH_CHARACTERS", 600)
     seen: list[int] = []
     straight: list[int] = []

@@ -65,7 +65,7 @@ def test_pieces_of_a_text_file_join_into_the_file_and_end_after_lines(
     path = tmp_path_factory.mktemp("pieces") / "a.txt"
     path.write_text(text, encoding="utf-8", newline="")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PIECE", size)
+        patch.setattr(sources, "PIECE_BYTES", size)
         pieces = [piece for file in find_files(path) for piece in read_pieces(file, "text")]
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True] * bool(pieces)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import Manifest
-from shardwise.checkpoint.contents import write_whole
+from shardwise.checkpoint.contents import write_checkpoint
 from shardwise.verify.compare_runs import compare_runs
 
 STEPS = 12
@@ -36,7 +36,7 @@ def write_run(folder: Path, lines: Records, held: dict[str, torch.Tensor], step:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     manifest = Manifest(step, {}, {}, {}, {}, {}, 1, torch.__version__, {})
-    write_whole(folder / "checkpoints" / f"step-{step}", manifest, held.items())
+    write_checkpoint(folder / "checkpoints" / f"step-{step}", manifest, held.items())
     return folder
 
 

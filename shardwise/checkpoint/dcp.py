@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardwise.checkpoint.contents import DTYPES, Contents, Files, Piece, Stored, commit, data_file, save_id
+from shardwise.checkpoint.contents import DTYPES, Contents, Files, StoredTensor, TensorPiece, commit, data_file, save_id
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.storage import storage
 
 
-class Planner(DefaultSavePlanner):
+class DcpSavePlanner(DefaultSavePlanner):
     """Plans with the tensors that know their place in the whole, and takes the numbers from copies that no step changes."""
 
     def __init__(self, numbers: dict[str, Tensor]) -> None:
@@ -63,7 +63,7 @@ Commit = Callable[[Callable[[], Manifest]], Manifest]
 
 
 @dataclass
-class Writer(StorageWriter):
+class DcpWriter(StorageWriter):
     """Writes one checkpoint. `guard` runs the commit, or refuses it where the save was given up meanwhile."""
 
     address: str
@@ -98,7 +98,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Rank 0, when every rank's file is durable."""
         files: Files = {}
-        pieces: dict[str, list[Piece]] = defaultdict(list)
+        pieces: dict[str, list[TensorPiece]] = defaultdict(list)
         shapes = _chunk_shapes(metadata)
         for result in (one for part in results for one in part):
             written: _Written = result.storage_data
@@ -106,7 +106,7 @@ class Writer(StorageWriter):
             offset = tuple(result.index.offset or ())
             shape = shapes[result.index.fqn, offset]
             if 0 not in shape:  # shards past the end of a short dim are empty
-                pieces[result.index.fqn].append(Piece(offset, shape, written.file, written.start))
+                pieces[result.index.fqn].append(TensorPiece(offset, shape, written.file, written.start))
         tensors = {name: _stored(facts, pieces[name]) for name, facts in sorted(metadata.state_dict_metadata.items())}
         identity = self.identity
         assert identity, "rank 0 planned before it finishes"
@@ -136,13 +136,13 @@ def _chunk_shapes(metadata: Metadata) -> dict[tuple[str, tuple[int, ...]], tuple
     return shapes
 
 
-def _stored(facts: Any, pieces: list[Piece]) -> Stored:
+def _stored(facts: Any, pieces: list[TensorPiece]) -> StoredTensor:
     dtype = str(facts.properties.dtype).removeprefix("torch.")
-    return Stored(dtype, tuple(facts.size), tuple(sorted(pieces, key=lambda piece: piece.offset)))
+    return StoredTensor(dtype, tuple(facts.size), tuple(sorted(pieces, key=lambda piece: piece.offset)))
 
 
 @dataclass
-class Reader(StorageReader):
+class DcpReader(StorageReader):
     """Reads the parts of a checkpoint that this rank holds."""
 
     contents: Contents
@@ -192,6 +192,6 @@ class Reader(StorageReader):
         return False
 
 
-def _described(stored: Stored) -> TensorStorageMetadata:
+def _described(stored: StoredTensor) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape)) for piece in stored.pieces]
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[stored.dtype]), torch.Size(stored.shape), chunks)
