@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import GradientSum, flow
+from shardwise.comm import GradientSum, autograd
 from shardwise.parallel import model as parallel_model
 from shardwise.parallel import tensor as parallel_tensor
 from shardwise.verify import localise, measure
 
-SUMMED_BACK = flow._Gather.backward  # a worker measures and then traces: what is broken anew must not break twice
+SUMMED_BACK = autograd._Gather.backward  # a worker measures and then traces: what is broken anew must not break twice
 
 
 def whole_weights_not_summed() -> None:
@@ -73,7 +73,7 @@ def gathered_inputs_not_summed_back() -> None:
         comm, axis, dim = ctx.where
         return gradient.chunk(comm.mesh.size(axis), dim)[comm.mesh.coordinate(axis)], None, None, None
 
-    flow._Gather.backward = staticmethod(backward)
+    autograd._Gather.backward = staticmethod(backward)
 
 
 def gathered_inputs_summed_back_twice() -> None:
@@ -82,7 +82,7 @@ def gathered_inputs_summed_back_twice() -> None:
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return SUMMED_BACK(ctx, gradient * ctx.where[0].mesh.size("tensor"))
 
-    flow._Gather.backward = staticmethod(backward)
+    autograd._Gather.backward = staticmethod(backward)
 
 
 def optimizer_skips_decay() -> None:
