@@ -37,7 +37,8 @@ from shardwise.comm import Comm
 from shardwise.config import Layout
 from shardwise.mesh import Worker, join, leave
 from shardwise.models.attention import attention_backends
-from shardwise.parallel.blockwise import CPU, CUDNN, EFFICIENT, FLASH, KERNELS, PLAIN, Attended, Kernel, attend, kernel_for, wide
+from shardwise.models.dtypes import wide
+from shardwise.parallel.blockwise import CPU, CUDNN, EFFICIENT, FLASH, KERNELS, PLAIN, Attended, Kernel, attend, kernel_for
 from shardwise.parallel.ring import around, block_gradients, merge_block, ring_attention, zigzag_block, zigzag_places
 
 ON_DEVICE = {"cpu": (CPU, PLAIN), "cuda": (CUDNN, FLASH, EFFICIENT, PLAIN)}

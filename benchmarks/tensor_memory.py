@@ -11,7 +11,7 @@ vocabulary), and the rest, norms and residuals, where the sequence is split (Kor
 - `alive_in_sequence_region`: tensors of at least batch x sequence x hidden values, made in this step by other modules, that are
   alive while a module of that region works: what attention and feed-forward keep for their backward;
 - `logits`: the largest tensor with a vocabulary, or a device's part of one, in its last dim. Whole logits have
-  batch x sequence rows and all of the vocabulary. The budget of a chunk (models/loss.py) is scaled down with the model;
+  batch x sequence rows and all of the vocabulary. The budget of a chunk (plan/chunks.py) is scaled down with the model;
 - `fullest`: bytes alive at the worst moment beyond those from before the step: activations, with gradients already there.
 """
 
@@ -41,9 +41,8 @@ from shardwise._torch import inside_backward
 from shardwise.config import Config, from_tables
 from shardwise.data.batches import Batch, Batches
 from shardwise.mesh import Worker, leave
-from shardwise.models import loss
 from shardwise.optim import local
-from shardwise.plan import choose
+from shardwise.plan import choose, chunks
 from shardwise.train.build import Training, build
 from shardwise.train.steps import count_tokens, forward_backward
 
@@ -175,7 +174,7 @@ class Record(LiveBytes):  # type: ignore[no-untyped-call]
 
 def measure(worker: Worker, folder: Path, layers: int) -> dict[str, Any]:
     """The record of this worker's second step; the first made the gradients."""
-    loss.CHUNK_BYTES["cpu"] = CHUNK_BYTES
+    chunks.CHUNK_BYTES["cpu"] = CHUNK_BYTES
     config = job(folder, worker.world, layers)
     with Record(worker.world) as record:
         training = build(config, choose(config, worker.world), worker)

@@ -4,6 +4,7 @@ from shardwise.config.check import divisors, problems_of_batch
 from shardwise.config.layouts import (
     IN_A_V,
     SPLIT_BACKWARD,
+    borrowed,
     can_borrow,
     context_attention,
     fewest_devices,
@@ -49,6 +50,7 @@ __all__ = [
     "Run",
     "Source",
     "Train",
+    "borrowed",
     "can_borrow",
     "context_attention",
     "divisors",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from math import lcm, log2
-from typing import Literal
+from math import lcm, log2, prod
+from typing import Any, Literal
 
 from shardwise.config.check import divisors, problems_of_batch
 from shardwise.config.schema import Data, Layout, Model, Train
@@ -18,6 +18,8 @@ SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
 """Schedules that compute the gradients of inputs and of weights apart."""
 IN_A_V = ("zbv", "dualpipev")
 """Schedules with two stages a device: the model goes down the devices and comes back."""
+BORROWED_FROM = ("tensor", "context", "data")
+"""Axes whose devices hold the experts, in the order in which they are taken."""
 
 
 def problems_of_layout(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> list[str]:
@@ -145,13 +147,21 @@ def _expert(model: Model, layout: Layout) -> Iterator[str]:
 
 def can_borrow(layout: Layout) -> bool:
     """Whether the expert axis can be made of whole axes, innermost first, and a part of the next."""
-    left = layout.expert
-    for size in (layout.tensor, layout.context, layout.data):
-        if left % size == 0:
-            left //= size
-        else:
-            return size % left == 0
-    return left == 1
+    taken = borrowed(layout)
+    return prod(taken.values()) == layout.expert and all(getattr(layout, axis) % share == 0 for axis, share in taken.items())
+
+
+def borrowed(degrees: Any) -> dict[str, Any]:
+    """How many devices the expert axis borrows from each axis, innermost first: all of them, or what is still needed.
+
+    Written for the ints of a Layout and the arrays of the cost model's Space alike.
+    """
+    needed, taken = degrees.expert, {}
+    for axis in BORROWED_FROM:
+        size = getattr(degrees, axis)
+        taken[axis] = needed + (needed % size == 0) * (size - needed)
+        needed = needed // taken[axis]
+    return taken
 
 
 def nearest_layout(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> str | None:

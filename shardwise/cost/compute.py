@@ -17,7 +17,8 @@ import numpy as np
 from shardwise.cost.cluster import Cluster, Device
 from shardwise.cost.space import Array, Space, Work
 from shardwise.cost.stack import Stack
-from shardwise.plan.memory import BYTES
+from shardwise.plan import dtypes
+from shardwise.plan.dtypes import BYTES
 
 ATTENTION_BACKWARD = 2.5
 BACKWARD_SHARE = 0.9
@@ -63,7 +64,7 @@ class Block:
 
 def value_bytes(work: Work) -> int:
     """Bytes of an activation."""
-    return BYTES.get(work.precision, 2)
+    return dtypes.value_bytes(work.precision)
 
 
 def weight_bytes(work: Work, stack: Stack) -> float:

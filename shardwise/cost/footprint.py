@@ -19,13 +19,14 @@ from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
-from shardwise.config import IN_A_V, SPLIT_BACKWARD, Model
+from shardwise.config import IN_A_V, Model
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.space import Array, Bools, Ints, Space, Work
 from shardwise.cost.stack import SHARDWISE, Stack
-from shardwise.cost.traffic import CHUNK_BYTES
-from shardwise.plan.memory import BYTES
+from shardwise.plan.chunks import chunk_bytes
+from shardwise.plan.dtypes import BYTES
+from shardwise.plan.engine import engine_of, has_schedule, splits_backward
 from shardwise.plan.schedule import SCHEDULES, rank_of_stage
 from shardwise.plan.slices import Parts, parts_of
 
@@ -81,7 +82,7 @@ class Holdings:
 def hold(work: Work, space: Space, stack: Stack) -> Holdings:
     """What each candidate's devices hold. The rank with most is the first, the last, or one between them."""
     parts = _parts(work.model, space)
-    alone, folded = space.pipeline == 1, _among(space, IN_A_V)
+    alone, folded = space.pipeline == 1, (space.pipeline > 1) & has_schedule(space, IN_A_V)
     first_blocks, middle_blocks, last_blocks = _cut(work, space, stack, folded)
     own, end = parts["block"] + parts["experts"], parts["last"] + parts["copy"] * (~alone).astype(float)
     ranks = [
@@ -198,7 +199,7 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     edge = tokens * model.hidden * size / space.tensor
     logits = tokens * model.vocabulary / space.tensor * stack.logit_bytes
     if stack.logit_bytes == 0:
-        chunk = CHUNK_BYTES["cpu" if cluster.shared else "cuda"]
+        chunk = chunk_bytes("cpu" if cluster.shared else "cuda")
         logits = np.minimum(tokens * model.vocabulary / space.tensor * size, chunk)
     first = flying * held.first_blocks * stays + live + flying * edge
     last = flying_last * held.last_blocks * stays + live + edge
@@ -249,43 +250,19 @@ def states(work: Work, space: Space, stack: Stack, held: Numbers) -> dict[str, A
     stored = float(BYTES[work.state_dtype])
     computed = compute.value_bytes(work) * stack.weight_bytes / SHARDWISE.weight_bytes
     reduced = BYTES[work.reduce_dtype] * stack.gradient_bytes / SHARDWISE.gradient_bytes
-    sharded, split = _sharded(work, space), _splits(space)
+    engine = engine_of(space, work.model.experts)
     if not stack.one_copy:
-        return _two_copies(space, stack, held, sharded, stored)
-    copied = ~sharded & (_nobody_else(work, space) | (space.tensor * space.pipeline == 1) & (not work.model.experts))
-    gathers = ~copied & ((sharded & (space.zero < 3)) | split)
-    whole = ~copied & (((space.zero < 2) & (space.accumulation > 1)) | split) | (space.zero == 1) & stack.keeps_gradients
-    weights = stored * held.shard + np.where(gathers, computed * held.gathered, 0.0)
+        return _two_copies(space, stack, held, engine.zero > 0, stored)
+    whole = engine.keeps_whole_gradients(space.accumulation) | (space.zero == 1) & stack.keeps_gradients
+    weights = stored * held.shard + np.where(engine.keeps_gathered, computed * held.gathered, 0.0)
     gradients = np.where(whole, reduced * held.whole, stored * held.shard)
     return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard}
 
 
 def _two_copies(space: Space, stack: Stack, held: Numbers, sharded: Bools, stored: float) -> dict[str, Array]:
     """The same for a program that computes with a copy of its weights whatever is sharded."""
-    weights = np.where(sharded & (space.zero == 3) & ~_splits(space), 0.0, stack.weight_bytes * held.whole) + stored * held.shard
-    whole = (space.zero == 1) & (stack.keeps_gradients | (space.accumulation > 1)) | _splits(space)
+    split = splits_backward(space)
+    weights = np.where(sharded & (space.zero == 3) & ~split, 0.0, stack.weight_bytes * held.whole) + stored * held.shard
+    whole = (space.zero == 1) & (stack.keeps_gradients | (space.accumulation > 1)) | split
     gradients = stack.gradient_bytes * np.where(sharded & ~whole, held.shard, held.whole)
     return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard}
-
-
-def _nobody_else(work: Work, space: Space) -> Bools:
-    """No other device has the same weights."""
-    alone: Bools = space.replica * space.shards == 1
-    return alone & (space.expert_shards == 1) if work.model.experts else alone
-
-
-def _sharded(work: Work, space: Space) -> Bools:
-    others: Bools = (space.shards > 1) | (space.offload == 1)
-    others = others | (space.expert_shards > 1) if work.model.experts else others
-    return (space.zero > 0) & others
-
-
-def _splits(space: Space) -> Bools:
-    """Backward goes in two halves: weights stay gathered, and gradients whole, until the step ends."""
-    return _among(space, SPLIT_BACKWARD)
-
-
-def _among(space: Space, schedules: tuple[str, ...]) -> Bools:
-    """Pipelines with one of these schedules."""
-    found: Bools = (space.pipeline > 1) & np.isin(space.schedule, [SCHEDULES.index(name) for name in schedules])
-    return found

@@ -20,7 +20,7 @@ from typing import get_args
 
 import numpy as np
 
-from shardwise.config import SPLIT_BACKWARD, Precision
+from shardwise.config import Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import Group, group_of, seconds
@@ -28,6 +28,7 @@ from shardwise.cost.footprint import Holdings, footprint, hold
 from shardwise.cost.space import Array, Bools, Space, Work
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.errors import UserError
+from shardwise.plan.engine import splits_backward
 from shardwise.plan.schedule import SCHEDULES
 
 CONTENTION = 0.12
@@ -228,7 +229,7 @@ def _moved(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdi
         return dense + (seconds(kind, width * held.block_experts, experts, cluster) if work.model.experts else 0.0)
 
     joined = seconds("all_reduce", reduced * held.sharded, replicas, cluster)
-    split = (space.pipeline > 1) & np.isin(space.schedule, [SCHEDULES.index(name) for name in SPLIT_BACKWARD])
+    split = splits_backward(space)
     three, two = (space.zero == 3) & ~split, (space.zero == 2) & ~split
     return _Moved(
         moved("all_gather", gathered, shards),

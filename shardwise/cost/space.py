@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config import Config, Layout, Model, context_attention
+from shardwise.plan.grid import expert_shards
 from shardwise.plan.schedule import SCHEDULES, stages_on_a_rank
 from shardwise.plan.stages import stage_blocks
 
@@ -93,7 +94,7 @@ class Space:
     @property
     def expert_shards(self) -> Ints:
         """Devices that share the sharded states of the same experts."""
-        shared: Ints = np.maximum(1, self.data * self.context * self.tensor // self.expert)
+        shared: Ints = expert_shards(self)
         return shared
 
     def take(self, places: Any) -> Space:

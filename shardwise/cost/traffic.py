@@ -37,21 +37,22 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import IN_A_V, SPLIT_BACKWARD, Model
+from shardwise.config import IN_A_V, Layout, Model, borrowed
 from shardwise.cost.space import RECOMPUTE, Array, Bools, Ints, Space, Work
 from shardwise.cost.stack import SHARDWISE, Stack
-from shardwise.plan.memory import BYTES
+from shardwise.plan import grid
+from shardwise.plan.chunks import chunk_tokens
+from shardwise.plan.dtypes import BYTES, value_bytes, wide
+from shardwise.plan.engine import Engine, engine_of, has_schedule
+from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
 from shardwise.plan.parameters import parameter_shapes
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.slices import sliced, split_dim
 
-CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
-"""Logits that the loss holds at once; each chunk of them has collectives of its own (models/loss.py)."""
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes of gradients that torch's DistributedDataParallel sums at once."""
 AT_ONCE = 2**14
 """Candidates whose arrays lie in a processor's cache together."""
-SHARDS, COPIES = "data x context", "replica x data x context"
 
 
 @dataclass(frozen=True)
@@ -106,20 +107,12 @@ def totals(found: list[Flow], space: Space, place: int) -> dict[str, dict[str, i
 
 def label(axis: str, space: Space, place: int) -> str:
     """The ledger's name of an axis: its parts with several devices. Those of experts keep their name."""
-    if "expert" in axis:
-        return axis
-    one = space.take(slice(place, place + 1))
-    return " x ".join(part for part in axis.split(" x ") if devices(part, one)[0] > 1) or axis.split(" x ")[0]
+    return grid.label(axis, space.layout(place))
 
 
 def devices(axis: str, space: Space) -> Ints:
     """Devices along an axis of a flow, for every candidate."""
-    size = np.ones(len(space), dtype=np.int64)
-    for part in axis.split(" x "):
-        name, _, half = part.partition(".")
-        whole = space.expert_shards if name == "expert_data" else getattr(space, name)
-        inner = _borrowed(space)[name] if half else whole
-        size = size * (whole // inner if half == "outer" else inner)
+    size: Ints = grid.devices(axis, space)
     return size
 
 
@@ -133,12 +126,8 @@ class _Rank:
     work: Work
     space: Space
     stack: Stack
-    zero: Ints
-    """As it will be: nothing is sharded where no other device holds the same weights."""
-    alone: Bools
-    """Weights are plain tensors that no other device has."""
-    plain: Bools
-    """Weights are plain tensors, and DistributedDataParallel sums their gradients."""
+    engine: Engine
+    """Who holds the data axes of each candidate."""
     shards: Ints
     """Devices that the states outside of experts are sharded over, and those of experts."""
     expert_shards: Ints
@@ -148,8 +137,6 @@ class _Rank:
     head: Bools
     """Whether the last norm and the head are here."""
     stages: Ints
-    splits: Bools
-    """Backward goes in two halves: weights stay gathered, and gradients whole, until the step ends (parallel/pipeline.py)."""
     halved: Ints
     """Micro-batches whose backward goes through the last stage in two halves."""
     in_vain: Ints
@@ -192,12 +179,12 @@ class _Rank:
     @property
     def computed(self) -> int:
         """Bytes of a computed number; products in float8 leave the others as in bfloat16."""
-        return BYTES.get(self.work.precision, 2)
+        return value_bytes(self.work.precision)
 
     @property
     def wide(self) -> int:
         """Bytes of a number in which sums are made."""
-        return 8 if self.work.precision == "float64" else 4
+        return BYTES[wide(self.work.precision)]
 
     @property
     def stored(self) -> int:
@@ -216,11 +203,7 @@ class _Rank:
 
 
 def _rank(work: Work, space: Space, stack: Stack, device: str) -> _Rank:
-    model, splits = work.model, _among(space.schedule, SPLIT_BACKWARD) & (space.pipeline > 1)
-    nobody_else = (space.shards == 1) & (space.expert_shards * space.expert == space.expert if model.experts else True)
-    zero = np.where(nobody_else & (space.offload == 0), 0, space.zero)
-    alone = (space.replica * space.shards == 1) & ((space.expert_shards == 1) if model.experts else True) & (zero == 0)
-    plain = (space.tensor == 1) & (space.pipeline == 1) & (zero == 0) & ~alone & (not model.experts)
+    engine = engine_of(space, work.model.experts)
     blocks, last_blocks, head, stages, in_vain = _cut(work, space)
     selective, full = (space.recompute == RECOMPUTE.index(mode) for mode in ("selective", "full"))
     compiled = device != "cpu"
@@ -228,26 +211,18 @@ def _rank(work: Work, space: Space, stack: Stack, device: str) -> _Rank:
         work,
         space,
         stack,
-        zero,
-        alone,
-        plain,
-        shards=np.where(zero > 0, space.shards, 1),
-        expert_shards=np.where(zero > 0, space.expert_shards, 1),
+        engine,
+        shards=np.where(engine.zero > 0, space.shards, 1),
+        expert_shards=np.where(engine.zero > 0, space.expert_shards, 1),
         blocks=blocks,
         last_blocks=last_blocks,
         head=head,
         stages=stages,
-        splits=splits,
-        halved=np.where(splits & (last_blocks > 0), _halved(space), 0),
+        halved=np.where(engine.splits_backward & (last_blocks > 0), _halved(space), 0),
         in_vain=in_vain,
         again={"selective": selective, "full": full, "gather": ~(selective | full | np.bool_(compiled))},
         device=device,
     )
-
-
-def _among(schedule: Ints, names: tuple[str, ...]) -> Bools:
-    chosen: Bools = np.array([name in names for name in SCHEDULES])[schedule]
-    return chosen
 
 
 def _halved(space: Space) -> Ints:
@@ -259,7 +234,7 @@ def _halved(space: Space) -> Ints:
 
 def _cut(work: Work, space: Space) -> tuple[Ints, Ints, Bools, Ints, Ints]:
     """Of rank 0: its blocks, those of them on the last stage of several, whether it has the head, its stages, and `_in_vain`."""
-    in_a_v = _among(space.schedule, IN_A_V) & (space.pipeline > 1)
+    in_a_v: Bools = has_schedule(space, IN_A_V) & (space.pipeline > 1)
     looped = (space.schedule == SCHEDULES.index("interleaved")) & (space.pipeline > 1)
     stages = np.where(in_a_v, 2, np.where(looped, space.stages_per_rank, 1))
     kinds, where = _distinct((space.pipeline * 256 + stages) * 2 + in_a_v)
@@ -372,7 +347,7 @@ def _weights(rank: _Rank) -> Iterator[Flow]:
     unit = rank.blocks * sizes.block + np.where(apart, sizes.embedding, 0)
     own_head = sizes.embedding if model.tied else sizes.head
     root = sizes.positions + head * (sizes.norm + np.where(apart, own_head, sizes.embedding))
-    sharded = ~(rank.alone | rank.plain)
+    sharded = rank.engine.sharded
     yield from _sharded(rank, SHARDS, rank.shards, sharded, (units, unit), (roots, root))
     yield _flow("all_gather", SHARDS, "backward", rank.in_vain * (sharded & (rank.shards > 1)), sizes.block * rank.gathered)
     if model.experts:
@@ -381,7 +356,7 @@ def _weights(rank: _Rank) -> Iterator[Flow]:
         none = np.zeros_like(size)
         yield from _sharded(rank, "expert_data", rank.expert_shards, sharded, (rank.blocks, size), (none, none))
     buckets, whole = _buckets(model, rank.stored)
-    yield _summed("all_reduce", COPIES, "backward", rank.plain, (buckets, whole), 1.0)
+    yield _summed("all_reduce", COPIES, "backward", rank.engine.replicated, (buckets, whole), 1.0)
 
 
 def _sharded(
@@ -389,17 +364,17 @@ def _sharded(
 ) -> Iterator[Flow]:
     """Units and roots, each their number and their size, that are sharded over this axis."""
     space, several = rank.space, here & (shards > 1)
-    once = (rank.zero < 3) | rank.splits
+    once = rank.engine.keeps_gathered
     forward = np.where(once, 1, space.accumulation) * several
     backward = np.where(once, 0, space.accumulation) * several
     both = units[0] + roots[0], units[1] + roots[1]
     yield _summed("all_gather", axis, "forward", forward, both, rank.gathered)
     yield _summed("all_gather", axis, "backward", backward, units, rank.gathered)
-    at_end = rank.splits | ((rank.zero == 1) & (not rank.stack.reduce_each))
-    yield _summed("reduce_scatter", axis, "backward", np.where(at_end, 1, space.accumulation) * several, both, rank.reduced)
-    among_copies = here & (rank.zero == 0) & (space.replica * devices(axis, space) > 1)
+    each = rank.engine.reduces_each | (rank.stack.reduce_each & ~rank.engine.splits_backward)
+    yield _summed("reduce_scatter", axis, "backward", np.where(each, space.accumulation, 1) * several, both, rank.reduced)
+    among_copies = here & (rank.engine.zero == 0) & (space.replica * devices(axis, space) > 1)
     yield _summed("all_reduce", f"replica x {axis}", "backward", among_copies, both, rank.reduced)
-    among_replicas = here & (rank.zero > 0) & (space.replica > 1)
+    among_replicas = here & (rank.engine.zero > 0) & (space.replica > 1)
     yield _summed("all_reduce", "replica", "backward", among_replicas, (both[0], both[1] // shards), rank.reduced)
 
 
@@ -440,7 +415,7 @@ def _tensor(rank: _Rank) -> Iterator[Flow]:
     gathers = (whole + rank.again["gather"] * rank.asked_again * several) * pairs
     attached = bool(model.experts) and bool(model.shared_experts) and bool(model.balance_loss or model.router_z_loss)
     sums = whole * (1 + attached)
-    embedded = np.where(rank.alone, rank.activations // rank.computed * rank.stored, rank.activations)
+    embedded = np.where(rank.engine.single, rank.activations // rank.computed * rank.stored, rank.activations)
     if not rank.stack.sequence_parallel:
         yield _flow("all_reduce", "tensor", "forward", blocks + m, rank.activations)
         yield _flow("all_reduce", "tensor", "backward", blocks + m * ends + sums, rank.activations)
@@ -457,9 +432,7 @@ def _loss(rank: _Rank) -> Iterator[Flow]:
     """Of each token: the largest logit, then the sum of exponentials and the target's logit, chunk by chunk."""
     space, several = rank.space, (rank.space.tensor > 1) & rank.head
     tokens, rows = space.micro_batch * rank.length, -(-rank.work.model.vocabulary // space.tensor)
-    at_most = np.maximum(1, CHUNK_BYTES[rank.device] // (rows * rank.computed))
-    chunk = -(-tokens // np.maximum(1, -(-tokens // at_most)))
-    chunks = -(-tokens // np.maximum(1, chunk))
+    chunks = -(-tokens // chunk_tokens(tokens, rows, rank.computed, rank.device))
     numbers = _flow("all_reduce", "tensor", "forward", 2 * space.accumulation * several, tokens * 3 * rank.wide / 2)
     yield Flow("all_reduce", "tensor", "forward", numbers.count * chunks, numbers.bytes)
 
@@ -535,50 +508,35 @@ def _step(rank: _Rank) -> Iterator[Flow]:
 def _norm(rank: _Rank) -> Iterator[Flow]:
     """One number for each axis of each way in which gradients are sharded: dense and split over tensor devices, dense and whole,
     experts. The names are those of the grid (mesh/mesh.py), where experts that borrow part of an axis cut it in two."""
-    space, taken, number = rank.space, _borrowed(rank.space), max(4, rank.stored)
-    code = (rank.zero > 0) + 2 * rank.alone + 4 * rank.plain
+    space, taken, number = rank.space, borrowed(rank.space), max(4, rank.stored)
+    engine = rank.engine
+    code = (engine.zero > 0) + 2 * engine.single + 4 * engine.replicated
     for place, axis in enumerate(("data", "context", "tensor")):
         size = getattr(space, axis)
         state = np.where(size == 1, 0, np.where(taken[axis] == 1, 1, np.where(taken[axis] == size, 2, 3)))
         code = code + state * 8 * 4**place
-    kinds, where = _distinct(code)
-    sums = [_axes_of_norm(kind, rank.work.model.experts > 0) for kind in kinds.tolist()]
+    kinds, first, where = np.unique(code, return_index=True, return_inverse=True)
+    layouts = [space.layout(place) for place in first.tolist()]
+    sums = [_axes_of_norm(layout, kind, rank.work.model.experts > 0) for layout, kind in zip(layouts, kinds, strict=True)]
     for name in sorted({name for one in sums for name in one}):
         yield _flow("all_reduce", name, "step", np.array([one.count(name) for one in sums])[where], number)
     yield _flow("all_reduce", "pipeline", "step", space.pipeline > 1, number)
 
 
-def _axes_of_norm(kind: int, experts: bool) -> list[str]:
-    """The axes summed over by the norm of one kind of candidate, as `_norm` writes it down."""
-    sharded, alone, plain, states = kind & 1, kind & 2, kind & 4, kind >> 3
+def _axes_of_norm(layout: Layout, kind: int, experts: bool) -> list[str]:
+    """The axes summed over by the norm of one kind of candidate, as `_norm` writes it down, of which this is a layout."""
+    sharded, alone, plain = kind & 1, kind & 2, kind & 4
     if plain:
         return []
-    dims: dict[str, list[str]] = {"data": [], "context": [], "tensor": [], "expert": [], "expert_data": []}
-    for place, axis in enumerate(("data", "context", "tensor")):
-        state = states >> 2 * place & 3
-        outer, inner = ([], [axis]) if state == 2 else ([f"{axis}.outer"], [f"{axis}.inner"]) if state == 3 else ([axis], [])
-        if state:
-            dims[axis] = [*outer, *inner]
-            dims["expert_data"] += outer
-            dims["expert"] += inner
 
-    def named(*axes: str) -> tuple[str, ...]:
-        name = " x ".join(dim for axis in axes for dim in dims[axis])
-        return (name,) if name else ()
+    def shards(axis: str) -> tuple[str, ...]:
+        # An axis of one device, where nothing is sent, tells ways of sharding apart; a plain tensor has none.
+        return () if alone else (grid.joined_name(layout, axis) if sharded else "solo",)
+
+    def split(axis: str) -> tuple[str, ...]:
+        return (grid.joined_name(layout, axis),) if grid.devices(axis, layout) > 1 else ()
 
     assert not (alone and sharded), "what nobody else has is not sharded"
-    one = () if alone else ("solo",)  # an axis of one device, where nothing is sent, but which tells ways of sharding apart
-    shards = (sharded and named("data", "context")) or one
-    expert_shards = (sharded and named("expert_data")) or one
-    ways = {shards + named("tensor"), shards, *([expert_shards + named("expert")] if experts else [])}
+    ways = {shards(SHARDS) + split("tensor"), shards(SHARDS)}
+    ways |= {shards(EXPERT_SHARDS) + split("expert")} if experts else set()
     return [axis for way in ways for axis in way if axis != "solo"]
-
-
-def _borrowed(space: Space) -> dict[str, Ints]:
-    """How many devices the experts borrow from each axis, innermost first."""
-    left, taken = space.expert, {}
-    for axis in ("tensor", "context", "data"):
-        size = getattr(space, axis)
-        taken[axis] = np.where(left % size == 0, size, left)
-        left = left // taken[axis]
-    return taken

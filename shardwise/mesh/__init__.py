@@ -9,11 +9,10 @@ from shardwise.mesh.launched import ALONE, Launched, Node, Worker, cache_folder,
 
 if TYPE_CHECKING:
     from shardwise.mesh.devices import device_memory, device_name, local_gpus
-    from shardwise.mesh.mesh import RANK_AXES, Mesh, abandon, join, leave, open_meeting_place, peer_is_gone
+    from shardwise.mesh.mesh import Mesh, abandon, join, leave, open_meeting_place, peer_is_gone
 
 __all__ = [
     "ALONE",
-    "RANK_AXES",
     "Launched",
     "Mesh",
     "Node",

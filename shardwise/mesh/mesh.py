@@ -1,12 +1,8 @@
 """Ranks, axes and groups: one torch DeviceMesh whose dimensions carry the names of the layout's axes.
 
-Ranks are laid out with `pipeline` outermost and `tensor` innermost, so that the axes which talk most sit on neighbouring
-devices. Every axis is there even at size 1, so that the rest of the code asks by name and never by case. Several axes are
-asked for as one with an "x" between: `group("data x context")` are the devices that hold the same weights.
-
-Experts borrow ranks: the `expert` axis is made of the innermost devices of data x context x tensor, and `expert_data` of the
-others, which hold the same experts. Where that cuts an axis in two, the grid has `data.outer` and `data.inner` in its place.
-`solo` is an axis of one device.
+Which axes there are and what they are made of is in `plan/grid.py`. Every axis is there even at size 1, so that the rest of the
+code asks by name and never by case. Several axes are asked for as one with an "x" between: `group("data x context")` are the
+devices that hold the same weights.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,14 +22,9 @@ from shardwise._torch import count_groups_anew, flatten, forget_meshes, part_of
 from shardwise.config import Layout
 from shardwise.mesh.devices import pick_device
 from shardwise.mesh.launched import Worker
+from shardwise.plan.grid import JOINED_AXES, devices, grid_dims, joined_name, label, members
 
-RANK_AXES = ("pipeline", "replica", "data", "context", "tensor")
-JOINED_AXES = ("data x context", "replica x data x context", "expert", "expert_data", "replica x expert_data")
-"""Axes that are several of the grid's as one."""
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-
-Dims = dict[str, int]
-"""Dimensions of the grid and their sizes, outermost first."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +45,13 @@ class Mesh:
     def coordinate(self, axis: str) -> int:
         """This worker's position along an axis, or along several as one."""
         place = 0
-        for dim, size in self._dims(axis).items():
+        for dim, size in members(self.layout, axis).items():
             place = place * size + (0 if self.grid is None else self.grid.get_local_rank(dim))
         return place
 
     def size(self, axis: str) -> int:
         """Devices along an axis, or along several as one."""
-        size = 1
-        for length in self._dims(axis).values():
-            size *= length
-        return size
+        return int(devices(axis, self.layout))
 
     def sub(self, *axes: str) -> DeviceMesh:
         """The part of the grid spanned by these axes, one dimension each."""
@@ -79,63 +66,20 @@ class Mesh:
 
     def label(self, axis: str) -> str:
         """The axes that an axis consists of here, for people to read: those with several devices."""
-        if "expert" in axis:
-            return axis
-        return " x ".join(part for part in axis.split(" x ") if self.size(part) > 1) or axis.split(" x ")[0]
+        return label(axis, self.layout)
 
     def _flat(self, axis: str) -> str:
         """The name of a dimension of the grid that is this axis; several become one, which makes a group on all ranks."""
         assert self.grid is not None, "one device has no grid"
-        dims = [dim for dim, size in self._dims(axis).items() if size > 1]
-        if len(dims) < 2:
-            return dims[0] if dims else "solo"
-        name = " x ".join(dims)
-        flatten(self.grid[tuple(dims)], name)
+        name = joined_name(self.layout, axis)
+        if " x " in name:
+            flatten(self.grid[tuple(name.split(" x "))], name)
         return name
-
-    def _dims(self, axis: str) -> Dims:
-        return _dims(self.layout, axis)
 
     @property
     def is_main(self) -> bool:
         """Whether this worker speaks for the run."""
         return self.worker.rank == 0
-
-
-def grid_dims(layout: Layout) -> Dims:
-    """The grid of a layout."""
-    dims: Dims = {}
-    for axis in RANK_AXES:
-        size, inner = getattr(layout, axis), borrowed(layout).get(axis, 1)
-        dims.update({axis: size} if inner in (1, size) else {f"{axis}.outer": size // inner, f"{axis}.inner": inner})
-    return {**dims, "solo": 1}
-
-
-def borrowed(layout: Layout) -> dict[str, int]:
-    """How many ranks the experts borrow from each axis, innermost first."""
-    left, taken = layout.expert, {}
-    for axis in ("tensor", "context", "data"):
-        size = getattr(layout, axis)
-        taken[axis] = size if left % size == 0 else left
-        left //= taken[axis]
-    return taken
-
-
-@lru_cache(maxsize=1024)
-def _dims(layout: Layout, axis: str) -> Dims:
-    dims = grid_dims(layout)
-    wanted = {dim for part in axis.split(" x ") for dim in _members(layout, dims, part)}
-    return {dim: size for dim, size in dims.items() if dim in wanted}
-
-
-def _members(layout: Layout, dims: Dims, axis: str) -> list[str]:
-    """The dimensions of the grid that an axis consists of."""
-    if axis not in ("expert", "expert_data"):
-        return [dim for dim in dims if dim == axis or dim.rpartition(".")[0] == axis]
-    taken = borrowed(layout)
-    inner = [dim for dim in dims if dim.endswith(".inner") or (taken.get(dim, 1) == dims[dim] > 1)]
-    outer = [dim for dim in dims if dim.partition(".")[0] in taken and dim not in inner]
-    return inner if axis == "expert" else outer
 
 
 def join(worker: Worker, layout: Layout) -> Mesh:

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from shardwise._torch import inside_backward
 from shardwise.config import Model
+from shardwise.models.dtypes import wide
 from shardwise.models.layers import GatedFeedForward
 
 ALIGNED = 16
@@ -70,8 +71,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Of rows (tokens, hidden)."""
-        config, wide = self.config, torch.float64 if x.dtype == torch.float64 else torch.float32
-        logits = F.linear(x.to(wide), self.weight.to(wide))
+        config, dtype = self.config, wide(x.dtype)
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))
         scores = logits.softmax(-1) if config.router == "softmax" else logits.sigmoid()
         biased = scores.detach() if self.bias is None else scores.detach() + self.bias
         experts = biased.topk(config.experts_per_token, dim=-1).indices

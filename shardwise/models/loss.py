@@ -35,10 +35,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.models.dtypes import wide
+from shardwise.plan.chunks import chunk_tokens
+
 IGNORED = -100
 """Target of a position that takes no part in the loss."""
 
-CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
 FLOAT16_GRADIENT_SCALE = 1024.0
 ROUND_ROWS = {"cuda": 64, "cpu": 1}
 """Rows of the weight that products by it are quick in multiples of."""
@@ -51,6 +53,8 @@ class VocabularyPart:
     """
 
     first: int
+    most_rows: int
+    """Of any part: by it all parts cut the tokens into the same chunks."""
     maximum: Callable[[Tensor], Tensor]
     total: Callable[[Tensor], Tensor]
 
@@ -72,7 +76,8 @@ def linear_cross_entropy(
 
     With a `part` of the vocabulary, the loss is that of all parts, and the gradient of `hidden` is this part's share of it.
     """
-    chunk = chunk or chunk_rows(hidden.shape[0], weight.shape[0], hidden.dtype, hidden.device.type)
+    rows = weight.shape[0] if part is None else part.most_rows
+    chunk = chunk or chunk_tokens(hidden.shape[0], rows, hidden.dtype.itemsize, hidden.device.type)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         chosen = (targets, chunk, compiled, part)
         if split_backward:
@@ -81,14 +86,6 @@ def linear_cross_entropy(
         whole: Tensor = _LinearCrossEntropy.apply(hidden, weight, *chosen, False)  # type: ignore[no-untyped-call]
         return whole
     return _loss_alone(hidden, weight, targets, chunk, part)
-
-
-def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype, device_type: str) -> int:
-    """Tokens a chunk: as many as keep its logits within the budget, spread evenly over the chunks."""
-    budget = CHUNK_BYTES["cpu" if device_type == "cpu" else "cuda"]
-    at_most = max(1, budget // (vocabulary * dtype.itemsize))
-    chunks = max(1, -(-tokens // at_most))
-    return max(1, -(-tokens // chunks))
 
 
 def _with_gradient(loss: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
@@ -117,9 +114,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or gives_weight
         hidden_gradient = torch.empty_like(hidden, dtype=_kept(hidden.dtype)) if wants_hidden else None
         used_weight = _padded(weight, hidden.dtype)
-        weight_gradient = torch.zeros_like(used_weight, dtype=_wide(hidden.dtype)) if wants_weight else None
+        weight_gradient = torch.zeros_like(used_weight, dtype=wide(hidden.dtype)) if wants_weight else None
         loss_and_gradient = _chooser(compiled, part)
-        loss = hidden.new_zeros((), dtype=_wide(hidden.dtype))
+        loss = hidden.new_zeros((), dtype=wide(hidden.dtype))
         buffer = hidden.new_empty(min(chunk, hidden.shape[0]), used_weight.shape[0])
         for start in range(0, hidden.shape[0], chunk):
             rows = hidden[start : start + chunk]
@@ -166,7 +163,7 @@ def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, scale: float) -> T
     and a pass that writes the gradient.
     """
     valid = targets != IGNORED
-    log_probabilities = torch.log_softmax(logits, dim=1, dtype=_wide(logits.dtype))
+    log_probabilities = torch.log_softmax(logits, dim=1, dtype=wide(logits.dtype))
     chosen = log_probabilities.gather(1, torch.where(valid, targets, 0).unsqueeze(1)).squeeze(1)
     one_hot = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
     gradient = log_probabilities.exp_().sub_(one_hot.to(log_probabilities.dtype))
@@ -177,15 +174,15 @@ def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, scale: float) -> T
 def _chunk_loss_and_gradient_of_part(logits: Tensor, targets: Tensor, scale: float, part: VocabularyPart) -> Tensor:
     """The same where these logits are those of a part of the vocabulary."""
     valid = targets != IGNORED
-    wide = logits.to(_wide(logits.dtype))
-    lowest = wide.new_full((wide.shape[0], 1), -math.inf)  # a part may be empty
-    peak = part.maximum(torch.cat((wide, lowest), 1).amax(1))
-    wide = wide - peak.unsqueeze(1)
-    one_hot = torch.arange(part.first, part.first + wide.shape[1], device=wide.device) == targets.unsqueeze(1)
-    own = torch.where(one_hot, wide, 0.0).sum(1)
-    exponentials = wide.exp_()
+    scores = logits.to(wide(logits.dtype))
+    lowest = scores.new_full((scores.shape[0], 1), -math.inf)  # a part may be empty
+    peak = part.maximum(torch.cat((scores, lowest), 1).amax(1))
+    scores = scores - peak.unsqueeze(1)
+    one_hot = torch.arange(part.first, part.first + scores.shape[1], device=scores.device) == targets.unsqueeze(1)
+    own = torch.where(one_hot, scores, 0.0).sum(1)
+    exponentials = scores.exp_()
     sums, chosen = part.total(torch.stack((exponentials.sum(1), own)))
-    gradient = exponentials.div_(sums.unsqueeze(1)).sub_(one_hot.to(wide.dtype))
+    gradient = exponentials.div_(sums.unsqueeze(1)).sub_(one_hot.to(scores.dtype))
     logits.copy_(gradient.mul_(scale).masked_fill_(~valid.unsqueeze(1), 0.0))
     return torch.where(valid, sums.log() - chosen, 0.0).sum()
 
@@ -196,7 +193,7 @@ def _compiled() -> Callable[[Tensor, Tensor, float], Tensor]:
 
 
 def _loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, part: VocabularyPart | None) -> Tensor:
-    loss, used_weight = hidden.new_zeros((), dtype=_wide(hidden.dtype)), _padded(weight, hidden.dtype)
+    loss, used_weight = hidden.new_zeros((), dtype=wide(hidden.dtype)), _padded(weight, hidden.dtype)
     for start in range(0, hidden.shape[0], chunk):
         logits = (hidden[start : start + chunk] @ used_weight.t())[:, : weight.shape[0]]
         goals = targets[start : start + chunk]
@@ -235,10 +232,6 @@ def _multiply_add(left: Tensor, right: Tensor, into: Tensor) -> None:
         torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
     else:
         torch.addmm(into, left.to(into.dtype), right.to(into.dtype), out=into)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _kept(dtype: torch.dtype) -> torch.dtype:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from shardwise.config import Model
 from shardwise.errors import UserError
+from shardwise.models.dtypes import wide
 
 OPTIONAL = ("documents", "positions", "logits_at")
 """Arguments that a module's forward may have or lack."""
@@ -110,7 +111,6 @@ def accepted(module: nn.Module) -> set[str]:
 def adapt(module: nn.Module, dtype: torch.dtype) -> None:
     """Let the module be called as the transformer is, and compute in that dtype."""
     kind, known = type(module), accepted(module)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
 
     def forward(
         self: nn.Module,
@@ -125,7 +125,7 @@ def adapt(module: nn.Module, dtype: torch.dtype) -> None:
         with _mixed(inputs.device.type, dtype):
             result = kind.forward(self, inputs, targets, **more)
         if targets is not None:
-            return _checked_loss(result, kind.__name__).to(wide)
+            return _checked_loss(result, kind.__name__).to(wide(dtype))
         if not isinstance(result, Tensor) or result.ndim < 2:
             raise UserError(f"{kind.__name__}.forward must return logits (batch, sequence, vocabulary) where it gets no targets")
         result = result.to(dtype)

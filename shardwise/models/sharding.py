@@ -1,117 +1,32 @@
-"""The sharding table: how a model may be split over devices, written down as data beside the model.
+"""The names of a sharding table, for users' own modules: `from shardwise.models.sharding import Sharding, columns, rows`.
 
-A model file knows no ranks. It says, for each module that has weights, which role the module plays when its work is shared by
-the devices of the `tensor` axis, where the model may be cut into pipeline stages, and which modules hold experts or mix the
-tokens of a sequence. `parallel/` reads the table and does the rest. Any `nn.Module` can have one: give it an attribute
-`sharding` (docs/sharding.md has an example, examples/own_model.py runs it).
-
-Activations are (batch, sequence, hidden). Between the modules named `gathered` or `loss`, each device of the tensor axis has
-its own part of the sequence (sequence parallelism, Korthikanti et al. 2022), so norms and residuals are never held twice;
-inside them it has the whole sequence and its own part of the heads, the inner features or the vocabulary (tensor parallelism,
-Shoeybi et al. 2019).
-
-| role         | weights                        | what comes in        | what goes out                               |
-| ------------ | ------------------------------ | -------------------- | ------------------------------------------- |
-| `vocabulary` | rows of an embedding           | all tokens           | summed, this device's part of the sequence  |
-| `positions`  | a whole embedding              | all positions        | this device's part of the sequence          |
-| `whole`      | whole                          | whatever is there    | the same                                    |
-| `gathered`   | none of its own                | gathered sequence    | as its modules make it                      |
-| `columns`    | rows of the matrix (outputs)   | whole sequence       | this device's features                      |
-| `rows`       | columns of the matrix (inputs) | this device's features | summed, this device's part of the sequence |
-| `loss`       | rows, by vocabulary            | gathered sequence    | the loss, from logits that exist in parts   |
-| `experts`    | whole experts, first dim       | tokens of any expert | the same tokens                             |
-
-`columns(parts)` and `rows(parts)` say that the split dim consists of so many parts that must stay whole: heads. With fewer
-parts than devices, every device keeps all of them and uses the one it needs (key and value heads of grouped-query attention).
-`columns(gather=True)` puts the features together again afterwards: for a head whose logits the model itself needs.
+What they mean is said where they are defined, in plan/sharding.py, which needs no torch.
 """
 
-from __future__ import annotations
+from shardwise.plan.sharding import (
+    Role,
+    Sharding,
+    columns,
+    experts,
+    gathered,
+    loss,
+    matches,
+    positions,
+    rows,
+    vocabulary,
+    whole,
+)
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
-
-Kind = Literal["vocabulary", "positions", "whole", "gathered", "columns", "rows", "loss", "experts"]
-
-
-@dataclass(frozen=True)
-class Role:
-    """What a module does in a tensor-parallel group."""
-
-    kind: Kind
-    parts: int | None = None
-    gather: bool = False
-
-
-def vocabulary() -> Role:
-    """An embedding split by tokens."""
-    return Role("vocabulary")
-
-
-def positions() -> Role:
-    """An embedding of positions, whole on every device, asked only for the device's part of the sequence."""
-    return Role("positions")
-
-
-def whole() -> Role:
-    """Weights on every device, used on the device's own tokens or heads; their gradients are summed."""
-    return Role("whole")
-
-
-def gathered() -> Role:
-    """A module that needs the whole sequence."""
-    return Role("gathered")
-
-
-def columns(parts: int | None = None, gather: bool = False) -> Role:
-    """A linear layer split by outputs."""
-    return Role("columns", parts, gather)
-
-
-def rows(parts: int | None = None) -> Role:
-    """A linear layer split by inputs; it follows one split by outputs."""
-    return Role("rows", parts)
-
-
-def loss() -> Role:
-    """The output head with the loss inside, `models.Head`."""
-    return Role("loss")
-
-
-def experts() -> Role:
-    """Experts stacked in the first dim of every weight, called with (rows sorted by expert, rows of each expert)."""
-    return Role("experts")
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """A model's sharding table. In the names of modules a `*` stands for one part between dots."""
-
-    modules: Mapping[str, Role]
-    blocks: str | None = None
-    """The list of blocks, of which a pipeline stage keeps some; None: the model cannot be cut."""
-    first: tuple[str, ...] = ()
-    """Modules before the blocks: on the first stage; None on the others."""
-    last: tuple[str, ...] = ()
-    """Modules after the blocks: on the last stage; None on the others."""
-    tied: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that are the same as another, where the two are on different stages."""
-    mixing: str | None = None
-    """Modules called with (query, key, value, mask), each (batch, heads, sequence, head_dim): where `context` devices meet."""
-    mask: str | None = None
-    """The module that turns document numbers into the mask handed to `mixing`."""
-
-    def role(self, path: str) -> Role | None:
-        """The role of the module at a path."""
-        return next((role for pattern, role in self.modules.items() if matches(pattern, path)), None)
-
-    def tied_name(self, name: str) -> str:
-        """The name under which a parameter is initialised, saved and compared."""
-        return self.tied.get(name, name)
-
-
-def matches(pattern: str | None, path: str) -> bool:
-    """Whether a module's path fits a pattern."""
-    return pattern is not None and re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), path) is not None
+__all__ = [
+    "Role",
+    "Sharding",
+    "columns",
+    "experts",
+    "gathered",
+    "loss",
+    "matches",
+    "positions",
+    "rows",
+    "vocabulary",
+    "whole",
+]

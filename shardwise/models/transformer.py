@@ -28,7 +28,7 @@ from shardwise.models.experts import MixtureOfExperts
 from shardwise.models.layers import make_feed_forward, make_norm
 from shardwise.models.loss import linear_cross_entropy
 from shardwise.models.rotary import Angles, Rotary
-from shardwise.models.sharding import Sharding, columns, experts, gathered, loss, positions, rows, vocabulary, whole
+from shardwise.plan.sharding import Sharding, transformer_sharding
 
 
 class Block(nn.Module):
@@ -140,49 +140,4 @@ class Transformer(nn.Module):
     @property
     def sharding(self) -> Sharding:
         """How the model may be split over devices."""
-        return sharding(self.config)
-
-
-def sharding(config: Model) -> Sharding:
-    """The transformer's sharding table (models/sharding.py)."""
-    return Sharding(
-        modules={
-            "embedding": vocabulary(),
-            "positions": positions(),
-            "blocks.*.attention_norm": whole(),
-            "blocks.*.attention": gathered(),
-            "blocks.*.attention.query": columns(config.heads),
-            "blocks.*.attention.key": columns(config.kv_heads),
-            "blocks.*.attention.value": columns(config.kv_heads),
-            "blocks.*.attention.query_norm": whole(),
-            "blocks.*.attention.key_norm": whole(),
-            "blocks.*.attention.output": rows(config.heads),
-            "blocks.*.feed_forward_norm": whole(),
-            "norm": whole(),
-            "head": loss(),
-            **(_EXPERTS if config.experts else _DENSE),
-        },
-        blocks="blocks",
-        first=("embedding", "positions"),
-        last=("norm", "head"),
-        tied={"head.weight": "embedding.weight"} if config.tied else {},
-        mixing="blocks.*.attention.mixing",
-        mask="mask",
-    )
-
-
-_DENSE = {
-    "blocks.*.feed_forward": gathered(),
-    "blocks.*.feed_forward.gate": columns(),
-    "blocks.*.feed_forward.up": columns(),
-    "blocks.*.feed_forward.down": rows(),
-}
-# Experts take the tokens of this device's part of the sequence as they are: each token goes to its experts, not to all devices.
-_EXPERTS = {
-    "blocks.*.feed_forward.router": whole(),
-    "blocks.*.feed_forward.experts": experts(),
-    "blocks.*.feed_forward.shared": gathered(),
-    "blocks.*.feed_forward.shared.gate": columns(),
-    "blocks.*.feed_forward.shared.up": columns(),
-    "blocks.*.feed_forward.shared.down": rows(),
-}
+        return transformer_sharding(self.config)

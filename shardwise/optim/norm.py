@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise.comm import Comm
+from shardwise.models.dtypes import wide
 
 
 def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
@@ -24,8 +25,8 @@ def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
     for parameter in parameters:
         if parameter.grad is not None:
             pieces[sharded_axes(parameter.grad)].append(local(parameter.grad))
-    wide = any(gradient.dtype == torch.float64 for gradients in pieces.values() for gradient in gradients)
-    total = torch.zeros((), device=comm.device, dtype=torch.float64 if wide else torch.float32)
+    dtypes = {wide(gradient.dtype) for gradients in pieces.values() for gradient in gradients}
+    total = torch.zeros((), device=comm.device, dtype=max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32))
     for axes, gradients in sorted(pieces.items()):
         squares = _sum_of_squares(gradients).to(comm.device)  # offloaded gradients are in host memory
         for axis in axes:
@@ -35,8 +36,7 @@ def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
 
 
 def _sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
-    wide = torch.float64 if gradients[0].dtype == torch.float64 else torch.float32
-    norms = torch._foreach_norm(list(gradients), 2, dtype=wide)
+    norms = torch._foreach_norm(list(gradients), 2, dtype=wide(gradients[0].dtype))
     return torch.stack(norms).square().sum()
 
 

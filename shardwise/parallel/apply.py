@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from shardwise.comm import Comm
 from shardwise.config import Config, Layout, sequence_multiple
 from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise
+from shardwise.models.dtypes import DTYPES
 from shardwise.optim import local
 from shardwise.parallel.context import places, split_over_context
-from shardwise.parallel.data import COPIES, Alone, replicate, shard
+from shardwise.parallel.data import Alone, replicate, shard
 from shardwise.parallel.expert import expert_modules, split_over_experts
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.own import check_own, table_of
 from shardwise.parallel.placement import assign
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.tensor import split_over_tensor
-from shardwise.plan import Plan, reduce_dtype, state_dtype
-
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+from shardwise.plan import Plan, engine_of, reduce_dtype, state_dtype
 
 
 def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
@@ -118,14 +117,13 @@ def _blocks(model: nn.Module, table: Sharding) -> list[nn.Module]:
 
 
 def _on_data_axes(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> Alone:
-    mesh, train, layout = comm.mesh, config.train, comm.mesh.layout
-    alone = mesh.size(COPIES) == 1 and not (config.model.experts and mesh.size("expert_data") > 1)
-    plain = layout.tensor == layout.pipeline == 1 and not config.model.experts
-    if layout.zero == 0 and (alone or plain):
+    train, layout = config.train, comm.mesh.layout
+    engine = engine_of(layout, config.model.experts)
+    if not engine.sharded:
         materialise(model, table, comm.device, train.seed)
-        return Alone(model) if alone else replicate(model, comm)
+        return Alone(model) if engine.single else replicate(model, comm)
     compute, reduce = DTYPES[train.precision], DTYPES[reduce_dtype(train)]
-    sharded = shard(model, _units(model, table), expert_modules(model, table), comm, compute, reduce)
+    sharded = shard(model, _units(model, table), expert_modules(model, table), comm, compute, reduce, engine)
     materialise(model, table, torch.device("cpu") if layout.offload else comm.device, train.seed, comm.device)
     return sharded
 

@@ -36,6 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.models.dtypes import wide
+
 _aten = torch.ops.aten
 
 Attended = tuple[Tensor, Tensor]
@@ -62,11 +64,6 @@ class Kernel:
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, Tensor | None], Gradients]
     shares_heads: bool = True
     fused: bool = True
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial results are summed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def attend(

@@ -42,9 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise._torch import end_backward, reduce_gathered
 from shardwise.comm import EXPOSED, Comm, CountedAllGather, CountedReduceScatter, GradientSum
-
-COPIES = "replica x data x context"
-"""Devices that hold the same weights when nothing is sharded."""
+from shardwise.plan.engine import Engine
+from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
 
 
 @dataclass
@@ -138,7 +137,7 @@ class Replicated(Alone):
 class Sharded(Alone):
     """zero = 1, 2, 3: torch's FSDP2, told when to gather and when to reduce."""
 
-    zero: int
+    engine: Engine
     units: list[FSDPModule]
     device: torch.device
 
@@ -151,11 +150,11 @@ class Sharded(Alone):
     def micro_batch(self, last: bool) -> Iterator[None]:
         """See the table above for what each stage does in each micro-batch."""
         for unit in self.units:
-            unit.set_requires_gradient_sync(self.zero >= 2 or last, recurse=False)
+            unit.set_requires_gradient_sync(self.engine.reduces_each or last, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
             # Below zero = 3 weights stay gathered through the step. They must not outlive it: the optimizer changes the
             # shards, and a copy gathered before would be used, silently, in the next forward.
-            unit.set_reshard_after_backward(self.zero in (0, 3) or last, recurse=False)
+            unit.set_reshard_after_backward(not self.engine.keeps_gathered or last, recurse=False)
             unit.set_is_last_backward(last)
         yield
 
@@ -200,40 +199,40 @@ def shard(
     comm: Comm,
     compute: torch.dtype,
     reduce: torch.dtype,
+    engine: Engine,
 ) -> Sharded:
     """Shard the model over `data x context`, one FSDP2 unit for each module given and one for what remains. Experts are units
     too, sharded over the devices that hold the same experts.
     """
     layout = comm.mesh.layout
-    assert layout.zero is not None
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
         # On a CPU the states are in host memory already, and there is no device to pin it for.
         "offload_policy": CPUOffloadPolicy() if layout.offload and comm.device.type != "cpu" else OffloadPolicy(),
-        "reshard_after_forward": layout.zero in (0, 3),
+        "reshard_after_forward": not engine.keeps_gathered,
     }
     for unit in experts:
-        fully_shard(unit, mesh=_mesh("expert_data", comm), **options)
-        _count(unit, comm, "expert_data")
-    dense = _mesh("data x context", comm)
+        fully_shard(unit, mesh=_mesh(EXPERT_SHARDS, comm, engine), **options)
+        _count(unit, comm, EXPERT_SHARDS, engine)
+    dense = _mesh(SHARDS, comm, engine)
     for unit in units:
         fully_shard(unit, mesh=dense, **options)
     # None: torch keeps the root gathered from forward to backward.
     fully_shard(model, mesh=dense, **{**options, "reshard_after_forward": None})
     for unit in (*units, model):
-        _count(unit, comm, "data x context")
+        _count(unit, comm, SHARDS, engine)
     sharded_units: list[FSDPModule] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-    return Sharded(model, layout.zero, sharded_units, comm.device)
+    return Sharded(model, engine, sharded_units, comm.device)
 
 
-def _mesh(axis: str, comm: Comm) -> DeviceMesh:
+def _mesh(axis: str, comm: Comm, engine: Engine) -> DeviceMesh:
     """Where a unit lives: (copies, shards), or shards alone. Without ZeRO every device is a copy, of shards of one device."""
-    mesh = comm.mesh
-    copies, shards = (f"replica x {axis}", "solo") if mesh.layout.zero == 0 else ("replica", axis)
+    mesh, copies = comm.mesh, engine.copies(axis)
+    shards = axis if engine.zero else "solo"
     return mesh.sub(shards) if mesh.size(copies) == 1 else mesh.sub(copies, shards)
 
 
-def _count(unit: nn.Module, comm: Comm, axis: str) -> None:
+def _count(unit: nn.Module, comm: Comm, axis: str, engine: Engine) -> None:
     """Sum instead of average, and enter every collective in the ledger."""
     assert isinstance(unit, FSDPModule)
     mesh = comm.mesh
@@ -242,7 +241,7 @@ def _count(unit: nn.Module, comm: Comm, axis: str) -> None:
     scatter = CountedReduceScatter(comm, mesh.label(axis))
     unit.set_custom_all_gather(CountedAllGather(comm, mesh.label(axis)))  # type: ignore[arg-type]
     unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-    copies = f"replica x {axis}" if mesh.layout.zero == 0 else "replica"
+    copies = engine.copies(axis)
     if mesh.size(copies) > 1:
         unit.set_all_reduce_hook(_count_all_reduce(comm, scatter, mesh.label(copies)))
 

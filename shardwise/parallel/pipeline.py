@@ -33,6 +33,7 @@ from shardwise.config import Config
 from shardwise.data.batches import Batch
 from shardwise.errors import UserError
 from shardwise.models import Head, Sharding
+from shardwise.models.dtypes import DTYPES, wide
 from shardwise.optim import local
 from shardwise.parallel.data import Alone
 from shardwise.parallel.model import ParallelModel
@@ -84,7 +85,7 @@ def own_stages(config: Config, plan: Plan, comm: Comm) -> Stages:
         micro_batch=plan.micro_batch,
         length=config.data.sequence_length // layout.context,
         hidden=config.model.hidden,
-        dtype=getattr(torch, config.train.precision),
+        dtype=DTYPES[config.train.precision],
     )
 
 
@@ -213,8 +214,7 @@ class Pipelined(ParallelModel):
         ids = torch.empty(stages.micro_batch, stages.length, dtype=torch.int64, device="meta")
         shape = (stages.micro_batch, stages.length // layout.tensor, stages.hidden)
         hidden = torch.empty(shape, dtype=stages.dtype, device="meta", requires_grad=True)
-        wide = torch.float64 if stages.dtype == torch.float64 else torch.float32
-        loss = torch.empty((), dtype=wide, device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=wide(stages.dtype), device="meta", requires_grad=True)
         made = _Stage(
             piece,
             stage,
@@ -295,9 +295,8 @@ class Pipelined(ParallelModel):
     def loss(self, batch: Batch) -> Tensor:
         """The summed loss where the last stage is, zero elsewhere; without gradients."""
         own = self.own(batch)
-        wide = torch.float64 if self.stages.dtype == torch.float64 else torch.float32
         result = self._through(own.inputs, batch.inputs.shape[1], own.documents, targets=own.targets)
-        return torch.zeros((), dtype=wide, device=self.comm.device) if result is None else result
+        return torch.zeros((), dtype=wide(self.stages.dtype), device=self.comm.device) if result is None else result
 
     def _logits(self, tokens: Tensor, at: int, positions: Tensor | None) -> Tensor:
         length = tokens.shape[1] * self.comm.mesh.size("context")

@@ -52,6 +52,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm import Comm
 from shardwise.comm.autograd import eager
 from shardwise.errors import UserError
+from shardwise.models.dtypes import wide
 from shardwise.parallel.blockwise import (
     KERNELS,
     Attended,
@@ -64,7 +65,6 @@ from shardwise.parallel.blockwise import (
     merge_,
     whole_attention,
 )
-from shardwise.parallel.blockwise import wide as wide_dtype
 
 _GRADIENT_TAG = 3
 """Keys, values and documents have the tags 0 to 2; gradients are on their way at the same time."""
@@ -183,7 +183,7 @@ def merge_block(
         return merged
     out, lse = attend(kernel, query[:, :, block.queries], key, value, block.causal, pair)
     if merged is None:
-        return out.to(wide_dtype(out.dtype)), lse
+        return out.to(wide(out.dtype)), lse
     merge_(merged[0][:, :, block.queries], merged[1][:, :, block.queries], out, lse)
     return merged
 
@@ -220,7 +220,7 @@ def _own_gradients(
     block = zigzag_block(ring.rank, ring.rank, query.shape[2])
     added = block_gradients(kernel, gradient, query, here, block, merged, documents)
     assert added is not None, "a token is of its own document"
-    return added[0].to(wide_dtype(query.dtype)), added[1:], passing.arrived()
+    return added[0].to(wide(query.dtype)), added[1:], passing.arrived()
 
 
 def block_gradients(
@@ -255,7 +255,7 @@ def _travelling(key: Tensor, value: Tensor, documents: Tensor | None) -> list[Te
 
 
 def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=wide_dtype(like.dtype))
+    return torch.zeros_like(like, dtype=wide(like.dtype))
 
 
 def _pair(block: Block, documents: Tensor | None, here: Sequence[Tensor]) -> Documents | None:

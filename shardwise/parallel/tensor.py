@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: several devices share each matrix, and each layer's tokens.
 
-The sharding table (models/sharding.py) says what each module does; here that becomes weights that are DTensors on the `tensor`
+The sharding table (plan/sharding.py) says what each module does; here that becomes weights that are DTensors on the `tensor`
 axis, and collectives at the borders. A pair of matrices, the first split by outputs and the second by inputs, needs none
 between them (Shoeybi et al. 2019): heads of attention, inner features of the feed-forward. Before the first the sequence is
 gathered, after the second the partial results are summed and scattered along the sequence (Korthikanti et al. 2022), so what
@@ -35,6 +35,7 @@ from shardwise.comm.autograd import collect, eager, gather, scatter_sum
 from shardwise.errors import UserError
 from shardwise.models import Role, Sharding, VocabularyPart, linear_cross_entropy
 from shardwise.optim import local
+from shardwise.plan.sharding import copies_parts, split_dim
 
 AXIS = "tensor"
 SEQUENCE = 1
@@ -58,7 +59,7 @@ def split_over_tensor(model: nn.Module, table: Sharding, comm: Comm, gather_agai
             if role.kind == "gathered" and gather_again:
                 _keep_own_part(module, comm)
             for name in owned:
-                _distribute(module, name, _split_dim(role, module, name, comm), comm, made)
+                _distribute(module, name, split_dim(role, name, comm.mesh.size(AXIS)), comm, made)
 
 
 def missing_entry(path: str, owned: list[str]) -> str:
@@ -92,20 +93,6 @@ def _is_whole(parameter: Tensor) -> bool:
 def _is_of_axis(name: str) -> bool:
     """Whether a dim of the grid is the tensor axis, which has two parts where experts borrow one of them."""
     return all(part.partition(".")[0] == AXIS for part in name.split(" x "))
-
-
-def _split_dim(role: Role, module: nn.Module, name: str, comm: Comm) -> int | None:
-    """The dim of a weight that is split; None: whole on every device."""
-    if role.kind in ("vocabulary", "loss") or (role.kind == "columns" and not _copies(role, comm)):
-        return 0
-    if role.kind == "rows":
-        return 1 if name == "weight" else None
-    return None
-
-
-def _copies(role: Role, comm: Comm) -> bool:
-    """Whether there are fewer parts (heads) than devices, so that several devices use the same."""
-    return role.parts is not None and role.parts < comm.mesh.size(AXIS)
 
 
 def _distribute(module: nn.Module, name: str, dim: int | None, comm: Comm, made: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -194,7 +181,7 @@ class _Again:
 
 
 def _columns(module: nn.Module, role: Role, comm: Comm) -> None:
-    if _copies(role, comm):
+    if copies_parts(role, comm.mesh.size(AXIS)):
         assert role.parts is not None
         parts, part = role.parts, comm.mesh.coordinate(AXIS) * role.parts // comm.mesh.size(AXIS)
 
@@ -249,7 +236,7 @@ def _loss(module: nn.Module, role: Role, comm: Comm) -> None:
     def maximum(numbers: Tensor) -> Tensor:
         return comm.all_reduce(numbers, AXIS, op=torch.distributed.ReduceOp.MAX)
 
-    part = VocabularyPart(first, maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
+    part = VocabularyPart(first, -(-rows // comm.mesh.size(AXIS)), maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
 
     @eager
     def forward(hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:

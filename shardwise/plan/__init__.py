@@ -1,17 +1,23 @@
 """What we decide: parameters, FLOPs and memory in closed form, and the layout they lead to. No torch."""
 
 from shardwise.plan.choose import Plan, choose, fit, micro_batch_size
+from shardwise.plan.dtypes import reduce_dtype, state_dtype
+from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
-from shardwise.plan.memory import StateBytes, reduce_dtype, state_bytes, state_dtype
+from shardwise.plan.grid import COPIES, RANK_AXES
+from shardwise.plan.memory import StateBytes, state_bytes
 from shardwise.plan.parameters import active_count, count, parameter_shapes
 from shardwise.plan.schedule import SCHEDULES, Action, Schedule, make_schedule
 from shardwise.plan.stages import block_costs, cut, stage_blocks, stage_costs
 from shardwise.plan.timeline import Timeline, peak_in_flight, simulate
 
 __all__ = [
+    "COPIES",
     "FLOP_CONVENTION",
+    "RANK_AXES",
     "SCHEDULES",
     "Action",
+    "Engine",
     "Plan",
     "Schedule",
     "StateBytes",
@@ -21,6 +27,7 @@ __all__ = [
     "choose",
     "count",
     "cut",
+    "engine_of",
     "fit",
     "flops_per_token",
     "make_schedule",

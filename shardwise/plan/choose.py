@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.config import Config, Layout, Train, divisors, nearest_layout, nearest_to, problems_of_layout
 from shardwise.errors import ConfigError
+from shardwise.plan.engine import shares_weights
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token
 from shardwise.plan.memory import StateBytes, state_bytes
 from shardwise.plan.parameters import count
@@ -136,8 +137,7 @@ def _too_large(states: float, memory: float, zero: int) -> str:
 def _zero(
     config: Config, layout: Layout, accumulation: int, memory_bytes: float | None, parameters: int | None
 ) -> tuple[int, str]:
-    alone = layout.shards == 1 and (not config.model.experts or layout.tensor == layout.expert)
-    if alone and not layout.offload:
+    if not shares_weights(layout, config.model.experts) and not layout.offload:
         return 0, "nothing to shard: no other device holds the same weights"
     if layout.zero is not None:
         return layout.zero, f"zero = {layout.zero} as asked"

@@ -28,12 +28,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.config import SPLIT_BACKWARD, Config, Layout, Train
+from shardwise.config import Config, Layout, Train
+from shardwise.plan.dtypes import BYTES, reduce_dtype, state_dtype
+from shardwise.plan.engine import engine_of
+from shardwise.plan.grid import expert_shards
 from shardwise.plan.schedule import rank_of_stage
 from shardwise.plan.slices import Part, parts_of
 from shardwise.plan.stages import stage_blocks
-
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,6 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
 
-def state_dtype(train: Train) -> str:
-    """The dtype weights and optimizer state are stored in."""
-    if train.state_dtype != "auto":
-        return train.state_dtype
-    return "float64" if train.precision == "float64" else "float32"
-
-
-def reduce_dtype(train: Train) -> str:
-    """The dtype gradients are summed in, over micro-batches and over devices."""
-    return "float64" if train.precision == "float64" else "float32"
-
-
 def state_bytes(config: Config, layout: Layout, accumulation: int, parameters: int | None = None) -> StateBytes:
     """The table above, for the fullest device: of its stages, its part of the matrices and its experts, weight by weight. Of a
     model that is not ours only the number of parameters is known, and they are taken to be split evenly.
@@ -70,12 +59,13 @@ def state_bytes(config: Config, layout: Layout, accumulation: int, parameters: i
         held = _held(config, layout)
     else:
         held = [_evenly(parameters / (layout.pipeline * layout.tensor), layout.shards if layout.zero else 1)]
-    engine = _engine(config, layout, accumulation)
-    return max((_states(part, config.train, engine) for part in held), key=lambda states: states.total)
+    engine = engine_of(layout, config.model.experts)
+    whole = _Whole(weights=engine.keeps_gathered, gradients=engine.keeps_whole_gradients(accumulation))
+    return max((_states(part, config.train, whole) for part in held), key=lambda states: states.total)
 
 
 @dataclass(frozen=True)
-class _Engine:
+class _Whole:
     """What is kept whole between the micro-batches of a step."""
 
     weights: bool
@@ -84,28 +74,11 @@ class _Engine:
     """Unreduced, in the dtype they are summed in."""
 
 
-def _engine(config: Config, layout: Layout, accumulation: int) -> _Engine:
-    """FSDP2 does all but plain copies of a whole model (parallel/apply.py); where nothing is sharded, on shards of one device."""
-    zero, split = layout.zero or 0, layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD
-    experts = config.model.experts > 0
-    alone = layout.replica * layout.shards == 1 and not (experts and expert_shards(layout) > 1)
-    copied = layout.tensor == layout.pipeline == 1 and not experts
-    if zero == 0 and (alone or copied):
-        return _Engine(weights=False, gradients=False)
-    # Backward in two halves: weights stay gathered and gradients whole until the step ends (parallel/pipeline.py).
-    return _Engine(weights=zero in (1, 2) or split, gradients=(zero < 2 and accumulation > 1) or split)
-
-
-def _states(part: Part, train: Train, engine: _Engine) -> StateBytes:
+def _states(part: Part, train: Train, whole: _Whole) -> StateBytes:
     stored, computed, reduced = BYTES[state_dtype(train)], BYTES[train.precision], BYTES[reduce_dtype(train)]
-    weights = stored * part.shard + (computed * part.gathered if engine.weights else 0)
-    gradients = reduced * part.whole if engine.gradients else stored * part.shard
+    weights = stored * part.shard + (computed * part.gathered if whole.weights else 0)
+    gradients = reduced * part.whole if whole.gradients else stored * part.shard
     return StateBytes(weights, gradients, 2 * stored * part.shard)
-
-
-def expert_shards(layout: Layout) -> int:
-    """Devices that hold the same experts, in one replica."""
-    return max(1, layout.shards * layout.tensor // layout.expert)
 
 
 def _held(config: Config, layout: Layout) -> list[Part]:
@@ -127,10 +100,3 @@ def _held(config: Config, layout: Layout) -> list[Part]:
 
 def _evenly(parameters: float, devices: int) -> Part:
     return Part(parameters, parameters / devices, parameters)
-
-
-def zero_bytes(parameters: float, train: Train, zero: int, devices: int, accumulation: int) -> StateBytes:
-    """The table above, of so many parameters that divide evenly over so many devices."""
-    sharded = zero > 0 and devices > 1
-    engine = _Engine(weights=sharded and zero < 3, gradients=sharded and zero == 1 and accumulation > 1)
-    return _states(_evenly(parameters, devices if sharded else 1), train, engine)

@@ -2,8 +2,9 @@
 
 Counting parameters and dividing is nearly right, and never exactly. Tensor devices split matrices but keep norms whole, and key
 heads where there are fewer of them than devices; rows that do not divide leave the first device more than the others; ZeRO pads
-the rows of each weight until they divide. So each weight is counted by itself, by the rules of models/transformer.py `sharding`
-and parallel/data.py, for the first device, which has most. tests/parallel/test_state_bytes.py holds them to what ranks have.
+the rows of each weight until they divide. So each weight is counted by itself, by the sharding table (plan/sharding.py) and
+the rules of parallel/data.py, for the first device, which has most. tests/parallel/test_state_bytes.py holds them to what ranks
+have.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from functools import lru_cache
 from math import prod
 
 from shardwise.config import Model
+from shardwise.plan import sharding
 from shardwise.plan.parameters import Shape, parameter_shapes
+from shardwise.plan.sharding import transformer_sharding
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,10 @@ def sliced(shape: Shape, dim: int | None, tensor: int, shards: int) -> Part:
     return Part(rows * row, shard, shard * shards)
 
 
+@lru_cache(maxsize=4096)
 def split_dim(name: str, model: Model, tensor: int) -> int | None:
-    """The dim in which tensor devices split a weight, or None: each has it whole."""
-    module, _, kind = name.rpartition(".")
-    last = module.rpartition(".")[2]
-    if last in ("embedding", "head", "query", "gate", "up"):
-        return 0
-    if last in ("key", "value"):
-        return None if model.kv_heads < tensor else 0
-    return 1 if last in ("output", "down") and kind == "weight" else None
+    """The dim in which tensor devices split a weight of the transformer, or None: each has it whole."""
+    module, _, parameter = name.rpartition(".")
+    role = transformer_sharding(model).role(module)
+    assert role is not None, f"the table has no entry for {module}"
+    return sharding.split_dim(role, parameter, tensor)

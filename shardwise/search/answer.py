@@ -22,8 +22,8 @@ from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import RECOMPUTE, Ints, Space, Work
 from shardwise.cost.traffic import devices, flows, label
 from shardwise.errors import ConfigError
+from shardwise.plan.dtypes import BYTES
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
-from shardwise.plan.memory import BYTES
 from shardwise.plan.parameters import active_count, count
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.timeline import simulate

@@ -19,6 +19,7 @@ import numpy as np
 from shardwise.config import IN_A_V, SPLIT_BACKWARD, Config, Layout, divisors
 from shardwise.config.layouts import can_borrow
 from shardwise.cost.space import RECOMPUTE, Space, recompute_mode, space_of
+from shardwise.plan.engine import shares_weights
 from shardwise.plan.schedule import SCHEDULES
 
 LARGEST_MICRO_BATCH = 256
@@ -141,12 +142,13 @@ def _expanded(
         share_of = f"a device's share of a global batch of {config.train.global_batch}"
         refused[f"train.micro_batch = {asked} does not divide {share_of}"] += 1
         return
+    shared = {expert: shares_weights(_layout(degrees, expert), config.model.experts) for expert in experts}
     rows = list(product(_zeros(config, degrees, fixed, offload), _schedules(config, degrees, fixed), experts, attentions))
     modes = [RECOMPUTE.index(mode) for mode in RECOMPUTE if fixed.get("recompute", mode) == mode]
     grid = [
         (zero, SCHEDULES.index(schedule), per_rank, expert, ring, mode, size)
         for zero, (schedule, per_rank), expert, ring in rows
-        if zero == 0 or offload or _others(config, degrees, expert)
+        if zero == 0 or offload or shared[expert]
         for mode in modes
         if not (mode and degrees["pipeline"] > 1 and schedule in SPLIT_BACKWARD and _pointless(mode, fixed))
         for size in micro_batches
@@ -169,13 +171,12 @@ def _pointless(mode: int, fixed: Mapping[str, Any]) -> bool:
     return RECOMPUTE[mode] == "selective" or not {"schedule", "recompute"} <= set(fixed)
 
 
-def _others(config: Config, degrees: Mapping[str, int], expert: int) -> bool:
-    """Whether another device has the same weights, in one replica: else there is nothing to shard."""
-    return degrees["data"] * degrees["context"] > 1 or (config.model.experts > 0 and degrees["tensor"] > expert)
+def _layout(degrees: Mapping[str, Any], expert: int = 1) -> Layout:
+    return Layout(**degrees, expert=expert)
 
 
 def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any], offload: bool) -> list[int]:
-    if degrees["data"] * degrees["context"] == 1 and not (config.model.experts and degrees["tensor"] > 1):
+    if not shares_weights(_layout(degrees), config.model.experts):  # whatever `expert` will be
         alone = degrees["replica"] == 1 or "replica" in fixed
         return ([fixed.get("zero") or 3] if offload else [0]) if alone else []
     stages = [stage for stage in range(4) if fixed.get("zero", stage) == stage]
@@ -209,7 +210,7 @@ def _experts(config: Config, degrees: Mapping[str, Any], fixed: Mapping[str, Any
     if not config.model.experts:
         return [1] if fixed.get("expert", 1) == 1 else []
     wanted = [fixed["expert"]] if "expert" in fixed else divisors(config.model.experts)
-    return [expert for expert in wanted if can_borrow(Layout(**degrees, expert=expert))]
+    return [expert for expert in wanted if can_borrow(_layout(degrees, expert))]
 
 
 def _attentions(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any]) -> list[int]:

@@ -27,8 +27,8 @@ from shardwise.cost.predict import predict
 from shardwise.cost.space import RECOMPUTE, Array, Ints, Space, Work
 from shardwise.cost.stack import SHARDWISE
 from shardwise.errors import UserError
+from shardwise.plan.dtypes import BYTES
 from shardwise.plan.flops import flops_per_token
-from shardwise.plan.memory import BYTES
 from shardwise.plan.parameters import count
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.answer import nothing_fits, words

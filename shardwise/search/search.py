@@ -22,7 +22,7 @@ from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import Array, Ints, Space, Work
 from shardwise.cost.stack import SHARDWISE
 from shardwise.errors import UserError
-from shardwise.plan.memory import reduce_dtype, state_dtype
+from shardwise.plan.dtypes import reduce_dtype, state_dtype
 from shardwise.plan.schedule import SCHEDULES, Schedule, make_schedule
 from shardwise.plan.timeline import Programme, programme
 from shardwise.plan.timeline import play as play_through

@@ -27,15 +27,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardwise.config import SPLIT_BACKWARD, Model, divisors
+from shardwise.config import Model, divisors
 from shardwise.cost import compute
 from shardwise.cost.collectives import group_of, seconds
 from shardwise.cost.footprint import hold
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import Space
 from shardwise.cost.stack import SHARDWISE
+from shardwise.plan.engine import splits_backward
 from shardwise.plan.parameters import parameter_shapes
-from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.requirements import wire_bytes
 from shardwise.search.search import Result
 
@@ -211,7 +211,7 @@ def _width(one: Space, how: _Compression) -> float:
 
 def _reductions(one: Space) -> int:
     """How often a step reduces its gradients: once, or for each micro-batch where no device keeps them whole."""
-    split = int(one.pipeline[0]) > 1 and SCHEDULES[int(one.schedule[0])] in SPLIT_BACKWARD
+    split = bool(splits_backward(one)[0])
     return int(one.accumulation[0]) if int(one.zero[0]) >= 2 and not split else 1
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from shardwise.config import context_attention
-from shardwise.mesh import RANK_AXES, device_name, local_gpus
+from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
+from shardwise.models.dtypes import DTYPES
 from shardwise.observe import peak_flops
-from shardwise.parallel import DTYPES, is_compiled
-from shardwise.plan import reduce_dtype, simulate, state_dtype
+from shardwise.parallel import is_compiled
+from shardwise.plan import RANK_AXES, reduce_dtype, simulate, state_dtype
 from shardwise.train.build import Training
 
 

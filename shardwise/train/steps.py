@@ -22,11 +22,12 @@ from torch import Tensor
 from shardwise.comm import EXPOSED
 from shardwise.data.batches import Batch, Batches
 from shardwise.errors import RunFailed
-from shardwise.mesh import RANK_AXES
 from shardwise.models import attention_backends
+from shardwise.models.dtypes import DTYPES
 from shardwise.observe import StepClock, peak_memory
 from shardwise.optim import first_non_finite, global_norm, learning_rate, update
 from shardwise.parallel import build_plain
+from shardwise.plan import RANK_AXES, reduce_dtype
 from shardwise.resilience.stragglers import Change, Watch
 from shardwise.train.build import Training
 from shardwise.train.guard import check_copies, check_gradients
@@ -239,7 +240,7 @@ def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
 
 def forward_backward(training: Training, batch: list[Batch], tokens: Tensor) -> Tensor:
     """Gradients of the global mean loss, complete on this rank; returns this rank's part of that loss."""
-    tokens = tokens.to(_wide(training))
+    tokens = tokens.to(DTYPES[reduce_dtype(training.config.train)])
     with attention_backends(training.mesh.device.type):
         return training.parallel.forward_backward(batch, training.scale.value / tokens) / tokens
 
@@ -251,10 +252,6 @@ def share(training: Training, numbers: Tensor) -> Tensor:
         comm.all_reduce(numbers, axis)
     comm.sum_over_data(numbers)
     return comm.all_reduce(numbers, "tensor", op=torch.distributed.ReduceOp.MAX)
-
-
-def _wide(training: Training) -> torch.dtype:
-    return torch.float64 if training.config.train.precision == "float64" else torch.float32
 
 
 def _divisor(training: Training, norm: Tensor) -> Tensor:

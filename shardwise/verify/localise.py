@@ -36,8 +36,8 @@ from shardwise.mesh import Worker
 from shardwise.models import matches
 from shardwise.optim import local
 from shardwise.optim.norm import sharded_axes
-from shardwise.parallel.data import COPIES
 from shardwise.parallel.placement import held
+from shardwise.plan import COPIES
 from shardwise.train.build import Training, build
 from shardwise.verify.job import ProofJob, Sabotage
 from shardwise.verify.measure import watch

@@ -24,8 +24,8 @@ from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.optim import local
 from shardwise.optim.norm import sharded_axes
-from shardwise.parallel.data import COPIES
 from shardwise.parallel.placement import held
+from shardwise.plan import COPIES
 from shardwise.train.build import Training, build
 from shardwise.train.steps import Step, steps
 from shardwise.verify.job import ProofJob, Sabotage

@@ -28,7 +28,8 @@ from shardwise.comm import Comm, CountedReduceScatter
 from shardwise.data.batches import Batch
 from shardwise.models.experts import Routing
 from shardwise.optim import local
-from shardwise.parallel.data import COPIES, Replicated, Sharded
+from shardwise.parallel.data import Replicated, Sharded
+from shardwise.plan import COPIES
 from shardwise.train.build import Training
 from shardwise.verify.job import SCALE, Sabotage
 

@@ -18,7 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.comm import Comm
 from shardwise.config import Layout
-from shardwise.mesh import RANK_AXES, Mesh, Worker, join, leave
+from shardwise.mesh import Mesh, Worker, join, leave
+from shardwise.plan import RANK_AXES
 
 
 @contextmanager

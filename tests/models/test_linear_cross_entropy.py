@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.models.loss import ROUND_ROWS, chunk_rows, linear_cross_entropy
+from shardwise.models.loss import ROUND_ROWS, linear_cross_entropy
+from shardwise.plan.chunks import chunk_tokens
 
 TOKENS, HIDDEN, VOCABULARY = 37, 12, 29
 
@@ -133,11 +134,11 @@ def test_the_traced_chunk_function_gives_the_same_numbers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_chunk_of_logits_stays_within_its_budget_and_chunks_are_even(dtype: torch.dtype) -> None:
-    rows = chunk_rows(32768, 128256, dtype, "cuda")
+    rows = chunk_tokens(32768, 128256, dtype.itemsize, "cuda")
     assert 256 * 2**20 <= rows * 128256 * dtype.itemsize <= 512 * 2**20
     assert 32768 % rows == 0
-    assert chunk_rows(4096, 257, dtype, "cpu") == 4096
-    assert chunk_rows(1, 10**9, dtype, "cpu") == 1
+    assert chunk_tokens(4096, 257, dtype.itemsize, "cpu") == 4096
+    assert chunk_tokens(1, 10**9, dtype.itemsize, "cpu") == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import Config, Train, from_tables
+from shardwise.config import Config, Layout, Train, from_tables
 from shardwise.errors import ConfigError
 from shardwise.plan import choose, fit
-from shardwise.plan.memory import zero_bytes
+from shardwise.plan.memory import state_bytes
 
 
 def job(**layout: object) -> Config:
@@ -58,7 +58,9 @@ def test_a_model_whose_states_fit_on_no_device_is_refused_with_what_would_help()
 )
 def test_bytes_a_parameter_are_the_published_ones(precision: str, states: str, expected: list[float]) -> None:
     train = Train.model_validate({"precision": precision, "state_dtype": states})
-    assert [zero_bytes(1, train, zero, 4, accumulation=2).total for zero in range(4)] == pytest.approx(expected)
+    config = job().model_copy(update={"train": train})
+    layouts = [Layout(data=4, zero=zero) for zero in (0, 1, 2, 3)]
+    assert [state_bytes(config, layout, 2, parameters=1).total for layout in layouts] == pytest.approx(expected)
 
 
 @given(devices=st.integers(1, 64), batch=st.integers(1, 512), replica=st.integers(1, 4))

@@ -1,0 +1,15 @@
+"""torch's dtypes for the names that jobs and plans use (plan/dtypes.py says which number has which)."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.plan import dtypes
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in dtypes.BYTES}
+_WIDE = {dtype: DTYPES[dtypes.wide(name)] for name, dtype in DTYPES.items()}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of this dtype are summed: float64 for float64, else float32."""
+    return _WIDE[dtype]

@@ -1,0 +1,37 @@
+"""Which dtype each number has, by name, and how many bytes that is.
+
+| number                                   | dtype                                                          |
+| ---------------------------------------- | -------------------------------------------------------------- |
+| activations, weights computed with       | `train.precision`                                              |
+| weights and moments between steps        | `train.state_dtype`; left open, the wide dtype of the precision |
+| sums (losses, statistics, norms, scores) | the wide dtype of what is summed: float32, or float64 for float64 |
+| gradients on their way through FSDP2     | the wide dtype of the precision                                |
+
+Runtime and cost model read this table; `models/dtypes.py` turns a name into torch's own dtype.
+"""
+
+from __future__ import annotations
+
+from shardwise.config import Train
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def wide(dtype: str) -> str:
+    """The dtype in which numbers of this dtype are summed, so that small ones are not rounded away."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def state_dtype(train: Train) -> str:
+    """The dtype weights and optimizer state are stored in."""
+    return wide(train.precision) if train.state_dtype == "auto" else train.state_dtype
+
+
+def reduce_dtype(train: Train) -> str:
+    """The dtype FSDP2 sums gradients in, over micro-batches and over devices."""
+    return wide(train.precision)
+
+
+def value_bytes(precision: str) -> int:
+    """Bytes of an activation; products in float8 or less leave what lies between them as in bfloat16."""
+    return BYTES.get(precision, BYTES["bfloat16"])

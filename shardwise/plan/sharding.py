@@ -1,0 +1,185 @@
+"""The sharding table: how a model may be split over devices, written down as data beside the model.
+
+A model file knows no ranks. It says, for each module that has weights, which role the module plays when its work is shared by
+the devices of the `tensor` axis, where the model may be cut into pipeline stages, and which modules hold experts or mix the
+tokens of a sequence. `parallel/` reads the table and does the rest. Any `nn.Module` can have one: give it an attribute
+`sharding` (docs/sharding.md has an example, examples/own_model.py runs it).
+
+Activations are (batch, sequence, hidden). Between the modules named `gathered` or `loss`, each device of the tensor axis has
+its own part of the sequence (sequence parallelism, Korthikanti et al. 2022), so norms and residuals are never held twice;
+inside them it has the whole sequence and its own part of the heads, the inner features or the vocabulary (tensor parallelism,
+Shoeybi et al. 2019).
+
+| role         | weights                        | what comes in        | what goes out                               |
+| ------------ | ------------------------------ | -------------------- | ------------------------------------------- |
+| `vocabulary` | rows of an embedding           | all tokens           | summed, this device's part of the sequence  |
+| `positions`  | a whole embedding              | all positions        | this device's part of the sequence          |
+| `whole`      | whole                          | whatever is there    | the same                                    |
+| `gathered`   | none of its own                | gathered sequence    | as its modules make it                      |
+| `columns`    | rows of the matrix (outputs)   | whole sequence       | this device's features                      |
+| `rows`       | columns of the matrix (inputs) | this device's features | summed, this device's part of the sequence |
+| `loss`       | rows, by vocabulary            | gathered sequence    | the loss, from logits that exist in parts   |
+| `experts`    | whole experts, first dim       | tokens of any expert | the same tokens                             |
+
+`columns(parts)` and `rows(parts)` say that the split dim consists of so many parts that must stay whole: heads. With fewer
+parts than devices, every device keeps all of them and uses the one it needs (key and value heads of grouped-query attention).
+`columns(gather=True)` puts the features together again afterwards: for a head whose logits the model itself needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from shardwise.config import Model
+
+Kind = Literal["vocabulary", "positions", "whole", "gathered", "columns", "rows", "loss", "experts"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a module does in a tensor-parallel group."""
+
+    kind: Kind
+    parts: int | None = None
+    gather: bool = False
+
+
+def vocabulary() -> Role:
+    """An embedding split by tokens."""
+    return Role("vocabulary")
+
+
+def positions() -> Role:
+    """An embedding of positions, whole on every device, asked only for the device's part of the sequence."""
+    return Role("positions")
+
+
+def whole() -> Role:
+    """Weights on every device, used on the device's own tokens or heads; their gradients are summed."""
+    return Role("whole")
+
+
+def gathered() -> Role:
+    """A module that needs the whole sequence."""
+    return Role("gathered")
+
+
+def columns(parts: int | None = None, gather: bool = False) -> Role:
+    """A linear layer split by outputs."""
+    return Role("columns", parts, gather)
+
+
+def rows(parts: int | None = None) -> Role:
+    """A linear layer split by inputs; it follows one split by outputs."""
+    return Role("rows", parts)
+
+
+def loss() -> Role:
+    """The output head with the loss inside, `models.Head`."""
+    return Role("loss")
+
+
+def experts() -> Role:
+    """Experts stacked in the first dim of every weight, called with (rows sorted by expert, rows of each expert)."""
+    return Role("experts")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A model's sharding table. In the names of modules a `*` stands for one part between dots."""
+
+    modules: Mapping[str, Role]
+    blocks: str | None = None
+    """The list of blocks, of which a pipeline stage keeps some; None: the model cannot be cut."""
+    first: tuple[str, ...] = ()
+    """Modules before the blocks: on the first stage; None on the others."""
+    last: tuple[str, ...] = ()
+    """Modules after the blocks: on the last stage; None on the others."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that are the same as another, where the two are on different stages."""
+    mixing: str | None = None
+    """Modules called with (query, key, value, mask), each (batch, heads, sequence, head_dim): where `context` devices meet."""
+    mask: str | None = None
+    """The module that turns document numbers into the mask handed to `mixing`."""
+
+    def role(self, path: str) -> Role | None:
+        """The role of the module at a path."""
+        return next((role for pattern, role in self.modules.items() if matches(pattern, path)), None)
+
+    def tied_name(self, name: str) -> str:
+        """The name under which a parameter is initialised, saved and compared."""
+        return self.tied.get(name, name)
+
+
+def matches(pattern: str | None, path: str) -> bool:
+    """Whether a module's path fits a pattern."""
+    return pattern is not None and _compiled(pattern).fullmatch(path) is not None
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+
+
+def split_dim(role: Role, parameter: str, tensor: int) -> int | None:
+    """The dim in which so many tensor devices split a module's parameter (its own name: "weight", "bias"), or None: each has it
+    whole. Experts are not split over the tensor axis.
+    """
+    if role.kind in ("vocabulary", "loss") or (role.kind == "columns" and not copies_parts(role, tensor)):
+        return 0
+    return 1 if role.kind == "rows" and parameter == "weight" else None
+
+
+def copies_parts(role: Role, tensor: int) -> bool:
+    """Whether there are fewer parts (heads) than devices, so that every device keeps all of them and uses one."""
+    return role.parts is not None and role.parts < tensor
+
+
+@lru_cache(maxsize=64)
+def transformer_sharding(config: Model) -> Sharding:
+    """The table of our own transformer (models/transformer.py)."""
+    return Sharding(
+        modules={
+            "embedding": vocabulary(),
+            "positions": positions(),
+            "blocks.*.attention_norm": whole(),
+            "blocks.*.attention": gathered(),
+            "blocks.*.attention.query": columns(config.heads),
+            "blocks.*.attention.key": columns(config.kv_heads),
+            "blocks.*.attention.value": columns(config.kv_heads),
+            "blocks.*.attention.query_norm": whole(),
+            "blocks.*.attention.key_norm": whole(),
+            "blocks.*.attention.output": rows(config.heads),
+            "blocks.*.feed_forward_norm": whole(),
+            "norm": whole(),
+            "head": loss(),
+            **(_EXPERTS if config.experts else _DENSE),
+        },
+        blocks="blocks",
+        first=("embedding", "positions"),
+        last=("norm", "head"),
+        tied={"head.weight": "embedding.weight"} if config.tied else {},
+        mixing="blocks.*.attention.mixing",
+        mask="mask",
+    )
+
+
+_DENSE = {
+    "blocks.*.feed_forward": gathered(),
+    "blocks.*.feed_forward.gate": columns(),
+    "blocks.*.feed_forward.up": columns(),
+    "blocks.*.feed_forward.down": rows(),
+}
+# Experts take the tokens of this device's part of the sequence as they are: each token goes to its experts, not to all devices.
+_EXPERTS = {
+    "blocks.*.feed_forward.router": whole(),
+    "blocks.*.feed_forward.experts": experts(),
+    "blocks.*.feed_forward.shared": gathered(),
+    "blocks.*.feed_forward.shared.gate": columns(),
+    "blocks.*.feed_forward.shared.up": columns(),
+    "blocks.*.feed_forward.shared.down": rows(),
+}

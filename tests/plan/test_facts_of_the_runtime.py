@@ -1,0 +1,104 @@
+"""What is said once of the runtime holds for one layout as for arrays of them: the same functions, asked both ways."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import SPLIT_BACKWARD, Layout, borrowed, can_borrow
+from shardwise.cost.space import Space, space_of
+from shardwise.plan.chunks import CHUNK_BYTES, chunk_tokens
+from shardwise.plan.engine import engine_of, shares_weights
+from shardwise.plan.grid import JOINED_AXES, RANK_AXES, devices, grid_dims, members
+from shardwise.plan.schedule import SCHEDULES, make_schedule
+
+FEW = st.sampled_from([1, 1, 2, 3, 4])
+ROWS = st.fixed_dictionaries(
+    {
+        **dict.fromkeys(RANK_AXES, FEW),
+        "expert": st.sampled_from([1, 2, 4, 6, 8]),
+        "zero": st.integers(0, 3),
+        "schedule": st.integers(0, len(SCHEDULES) - 1),
+        "offload": st.integers(0, 1),
+        "accumulation": st.integers(1, 3),
+    }
+).filter(lambda row: can_borrow(layout_of(row)))
+
+
+def layout_of(row: dict[str, int]) -> Layout:
+    axes: Any = {axis: row[axis] for axis in (*RANK_AXES, "expert", "zero")}
+    return Layout(**axes, schedule=SCHEDULES[row["schedule"]], offload=bool(row["offload"]))  # type: ignore[arg-type]
+
+
+def both(rows: list[dict[str, int]]) -> tuple[list[Layout], Space]:
+    return [layout_of(row) for row in rows], space_of(rows)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.lists(ROWS, min_size=1, max_size=20), experts=st.sampled_from([0, 24]))
+def test_the_engine_of_each_layout_is_that_of_the_array(rows: list[dict[str, int]], experts: int) -> None:
+    layouts, space = both(rows)
+    together = engine_of(space, experts)
+    for place, (row, layout) in enumerate(zip(rows, layouts, strict=True)):
+        engine = engine_of(layout, experts)
+        for name in ("zero", "single", "replicated", "sharded", "splits_backward", "keeps_gathered", "reduces_each"):
+            assert getattr(engine, name) == getattr(together, name)[place], name
+        whole = together.keeps_whole_gradients(space.accumulation)[place]
+        assert engine.keeps_whole_gradients(row["accumulation"]) == whole
+        assert engine.single + engine.replicated + engine.sharded == 1
+        assert shares_weights(layout, experts) == shares_weights(space, experts)[place]
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.lists(ROWS, min_size=1, max_size=20))
+def test_the_grid_of_each_layout_is_that_of_the_array(rows: list[dict[str, int]]) -> None:
+    layouts, space = both(rows)
+    for axis in (*RANK_AXES, *JOINED_AXES):
+        assert [devices(axis, layout) for layout in layouts] == devices(axis, space).tolist()
+        assert [prod(members(layout, axis).values()) for layout in layouts] == devices(axis, space).tolist()
+    for axis, taken in borrowed(space).items():
+        assert [borrowed(layout)[axis] for layout in layouts] == taken.tolist()
+    for layout in layouts:
+        assert prod(grid_dims(layout).values()) == layout.world
+        assert devices("expert", layout) * devices("expert_data", layout) == layout.data * layout.context * layout.tensor
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts", "engine"),
+    [
+        (Layout(data=1), 0, "single"),
+        (Layout(data=1, tensor=2, pipeline=2), 0, "single"),
+        (Layout(data=1, tensor=2, expert=2), 4, "single"),
+        (Layout(data=1, tensor=2), 4, "sharded"),  # both devices have all experts
+        (Layout(data=1, zero=3), 0, "single"),
+        (Layout(data=1, zero=3, offload=True), 0, "sharded"),
+        (Layout(data=2), 0, "replicated"),
+        (Layout(data=1, context=2, zero=0), 0, "replicated"),
+        (Layout(data=1, replica=2, zero=3), 0, "replicated"),  # nobody to shard with
+        (Layout(data=2, tensor=2), 0, "sharded"),
+        (Layout(data=2), 4, "sharded"),
+        (Layout(data=2, zero=1), 0, "sharded"),
+    ],
+)
+def test_known_layouts_have_the_engine_that_the_table_gives_them(layout: Layout, experts: int, engine: str) -> None:
+    found = engine_of(layout, experts)
+    assert [name for name in ("single", "replicated", "sharded") if getattr(found, name)] == [engine]
+
+
+def test_the_schedules_said_to_split_backward_are_those_with_actions_for_weights_alone() -> None:
+    def splits(name: Any) -> bool:
+        return any(action.kind == "W" for actions in make_schedule(name, 2, 4, None).actions for action in actions)
+
+    assert tuple(name for name in SCHEDULES if splits(name)) == SPLIT_BACKWARD
+
+
+@given(tokens=st.integers(1, 10**5), vocabulary=st.integers(1, 10**6), width=st.sampled_from([2, 4, 8]))
+def test_chunks_of_the_loss_are_the_same_for_numbers_and_arrays(tokens: int, vocabulary: int, width: int) -> None:
+    alone = chunk_tokens(tokens, vocabulary, width, "cpu")
+    assert chunk_tokens(np.array([tokens]), np.array([vocabulary]), width, "cpu").tolist() == [alone]
+    assert alone == 1 or alone * vocabulary * width <= CHUNK_BYTES["cpu"]
