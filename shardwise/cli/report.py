@@ -64,7 +64,7 @@ def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[s
     if summary["measured_steps"] < LEAST_STEPS:
         few = f"{summary['measured_steps']} steps of {run} can be compared with the plan (the first two warm up)"
         raise UserError(f"--calibrate: {few}; it takes {LEAST_STEPS} or more. Train for longer")
-    config = read(run / "config.toml")
+    config = _as_planned(read(run / "config.toml"), summary)
     path = _file(config, asked)
     old = _described(config, path, asked)
     new, changes = calibrate(old, _step_seconds(config, summary, old), rows)
@@ -80,6 +80,16 @@ def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[s
         ],
         "step_seconds": {"predicted": _step_seconds(config, summary, new)["total"], "measured": rows[0]["measured"]},
     }
+
+
+def _as_planned(config: Config, summary: dict[str, Any]) -> Config:
+    """The run's job with what its plan decided, as far as a prediction depends on it: recomputation, and which cluster."""
+    update: dict[str, Any] = {}
+    if summary["recompute"] is not None:
+        update["train"] = config.train.model_copy(update={"recompute": summary["recompute"]})
+    if summary["cluster_file"] is not None:
+        update["cluster"] = config.cluster.model_copy(update={"file": summary["cluster_file"]})
+    return config.model_copy(update=update)
 
 
 def _file(config: Config, asked: Path | None) -> Path:

@@ -12,8 +12,9 @@ import typer
 from shardwise.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
-    from shardwise.config import Config, Layout
+    from shardwise.config import Config
     from shardwise.mesh import Launched, Node, Worker
+    from shardwise.train.planner import Planner
 
 WORKERS_IMPORT = ("__main__", "shardwise.train.run")
 Limits = tuple[int | None, int | None]
@@ -112,8 +113,7 @@ def _check_data(config: Config) -> None:
 def _start(config: Config, node: Node | None, workers: int | None, limits: Limits) -> int:
     from shardwise.config import fewest_devices
     from shardwise.errors import UserError
-    from shardwise.mesh import device_memory, local_gpus
-    from shardwise.plan import choose
+    from shardwise.mesh import local_gpus
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
 
@@ -125,34 +125,42 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
         raise UserError(f"--min-workers {least}: more than the {most} workers that there can be")
     if most > 1 and (config.checkpoint.folder or "").startswith("memory:"):
         raise UserError(f"checkpoint.folder = {config.checkpoint.folder!r}: workers do not share their memory; give a folder")
-    memory = device_memory(here)
-    config = _planned(config, here, most, nodes)
-    plan = choose(config, most, memory)
-    if config.model.module is not None:
-        _check_module(config, plan.layout)
-    return launch(config, here, Bounds(least, most), node, memory)
+    planner = _planner(config, here, most, nodes)
+    _check(planner)
+    return launch(config, here, Bounds(least, most), node, planner)
 
 
-def _planned(config: Config, here: int, devices: int, nodes: int) -> Config:
-    """The job with what was left open decided by the planner, on the cluster it names or on this machine, which is then named."""
+def _planner(config: Config, here: int, devices: int, nodes: int) -> Planner:
+    """What plans this run: on the cluster that the job names, or on this machine where no other takes part."""
     from shardwise.cli.machine import this_machine
     from shardwise.cost.clusters import asked_for
+    from shardwise.mesh import device_memory
     from shardwise.probe.quick import remembered
-    from shardwise.search.forecast import is_open, plan_job
+    from shardwise.train.planner import Planner, left_to_the_planner
 
     if config.model.module is not None:
-        return config
-    named = asked_for(config)
-    decides = (is_open(config.layout) and devices > 1) or (named is not None and config.train.micro_batch is None)
-    if named is None and nodes == 1:
-        path = this_machine(here)[1] if decides else remembered(here)
-        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"file": path and str(path)})})
-        named = asked_for(config)
-    if not decides or named is None:
-        return config
-    config, why = plan_job(config, named.of(devices), devices)
-    typer.echo(f"planned: {why}", err=True)
-    return config
+        return Planner(config, devices, device_memory(here), _parameters(config))
+    cluster, file = asked_for(config), config.cluster.file
+    searches = left_to_the_planner(config, devices, cluster_is_named=cluster is not None)
+    if cluster is None and nodes == 1:
+        cluster, path = this_machine(here) if searches else (None, remembered(here))
+        if path is not None:
+            file = str(path)
+            cluster = asked_for(config.model_copy(update={"cluster": config.cluster.model_copy(update={"file": file})}))
+    return Planner(
+        config, devices, device_memory(here), cluster=cluster, cluster_file=file, searches=searches and cluster is not None
+    )
+
+
+def _check(planner: Planner) -> None:
+    """Refuse a job that cannot run, before any worker starts."""
+    plan = planner.first
+    if planner.searched:
+        typer.echo(planner.searched, err=True)
+    if planner.config.model.module is not None:
+        from shardwise.parallel import check_module
+
+        check_module(planner.config, plan.layout)
 
 
 def _asked(config: Config, limits: Limits, nodes: int) -> int | None:
@@ -165,18 +173,19 @@ def _asked(config: Config, limits: Limits, nodes: int) -> int | None:
     return total // nodes if total else None
 
 
-def _check_module(config: Config, layout: Layout) -> None:
+def _parameters(config: Config) -> int | None:
     """Only a job with a module of the user's own needs torch before the workers do."""
-    from shardwise.parallel import check_module
+    from shardwise.parallel import count_parameters
 
-    check_module(config, layout)
+    return count_parameters(config)
 
 
 def _be_worker(config: Config, worker: Worker) -> int:
     """One of the workers that another launcher started: what goes wrong is that launcher's to answer."""
     from shardwise.resilience.pulse import Alone
     from shardwise.train.launch import log_to
+    from shardwise.train.planner import planner_of_worker
     from shardwise.train.run import run
 
     log_to(Path(config.run.folder) / "logs" / f"rank-{worker.rank}.log")
-    return run(config, Alone(worker))
+    return run(config, Alone(worker, planner_of_worker(config, worker).first))

@@ -78,6 +78,8 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
         "parameters": plan.get("parameters"),
         "micro_batch": plan.get("micro_batch"),
         "accumulation": plan.get("accumulation"),
+        "recompute": plan.get("recompute"),
+        "cluster_file": plan.get("cluster_file"),
         "curve": _thinned([[step["step"], step["loss"]] for step in steps]),
     }
 

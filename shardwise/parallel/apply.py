@@ -42,7 +42,7 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
     where = lru_cache(maxsize=8)(partial(places, config.model, comm)) if layout.context > 1 else None
     multiple = sequence_multiple(config.model, layout)
     if layout.pipeline == 1:
-        return ParallelModel(comm, [_part(config, plain, table, comm)], table, where, multiple, tables)
+        return ParallelModel(comm, [_part(config, plan, plain, table, comm)], table, where, multiple, tables)
     from shardwise.parallel.pipeline import Pipelined, cut_out, own_stages  # torch's pipelines take a second to import
 
     stages = own_stages(config, plan, comm)
@@ -50,7 +50,7 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
     for index, (stage, _) in enumerate(stages.own):
         model = build_plain(config) if index else plain
         cut_out(model, table, stage, stages)
-        parts.append(_part(config, model, table, comm))
+        parts.append(_part(config, plan, model, table, comm))
     return Pipelined(comm, parts, table, where, multiple, tables, stages=stages)
 
 
@@ -85,11 +85,11 @@ def _embeddings(model: nn.Module) -> frozenset[str]:
     return frozenset(f"{path}.weight" for path in tables)
 
 
-def _part(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> Alone:
+def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> Alone:
     """Steps 3 to 6, for the whole model or one stage of it."""
-    layout, train = comm.mesh.layout, config.train
+    layout = comm.mesh.layout
     if layout.tensor > 1:
-        split_over_tensor(model, table, comm, gather_again=train.recompute == "none" and not is_compiled(config, comm.device))
+        split_over_tensor(model, table, comm, gather_again=plan.recompute == "none" and not is_compiled(config, comm.device))
     if config.model.experts:
         split_over_experts(model, table, comm)
     if layout.context > 1:
@@ -101,14 +101,14 @@ def _part(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> Alon
     # Collectives inside a block are kept out of the graph, which then comes in pieces. What a user's block does is unknown.
     ours = config.model.module is None and not config.model.experts
     whole = layout.tensor == layout.context == layout.expert == 1 and ours
-    around = compiled and not whole and train.recompute == "full"
+    around = compiled and not whole and plan.recompute == "full"
     if not around:
-        recompute(blocks, train.recompute, compiled)
+        recompute(blocks, plan.recompute, compiled)
     if compiled:
         for block in blocks:
             block.forward = torch.compile(block.forward, fullgraph=whole, dynamic=False)
     if around:
-        recompute(blocks, train.recompute, compiled)
+        recompute(blocks, plan.recompute, compiled)
     return _on_data_axes(config, model, table, comm)
 
 

@@ -37,7 +37,7 @@ from shardwise.models.dtypes import DTYPES, wide
 from shardwise.optim import local
 from shardwise.parallel.data import Alone
 from shardwise.parallel.model import ParallelModel
-from shardwise.plan import Plan, Schedule, make_schedule, stage_blocks
+from shardwise.plan import Plan, Schedule, make_schedule
 
 AXIS = "pipeline"
 
@@ -76,7 +76,8 @@ def own_stages(config: Config, plan: Plan, comm: Comm) -> Stages:
     """The cut of this job."""
     mesh, layout = comm.mesh, comm.mesh.layout
     schedule = make_schedule(layout.schedule, layout.pipeline, plan.accumulation, layout.stages_per_rank)
-    counts = stage_blocks(config.model, config.data.sequence_length, schedule.stages, layout.stages)
+    assert layout.stages is not None, "a plan says how the model is cut"
+    counts = layout.stages
     starts = [sum(counts[:stage]) for stage in range(schedule.stages)]
     return Stages(
         schedule=schedule,

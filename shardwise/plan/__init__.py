@@ -1,12 +1,13 @@
 """What we decide: parameters, FLOPs and memory in closed form, and the layout they lead to. No torch."""
 
-from shardwise.plan.choose import Plan, choose, fit, micro_batch_size
+from shardwise.plan.choose import Asked, choose, fit, micro_batch_size
 from shardwise.plan.dtypes import reduce_dtype, state_dtype
 from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.plan.grid import COPIES, RANK_AXES
 from shardwise.plan.memory import StateBytes, state_bytes
 from shardwise.plan.parameters import active_count, count, parameter_shapes
+from shardwise.plan.plan import Decision, Plan
 from shardwise.plan.schedule import SCHEDULES, Action, Schedule, make_schedule
 from shardwise.plan.stages import block_costs, cut, stage_blocks, stage_costs
 from shardwise.plan.timeline import Timeline, peak_in_flight, simulate
@@ -17,6 +18,8 @@ __all__ = [
     "RANK_AXES",
     "SCHEDULES",
     "Action",
+    "Asked",
+    "Decision",
     "Engine",
     "Plan",
     "Schedule",

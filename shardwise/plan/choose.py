@@ -1,107 +1,167 @@
-"""From what was asked to what will run: a `Plan` is a complete layout with the numbers that justify it.
+"""From what was asked to what will run: `choose` makes a `Plan` for so many devices, `fit` for as many of them as can be used.
 
-The degrees that the user leaves open are filled in: `data` takes the devices that are left, `zero` is the lowest stage whose
-model states fit in the memory given (a lower stage communicates less). A Plan is plain data; a run keeps it as plan.json.
+What the user leaves open is filled in: `data` takes the devices that are left, `zero` is the lowest stage whose model states fit
+in the memory given (a lower stage communicates less), stages are cut evenly by time. A search (search/) may have filled in more
+before; then `asked` is the job as it was given, so that the plan can say of each setting who decided it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from shardwise.config import Config, Layout, Train, divisors, nearest_layout, nearest_to, problems_of_layout
+from shardwise.config import (
+    Config,
+    Layout,
+    Train,
+    context_attention,
+    divisors,
+    nearest_layout,
+    nearest_to,
+    problems_of_layout,
+    stages_on_a_rank,
+)
 from shardwise.errors import ConfigError
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token
-from shardwise.plan.memory import StateBytes, state_bytes
+from shardwise.plan.memory import state_bytes
 from shardwise.plan.parameters import count
+from shardwise.plan.plan import DEFAULT, GIB, Decision, Plan
+from shardwise.plan.stages import stage_blocks
 
-GIB = 2**30
 MICRO_BATCHES_A_STAGE = 4
 STATE_SHARE = 0.6
 """Share of a device's memory that model states may take when `zero` is chosen; the rest is for activations."""
+OPEN = (None, -1, "auto")
+"""Values of a setting that leave it open, like leaving it out."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A layout and the predictions that justify it."""
+class Asked:
+    """A job as it was given, where something else than `choose` decided some of it since, and why that did."""
 
-    layout: Layout
-    micro_batch: int
-    accumulation: int
-    parameters: int
-    flops_per_token: float
-    state_bytes: StateBytes
-    reason: str
-    flop_convention: str = FLOP_CONVENTION
-    predicted: dict[str, Any] | None = None
-    """What a step will take (search/forecast.py), where the cluster is known."""
-
-    def to_json(self) -> dict[str, Any]:
-        """What plan.json holds."""
-        memory = {name: value / GIB for name, value in asdict(self.state_bytes).items()}
-        return {
-            "layout": self.layout.model_dump(),
-            "micro_batch": self.micro_batch,
-            "accumulation": self.accumulation,
-            "parameters": self.parameters,
-            "flops_per_token": self.flops_per_token,
-            "flop_convention": self.flop_convention,
-            "memory_gib": {**memory, "states": self.state_bytes.total / GIB},
-            "reason": self.reason,
-            "predicted": self.predicted,
-        }
+    config: Config
+    why: str
 
 
-def choose(config: Config, devices: int, memory_bytes: float | None = None, parameters: int | None = None) -> Plan:
+def choose(
+    config: Config,
+    devices: int,
+    memory_bytes: float | None = None,
+    parameters: int | None = None,
+    asked: Asked | None = None,
+) -> Plan:
     """The plan for this job on this many devices, each with this much memory (None: unknown). `parameters`: as counted in a
-    user's own module; None: as the configuration says.
+    user's own module; None: as the configuration says. `asked`: the job before something else decided some of it.
     """
     layout = _with_data(config, devices)
     problems = problems_of_layout(config.model, config.data, config.train, layout)
     if problems:
         raise ConfigError(f"the job on {devices} devices", problems)
-    share = config.train.global_batch // layout.data_parallel
-    micro_batch = micro_batch_size(config.train, layout)
-    accumulation = share // micro_batch
-    zero, reason = _zero(config, layout, accumulation, memory_bytes, parameters)
+    whys = {"data": "the devices that the other axes leave"}
+    micro_batch, whys["micro_batch"] = _micro_batch(config.train, layout)
+    accumulation = config.train.global_batch // layout.data_parallel // micro_batch
+    zero, whys["zero"] = _zero(config, layout, accumulation, memory_bytes, parameters)
     states = state_bytes(config, layout.model_copy(update={"zero": zero}), accumulation, parameters)
     if memory_bytes is not None and states.total > memory_bytes and not layout.offload:
         raise ConfigError(f"the job on {devices} devices", [_too_large(states.total, memory_bytes, zero)])
+    layout, more = _completed(config, layout.model_copy(update={"zero": zero}))
+    values = {**layout.model_dump(), "micro_batch": micro_batch, "recompute": config.train.recompute}
     return Plan(
-        layout=layout.model_copy(update={"zero": zero}),
+        layout=layout,
         micro_batch=micro_batch,
         accumulation=accumulation,
+        recompute=config.train.recompute,
+        decisions=_decisions(config, values, whys | more, asked),
         parameters=parameters or count(config.model),
         flops_per_token=6.0 * parameters if parameters else flops_per_token(config.model, config.data.sequence_length),
         state_bytes=states,
-        reason=reason,
         flop_convention=OWN_FLOP_CONVENTION if parameters else FLOP_CONVENTION,
     )
 
 
-def fit(config: Config, devices: int, least: int, memory_bytes: float | None = None) -> Plan | None:
+def fit(
+    config: Config,
+    devices: int,
+    least: int,
+    memory_bytes: float | None = None,
+    parameters: int | None = None,
+    asked: Asked | None = None,
+) -> Plan | None:
     """The plan for as many of these devices as a layout near the one asked for can use; None if that is fewer than `least`.
 
     A run that lost devices goes on under it. On each number of devices, from all of them down, only the data axis is changed
     if that will do; else the nearest layout is taken.
     """
-    for count_of in range(devices, least - 1, -1):
+    for world in range(devices, least - 1, -1):
         relaxed = config.layout.model_copy(update={"data": -1})
-        nearest = nearest_to(config.model, config.data, config.train, relaxed, count_of)
+        nearest = nearest_to(config.model, config.data, config.train, relaxed, world)
+        changed = Asked(asked.config if asked else config, f"the nearest that works on {world} of {devices} devices")
         for layout in (config.layout, relaxed, *([nearest] if nearest else [])):
             with suppress(ConfigError):
-                return choose(config.model_copy(update={"layout": layout}), count_of, memory_bytes)
+                why = asked if layout is config.layout else changed
+                return choose(config.model_copy(update={"layout": layout}), world, memory_bytes, parameters, why)
     return None
 
 
 def micro_batch_size(train: Train, layout: Layout) -> int:
     """As asked; or a device's whole share, cut for a pipeline into at least four micro-batches a stage where it can be."""
+    return _micro_batch(train, layout)[0]
+
+
+def _micro_batch(train: Train, layout: Layout) -> tuple[int, str]:
     share = train.global_batch // layout.data_parallel
     if train.micro_batch or layout.pipeline == 1:
-        return train.micro_batch or share
-    return share // next(count for count in divisors(share) if count >= min(share, MICRO_BATCHES_A_STAGE * layout.pipeline))
+        return train.micro_batch or share, "a device's whole share of the batch"
+    parts = next(count for count in divisors(share) if count >= min(share, MICRO_BATCHES_A_STAGE * layout.pipeline))
+    return share // parts, f"the batch in {parts} parts, where {MICRO_BATCHES_A_STAGE} a pipeline stage keep the bubble small"
+
+
+def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
+    """The layout with what a pipeline and context devices need said in full, and why it is so."""
+    values: dict[str, Any] = {}
+    whys: dict[str, str] = {}
+    if layout.pipeline > 1:
+        stages = stages_on_a_rank(layout)
+        blocks = stage_blocks(config.model, config.data.sequence_length, stages * layout.pipeline, layout.stages)
+        values |= {"stages_per_rank": stages, "stages": blocks}
+        whys |= {"stages_per_rank": f"what {layout.schedule} takes", "stages": "cut so that the slowest is as fast as can be"}
+    if layout.context > 1:
+        attention = context_attention(config.model, layout)
+        values["attention"] = attention
+        whys["attention"] = f"heads {'divide' if attention == 'ulysses' else 'do not divide'} over the context devices"
+    return layout.model_copy(update=values), whys
+
+
+def _decisions(config: Config, values: Mapping[str, Any], whys: Mapping[str, str], asked: Asked | None) -> dict[str, Decision]:
+    """Who decided each setting. What was given and came out otherwise was chosen too."""
+    given = given_settings(asked.config if asked else config)
+    put_in = given_settings(config) if asked else {}
+    decisions = {}
+    for field, value in values.items():
+        name = setting_of(field)
+        why = asked.why if asked and name in put_in and put_in[name] == value else whys.get(field, DEFAULT)
+        if name in given and given[name] == value:
+            decisions[name] = Decision(value, True, "as asked")
+        else:
+            decisions[name] = Decision(value, False, f"{given[name]} was asked for; {why}" if name in given else why)
+    return decisions
+
+
+def setting_of(field: str) -> str:
+    """The name in a job of what a plan decides."""
+    return f"train.{field}" if field in ("micro_batch", "recompute") else f"layout.{field}"
+
+
+def given_settings(config: Config) -> dict[str, Any]:
+    """The settings that a plan decides and that this job does not leave open."""
+    given = {field: getattr(config.layout, field) for field in config.layout.model_fields_set}
+    given |= {
+        field: getattr(config.train, field) for field in ("micro_batch", "recompute") if field in config.train.model_fields_set
+    }
+    return {setting_of(field): value for field, value in given.items() if value not in OPEN}
 
 
 def _with_data(config: Config, devices: int) -> Layout:
@@ -140,13 +200,13 @@ def _zero(
     if not shares_weights(layout, config.model.experts) and not layout.offload:
         return 0, "nothing to shard: no other device holds the same weights"
     if layout.zero is not None:
-        return layout.zero, f"zero = {layout.zero} as asked"
+        return layout.zero, "as asked"
     if layout.replica > 1:
-        return 3, "zero = 3: replica is above 1, which asks for hybrid sharding"
+        return 3, "replica is above 1, which asks for hybrid sharding"
     if layout.offload:
-        return 3, "zero = 3: offload needs sharded states"
+        return 3, "offload needs sharded states"
     if memory_bytes is None:
-        return 0, "zero = 0: device memory unknown, so nothing is sharded unless asked"
+        return 0, "device memory is unknown, so nothing is sharded unless asked"
     room = STATE_SHARE * memory_bytes
     for zero in range(4):
         sharded = layout.model_copy(update={"zero": zero})
@@ -154,4 +214,4 @@ def _zero(
         if states <= room:
             break
     fits = f"states take {states / GIB:.3g} GiB of the {room / GIB:.3g} GiB meant for them on each device"
-    return zero, f"zero = {zero} is the lowest stage that fits: {fits}" if states <= room else f"zero = 3, yet {fits}"
+    return zero, f"the lowest stage that fits: {fits}" if states <= room else f"the highest stage, yet {fits}"

@@ -22,7 +22,8 @@ from typing import Any, Literal
 
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
-from shardwise.resilience.team import Fault, Team
+from shardwise.plan import Plan
+from shardwise.resilience.team import Fault, Member, Team
 
 Phase = Literal["build", "restore", "step", "evaluate", "save", "end"]
 
@@ -32,13 +33,15 @@ class Alone:
 
     recovers = False
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker: Worker | None = worker
+    def __init__(self, worker: Worker, plan: Plan) -> None:
+        members = tuple(Member(worker.address, rank) for rank in range(worker.world))
+        team = Team(worker.generation, members, plan, worker.address, worker.port, time.time())
+        self._only: tuple[Worker, Team] | None = (worker, team)
 
-    def next_team(self) -> tuple[Worker, Team | None] | None:
+    def next_team(self) -> tuple[Worker, Team] | None:
         """Who to train with next; None: nobody."""
-        worker, self._worker = self._worker, None
-        return (worker, None) if worker else None
+        only, self._only = self._only, None
+        return only
 
     def progress(self, phase: Phase, step: int) -> None:
         """This phase began, or this step is done."""
@@ -67,7 +70,7 @@ class Pulse(Alone):
         self._sending = threading.Lock()
         threading.Thread(target=self._listen, name="line to the host", daemon=True).start()
 
-    def next_team(self) -> tuple[Worker, Team | None] | None:
+    def next_team(self) -> tuple[Worker, Team] | None:
         self._send("waiting", None)
         place = self._teams.get()
         if place is not None:

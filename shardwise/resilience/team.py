@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from shardwise.plan import Plan
+
 LOST_SECONDS = 10.0
 """A host that was not heard of for this long is lost."""
 FRUITLESS = 3
@@ -67,7 +69,8 @@ class Team:
 
     generation: int
     members: tuple[Member, ...]
-    layout: dict[str, Any]
+    plan: Plan
+    """What they train by."""
     address: str
     port: int
     formed: float
@@ -77,14 +80,16 @@ class Team:
 
     def to_json(self) -> dict[str, Any]:
         """As sent to the hosts."""
-        return asdict(self)
+        members = [asdict(member) for member in self.members]
+        fault = asdict(self.fault) if self.fault else None
+        return {**vars(self), "members": members, "plan": self.plan.to_json(), "fault": fault}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Team:
         """As received."""
         members = tuple(Member(**member) for member in value["members"])
         fault = Fault(**value["fault"]) if value["fault"] else None
-        return cls(**{**value, "members": members, "fault": fault})
+        return cls(**{**value, "members": members, "plan": Plan.from_json(value["plan"]), "fault": fault})
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ class Orders:
 
     def to_json(self) -> dict[str, Any]:
         """As sent to the hosts."""
-        return {**asdict(self), "team": self.team.to_json() if self.team else None}
+        return {**vars(self), "team": self.team.to_json() if self.team else None}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Orders:
@@ -143,15 +148,15 @@ class Bounds:
     most: int
 
 
-Fit = Callable[[int], tuple[int, dict[str, Any]] | None]
-"""From a number of devices to how many of them can be used, and the layout on them; None where no layout works."""
+MakePlan = Callable[[int], Plan | None]
+"""From a number of workers to the plan for as many of them as can be used; None where no layout works."""
 
 
 class Lead:
     """The leader's judgement: reports in, orders out."""
 
-    def __init__(self, bounds: Bounds, fit: Fit, attempts: int, port: int) -> None:
-        self.bounds, self.fit, self.attempts, self.port = bounds, fit, attempts, port
+    def __init__(self, bounds: Bounds, make_plan: MakePlan, attempts: int, port: int) -> None:
+        self.bounds, self.make_plan, self.attempts, self.port = bounds, make_plan, attempts, port
         self.orders = Orders()
         self.faults: list[Fault] = []
         """Every fault so far, one for each team that broke: the first cause."""
@@ -231,8 +236,8 @@ class Lead:
     def _form(self, now: float, fault: Fault | None) -> None:
         """The next team, if there are enough workers; the first waits a while for all of them."""
         before, slots = self.orders.team, self._slots()
-        found = self.fit(min(len(slots), self.bounds.most)) if len(slots) >= self.bounds.least else None
-        if found is None or found[0] < self.bounds.least:
+        plan = self.make_plan(min(len(slots), self.bounds.most)) if len(slots) >= self.bounds.least else None
+        if plan is None or plan.world < self.bounds.least:
             self._enough_since = None
             self.lacks = f"waiting for workers: {len(slots)} are there, at least {self.bounds.least} are needed"
             return
@@ -240,11 +245,10 @@ class Lead:
         self._enough_since = now if self._enough_since is None else self._enough_since
         if before is None and len(slots) < self.bounds.most and now - self._enough_since < PATIENCE_SECONDS:
             return
-        world, layout = found
         team = Team(
             generation=before.generation + 1 if before else 1,
-            members=tuple(slots[:world]),
-            layout=layout,
+            members=tuple(slots[: plan.world]),
+            plan=plan,
             address=self._reports[slots[0].host][0].address,
             port=self.port,
             formed=time.time(),
@@ -258,11 +262,11 @@ class Lead:
         leaving = {name for name, (report, _) in self._reports.items() if report.leaving}
         slots = self._slots()
         if leaving & {member.host for member in team.members}:
-            enough = len(slots) >= self.bounds.least and self.fit(len(slots)) is not None
+            enough = len(slots) >= self.bounds.least and self.make_plan(len(slots)) is not None
             self.orders = replace(self.orders, wish="regroup" if enough else "stop")
             return
-        found = self.fit(min(len(slots), self.bounds.most)) if len(slots) > len(team.members) else None
-        if found is None or found[0] <= len(team.members):
+        plan = self.make_plan(min(len(slots), self.bounds.most)) if len(slots) > len(team.members) else None
+        if plan is None or plan.world <= len(team.members):
             self._enough_since = None
         elif self._enough_since is None:
             self._enough_since = now

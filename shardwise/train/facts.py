@@ -23,7 +23,8 @@ def facts(training: Training) -> dict[str, str]:
         "model": f"{config.model.module or config.model.preset or 'custom'}, {plan.parameters:,} parameters",
         "data": f"{seen.tokens:,} tokens, {seen.documents:,} documents, {seen.held_out:,} sequences held out",
         "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
-        "layout": f"{describe_layout(training)}; {plan.reason}",
+        "layout": describe_layout(training),
+        "chosen": plan.chosen(),
         "batch": f"{train.global_batch} sequences of {config.data.sequence_length}: {plan.layout.data_parallel} devices x "
         f"{plan.accumulation} micro-batches of {plan.micro_batch}",
         "precision": f"{train.precision} computation, {state_dtype(train)} weights and optimizer state, gradients summed in "
@@ -31,7 +32,7 @@ def facts(training: Training) -> dict[str, str]:
         **_pipeline(training),
         "attention": _attention(training),
         "compile": "each block" if is_compiled(config, device) and training.parallel.table.blocks else "off",
-        "recompute": str(train.recompute),
+        "recompute": str(plan.recompute),
         "optimizer": "AdamW, fused kernel",
         "MFU": plan.flop_convention if peak_flops(device_name(device), train.precision) else "n/a: no known peak for this device",
         **_without_effect(training),

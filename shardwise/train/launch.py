@@ -15,7 +15,7 @@ import socket
 import sys
 import traceback
 import uuid
-from functools import cache, partial
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,29 +25,28 @@ import psutil
 from shardwise.config import Config
 from shardwise.mesh import Node, Worker, open_meeting_place, worker_environment
 from shardwise.observe import EventsFile
-from shardwise.plan import fit
+from shardwise.plan import Plan
 from shardwise.resilience.host import Host
 from shardwise.resilience.meeting import Caller, Meeting
 from shardwise.resilience.team import Bounds, Lead
+from shardwise.train.planner import Planner
 
 log = logging.getLogger("shardwise")
 
 
-def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, memory_bytes: float) -> int:
+def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, planner: Planner) -> int:
     """Take part in the run with this many local workers; returns the exit status, or raises the first cause."""
     environment = worker_environment(workers, _interface(node) if node and node.nodes > 1 else None)
     logs = Path(config.run.folder) / "logs"
     leads = node is None or node.node_rank == 0
 
-    @cache
-    def usable(devices: int) -> tuple[int, dict[str, Any]] | None:
-        plan = fit(config, devices, bounds.least, memory_bytes)
-        return (plan.layout.world, plan.layout.model_dump()) if plan else None
-
     def record(event: str, **facts: Any) -> None:
         events = EventsFile(Path(config.run.folder) / "events.jsonl")
         events.write(event, **facts)
         events.close()
+
+    def make_plan(devices: int) -> Plan | None:
+        return planner.on(devices, bounds.least)
 
     place = open_meeting_place() if leads else None
     meeting = Meeting(node.address, node.port, node.run_id) if node and leads and node.nodes > 1 else None
@@ -57,7 +56,7 @@ def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, memo
         start=partial(serve, config, environment),
         recovery=config.recovery,
         logs=logs,
-        lead=(Lead(bounds, usable, config.recovery.attempts, place.port), meeting) if place else None,
+        lead=(Lead(bounds, make_plan, config.recovery.attempts, place.port), meeting) if place else None,
         caller=Caller(node.address, node.port, node.run_id) if node and node.nodes > 1 else None,
         record=record if leads else _silent,
     )

@@ -6,6 +6,7 @@ Every rank executes the same lines in the same order, because most of them commu
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import logging
 import signal
@@ -13,21 +14,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.checkpoint.save import ResumeCheckpoint
-from shardwise.config import Config, Layout, to_toml
+from shardwise.config import Config, to_toml
 from shardwise.data import Dataset, check_vocabulary
 from shardwise.errors import UserError
-from shardwise.mesh import Worker, abandon, device_memory, leave, peer_is_gone
+from shardwise.mesh import Worker, abandon, leave, peer_is_gone
 from shardwise.observe import Ledger
-from shardwise.parallel import count_parameters
-from shardwise.plan import choose
 from shardwise.resilience.copies import Copies
 from shardwise.resilience.host import INTERRUPTED, RESUME_ME
 from shardwise.resilience.pulse import Alone
@@ -78,19 +77,16 @@ def run(config: Config, line: Alone) -> int:
 def _in_team(
     config: Config,
     worker: Worker,
-    team: Team | None,
+    team: Team,
     dataset: Dataset,
     line: Alone,
     signalled: Callable[[], int | None],
     copies: Copies,
 ) -> int | None:
     """Train with these peers; None if the team parts before the end and another is to follow."""
-    if team is not None:
-        config = config.model_copy(update={"layout": Layout(**team.layout)})
     moments = {"joining": time.time()}
     line.progress("build", 0)
-    plan = choose(config, worker.world, device_memory(worker.local_world), count_parameters(config))
-    training = build(config, plan, worker, dataset)
+    training = build(config, team.plan, worker, dataset)
     _present[:] = [training.comm.ledger]
     _check_same_job(training)
     moments["built"] = time.time()
@@ -101,7 +97,7 @@ def _in_team(
     moments["restored"] = time.time()
     line.progress("step", training.step)
     status: int | None = 0
-    if training.step < config.train.steps or (team is not None and team.generation > 1):
+    if training.step < config.train.steps or team.generation > 1:
         status = _speaking(training, Beginning(chosen, team, moments), line, signalled, copies)
     elif training.mesh.is_main:
         say_nothing_is_left(training, Path(config.run.folder))
@@ -109,13 +105,13 @@ def _in_team(
     return status
 
 
-def _go_on(training: Training, team: Team | None, copies: Copies) -> ResumeCheckpoint:
+def _go_on(training: Training, team: Team, copies: Copies) -> ResumeCheckpoint:
     """Put the newest state in place: from the workers' memories, or from storage."""
     config, checkpointer = training.config, training.checkpointer
     if recall(training, copies):
         return ResumeCheckpoint(None)
     chosen = ResumeCheckpoint(None)
-    if team is not None and team.reached > 0:  # an earlier team of this run began as it was asked to; this one goes on
+    if team.reached > 0:  # an earlier team of this run began as it was asked to; this one goes on
         chosen = checkpointer.choose_checkpoint(_going_on(config))
     if chosen.folder is None:
         chosen = checkpointer.choose_checkpoint(config)
@@ -237,13 +233,17 @@ def _signals() -> Iterator[Callable[[], int | None]]:
 
 
 def _check_same_job(training: Training) -> None:
-    """Workers that were started with different jobs would wait for each other forever; stop them now."""
+    """Workers that were started with different jobs would wait for each other forever; stop them now. A prediction may differ
+    in its last digits between CPUs and decides nothing.
+    """
     if training.mesh.worker.world == 1:
         return
-    mine = json.dumps([to_toml(training.config), training.plan.layout.model_dump()])
-    first: list[Any] = [mine]
-    dist.broadcast_object_list(first, src=0)
-    if first[0] != mine:
+    decided = replace(training.plan, predicted=None, unpredicted=None)
+    job = json.dumps([to_toml(training.config, as_asked=True), decided.to_json()]).encode()
+    mine = torch.tensor(list(hashlib.sha256(job).digest()), dtype=torch.uint8, device=training.mesh.device)
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    if not torch.equal(first, mine):
         raise UserError(
             f"rank {training.mesh.worker.rank} was started with another job than rank 0: "
             "give every node the same job file and overrides, and say layout.zero if the nodes' memory differs"

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,10 @@ from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.checkpoint.storage import parent, same_place
 from shardwise.comm import EXPOSED
 from shardwise.config import Config, to_toml
-from shardwise.cost.clusters import asked_for
 from shardwise.data import unigram_loss
-from shardwise.errors import UserError
 from shardwise.mesh import device_name
 from shardwise.observe import TrainingProgress, error_console, header, memory_kind, mfu, open_sinks, peak_flops, read_lines
-from shardwise.plan import Plan
 from shardwise.resilience.team import Team
-from shardwise.search.forecast import forecast
 from shardwise.train.build import Training
 from shardwise.train.facts import describe_layout, facts
 from shardwise.train.steps import Step
@@ -53,16 +49,16 @@ def say_nothing_is_left(training: Training, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a team starts from: a checkpoint or none, the team where our own launcher formed it, and when things happened."""
+    """What a team starts from: a checkpoint or none, the team, and when things happened."""
 
     chosen: ResumeCheckpoint
-    team: Team | None
+    team: Team
     moments: dict[str, float]
 
     @property
     def again(self) -> bool:
         """Whether this team goes on with what another began."""
-        return self.team is not None and self.team.generation > 1
+        return self.team.generation > 1
 
 
 class Silence:
@@ -90,30 +86,16 @@ class Silence:
         """Nothing more will be said, whether the run ended well or not."""
 
 
-def _predicted(training: Training) -> Plan:
-    """The plan with what a step will take, where the cluster is known. No run fails for want of a prediction."""
-    config, plan = training.config, training.plan
-    if config.model.module is not None:
-        return plan
-    try:
-        cluster = asked_for(config)
-        if cluster is None:
-            return plan
-        found = forecast(config, plan.layout, plan.micro_batch, plan.accumulation, cluster.of(plan.layout.world))
-    except (UserError, KeyError, ValueError) as error:
-        log.warning("no prediction for this run: %s", error)
-        return plan
-    return replace(plan, predicted=found)
-
-
 class Voice(Silence):
     """The main rank's: the run folder and the terminal."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder = training, folder
         self.console = error_console()
-        (folder / "config.toml").write_text(to_toml(training.config))
-        (folder / "plan.json").write_text(json.dumps(_predicted(training).to_json(), indent=1) + "\n")
+        (folder / "config.toml").write_text(to_toml(training.config, as_asked=True))
+        (folder / "plan.json").write_text(json.dumps(training.plan.to_json(), indent=1) + "\n")
+        if training.plan.unpredicted:
+            log.warning("no prediction for this run: %s", training.plan.unpredicted)
         self.lost = _seconds_after(folder / "metrics.jsonl", training.step)
         self.sinks = open_sinks(folder, training.config.observe, training.step)
         self.progress = TrainingProgress(self.console, training.config.train.steps, training.step + 1)
@@ -146,8 +128,7 @@ class Voice(Silence):
         if beginning.again:
             self._say_team(beginning.team)
 
-    def _say_team(self, team: Team | None) -> None:
-        assert team is not None, "it goes on with another team"
+    def _say_team(self, team: Team) -> None:
         why = f"{team.fault.cause}. " if team.fault else ""
         self.progress.message(
             f"{why}Going on from step {self.training.step} with {len(team.members)} workers, {describe_layout(self.training)}"
@@ -156,7 +137,7 @@ class Voice(Silence):
     def _recovered(self) -> None:
         """The first step after a fault is done: what the fault cost, and on what the time went."""
         team, moments = self.beginning.team, self.beginning.moments
-        if team is None or team.fault is None:
+        if team.fault is None:
             return
         now, fault = time.time(), team.fault
         lost, lost_seconds = len(self.lost), sum(self.lost)
@@ -210,8 +191,8 @@ class Voice(Silence):
         team = self.beginning.team
         for one in done.stragglers.found:
             self.sinks.event("straggler", rank=one.rank, factor=one.factor, cause=one.cause, step=one.since_step)
-            several = team is not None and len({member.host for member in team.members}) > 1
-            host = f"; it is on host {team.members[one.rank].host}" if team and several and one.rank is not None else ""
+            several = len({member.host for member in team.members}) > 1
+            host = f"; it is on host {team.members[one.rank].host}" if several and one.rank is not None else ""
             self.progress.message(f"{one}{host}")
         for one in done.stragglers.gone:
             self.sinks.event("straggler_gone", rank=one.rank, cause=one.cause, step=done.step)

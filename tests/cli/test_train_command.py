@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -223,3 +224,18 @@ def test_the_run_folder_holds_what_the_design_promises(shardwise: Shardwise, tmp
     assert list(run.rglob("events.out.tfevents*"))
     report = shardwise("report", "run", "--json")
     assert json.loads(report.stdout)["steps"] == 3
+
+
+def test_the_run_keeps_the_job_as_it_was_asked_and_the_plan_says_what_was_chosen(shardwise: Shardwise, tmp_path: Path) -> None:
+    done = shardwise("train", "examples/quickstart.toml", "model.preset=bytes-400k", "observe.sample=", "train.steps=1")
+    trained(done)
+    run = tmp_path / "runs" / "quickstart"
+    decisions = json.loads((run / "plan.json").read_text())["decisions"]
+    assert decisions["layout.data"] == {"value": 2, "asked": True, "why": "as asked"}
+    assert (decisions["layout.zero"]["value"], decisions["layout.zero"]["asked"]) == (0, False)
+    assert decisions["layout.zero"]["why"].startswith("the lowest stage that fits: states take")
+    assert (decisions["train.micro_batch"]["value"], decisions["train.micro_batch"]["asked"]) == (16, False)
+    job = tomllib.loads((run / "config.toml").read_text())
+    assert job["layout"] == {"data": 2}
+    assert "micro_batch" not in job["train"]
+    assert "zero 0: the lowest stage that fits" in " ".join(done.stderr.split())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Config, Layout, Train, from_tables
 from shardwise.errors import ConfigError
-from shardwise.plan import choose, fit
+from shardwise.plan import Plan, choose, fit
 from shardwise.plan.memory import state_bytes
 
 
@@ -63,6 +66,7 @@ def test_bytes_a_parameter_are_the_published_ones(precision: str, states: str, e
     assert [state_bytes(config, layout, 2, parameters=1).total for layout in layouts] == pytest.approx(expected)
 
 
+@settings(deadline=None)
 @given(devices=st.integers(1, 64), batch=st.integers(1, 512), replica=st.integers(1, 4))
 def test_a_plan_covers_the_batch_exactly_or_is_refused(devices: int, batch: int, replica: int) -> None:
     tables = {"data": {"source": "x"}, "train": {"global_batch": batch}, "layout": {"replica": replica}}
@@ -99,3 +103,55 @@ def test_fewer_devices_than_allowed_give_no_plan() -> None:
     three = fit(asked, 3, least=1)
     assert three is not None
     assert (three.layout.world, three.layout.data) != (3, 3), "a batch of 4 does not divide by 3"
+
+
+def whys(plan: Plan) -> dict[str, tuple[object, bool, str]]:
+    return {name: (decision.value, decision.asked, decision.why) for name, decision in plan.decisions.items()}
+
+
+def test_a_plan_says_of_every_setting_whether_it_was_asked_for_or_chosen_and_why() -> None:
+    plan = choose(job(tensor=2, zero=1), 8)
+    found = whys(plan)
+    assert found.keys() == {f"layout.{field}" for field in Layout.model_fields} | {"train.micro_batch", "train.recompute"}
+    assert found["layout.tensor"] == (2, True, "as asked")
+    assert found["layout.zero"] == (1, True, "as asked")
+    assert found["layout.data"] == (4, False, "the devices that the other axes leave")
+    assert found["layout.pipeline"] == (1, False, "the default")
+    assert found["train.micro_batch"] == (8, False, "a device's whole share of the batch")
+    assert plan.chosen() == "data 4: the devices that the other axes leave; micro_batch 8: a device's whole share of the batch"
+
+
+def test_what_comes_out_otherwise_than_asked_is_not_called_asked() -> None:
+    alone = whys(choose(job(zero=3, data=1), 1))
+    assert alone["layout.zero"] == (0, False, "3 was asked for; nothing to shard: no other device holds the same weights")
+    asked = from_tables({"data": {"source": "x"}, "train": {"global_batch": 12}, "layout": {"tensor": 2, "data": 2}})
+    three = fit(asked, 3, least=1)
+    assert three is not None
+    assert whys(three)["layout.tensor"] == (1, False, "2 was asked for; the nearest that works on 3 of 3 devices")
+    assert whys(three)["layout.data"][:2] == (3, False)
+
+
+def test_a_layout_that_a_plan_completes_leaves_nothing_open() -> None:
+    layout = choose(job(pipeline=2, context=2, schedule="interleaved"), 8).layout
+    assert (layout.data, layout.zero, layout.stages_per_rank, layout.attention) == (2, 0, 2, "ulysses")
+    assert layout.stages is not None
+    assert (len(layout.stages), sum(layout.stages)) == (4, 12)
+
+
+@settings(deadline=None)
+@given(
+    devices=st.sampled_from([1, 2, 4, 8, 16]),
+    layout=st.fixed_dictionaries(
+        {}, optional={"pipeline": st.sampled_from([1, 2]), "tensor": st.sampled_from([1, 2]), "zero": st.integers(0, 3)}
+    ),
+    memory=st.none() | st.floats(1e8, 1e11),
+)
+def test_a_plan_is_the_same_after_json(devices: int, layout: dict[str, object], memory: float | None) -> None:
+    try:
+        plan = choose(job(**layout), devices, memory)
+    except ConfigError:
+        return
+    plan = replace(plan, cluster_file="here.toml", predicted={"step_seconds": {"total": 0.1}, "bytes": [{"axis": "data"}]})
+    text = json.dumps(plan.to_json())
+    assert Plan.from_json(json.loads(text)) == plan
+    assert json.dumps(Plan.from_json(json.loads(text)).to_json()) == text

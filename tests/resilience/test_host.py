@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pretend import STEPS, work
+from pretend import STEPS, plan_for, work
 
 from shardwise.config import Recovery
 from shardwise.errors import RunFailed, UserError
@@ -25,10 +25,6 @@ from shardwise.resilience.team import Bounds, Lead
 Events = list[tuple[str, dict[str, Any]]]
 
 
-def fit(devices: int) -> tuple[int, dict[str, Any]]:
-    return devices, {"data": devices}
-
-
 def a_host(folder: Path, deeds: dict[str, int], workers: int = 2) -> tuple[Host, Events]:
     start_server(["shardwise.resilience.pulse"])
     events: Events = []
@@ -38,7 +34,7 @@ def a_host(folder: Path, deeds: dict[str, int], workers: int = 2) -> tuple[Host,
         start=partial(work, str(folder), deeds),
         recovery=Recovery(hang_seconds=1.0),
         logs=folder,
-        lead=(Lead(Bounds(workers, workers), fit, 3, 0), None),
+        lead=(Lead(Bounds(workers, workers), plan_for, 3, 0), None),
         caller=None,
         record=lambda event, **facts: events.append((event, facts)),
     )

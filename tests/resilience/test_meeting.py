@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+from pretend import plan_for
 
 from shardwise.errors import UserError
 from shardwise.resilience.forked import free_port
@@ -12,7 +13,7 @@ from shardwise.resilience.meeting import Caller, Meeting
 from shardwise.resilience.team import Member, Orders, Report, Team
 
 REPORT = Report("b", "127.0.0.1", (0, 1), generation=3, step=7)
-ORDERS = Orders("work", Team(4, (Member("a", 0), Member("b", 1)), {"data": 2}, "127.0.0.1", 9, 1.0))
+ORDERS = Orders("work", Team(4, (Member("a", 0), Member("b", 1)), plan_for(2), "127.0.0.1", 9, 1.0))
 
 
 def test_a_report_arrives_and_orders_come_back() -> None:

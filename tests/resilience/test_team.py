@@ -6,7 +6,9 @@ import time
 from typing import Any
 
 import pytest
+from pretend import plan_for
 
+from shardwise.plan import Plan
 from shardwise.resilience.team import (
     LOST_SECONDS,
     PATIENCE_SECONDS,
@@ -21,16 +23,16 @@ from shardwise.resilience.team import (
 )
 
 
-def any_number(devices: int) -> tuple[int, dict[str, Any]] | None:
-    return (devices, {"data": devices}) if devices else None
+def any_number(devices: int) -> Plan | None:
+    return plan_for(devices) if devices else None
 
 
-def even_numbers(devices: int) -> tuple[int, dict[str, Any]] | None:
+def even_numbers(devices: int) -> Plan | None:
     return any_number(devices // 2 * 2)
 
 
-def lead(least: int, most: int, fit: Any = any_number, attempts: int = 3) -> Lead:
-    return Lead(Bounds(least, most), fit, attempts, port=5)
+def lead(least: int, most: int, make_plan: Any = any_number, attempts: int = 3) -> Lead:
+    return Lead(Bounds(least, most), make_plan, attempts, port=5)
 
 
 def host(name: str, slots: int, **facts: Any) -> Report:
@@ -243,7 +245,7 @@ def test_a_run_that_gets_nowhere_ends_and_says_so() -> None:
 
 
 def test_everything_that_is_sent_can_be_read_again() -> None:
-    team = Team(3, (Member("a", 0),), {"data": 1}, "10.0.0.1", 5, 1.5, fault(2), 7)
+    team = Team(3, (Member("a", 0),), plan_for(1), "10.0.0.1", 5, 1.5, fault(2), 7)
     for orders in (Orders("regroup", team, 0, ""), Orders("end", None, 2, "no")):
         assert Orders.from_json(orders.to_json()) == orders
     report = host("a", 2, faults=(fault(1),), done=0)

@@ -14,6 +14,7 @@ from ranks.pool import Pool
 from shardwise.checkpoint import checkpoints
 from shardwise.config import from_tables
 from shardwise.errors import RunFailed
+from shardwise.plan import choose
 from shardwise.resilience.pulse import Alone
 from shardwise.train.build import restore
 from shardwise.train.run import run
@@ -57,8 +58,9 @@ def test_a_loss_that_is_not_finite_names_the_first_parameter_it_spoils(corpus: s
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(corpus: str, tmp_path: Path) -> None:
     train = {"precision": "float32", "learning_rate": 1e25, "clip": False, "warmup": 0, "schedule": "constant", "steps": 9}
     tables = job(corpus, train=train, checkpoint={"every": 1, "keep": 20}, run={"folder": str(tmp_path)})
+    config = from_tables(tables)
     with pytest.raises(RunFailed, match="The weights were not touched, and checkpoints are kept"):
-        run(from_tables(tables), Alone(ALONE))
+        run(config, Alone(ALONE, choose(config, 1)))
     saved = checkpoints(tmp_path / "checkpoints")
     assert saved
     training = start(ALONE, tables)

@@ -1,0 +1,101 @@
+"""Where every plan of a run is made: the first team's, and that of every later team with another number of workers.
+
+A plan is made by the process that starts the workers, before any of them, and travels to them with their team. Workers that
+torchrun or srun started have no such process of ours; there each rank makes the plan by the same function from the same job
+(which needs no peers, so that each refuses a bad job at once), and they compare before the first step (train/run.py).
+
+What the job leaves open is decided in this order: by a search over all layouts, where the job gives none and the cluster is
+known (search/); then by the rules of plan/choose.py. On fewer workers the nearest layout to that is taken.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from shardwise.config import Config
+from shardwise.cost.cluster import Cluster
+from shardwise.cost.clusters import asked_for
+from shardwise.errors import UserError
+from shardwise.mesh import Worker
+from shardwise.plan import Asked, Plan, choose, fit
+from shardwise.search.forecast import forecast, is_open, plan_job
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes the plans of one job on one kind of device."""
+
+    config: Config
+    """As it was asked for."""
+    devices: int
+    """The most that there will be."""
+    memory_bytes: float | None
+    """Of each; None: unknown."""
+    parameters: int | None = None
+    """As counted in a user's own module; None: the configuration tells."""
+    cluster: Cluster | None = None
+    cluster_file: str | None = None
+    searches: bool = False
+    """Whether the planner is to decide what the job leaves open."""
+    _plans: dict[int, Plan | None] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def first(self) -> Plan:
+        """The plan on all devices; a `ConfigError` says why there is none."""
+        config, asked = self._wanted
+        return self._predicted(choose(config, self.devices, self.memory_bytes, self.parameters, asked))
+
+    def on(self, devices: int, least: int) -> Plan | None:
+        """The plan for as many of these devices as can be used; None if that is fewer than `least`."""
+        if devices not in self._plans:
+            config, asked = self._wanted
+            plan = fit(config, devices, least, self.memory_bytes, self.parameters, asked)
+            self._plans[devices] = self._predicted(plan) if plan else None
+        return self._plans[devices]
+
+    @property
+    def searched(self) -> str | None:
+        """What a search found and why it is the best; None where there was none."""
+        asked = self._wanted[1]
+        return asked.why if asked else None
+
+    @cached_property
+    def _wanted(self) -> tuple[Config, Asked | None]:
+        """The job with what a search decided put in, and then the job as it was."""
+        if not self.searches or self.cluster is None:
+            return self.config, None
+        found, why = plan_job(self.config, self.cluster.of(self.devices), self.devices)
+        return found, Asked(self.config, f"planned: {why}")
+
+    def _predicted(self, plan: Plan) -> Plan:
+        """The plan with what a step will take, where the cluster is known. No run fails for want of a prediction."""
+        plan = replace(plan, cluster_file=self.cluster_file)
+        if self.cluster is None or self.config.model.module is not None:
+            return plan
+        try:
+            job, cluster = plan.put_into(self.config), self.cluster.of(plan.world)
+            return replace(plan, predicted=forecast(job, plan.layout, plan.micro_batch, plan.accumulation, cluster))
+        except (UserError, KeyError, ValueError) as error:
+            return replace(plan, unpredicted=str(error))
+
+
+def left_to_the_planner(config: Config, devices: int, cluster_is_named: bool) -> bool:
+    """Whether a search is to decide: all of the layout is left out, or the micro-batch on a cluster that the job names."""
+    if config.model.module is not None:
+        return False
+    return (is_open(config.layout) and devices > 1) or (cluster_is_named and config.train.micro_batch is None)
+
+
+def planner_of_worker(config: Config, worker: Worker) -> Planner:
+    """For a worker that another launcher started. Nothing is searched for: near ties could come out otherwise on another CPU."""
+    from shardwise.mesh import device_memory
+    from shardwise.parallel import count_parameters
+
+    cluster = None
+    with suppress(UserError):  # only a prediction is lost
+        cluster = asked_for(config)
+    return Planner(
+        config, worker.world, device_memory(worker.local_world), count_parameters(config), cluster, config.cluster.file
+    )
