@@ -38,11 +38,11 @@ def _counts(text: str) -> list[int]:
 
 def _curve(title: str, points: Any) -> Any:
     from shardwise.cli.plan_show import table
-    from shardwise.search.answer import seconds, spoken
+    from shardwise.search.reasons import describe_term, format_seconds
 
     rows = [
-        [f"{point.devices:,}", seconds(point.step_seconds), f"{point.tokens_per_second:,.0f}", f"{point.efficiency:.1%}",
-         point.layout, spoken(point.breaks) if point.breaks else ""]
+        [f"{point.devices:,}", format_seconds(point.step_seconds), f"{point.tokens_per_second:,.0f}", f"{point.efficiency:.1%}",
+         point.layout, describe_term(point.breaks) if point.breaks else ""]
         if point.works
         else [f"{point.devices:,}", "", "", "", point.reason or "", ""]
         for point in points
@@ -77,25 +77,27 @@ def _costs(found: dict[str, Any]) -> str:
 def fewest(config: Config, cluster: Cluster, days: float | None) -> Found:
     """The fewest devices that train the job in so many days; without days, on which it fits at all."""
     from shardwise.cli.plan_show import table
-    from shardwise.search.goals import fewest_devices, smallest_that_fits
+    from shardwise.search.fewest import fewest_devices, smallest_that_fits
+    from shardwise.search.plain import plain
 
     if days is None:
         smallest = smallest_that_fits(config, cluster)
-        return smallest.to_json(), [smallest.sentence]
+        return plain(smallest), [smallest.sentence]
     found = fewest_devices(config, cluster, days)
-    rows = [[f"{one.devices:,}", f"{one.days:,.3g}" if one.days is not None else "", one.reason or ""] for one in found.tried]
-    return found.to_json(), [found.sentence, table("tried", ["devices", "days", "why"], rows)]
+    rows = [[f"{t.devices:,}", f"{t.days:,.3g}" if t.days is not None else "", t.reason or ""] for t in found.tried]
+    return plain(found), [found.sentence, table("tried", ["devices", "days", "why"], rows)]
 
 
 def maximise(config: Config, cluster: Cluster, what: str) -> Found:
     """The longest sequence, or the largest batch without accumulation, that fits."""
     from shardwise.errors import UserError
-    from shardwise.search.goals import largest_batch, longest_sequence
+    from shardwise.search.largest import largest_batch, longest_sequence
+    from shardwise.search.plain import plain
 
     if what == "sequence":
         longest = longest_sequence(config, cluster, cluster.devices)
-        return longest.to_json(), [longest.sentence]
+        return plain(longest), [longest.sentence]
     if what == "batch":
         largest = largest_batch(config, cluster, cluster.devices)
-        return largest.to_json(), [largest.sentence]
+        return plain(largest), [largest.sentence]
     raise UserError(f"--maximise {what}: give sequence or batch")

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.search.answer import seconds, spoken
+from shardwise.search.reasons import describe_term, format_seconds
 
 WIDTH = 60
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_black", "white")
@@ -49,7 +49,7 @@ def _headline(answer: Mapping[str, Any], console: Console) -> None:
     speed = f"{best['tokens_per_second_per_device']:,.0f} tokens/s a device{mfu}"
     console.print(Text(best["kind"], style="bold green"), soft_wrap=True)
     micro = f"micro-batch {best['micro_batch']}, {best['accumulation']} a step"
-    console.print(f"{seconds(best['step_seconds']['total'])} a step, {speed}; {micro}", soft_wrap=True)
+    console.print(f"{format_seconds(best['step_seconds']['total'])} a step, {speed}; {micro}", soft_wrap=True)
     console.print(f"why: {best['reason'].partition(': ')[2]}")
 
 
@@ -61,7 +61,7 @@ def _bar(name: str, parts: Mapping[str, float], whole: float, unit: str, console
         colour = _COLOURS[place % len(_COLOURS)]
         bar.append("█" * max(1, round(WIDTH * value / max(whole, parts["total"]))), style=colour)
         legend.append("■ ", style=colour)
-        legend.append(f"{part if name == 'memory' else spoken(part)} {value:.3g}  ")
+        legend.append(f"{part if name == 'memory' else describe_term(part)} {value:.3g}  ")
     bar.append(f"  {parts['total']:.4g} " + unit.format(whole))
     console.print(bar, soft_wrap=True)
     console.print(Padding(legend, (0, 0, 0, 8)))

@@ -1,13 +1,11 @@
 """The planner's answer: the winner, what it takes, why it won, what the next best of another kind loses on, and what binds.
 
-Reasons are found by asking again. Without tensor parallelism, what would be the best, and would it fit? The same for the
-pipeline, for sharding, for recomputation. What the answer costs without each is the reason for having it. The answer is plain
-data: the terminal, the page (cli/plan_page.py) and `--json` show the same object.
+The answer is plain data: the terminal, the page (cli/plan_page.py) and `--json` show the same object. Its sentences are made in
+search/reasons.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -22,13 +20,12 @@ from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import RECOMPUTE, Ints, Space, Work
 from shardwise.cost.traffic import devices, flows, label
 from shardwise.errors import ConfigError
-from shardwise.plan.dtypes import BYTES
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.plan.parameters import active_count, count
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.timeline import simulate
-from shardwise.search.candidates import candidates
-from shardwise.search.search import Result, limit, schedule_of
+from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
+from shardwise.search.search import SearchResult, limit, schedule_of
 
 LISTED = 4000
 """Layouts in an answer, best first, unless all are asked for."""
@@ -36,13 +33,11 @@ MAPPED = 4096
 """Ranks of which a place on the cluster is given; on a larger one the pattern repeats."""
 DRAWN = 24
 """Micro-batches of a timeline, or three for each pipeline rank where that is more; a longer middle looks like the middle."""
-TRIED = 64
-"""Other numbers of devices that are tried where no layout is possible on the one asked for."""
 _AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
 _LINKS = {"data x context": "shards", "replica x data x context": "copies"}
 
 
-def answer(config: Config, result: Result, everything: bool = False) -> dict[str, Any]:
+def answer(config: Config, result: SearchResult, everything: bool = False) -> dict[str, Any]:
     """All of it, ready for JSON. With `everything` each candidate is listed; else each layout once, in its best form."""
     if not len(result.order):
         raise ConfigError(f"the job on {result.devices} devices", nothing_fits(config, result))
@@ -89,7 +84,7 @@ def cluster_json(cluster: Cluster, count_of: int, margin: float) -> dict[str, An
     }
 
 
-def _listed(result: Result, places: Ints) -> list[dict[str, Any]]:
+def _listed(result: SearchResult, places: Ints) -> list[dict[str, Any]]:
     """The numbers of these candidates, costed together; finalists as they were played through."""
     together = predict(result.work, result.space.take(places), result.cluster)
     return [
@@ -112,7 +107,7 @@ def _flops(work: Work) -> float:
     return flops_per_token(work.model, work.sequence_length)
 
 
-def candidate(result: Result, place: int, prediction: Prediction | None = None) -> dict[str, Any]:
+def candidate(result: SearchResult, place: int, prediction: Prediction | None = None) -> dict[str, Any]:
     """One candidate's numbers."""
     found, row = prediction or result.prediction(place), result.space.row(place)
     total = float(found.total[0])
@@ -120,7 +115,7 @@ def candidate(result: Result, place: int, prediction: Prediction | None = None) 
     peak = result.cluster.device.peak.get(result.work.precision)
     sharing = min(result.devices, result.cluster.devices_per_node) if result.cluster.shared else 1
     return {
-        "kind": words(row),
+        "kind": describe_layout(row),
         "layout": result.space.layout(place).model_dump(exclude={"stages"}),
         "micro_batch": row["micro_batch"],
         "accumulation": row["accumulation"],
@@ -134,7 +129,7 @@ def candidate(result: Result, place: int, prediction: Prediction | None = None) 
     }
 
 
-def _best(config: Config, result: Result, place: int) -> dict[str, Any]:
+def _best(config: Config, result: SearchResult, place: int) -> dict[str, Any]:
     prediction, one = result.prediction(place), result.space.take([place])
     return {
         **candidate(result, place, prediction),
@@ -157,7 +152,7 @@ def traffic(work: Work, cluster: Cluster, one: Space) -> list[dict[str, Any]]:
     return [{"kind": kind, "axis": axis, "count": n, "bytes": size} for (kind, axis), (n, size) in sorted(rows.items())]
 
 
-def links(result: Result, one: Space) -> list[dict[str, Any]]:
+def links(result: SearchResult, one: Space) -> list[dict[str, Any]]:
     """Bytes of one step by axis, and whether they stay inside a node."""
     sums: dict[tuple[str, str], int] = {}
     for flow in flows(result.work, one, device="cpu" if result.cluster.shared else "cuda"):
@@ -169,7 +164,7 @@ def links(result: Result, one: Space) -> list[dict[str, Any]]:
     return [{"from": where, "axis": axis, "bytes": size} for (where, axis), size in sums.items() if size]
 
 
-def timeline(result: Result, place: int, prediction: Prediction) -> dict[str, Any] | None:
+def timeline(result: SearchResult, place: int, prediction: Prediction) -> dict[str, Any] | None:
     """When each action of the pipeline runs, of its first micro-batches; None without a pipeline."""
     row = result.space.row(place)
     if row["pipeline"] == 1:
@@ -201,7 +196,7 @@ def rank_map(one: Space, cluster: Cluster) -> list[dict[str, int]]:
     return ranks
 
 
-def to_paste(result: Result, place: int) -> str:
+def to_paste(result: SearchResult, place: int) -> str:
     """The winner as lines of a job file."""
     row = result.space.row(place)
     layout = result.space.layout(place).model_dump(exclude_defaults=True, exclude_none=True)
@@ -216,7 +211,7 @@ def to_paste(result: Result, place: int) -> str:
     return tomli_w.dumps({"layout": layout, "train": train})
 
 
-def chosen(config: Config, result: Result) -> Config:
+def chosen(config: Config, result: SearchResult) -> Config:
     """The job with the winner's choices put in."""
     best = int(result.order[0])
     row = result.space.row(best)
@@ -229,24 +224,10 @@ def _kept(asked: Layout, found: Layout) -> Layout:
     return found.model_copy(update={"stages": asked.stages})
 
 
-# -- words ----------------------------------------------------------------------------------------------------------------
+# -- which candidates are listed ---------------------------------------------------------------------------------------
 
 
-def words(row: Mapping[str, int]) -> str:
-    """A layout in a few words."""
-    axes = [f"{axis} {row[axis]}" for axis in _AXES if row[axis] > 1] or ["one device"]
-    more = [f"zero {row['zero']}"] if row["zero"] else []
-    if row["pipeline"] > 1:
-        name = SCHEDULES[row["schedule"]]
-        more.append(f"{name} x{row['stages_per_rank']}" if name == "interleaved" else name)
-    if row["recompute"]:
-        more.append(f"{RECOMPUTE[row['recompute']]} recomputation")
-    if row["offload"]:
-        more.append("offloaded")
-    return " x ".join(axes) + "".join(f", {word}" for word in more)
-
-
-def runner_up(result: Result) -> int | None:
+def runner_up(result: SearchResult) -> int | None:
     """The best candidate of another kind: with other axes in use than the winner, or else another ZeRO stage."""
     best = int(result.order[0])
     axes = _pattern(result.space, result.order)
@@ -261,166 +242,10 @@ def _pattern(space: Space, places: Ints) -> Any:
     return np.stack([*columns, space.zero[places] == 3], axis=1)
 
 
-def best_of_each(result: Result) -> Ints:
+def best_of_each(result: SearchResult) -> Ints:
     """Every layout once, best first: the same axes, ZeRO stage and schedule count as one."""
     space, order = result.space, result.order
     names = (*_AXES, "zero", "schedule", "stages_per_rank", "ring", "offload")
     key = np.stack([getattr(space, name)[order] for name in names], axis=1)
     _, first = np.unique(key, axis=0, return_index=True)
     return order[np.sort(first)]
-
-
-def loses_on(result: Result, best: int, other: int) -> str:
-    """What the other candidate takes longer for, in a sentence."""
-    one, two = result.prediction(best), result.prediction(other)
-    more = {name: float(two.seconds[name][0] - one.seconds[name][0]) for name in one.seconds}
-    worst = sorted((name for name in more if more[name] > 0), key=lambda name: -more[name])[:2]
-    slower = float(two.total[0] / one.total[0] - 1)
-    parts = " and ".join(f"{spoken(name)} (+{seconds(more[name])})" for name in worst)
-    if slower < 0.0005:
-        return f"moving parts: it is {-slower:.1%} quicker, less than the model is accurate, and has more that can go wrong"
-    return f"{slower:+.1%} a step: {parts}" if parts else f"{slower:+.1%} a step"
-
-
-_SPOKEN = {
-    "matmul": "matrix products", "attention": "attention", "elementwise": "elementwise kernels", "launch": "starting kernels",
-    "recompute": "recomputation", "optimizer": "the optimizer", "bubble": "the pipeline's bubble", "imbalance": "uneven stages",
-    "tensor": "tensor collectives", "context": "context exchange", "expert": "sending tokens to experts",
-    "data": "gathers and gradient sums", "replica": "joining replicas", "pipeline_sends": "messages between stages",
-    "offload": "moving states to the host",
-}  # fmt: skip
-
-
-def spoken(term: str) -> str:
-    """A term of a step in words."""
-    return _SPOKEN.get(term, term)
-
-
-def seconds(value: float) -> str:
-    """So many seconds, in a unit that reads well."""
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms" if value >= 1e-3 else f"{1e6 * value:.0f} us"
-
-
-def reason(result: Result, best: int) -> str:
-    """Why the winner, in one line."""
-    row, found = result.space.row(best), result.prediction(best)
-    peak, total = float(found.peak[0]) / GIB, float(found.total[0])
-    text = f"{words(row)}: {seconds(total)} a step and {peak:.3g} of {result.limit / GIB:.3g} GiB"
-    if len(result.order) == 1:
-        return f"{text}, the only layout that fits" if len(result.space) > 1 else f"{text}, the only layout there is"
-    quickest = int(result.order[np.argmin(result.total[result.order])])
-    if quickest != best:
-        lead = result.total[best] / result.total[quickest] - 1
-        return f"{text}, the simplest within {max(lead, 0.001):.1%} of the quickest of {len(result.order):,} that fit"
-    return f"{text}, the quickest of {len(result.order):,} candidates that fit"
-
-
-def binding(config: Config, result: Result, best: int) -> list[str]:
-    """What holds the winner where it is: why each axis is there, what memory forces, which degrees are refused."""
-    row = result.space.row(best)
-    found = [_needed(result, best, axis) for axis in ("pipeline", "context", "tensor", "expert", "replica") if row[axis] > 1]
-    if row["zero"]:
-        found.append(_needed(result, best, "zero"))
-    if row["recompute"]:
-        found.append(_needed(result, best, "recompute"))
-    if row["offload"]:
-        found.append(_offloaded(config, result))
-    return [*found, *_refusals(config, row), _largest(result, best)]
-
-
-def _offloaded(config: Config, result: Result) -> str:
-    """Why states are in the host's memory, and how much of it they take."""
-    nodes = -(-result.devices // result.cluster.devices_per_node)
-    host = 4.0 * BYTES[result.work.state_dtype] * count(config.model) / nodes / GIB
-    why = "is as asked" if "offload" in result.fixed else "is needed: nothing fits without it"
-    return f"offload {why}; it takes about {host:,.0f} GiB of each node's own memory, which the planner does not know"
-
-
-def _needed(result: Result, best: int, field: str) -> str:
-    """Why a choice was made: what is lost without it, or by how much nothing fits."""
-    values = getattr(result.space, field)
-    least = 0 if field in ("zero", "recompute") else 1
-    without = np.flatnonzero(values == least)
-    name = {"zero": "sharding (zero)", "recompute": "recomputation"}.get(field, field)
-    if field in result.fixed:
-        return f"{name} is {_value(field, int(values[best]))} as asked"
-    if not len(without):
-        return f"{name} is used by every layout that the job's sizes allow"
-    fitting = without[result.fits[without]]
-    if not len(fitting):
-        short = float(result.peak[without].min()) / GIB
-        return f"{name} is needed: without it the smallest layout takes {short:,.1f} GiB of {result.limit / GIB:,.1f} GiB"
-    slower = float(result.total[fitting].min() / result.total[best] - 1)
-    return f"{name} saves time: the best without it is {slower:.1%} slower" if slower > 0 else f"{name} is a near tie with none"
-
-
-def _value(field: str, value: int) -> str:
-    return RECOMPUTE[value] if field == "recompute" else str(value)
-
-
-def _refusals(config: Config, row: Mapping[str, int]) -> list[str]:
-    """The next tensor degree, if the model's heads refuse it."""
-    model, tensor = config.model, 2 * row["tensor"]
-    if model.heads % tensor:
-        return [f"tensor = {tensor} is refused: {model.heads} heads do not divide over it"]
-    if model.kv_heads % tensor and tensor % model.kv_heads:
-        return [f"tensor = {tensor} is refused: {model.kv_heads} key heads can neither be split nor repeated evenly over it"]
-    return []
-
-
-def _largest(result: Result, best: int) -> str:
-    """What the step spends most on beside its products, and how full memory is."""
-    found = result.prediction(best)
-    total, peak = float(found.total[0]), float(found.peak[0])
-    others = {name: float(value[0]) for name, value in found.seconds.items() if name not in ("matmul", "attention")}
-    worst = max(others, key=lambda name: others[name])
-    kinds = {name: float(value[0]) for name, value in found.memory.items()}
-    fullest = max(kinds, key=lambda name: kinds[name])
-    return (
-        f"beside products and attention most time goes to {spoken(worst)} ({others[worst] / total:.1%} of the step); "
-        f"memory is {peak / result.limit:.0%} of what a plan may use, most of it {fullest} ({kinds[fullest] / peak:.0%})"
-    )
-
-
-def _impossible(result: Result) -> str:
-    """Why there is not one layout: what was refused and how often, or degrees that do not multiply to the devices."""
-    if result.refused:
-        return "; ".join(f"{why} ({number:,})" for why, number in result.refused.items())
-    given = {axis: result.fixed[axis] for axis in _AXES[:-1] if axis in result.fixed}
-    asked = " x ".join(f"layout.{axis} = {degree}" for axis, degree in given.items())
-    return f"{asked or 'what was asked'} cannot be part of {result.devices:,} devices"
-
-
-def _other_devices(config: Config, result: Result) -> str:
-    """The nearest numbers of devices, fewer and more, on which there are layouts."""
-    counts = range(1, 2 * result.devices + 8)
-    near = sorted((count for count in counts if count != result.devices), key=lambda count: abs(count - result.devices))[:TRIED]
-    works = [count for count in near if len(candidates(config, count, result.fixed).space)]
-    fewer, more = [count for count in works if count < result.devices], [count for count in works if count > result.devices]
-    nearest = " or ".join(f"{count:,}" for count in (*fewer[:1], *more[:1]))
-    others = f"there are some on {nearest} devices (cluster.devices)" if nearest else ""
-    return others or "change the batch (train.global_batch, train.micro_batch), data.sequence_length, or what [layout] asks for"
-
-
-def nothing_fits(config: Config, result: Result) -> list[str]:
-    """By how much nothing fits, and what would."""
-    if not len(result.space):
-        return [f"no layout is possible: {_impossible(result)}; {_other_devices(config, result)}"]
-    least = int(np.argmin(result.peak))
-    peak, allowed = float(result.peak[least]), result.limit
-    found = result.prediction(least)
-    kinds = {name: float(value[0]) for name, value in found.memory.items()}
-    fullest = max(kinds, key=lambda name: kinds[name])
-    devices_of = result.devices
-    missing = f"{peak / GIB:,.1f} GiB, {(peak - allowed) / GIB:,.1f} GiB more than the {allowed / GIB:,.1f} GiB a plan may use"
-    smallest = f"the smallest of {len(result.space):,} layouts ({words(result.space.row(least))}) takes {missing}"
-    states = sum(kinds[name] for name in ("weights", "gradients", "optimizer"))
-    room = allowed - (peak - states)
-    if fullest in ("weights", "gradients", "optimizer") and room > 0:
-        more = devices_of * 2 ** int(np.ceil(np.log2(max(states / room, 1.01))))
-        advice = f"most of it is model states: use about {more:,} devices, train.state_dtype=bfloat16, or layout.offload=true"
-    elif fullest in ("activations", "logits"):
-        advice = "most of it is activations: use a shorter data.sequence_length, train.recompute=full, or more devices"
-    else:
-        advice = "use more devices, a larger device, or a smaller model"
-    return [f"nothing fits: {smallest}; {advice}"]

@@ -12,7 +12,8 @@ from shardwise.config import Config, Layout
 from shardwise.cost.cluster import GIB, Cluster
 from shardwise.cost.space import space_of_layout
 from shardwise.errors import ConfigError
-from shardwise.search.answer import chosen, nothing_fits, reason, traffic
+from shardwise.search.answer import chosen, traffic
+from shardwise.search.reasons import nothing_fits, reason
 from shardwise.search.search import play, search, work_of
 
 

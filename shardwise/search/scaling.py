@@ -23,7 +23,7 @@ from shardwise.config import Config
 from shardwise.cost.cluster import Cluster
 from shardwise.errors import UserError
 from shardwise.search import requirements
-from shardwise.search.answer import nothing_fits, spoken, words
+from shardwise.search.reasons import describe_layout, describe_term, nothing_fits
 from shardwise.search.search import search
 
 EXPOSED = ("tensor", "context", "expert", "data", "replica", "pipeline_sends")
@@ -68,7 +68,7 @@ class Point:
             "efficiency": self.efficiency,
             "layout": self.layout,
             "breaks": self.breaks,
-            "breaks_in_words": None if self.breaks is None else spoken(self.breaks),
+            "breaks_in_words": None if self.breaks is None else describe_term(self.breaks),
             "reason": self.reason,
             "seconds": dict(self.seconds),
         }
@@ -113,7 +113,7 @@ def _point(config: Config, cluster: Cluster, devices: int) -> Point:
     seconds = {name: float(value[0]) for name, value in result.prediction(best).seconds.items()}
     total = sum(seconds.values())
     return Point(
-        devices, batch, total, result.work.tokens / total, layout=words(result.space.row(best)), seconds=seconds
+        devices, batch, total, result.work.tokens / total, layout=describe_layout(result.space.row(best)), seconds=seconds
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ CHUNK = 200_000
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchResult:
     """What a search found. `order` lists the candidates that fit, best first; its first is the winner."""
 
     work: Work
@@ -81,7 +81,7 @@ def limit(cluster: Cluster, margin: float, devices: int) -> float:
     return cluster.device.memory / sharing * (1 - margin)
 
 
-def search(config: Config, cluster: Cluster, devices: int, margin: float = MARGIN) -> Result:
+def search(config: Config, cluster: Cluster, devices: int, margin: float = MARGIN) -> SearchResult:
     """Cost every layout of this job on so many devices of the cluster."""
     started = time.perf_counter()
     if config.model.module is not None:
@@ -101,7 +101,7 @@ def search(config: Config, cluster: Cluster, devices: int, margin: float = MARGI
 
 def _costed(
     work: Work, cluster: Cluster, space: Space, margin: float, refused: dict[str, int], fixed: Mapping[str, Any], devices: int
-) -> Result:
+) -> SearchResult:
     total, peak = _in_chunks(work, space, cluster)
     fitting = np.flatnonzero(peak <= limit(cluster, margin, devices))
     order = fitting[np.argsort(total[fitting], kind="stable")]
@@ -112,7 +112,7 @@ def _costed(
             total[place] = exact[place].total[0]
         order = order[np.argsort(total[order], kind="stable")]
     order = _simplest_first(space, total, order, exact)
-    return Result(work, cluster, devices, space, total, peak, order, margin, refused, 0.0, fixed, exact)
+    return SearchResult(work, cluster, devices, space, total, peak, order, margin, refused, 0.0, fixed, exact)
 
 
 def _in_chunks(work: Work, space: Space, cluster: Cluster) -> tuple[Array, Array]:

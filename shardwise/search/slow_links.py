@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from shardwise.cost.stack import SHARDWISE
 from shardwise.plan.engine import splits_backward
 from shardwise.plan.parameters import parameter_shapes
 from shardwise.search.requirements import wire_bytes
-from shardwise.search.search import Result
+from shardwise.search.search import SearchResult
 
 WORTHWHILE = 0.1
 """Share of the step, exposed on the data axis, from which any of this is worth its risk."""
@@ -72,12 +72,8 @@ class Alternative:
     runs: bool = False
     """Whether `shardwise train` can do it today."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return dict(vars(self))
 
-
-def exposed_share(result: Result) -> float:
+def exposed_share(result: SearchResult) -> float:
     """Of the winner's step, what it waits for the data axis; 0 where nothing fits."""
     if not len(result.order):
         return 0.0
@@ -85,12 +81,12 @@ def exposed_share(result: Result) -> float:
     return float(sum(found.seconds[name][0] for name in _DATA) / found.total[0])
 
 
-def worthwhile(result: Result) -> bool:
+def worthwhile(result: SearchResult) -> bool:
     """Whether the winner waits long enough for the data axis that sending less could matter."""
     return exposed_share(result) > WORTHWHILE
 
 
-def alternatives(result: Result) -> list[Alternative]:
+def alternatives(result: SearchResult) -> list[Alternative]:
     """Each way to send less with the winner's layout, the quickest first; none where there is no data axis."""
     if not len(result.order):
         return []
@@ -102,7 +98,7 @@ def alternatives(result: Result) -> list[Alternative]:
     return sorted((each for each in found if each.bytes_per_step <= planned), key=lambda each: each.step_seconds)
 
 
-def gradient_bytes(result: Result) -> float:
+def gradient_bytes(result: SearchResult) -> float:
     """Bytes that one device sends a step to agree on gradients, as the winner does it."""
     return _sent(result, result.space.take([int(result.order[0])]), SHARDWISE.reduce_bytes)
 
@@ -126,7 +122,7 @@ class _Compression:
     changes: str
 
 
-def _compressions(result: Result, one: Space) -> Iterator[_Compression]:
+def _compressions(result: SearchResult, one: Space) -> Iterator[_Compression]:
     yield _Compression(
         "bfloat16 gradients", 2.0, "same", 0.0, 0.0,
         "Gradients are summed over devices with 8 bits of mantissa: not exact, and rounded more the more devices there are.",
@@ -168,7 +164,7 @@ def factor_bytes(model: Model, tensor: int = 1) -> float:
     return sent / sum(prod(shape) / tensor for shape in parameter_shapes(model).values())
 
 
-def _compressed(result: Result, one: Space, how: _Compression) -> Alternative:
+def _compressed(result: SearchResult, one: Space, how: _Compression) -> Alternative:
     parameters = float(hold(result.work, one, SHARDWISE).parameters[0])
     width = _width(one, how)
     passes = float(compute.streamed(np.asarray([how.traffic * parameters]), one, result.cluster)[0]) * _reductions(one)
@@ -185,7 +181,7 @@ def _compressed(result: Result, one: Space, how: _Compression) -> Alternative:
     )
 
 
-def _step(result: Result, one: Space, found: Prediction) -> float:
+def _step(result: SearchResult, one: Space, found: Prediction) -> float:
     """The winner's step, with what the closed forms say that another prediction changes."""
     plain = predict(result.work, one, result.cluster, SHARDWISE)
     return float(result.total[result.order[0]] + found.total[0] - plain.total[0])
@@ -215,7 +211,7 @@ def _reductions(one: Space) -> int:
     return int(one.accumulation[0]) if int(one.zero[0]) >= 2 and not split else 1
 
 
-def _sent(result: Result, one: Space, width: float) -> float:
+def _sent(result: SearchResult, one: Space, width: float) -> float:
     """Bytes that one device sends a step to agree on gradients of so many bytes a value."""
     held = hold(result.work, one, SHARDWISE)
     experts = float(held.blocks[0] * held.block_experts[0])
@@ -233,7 +229,7 @@ def _sent(result: Result, one: Space, width: float) -> float:
 # -- local training -----------------------------------------------------------------------------------------------------
 
 
-def _local(result: Result, one: Space) -> Iterator[Alternative]:
+def _local(result: SearchResult, one: Space) -> Iterator[Alternative]:
     """DiLoCo with the smallest workers that hold the model, if any that are less than all devices do."""
     worker = _smallest_worker(result, one)
     if worker is None:
@@ -256,7 +252,7 @@ def _local(result: Result, one: Space) -> Iterator[Alternative]:
     )
 
 
-def _smallest_worker(result: Result, one: Space) -> Space | None:
+def _smallest_worker(result: SearchResult, one: Space) -> Space | None:
     """The winner's layout on as few data-parallel devices as hold it: at least those that share a node, less than all."""
     copies, inner, node = int(one.data[0] * one.replica[0]), int(one.tensor[0] * one.context[0]), result.cluster.devices_per_node
     for size in divisors(copies)[:-1]:
@@ -271,7 +267,7 @@ def _smallest_worker(result: Result, one: Space) -> Space | None:
     return None
 
 
-def _share(result: Result, worker: Space) -> float:
+def _share(result: SearchResult, worker: Space) -> float:
     """Parameters that one device of a worker averages with its like in the other workers."""
     parameters = float(hold(result.work, worker, SHARDWISE).parameters[0])
     return parameters / (int(worker.shards[0]) if worker.zero[0] else 1)

@@ -16,11 +16,12 @@ from shardwise.cost.traffic import flows
 from shardwise.errors import ConfigError, UserError
 from shardwise.plan.flops import flops_per_token
 from shardwise.plan.parameters import count
-from shardwise.search.answer import nothing_fits, words
 from shardwise.search.budget import chinchilla, compute_of, cost, of_a_size, shape_for
 from shardwise.search.interval import DEVICE_HOURS, plan_checkpoints
+from shardwise.search.plain import plain
+from shardwise.search.reasons import describe_layout, nothing_fits
 from shardwise.search.requirements import least_bandwidth, ring_hops, wire_bytes
-from shardwise.search.search import Result, search
+from shardwise.search.search import SearchResult, search
 from shardwise.search.slow_links import alternatives, worthwhile
 
 STORAGE = 2e9
@@ -29,7 +30,7 @@ _HIDES_BEHIND = {"data x context": "shards", "replica x data x context": "copies
 _DAY = 86400.0
 
 
-def beyond(config: Config, result: Result, storage: float = STORAGE, device_hours: float = DEVICE_HOURS) -> dict[str, Any]:
+def beyond(config: Config, result: SearchResult, storage: float = STORAGE, device_hours: float = DEVICE_HOURS) -> dict[str, Any]:
     """What an answer says beside the step: the whole run, links, checkpoints, and ways to send less where links are slow."""
     best = int(result.order[0])
     return {
@@ -37,11 +38,11 @@ def beyond(config: Config, result: Result, storage: float = STORAGE, device_hour
         "whole_run": whole_run(config, result, best),
         "to_hide": to_hide(result, best),
         "checkpoints": checkpoints(config, result, best, storage, device_hours),
-        "slow_links": [one.to_json() for one in alternatives(result)] if worthwhile(result) else [],
+        "slow_links": [plain(choice) for choice in alternatives(result)] if worthwhile(result) else [],
     }
 
 
-def whole_run(config: Config, result: Result, best: int) -> dict[str, Any]:
+def whole_run(config: Config, result: SearchResult, best: int) -> dict[str, Any]:
     """Days, device hours, energy and money of all steps."""
     device = result.cluster.device
     rate = 1.0 / (float(result.prediction(best).total[0]) * result.devices)
@@ -54,7 +55,7 @@ def whole_run(config: Config, result: Result, best: int) -> dict[str, Any]:
     }
 
 
-def to_hide(result: Result, best: int) -> dict[str, Any] | None:
+def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
     """The bandwidth a device needs so that gathers and gradient sums hide behind the computing, at the link's own latency."""
     one = result.space.take([best])
     found = result.prediction(best)
@@ -85,7 +86,7 @@ def to_hide(result: Result, best: int) -> dict[str, Any] | None:
     }
 
 
-def checkpoints(config: Config, result: Result, best: int, storage: float, device_hours: float) -> dict[str, Any]:
+def checkpoints(config: Config, result: SearchResult, best: int, storage: float, device_hours: float) -> dict[str, Any]:
     """How often to save, what it costs, and the share of time that counts."""
     cluster = result.cluster
     nodes = -(-result.devices // cluster.devices_per_node)
@@ -171,4 +172,4 @@ def _rate(config: Config, cluster: Cluster, parameters: float) -> tuple[dict[str
         )
     best = int(result.order[0])
     flops = flops_per_token(model, config.data.sequence_length) * result.work.tokens
-    return shape, flops / float(result.prediction(best).total[0]) / cluster.devices, words(result.space.row(best))
+    return shape, flops / float(result.prediction(best).total[0]) / cluster.devices, describe_layout(result.space.row(best))

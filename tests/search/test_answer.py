@@ -15,8 +15,9 @@ from shardwise.cost.clusters import named
 from shardwise.cost.space import RECOMPUTE
 from shardwise.errors import ConfigError
 from shardwise.plan.parameters import count
-from shardwise.search.answer import answer, best_of_each, binding, loses_on, nothing_fits, reason, runner_up
-from shardwise.search.search import NEAR, Result, moving_parts, search
+from shardwise.search.answer import answer, best_of_each, runner_up
+from shardwise.search.reasons import binding, loses_on, nothing_fits, reason
+from shardwise.search.search import NEAR, SearchResult, moving_parts, search
 
 MODEL = {"layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 8192, "vocabulary": 32000,
          "max_positions": 4096}  # fmt: skip
@@ -45,13 +46,13 @@ def cluster(devices: int, memory_gib: float = 80.0, between: float = 1.0, inside
     )
 
 
-def solve(config: Config, machine: Cluster) -> tuple[Result, int, dict[str, int]]:
+def solve(config: Config, machine: Cluster) -> tuple[SearchResult, int, dict[str, int]]:
     result = search(config, machine, machine.devices)
     best = int(result.order[0])
     return result, best, result.space.row(best)
 
 
-def said(config: Config, result: Result, best: int, about: str) -> str:
+def said(config: Config, result: SearchResult, best: int, about: str) -> str:
     (sentence,) = [sentence for sentence in binding(config, result, best) if sentence.startswith(about)]
     return sentence
 

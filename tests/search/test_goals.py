@@ -11,7 +11,9 @@ from shardwise.config import Config, from_tables
 from shardwise.cost.cluster import GIB, Cluster
 from shardwise.cost.clusters import named
 from shardwise.errors import UserError
-from shardwise.search.goals import fewest_devices, largest_batch, longest_sequence, smallest_that_fits
+from shardwise.search.fewest import fewest_devices, smallest_that_fits
+from shardwise.search.largest import largest_batch, longest_sequence
+from shardwise.search.plain import plain
 from shardwise.search.search import search
 
 DAY = 86_400.0
@@ -87,7 +89,7 @@ def test_a_wish_nothing_can_meet_says_what_the_best_is() -> None:
     assert found.days is not None
     assert found.days > 1e-6
     assert "cannot train this in 1e-06 days" in found.sentence
-    assert found.to_json()["tried"][-1]["devices"] == 16
+    assert plain(found)["tried"][-1]["devices"] == 16
 
 
 def test_a_model_no_count_can_hold_says_so() -> None:
@@ -176,7 +178,7 @@ def test_where_the_job_itself_is_too_long_a_shorter_one_is_found() -> None:
 def test_where_nothing_fits_the_length_is_nought_with_a_reason() -> None:
     found = longest_sequence(job(), of_memory(0.55, offload=False), 1)
     assert found.length == 0
-    assert found.to_json()["step_seconds"] is None
+    assert plain(found)["step_seconds"] is None
     assert "nothing fits" in found.sentence
 
 

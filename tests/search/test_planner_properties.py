@@ -25,7 +25,7 @@ from shardwise.plan.memory import state_bytes
 from shardwise.plan.schedule import SCHEDULES, make_schedule
 from shardwise.plan.timeline import play, programme, simulate
 from shardwise.search.candidates import candidates
-from shardwise.search.search import NEAR, Result, search, work_of
+from shardwise.search.search import NEAR, SearchResult, search, work_of
 
 few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 fewer = settings(few, max_examples=8)
@@ -126,7 +126,7 @@ def test_more_memory_never_unfits_and_never_makes_the_winner_slower(
         assert winning(second) <= winning(first) * (1 + NEAR) * (1 + 1e-9)
 
 
-def winning(result: Result) -> float:
+def winning(result: SearchResult) -> float:
     return float(result.total[result.order[0]])
 
 

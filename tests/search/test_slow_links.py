@@ -10,7 +10,8 @@ import pytest
 from shardwise.config import Config, Model, from_tables
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import named
-from shardwise.search.search import Result, search
+from shardwise.search.plain import plain
+from shardwise.search.search import SearchResult, search
 from shardwise.search.slow_links import alternatives, exposed_share, factor_bytes, gradient_bytes, worthwhile
 
 MODEL = {"layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 64, "ffn": 4096, "vocabulary": 32000}
@@ -34,15 +35,15 @@ def linked(bandwidth: float) -> Cluster:
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2, 3])
-def slow(request: pytest.FixtureRequest) -> Result:
+def slow(request: pytest.FixtureRequest) -> SearchResult:
     return search(job(request.param), linked(0.2e9), 16)
 
 
-def named_like(result: Result, start: str) -> Any:
+def named_like(result: SearchResult, start: str) -> Any:
     return next(each for each in alternatives(result) if each.name.startswith(start))
 
 
-def test_nothing_sends_more_than_float32(slow: Result) -> None:
+def test_nothing_sends_more_than_float32(slow: SearchResult) -> None:
     planned = gradient_bytes(slow)
     found = alternatives(slow)
     assert len(found) == 6
@@ -65,7 +66,7 @@ def test_zero_two_reduces_for_every_micro_batch_and_zero_one_once() -> None:
     assert gradient_bytes(each) == pytest.approx(2 * gradient_bytes(once))  # 8 sequences a device are 2 micro-batches of 4
 
 
-def test_slow_links_are_worth_it_and_sending_less_is_quicker(slow: Result) -> None:
+def test_slow_links_are_worth_it_and_sending_less_is_quicker(slow: SearchResult) -> None:
     planned = float(slow.total[slow.order[0]])
     assert worthwhile(slow)
     assert all(each.step_seconds < planned for each in alternatives(slow))
@@ -78,15 +79,15 @@ def test_quick_links_are_not_worth_it() -> None:
     assert named_like(result, "1-bit").step_seconds > float(result.total[result.order[0]])
 
 
-def test_the_quickest_comes_first_and_says_that_it_is_planned(slow: Result) -> None:
+def test_the_quickest_comes_first_and_says_that_it_is_planned(slow: SearchResult) -> None:
     found = alternatives(slow)
     assert [each.step_seconds for each in found] == sorted(each.step_seconds for each in found)
     assert not any(each.runs for each in found)
     assert all("does not run it yet" in each.changes for each in found)
-    assert set(found[0].to_json()) >= {"name", "bytes_per_step", "step_seconds", "changes", "runs", "fits"}
+    assert set(plain(found[0])) >= {"name", "bytes_per_step", "step_seconds", "changes", "runs", "fits"}
 
 
-def test_local_training_exchanges_least_and_its_workers_are_nodes(slow: Result) -> None:
+def test_local_training_exchanges_least_and_its_workers_are_nodes(slow: SearchResult) -> None:
     local = named_like(slow, "DiLoCo")
     assert local.name == "DiLoCo, 2 workers"
     assert local.extra_memory >= 0

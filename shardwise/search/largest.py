@@ -1,0 +1,171 @@
+"""The longest sequence, and the largest batch without accumulation, that fit on so many devices.
+
+Whether anything fits needs only the model of memory (search/fits.py), so both are bisected, and only the answer is searched or
+costed in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from shardwise.config import Config, divisors
+from shardwise.cost.cluster import GIB, Cluster
+from shardwise.cost.predict import predict
+from shardwise.cost.space import RECOMPUTE, Ints, Space, Work
+from shardwise.cost.stack import SHARDWISE
+from shardwise.plan.schedule import SCHEDULES
+from shardwise.search.candidates import candidates, fixed_fields
+from shardwise.search.fits import any_fits, any_fits_resident, peak_bytes
+from shardwise.search.reasons import best_layout, count_devices, describe_layout, nothing_fits
+from shardwise.search.search import MARGIN, SearchResult, limit, play, search, work_of
+
+_LONGEST = 2**30
+
+
+# -- the longest sequence --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence that fits, and the job with it."""
+
+    length: int
+    """0 where not even a short one fits."""
+    global_batch: int
+    step_seconds: float | None
+    tokens_per_second: float | None
+    layout: str | None
+    sentence: str
+    job: Config = field(repr=False)
+    result: SearchResult | None = field(default=None, repr=False)
+
+
+def longest_sequence(config: Config, cluster: Cluster, devices: int) -> Longest:
+    """The longest data.sequence_length for which a layout fits, at about the same tokens a step.
+
+    The batch shrinks to the largest divisor of the job's that has no more tokens, so that it still divides as the job's does;
+    model.max_positions is raised where the sequence is longer. States are offloaded only where the job needs that as it is.
+    """
+    cluster = cluster.of(devices)
+    enough = any_fits_resident if any_fits_resident(config, cluster, devices) else any_fits
+
+    def fits(length: int) -> bool:
+        return enough(_with_length(config, length), cluster, devices)
+
+    low = config.data.sequence_length
+    while low >= 1 and not fits(low):
+        low //= 2
+    if low < 1:
+        result = search(config, cluster, devices)
+        return Longest(0, config.train.global_batch, None, None, None, nothing_fits(config, result)[0], config, result)
+    high = 2 * low
+    while high < _LONGEST and low >= config.data.sequence_length and fits(high):
+        low, high = high, 2 * high
+    return _longest(_with_length(config, _greatest(low, high, 1024 if high > 2048 else 128, fits)), cluster, devices)
+
+
+def _longest(job: Config, cluster: Cluster, devices: int) -> Longest:
+    result = search(job, cluster, devices)
+    best, length, batch = int(result.order[0]), job.data.sequence_length, job.train.global_batch
+    seconds = float(result.total[best])
+    sentence = f"sequences of {length:,} tokens fit ({best_layout(result)}), {batch} of them a step"
+    return Longest(length, batch, seconds, result.work.tokens / seconds, best_layout(result), sentence, job, result)
+
+
+def _with_length(config: Config, length: int) -> Config:
+    """The job with sequences of another length, and about as many tokens a step."""
+    batch, tokens = config.train.global_batch, config.train.global_batch * config.data.sequence_length
+    fewer = max([size for size in divisors(batch) if size * length <= tokens], default=1)
+    changes = {
+        "data": config.data.model_copy(update={"sequence_length": length}),
+        "train": config.train.model_copy(update={"global_batch": fewer}),
+        "model": config.model.model_copy(update={"max_positions": max(length, config.model.max_positions)}),
+    }
+    return config.model_copy(update=changes)
+
+
+def _greatest(low: int, high: int, step: int, works: Callable[[int], bool]) -> int:
+    """The greatest multiple of `step` between two numbers that works, or `low`, which does; `high` does not."""
+    first, last = low // step, -(-high // step)
+    while last - first > 1:
+        middle = (first + last) // 2
+        first, last = (middle, last) if works(middle * step) else (first, middle)
+    return max(low, first * step)
+
+
+# -- the largest batch -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The most sequences that go through in one forward and backward, and the job with them."""
+
+    global_batch: int
+    """0 where not one sequence a device fits."""
+    micro_batch: int
+    data_parallel: int
+    step_seconds: float | None
+    tokens_per_second: float | None
+    peak_gib: float | None
+    layout: str | None
+    sentence: str
+    job: Config = field(repr=False)
+    """With this batch, and the layout put in."""
+
+
+def largest_batch(config: Config, cluster: Cluster, devices: int) -> Largest:
+    """The most sequences a step that fit without accumulation, over all layouts; of equals the quickest.
+
+    In one layout memory grows with the micro-batch, so each has a largest; all are bisected at once. A train.micro_batch that the
+    job gives is put aside.
+    """
+    cluster, work, allowed = cluster.of(devices), work_of(config), limit(cluster.of(devices), MARGIN, devices)
+    space = _without_accumulation(config, devices)
+    sizes = _largest_sizes(lambda tried: peak_bytes(work, replace(space, micro_batch=tried), cluster) <= allowed, len(space))
+    batches = sizes * space.replica * space.data
+    if not len(space) or not batches.max():
+        sentence = f"not one sequence a device fits without accumulation on {count_devices(devices)}"
+        return Largest(0, 0, 0, None, None, None, None, sentence, config)
+    equal = np.flatnonzero(batches == batches.max())
+    tied = replace(space, micro_batch=sizes).take(equal)
+    batch = int(batches.max())
+    work = replace(work, global_batch=batch)
+    quickest = int(np.argmin(predict(work, tied, cluster, SHARDWISE).total))
+    return _largest(config, work, tied.take([quickest]), cluster, batch)
+
+
+def _without_accumulation(config: Config, devices: int) -> Space:
+    """Every layout once, one sequence a device. A batch of one sequence a device divides over every data axis there is."""
+    fixed = {**fixed_fields(config), "micro_batch": 1}
+    job = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": devices})})
+    space = candidates(job, devices, fixed, bool(fixed.get("offload"))).space
+    # With a single micro-batch no schedule fills a pipeline, and the plain one holds least.
+    space = space.take((space.pipeline == 1) | (space.schedule == SCHEDULES.index("1f1b")))
+    return replace(space, accumulation=np.ones_like(space.accumulation))
+
+
+def _largest_sizes(fits: Callable[[Ints], Any], layouts: int) -> Ints:
+    """For each layout the largest micro-batch that fits, 0 where none does: doubled while any fits, then bisected."""
+    low, high = np.zeros(layouts, np.int64), np.ones(layouts, np.int64)
+    while layouts and int(high.max()) < _LONGEST and (good := fits(high)).any():
+        low, high = np.where(good, high, low), np.where(good, 2 * high, high)
+    while layouts and (high - low).max() > 1:
+        middle = np.maximum((low + high) // 2, 1)
+        good = fits(middle)
+        low, high = np.where(good, middle, low), np.where(good, high, middle)
+    return low
+
+
+def _largest(config: Config, work: Work, one: Space, cluster: Cluster, batch: int) -> Largest:
+    found, row = play(work, one, cluster), one.row(0)
+    seconds, copies, layout = float(found.total[0]), row["replica"] * row["data"], describe_layout(row)
+    changes = {"global_batch": batch, "micro_batch": row["micro_batch"], "recompute": RECOMPUTE[row["recompute"]]}
+    job = config.model_copy(update={"layout": one.layout(0), "train": config.train.model_copy(update=changes)})
+    sentence = f"{batch:,} sequences a step fit without accumulation, in micro-batches of {row['micro_batch']:,} ({layout})"
+    return Largest(
+        batch, row["micro_batch"], copies, seconds, work.tokens / seconds, float(found.peak[0]) / GIB, layout, sentence, job
+    )  # fmt: skip

@@ -1,0 +1,13 @@
+"""Answers as plain data, ready for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+
+def plain(answer: Any) -> Any:
+    """A dataclass as a dictionary, those inside it too, without fields that are not shown (`repr=False`): jobs, searches."""
+    if is_dataclass(answer):
+        return {field.name: plain(getattr(answer, field.name)) for field in fields(answer) if field.repr}
+    return [plain(part) for part in answer] if isinstance(answer, tuple) else answer

@@ -1,0 +1,203 @@
+"""Why a layout wins, what the next best loses on, and by how much nothing fits: the sentences of an answer.
+
+Reasons are found by asking again. Without tensor parallelism, what would be the best, and would it fit? The same for the
+pipeline, for sharding, for recomputation. What the answer costs without each is the reason for having it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from shardwise.config import AXES, Config
+from shardwise.cost.cluster import GIB
+from shardwise.cost.space import RECOMPUTE
+from shardwise.plan.dtypes import BYTES
+from shardwise.plan.parameters import count
+from shardwise.plan.schedule import SCHEDULES
+from shardwise.search.candidates import candidates
+from shardwise.search.search import SearchResult
+
+TRIED = 64
+"""Other numbers of devices that are tried where no layout is possible on the one asked for."""
+
+
+def describe_layout(row: Mapping[str, int]) -> str:
+    """A layout in a few words."""
+    axes = [f"{axis} {row[axis]}" for axis in AXES if row[axis] > 1] or ["one device"]
+    more = [f"zero {row['zero']}"] if row["zero"] else []
+    if row["pipeline"] > 1:
+        name = SCHEDULES[row["schedule"]]
+        more.append(f"{name} x{row['stages_per_rank']}" if name == "interleaved" else name)
+    if row["recompute"]:
+        more.append(f"{RECOMPUTE[row['recompute']]} recomputation")
+    if row["offload"]:
+        more.append("offloaded")
+    return " x ".join(axes) + "".join(f", {word}" for word in more)
+
+
+def loses_on(result: SearchResult, best: int, other: int) -> str:
+    """What the other candidate takes longer for, in a sentence."""
+    one, two = result.prediction(best), result.prediction(other)
+    more = {name: float(two.seconds[name][0] - one.seconds[name][0]) for name in one.seconds}
+    worst = sorted((name for name in more if more[name] > 0), key=lambda name: -more[name])[:2]
+    slower = float(two.total[0] / one.total[0] - 1)
+    parts = " and ".join(f"{describe_term(name)} (+{format_seconds(more[name])})" for name in worst)
+    if slower < 0.0005:
+        return f"moving parts: it is {-slower:.1%} quicker, less than the model is accurate, and has more that can go wrong"
+    return f"{slower:+.1%} a step: {parts}" if parts else f"{slower:+.1%} a step"
+
+
+def best_layout(result: SearchResult) -> str:
+    """The winner's layout in a few words."""
+    return describe_layout(result.space.row(int(result.order[0])))
+
+
+def count_devices(number: int) -> str:
+    """So many devices, in words."""
+    return "1 device" if number == 1 else f"{number:,} devices"
+
+
+_TERMS = {
+    "matmul": "matrix products", "attention": "attention", "elementwise": "elementwise kernels", "launch": "starting kernels",
+    "recompute": "recomputation", "optimizer": "the optimizer", "bubble": "the pipeline's bubble", "imbalance": "uneven stages",
+    "tensor": "tensor collectives", "context": "context exchange", "expert": "sending tokens to experts",
+    "data": "gathers and gradient sums", "replica": "joining replicas", "pipeline_sends": "messages between stages",
+    "offload": "moving states to the host",
+}  # fmt: skip
+
+
+def describe_term(term: str) -> str:
+    """A term of a step in words."""
+    return _TERMS.get(term, term)
+
+
+def format_seconds(value: float) -> str:
+    """So many seconds, in a unit that reads well."""
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms" if value >= 1e-3 else f"{1e6 * value:.0f} us"
+
+
+def reason(result: SearchResult, best: int) -> str:
+    """Why the winner, in one line."""
+    row, found = result.space.row(best), result.prediction(best)
+    peak, total = float(found.peak[0]) / GIB, float(found.total[0])
+    text = f"{describe_layout(row)}: {format_seconds(total)} a step and {peak:.3g} of {result.limit / GIB:.3g} GiB"
+    if len(result.order) == 1:
+        return f"{text}, the only layout that fits" if len(result.space) > 1 else f"{text}, the only layout there is"
+    quickest = int(result.order[np.argmin(result.total[result.order])])
+    if quickest != best:
+        lead = result.total[best] / result.total[quickest] - 1
+        return f"{text}, the simplest within {max(lead, 0.001):.1%} of the quickest of {len(result.order):,} that fit"
+    return f"{text}, the quickest of {len(result.order):,} candidates that fit"
+
+
+def binding(config: Config, result: SearchResult, best: int) -> list[str]:
+    """What holds the winner where it is: why each axis is there, what memory forces, which degrees are refused."""
+    row = result.space.row(best)
+    found = [_needed(result, best, axis) for axis in ("pipeline", "context", "tensor", "expert", "replica") if row[axis] > 1]
+    if row["zero"]:
+        found.append(_needed(result, best, "zero"))
+    if row["recompute"]:
+        found.append(_needed(result, best, "recompute"))
+    if row["offload"]:
+        found.append(_offloaded(config, result))
+    return [*found, *_refusals(config, row), _largest(result, best)]
+
+
+def _offloaded(config: Config, result: SearchResult) -> str:
+    """Why states are in the host's memory, and how much of it they take."""
+    nodes = -(-result.devices // result.cluster.devices_per_node)
+    host = 4.0 * BYTES[result.work.state_dtype] * count(config.model) / nodes / GIB
+    why = "is as asked" if "offload" in result.fixed else "is needed: nothing fits without it"
+    return f"offload {why}; it takes about {host:,.0f} GiB of each node's own memory, which the planner does not know"
+
+
+def _needed(result: SearchResult, best: int, field: str) -> str:
+    """Why a choice was made: what is lost without it, or by how much nothing fits."""
+    values = getattr(result.space, field)
+    least = 0 if field in ("zero", "recompute") else 1
+    without = np.flatnonzero(values == least)
+    name = {"zero": "sharding (zero)", "recompute": "recomputation"}.get(field, field)
+    if field in result.fixed:
+        return f"{name} is {_value(field, int(values[best]))} as asked"
+    if not len(without):
+        return f"{name} is used by every layout that the job's sizes allow"
+    fitting = without[result.fits[without]]
+    if not len(fitting):
+        short = float(result.peak[without].min()) / GIB
+        return f"{name} is needed: without it the smallest layout takes {short:,.1f} GiB of {result.limit / GIB:,.1f} GiB"
+    slower = float(result.total[fitting].min() / result.total[best] - 1)
+    return f"{name} saves time: the best without it is {slower:.1%} slower" if slower > 0 else f"{name} is a near tie with none"
+
+
+def _value(field: str, value: int) -> str:
+    return RECOMPUTE[value] if field == "recompute" else str(value)
+
+
+def _refusals(config: Config, row: Mapping[str, int]) -> list[str]:
+    """The next tensor degree, if the model's heads refuse it."""
+    model, tensor = config.model, 2 * row["tensor"]
+    if model.heads % tensor:
+        return [f"tensor = {tensor} is refused: {model.heads} heads do not divide over it"]
+    if model.kv_heads % tensor and tensor % model.kv_heads:
+        return [f"tensor = {tensor} is refused: {model.kv_heads} key heads can neither be split nor repeated evenly over it"]
+    return []
+
+
+def _largest(result: SearchResult, best: int) -> str:
+    """What the step spends most on beside its products, and how full memory is."""
+    found = result.prediction(best)
+    total, peak = float(found.total[0]), float(found.peak[0])
+    others = {name: float(value[0]) for name, value in found.seconds.items() if name not in ("matmul", "attention")}
+    worst = max(others, key=lambda name: others[name])
+    kinds = {name: float(value[0]) for name, value in found.memory.items()}
+    fullest = max(kinds, key=lambda name: kinds[name])
+    return (
+        f"beside products and attention most time goes to {describe_term(worst)} ({others[worst] / total:.1%} of the step); "
+        f"memory is {peak / result.limit:.0%} of what a plan may use, most of it {fullest} ({kinds[fullest] / peak:.0%})"
+    )
+
+
+def _impossible(result: SearchResult) -> str:
+    """Why there is not one layout: what was refused and how often, or degrees that do not multiply to the devices."""
+    if result.refused:
+        return "; ".join(f"{why} ({number:,})" for why, number in result.refused.items())
+    given = {axis: result.fixed[axis] for axis in AXES[:-1] if axis in result.fixed}
+    asked = " x ".join(f"layout.{axis} = {degree}" for axis, degree in given.items())
+    return f"{asked or 'what was asked'} cannot be part of {result.devices:,} devices"
+
+
+def _other_devices(config: Config, result: SearchResult) -> str:
+    """The nearest numbers of devices, fewer and more, on which there are layouts."""
+    counts = range(1, 2 * result.devices + 8)
+    near = sorted((count for count in counts if count != result.devices), key=lambda count: abs(count - result.devices))[:TRIED]
+    works = [count for count in near if len(candidates(config, count, result.fixed).space)]
+    fewer, more = [count for count in works if count < result.devices], [count for count in works if count > result.devices]
+    nearest = " or ".join(f"{count:,}" for count in (*fewer[:1], *more[:1]))
+    others = f"there are some on {nearest} devices (cluster.devices)" if nearest else ""
+    return others or "change the batch (train.global_batch, train.micro_batch), data.sequence_length, or what [layout] asks for"
+
+
+def nothing_fits(config: Config, result: SearchResult) -> list[str]:
+    """By how much nothing fits, and what would."""
+    if not len(result.space):
+        return [f"no layout is possible: {_impossible(result)}; {_other_devices(config, result)}"]
+    least = int(np.argmin(result.peak))
+    peak, allowed = float(result.peak[least]), result.limit
+    found = result.prediction(least)
+    kinds = {name: float(value[0]) for name, value in found.memory.items()}
+    fullest = max(kinds, key=lambda name: kinds[name])
+    devices_of = result.devices
+    missing = f"{peak / GIB:,.1f} GiB, {(peak - allowed) / GIB:,.1f} GiB more than the {allowed / GIB:,.1f} GiB a plan may use"
+    smallest = f"the smallest of {len(result.space):,} layouts ({describe_layout(result.space.row(least))}) takes {missing}"
+    states = sum(kinds[name] for name in ("weights", "gradients", "optimizer"))
+    room = allowed - (peak - states)
+    if fullest in ("weights", "gradients", "optimizer") and room > 0:
+        more = devices_of * 2 ** int(np.ceil(np.log2(max(states / room, 1.01))))
+        advice = f"most of it is model states: use about {more:,} devices, train.state_dtype=bfloat16, or layout.offload=true"
+    elif fullest in ("activations", "logits"):
+        advice = "most of it is activations: use a shorter data.sequence_length, train.recompute=full, or more devices"
+    else:
+        advice = "use more devices, a larger device, or a smaller model"
+    return [f"nothing fits: {smallest}; {advice}"]
