@@ -10,28 +10,11 @@ A tied model has no `head.weight`: the embedding matrix serves twice and is coun
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
 
 from shardwise.config import Model
 
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ParameterCount:
-    """Where the parameters are. Biases belong to the matrix they follow; learned positions to the embedding."""
-
-    embedding: int
-    attention: int
-    feed_forward: int
-    norms: int
-    head: int
-
-    @property
-    def total(self) -> int:
-        """All parameters, each counted once."""
-        return self.embedding + self.attention + self.feed_forward + self.norms + self.head
 
 
 def parameter_shapes(model: Model) -> dict[str, Shape]:
@@ -56,14 +39,6 @@ def count(model: Model) -> int:
 def active_count(model: Model) -> int:
     """Parameters that one token meets: of the experts only those it visits, of everything else all."""
     return count(model) - model.layers * (model.experts - model.experts_per_token) * 3 * model.expert_width * model.hidden
-
-
-def count_by_part(model: Model) -> ParameterCount:
-    """The same number, split by what the parameters do."""
-    parts = dict.fromkeys(("embedding", "attention", "feed_forward", "norms", "head"), 0)
-    for name, shape in parameter_shapes(model).items():
-        parts[_part(name)] += prod(shape)
-    return ParameterCount(**parts)
 
 
 def _block(model: Model) -> Iterator[tuple[str, Shape]]:
@@ -107,12 +82,3 @@ def _norm(name: str, model: Model) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (model.hidden,)
     if model.norm == "layer":
         yield f"{name}.bias", (model.hidden,)
-
-
-def _part(name: str) -> str:
-    module = name.split(".")[-2]
-    if module.endswith("norm"):
-        return "norms"
-    if module in ("embedding", "positions"):
-        return "embedding"
-    return "head" if module == "head" else name.split(".")[2]  # blocks.N.PART.…

@@ -33,7 +33,6 @@ from typing import Any
 
 from shardwise.config import Model
 from shardwise.errors import UserError
-from shardwise.plan.flops import flops_per_token
 from shardwise.plan.parameters import count
 
 TOKENS_PER_PARAMETER = 20.0
@@ -167,12 +166,6 @@ class Bill:
     device_hours: float
     kwh: float | None
     money: float | None
-
-
-def training_flops(model: Model, tokens: float, sequence_length: int) -> float:
-    """FLOPs of training on so many tokens, by `plan.flops.FLOP_CONVENTION` (with attention, without the embedding): what a
-    model with a shape costs, where 6 N D is what one of so many parameters costs about."""
-    return flops_per_token(model, sequence_length) * tokens
 
 
 def compute_of(days: float, devices: int, flops_per_second_per_device: float) -> float:

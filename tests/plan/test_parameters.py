@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from shardwise.config import PRESETS, Model
 from shardwise.models import Transformer
-from shardwise.plan.parameters import active_count, count, count_by_part, parameter_shapes
+from shardwise.plan.parameters import active_count, count, parameter_shapes
 
 # The numbers of the released checkpoints (model cards and safetensors indexes); GPT-3's from its published shape.
 PUBLISHED = {
@@ -57,30 +55,29 @@ def test_names_shapes_and_order_are_those_of_the_module(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_parts_add_up_and_a_tied_head_counts_once(preset: str) -> None:
+def test_a_tied_head_counts_once(preset: str) -> None:
     model = Model(**PRESETS[preset])
-    parts = count_by_part(model)
-    assert parts.total == count(model)
-    assert parts.head == (0 if model.tied else model.vocabulary * model.hidden)
+    untied = count(model.model_copy(update={"tied": False}))
+    assert count(model) == untied - (model.vocabulary * model.hidden if model.tied else 0)
 
 
-def test_each_parameter_is_counted_under_what_it_does() -> None:
+def test_parameters_are_counted_as_by_hand() -> None:
     model = Model(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=6, vocabulary=5, max_positions=3, norm="layer",
                   positions="learned", activation="gelu", bias=True, qk_norm=True)  # fmt: skip
-    parts = count_by_part(model)
-    assert parts.embedding == 5 * 8 + 3 * 8
-    assert parts.attention == 8 * 8 + 2 * 4 * 8 + 8 * 8 + (8 + 4 + 4 + 8)
-    assert parts.feed_forward == 2 * 6 * 8 + (6 + 8)
-    assert parts.norms == 3 * (8 + 8) + 2 * 4
-    assert parts.head == 5 * 8
-    assert parts.total == sum(math.prod(shape) for shape in parameter_shapes(model).values())
+    embedding = 5 * 8 + 3 * 8
+    attention = 8 * 8 + 2 * 4 * 8 + 8 * 8 + (8 + 4 + 4 + 8)
+    feed_forward = 2 * 6 * 8 + (6 + 8)
+    norms = 3 * (8 + 8) + 2 * 4
+    assert count(model) == embedding + attention + feed_forward + norms + 5 * 8
 
 
 def test_router_and_shared_experts_count_as_active_feed_forward() -> None:
     model = Model(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=99, vocabulary=5, experts=7, experts_per_token=3,
                   expert_ffn=6, shared_experts=2)  # fmt: skip
     per_layer = 7 * 8 + 3 * 2 * 6 * 8
-    assert count_by_part(model).feed_forward == 2 * (per_layer + 7 * 3 * 6 * 8)
+    per_layer += 7 * 3 * 6 * 8
+    rest = 2 * (8 * 8 + 2 * 4 * 8 + 8 * 8 + 2 * 8) + 8 + 2 * 5 * 8  # attention, norms, embedding and head
+    assert count(model) == 2 * per_layer + rest
     assert count(model) - active_count(model) == 2 * (7 - 3) * 3 * 6 * 8
     with torch.device("meta"):
         module = Transformer(model)
