@@ -52,8 +52,9 @@ from shardwise.config import Config, Layout, from_tables
 from shardwise.data.batches import Batch, Batches
 from shardwise.mesh import Worker, join, leave
 from shardwise.models import Sharding
-from shardwise.parallel.data import Alone
-from shardwise.parallel.pipeline import Pipelined, Stages
+from shardwise.parallel.data import SingleDevice
+from shardwise.parallel.pipeline import Pipelined
+from shardwise.parallel.stages import Stages
 from shardwise.plan import Action, Schedule, choose, make_schedule, peak_in_flight, simulate
 from shardwise.plan.schedule import in_order, waits_for
 from shardwise.train.build import Training, build
@@ -193,7 +194,7 @@ def waiting_pipeline(comm: Comm, schedule: Schedule, seconds: float) -> Pipeline
         hidden=WIDTH,
         dtype=torch.float32,
     )
-    parts = [Alone(WaitingStage(seconds, stage == 0, stage == stages.last)) for stage, _ in stages.own]
+    parts = [SingleDevice(WaitingStage(seconds, stage == 0, stage == stages.last)) for stage, _ in stages.own]
     return Pipelined(comm, parts, Sharding(modules={}), stages=stages)
 
 

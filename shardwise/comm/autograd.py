@@ -6,14 +6,13 @@ compiler works on what lies between them, and the ledger sees every one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from shardwise._torch import all_gather_single, reduce_scatter_single
 from shardwise.comm.comm import Comm
 
 P = ParamSpec("P")
@@ -51,6 +50,15 @@ def collect(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
 def total(x: Tensor, comm: Comm, axis: str) -> Tensor:
     """Forward: sum over the devices, which all go on with the same. Backward: nothing to do."""
     result: Tensor = _Total.apply(x, comm, axis) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
+    return result
+
+
+@eager
+def all_to_all(
+    rows: Tensor, comm: Comm, axis: str, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+) -> Tensor:
+    """Forward: part i of the rows goes to device i, and what others sent here comes in their order. Backward: the reverse."""
+    result: Tensor = _AllToAll.apply(rows, comm, axis, sent, received)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -97,21 +105,27 @@ class _Total(torch.autograd.Function):
         return gradient, None, None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, comm: Comm, axis: str, sent: Sequence[int] | None, received: Sequence[int] | None
+    ) -> Tensor:
+        ctx.backwards = (comm, axis, received, sent)
+        return comm.all_to_all(rows, axis, sent, received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        comm, axis, sent, received = ctx.backwards
+        return comm.all_to_all(gradient, axis, sent, received), None, None, None, None
+
+
 def _gathered(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
-    size, group = comm.mesh.size(axis), comm.mesh.group(axis)
-    parts = x.new_empty(size, *x.shape)
-    comm.count("all_gather", axis, parts)
-    with comm.waiting():
-        all_gather_single(parts.flatten(0, 1), x.contiguous(), group=group)
+    parts = comm.all_gather(x, axis)  # (devices, *shape)
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _scattered(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
-    size, group = comm.mesh.size(axis), comm.mesh.group(axis)
+    size = comm.mesh.size(axis)
     assert x.shape[dim] % size == 0, f"dim {dim} of {tuple(x.shape)} does not split over {axis} {size}"
-    parts = torch.stack(x.chunk(size, dim))
-    comm.count("reduce_scatter", axis, parts)
-    own = torch.empty_like(parts[0])
-    with comm.waiting():
-        reduce_scatter_single(own, parts.flatten(0, 1), op=dist.ReduceOp.SUM, group=group)
-    return own
+    return comm.reduce_scatter(torch.stack(x.chunk(size, dim)), axis)

@@ -1,8 +1,8 @@
 """Collectives that count their bytes and the time the program waits for them.
 
-Everything that crosses between devices passes through here: what shardwise sends itself, and what torch sends for it, through
-the doors that torch leaves open (a DDP communication hook; FSDP2's custom all-gather and reduce-scatter). The ledger then
-holds what really ran, by kind and axis, and the planner can be held to it.
+Everything that training sends between devices passes through this package: what shardwise sends itself (here; with gradients
+flowing through it in autograd.py), and what torch sends for it, through the doors that torch leaves open (hooks.py). The ledger
+then holds what really ran, by kind and axis, and the planner can be held to it.
 
 Gradients are always summed, never averaged: the loss is already divided by the global number of tokens.
 
@@ -13,11 +13,9 @@ timed there, and what cannot, is said where it happens.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +53,48 @@ class Comm:
                 dist.all_reduce(tensor, op=op, group=group)
         return tensor
 
+    def all_gather(self, tensor: Tensor, axis: str) -> Tensor:
+        """Everybody's tensor, of one shape: (devices, *shape)."""
+        parts = tensor.new_empty(self.mesh.size(axis), *tensor.shape)
+        self.count("all_gather", axis, parts)
+        with self.waiting():
+            all_gather_single(parts.flatten(0, 1), tensor.contiguous(), group=self.mesh.group(axis))
+        return parts
+
+    def reduce_scatter(self, parts: Tensor, axis: str) -> Tensor:
+        """Of (devices, *shape), one part for each device: the sum of all devices' parts for this one."""
+        self.count("reduce_scatter", axis, parts)
+        own = torch.empty_like(parts[0])
+        with self.waiting():
+            reduce_scatter_single(own, parts.flatten(0, 1), op=dist.ReduceOp.SUM, group=self.mesh.group(axis))
+        return own
+
+    def all_to_all(
+        self, rows: Tensor, axis: str, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> Tensor:
+        """Rows go to the devices in order, sent[i] of them to device i, and received[i] come from it; None: as many to each."""
+        leaving = rows.contiguous()
+        coming, going = (None if counts is None else list(counts) for counts in (received, sent))
+        arriving = leaving.new_empty(leaving.shape[0] if coming is None else sum(coming), *leaving.shape[1:])
+        self.count("all_to_all", axis, leaving)
+        with self.waiting():
+            dist.all_to_all_single(arriving, leaving, coming, going, group=self.mesh.group(axis))
+        return arriving
+
+    def start_exchange(self, tensors: Sequence[Tensor], axis: str, to: int, source: int, first_tag: int = 0) -> Exchange:
+        """Start sending these to one device of the axis, and receiving the like from another, which may be the same."""
+        return Exchange(self, tensors, axis, to, source, first_tag)
+
+    def send(self, tensor: Tensor, axis: str, to: int) -> None:
+        """Send to one device of the axis, which receives."""
+        self.count("send", axis, tensor)
+        dist.send(tensor.contiguous(), group_dst=to, group=self.mesh.group(axis))
+
+    def receive(self, into: Tensor, axis: str, source: int) -> Tensor:
+        """What a device of the axis sends."""
+        dist.recv(into, group_src=source, group=self.mesh.group(axis))
+        return into
+
     def waiting(self) -> AbstractContextManager[None]:
         """Around a call that blocks until the peers have come too: on a CPU, its time is exposed communication."""
         return self.clock.span(EXPOSED) if self.device.type == "cpu" else nullcontext()
@@ -73,75 +113,25 @@ class Comm:
         self.ledger.record(kind, axis, full.numel() * full.element_size())
 
 
-class GradientSum:
-    """DDP's hook: sum each bucket of gradients while backward goes on.
+class Exchange:
+    """Tensors on their way to one peer and from another. What is sent must stay as it is until `arrived` has returned."""
 
-    Once the last bucket is filled there is no computation left to hide behind: from there to the end is exposed.
-    """
+    def __init__(self, comm: Comm, tensors: Sequence[Tensor], axis: str, to: int, source: int, first_tag: int) -> None:
+        group = comm.mesh.group(axis)
+        self.comm = comm
+        self.leaving = [tensor.contiguous() for tensor in tensors]
+        self.arriving = [torch.empty_like(tensor) for tensor in self.leaving]
+        operations = []
+        for tag, (leaving, arriving) in enumerate(zip(self.leaving, self.arriving, strict=True), first_tag):
+            comm.count("send", axis, leaving)
+            operations.append(dist.P2POp(dist.isend, leaving, group=group, tag=tag, group_peer=to))
+            operations.append(dist.P2POp(dist.irecv, arriving, group=group, tag=tag, group_peer=source))
+        self.works = dist.batch_isend_irecv(operations)
 
-    def __init__(self, comm: Comm, axis: str, group: dist.ProcessGroup) -> None:
-        self.comm, self.axis, self.group = comm, axis, group
-        self._exposed = ExitStack()
-
-    def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Start the sum of one bucket (a `dist.GradBucket`)."""
-        buffer = bucket.buffer()
-        self.comm.count("all_reduce", self.axis, buffer)
-        work = dist.all_reduce(buffer, group=self.group, async_op=True)
-        if bucket.is_last():
-            self._exposed.enter_context(self.comm.clock.span(EXPOSED))
-        summed: torch.futures.Future[Tensor] = work.get_future().then(_first)
-        return summed
-
-    def backward_ended(self) -> None:
-        """Call when backward has returned."""
-        self._exposed.close()
-
-
-def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return future.value()[0]
-
-
-class _Counted:
-    """What FSDP2 asks of a custom collective: a buffer, and the call. On CPU the call blocks, so all of it is exposed."""
-
-    def __init__(self, comm: Comm, axis: str) -> None:
-        self.comm, self.axis = comm, axis
-        self.ended = 0.0
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def timed(self, work: dist.Work | None, started: float) -> dist.Work | None:
-        self.ended = time.perf_counter()
-        if self.comm.device.type == "cpu":
-            self.comm.clock.add(EXPOSED, self.ended - started)
-        return work
-
-
-class CountedAllGather(_Counted):
-    """FSDP2 gathers a unit's weights."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        self.comm.count("all_gather", self.axis, output_tensor)
-        started = time.perf_counter()
-        return self.timed(all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op), started)
-
-
-class CountedReduceScatter(_Counted):
-    """FSDP2 sums a unit's gradients and keeps this rank's piece."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self.comm.count("reduce_scatter", self.axis, input_tensor)
-        started = time.perf_counter()
-        work = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        return self.timed(work, started)
+    def arrived(self) -> list[Tensor]:
+        """Wait; what came."""
+        with self.comm.waiting():
+            for work in self.works:
+                work.wait()
+        self.leaving = []
+        return self.arriving

@@ -3,8 +3,7 @@
 1. build on the meta device: no memory, however large the model;
 2. cut it into pipeline stages, and keep this rank's;
 3. split matrices over `tensor`, experts over `expert`, and attention over `context`;
-4. recomputation, then compilation, block by block: the compiler should see the recomputed region. Where collectives or a
-   user's code cut a block's graph into pieces it would refuse that region; there whole blocks are recomputed around the pieces;
+4. recomputation and compilation, block by block (`_recompute_and_compile` says which goes around which, and why);
 5. sharding or replication over the data axes;
 6. memory for this rank's share, and each parameter's values from (seed, name): the same bits on any layout.
 """
@@ -23,12 +22,13 @@ from shardwise.models import Head, Sharding, Transformer, adapt, build_own, chec
 from shardwise.models.dtypes import DTYPES
 from shardwise.optim import local
 from shardwise.parallel.context import places, split_over_context
-from shardwise.parallel.data import Alone, replicate, shard
+from shardwise.parallel.data import DataParallel, SingleDevice, replicate, shard
 from shardwise.parallel.expert import expert_modules, split_over_experts
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.own import check_own, table_of
 from shardwise.parallel.placement import assign
 from shardwise.parallel.recompute import recompute
+from shardwise.parallel.stages import cut_out, own_stages
 from shardwise.parallel.tensor import split_over_tensor
 from shardwise.plan import Plan, engine_of, reduce_dtype, state_dtype
 
@@ -43,7 +43,7 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
     multiple = sequence_multiple(config.model, layout)
     if layout.pipeline == 1:
         return ParallelModel(comm, [_part(config, plan, plain, table, comm)], table, where, multiple, tables)
-    from shardwise.parallel.pipeline import Pipelined, cut_out, own_stages  # torch's pipelines take a second to import
+    from shardwise.parallel.pipeline import Pipelined  # torch's pipelines take a second to import
 
     stages = own_stages(config, plan, comm)
     parts = []
@@ -85,7 +85,7 @@ def _embeddings(model: nn.Module) -> frozenset[str]:
     return frozenset(f"{path}.weight" for path in tables)
 
 
-def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> Alone:
+def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> DataParallel:
     """Steps 3 to 6, for the whole model or one stage of it."""
     layout = comm.mesh.layout
     if layout.tensor > 1:
@@ -98,30 +98,39 @@ def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: C
     for module in model.modules():
         if isinstance(module, Head):
             module.compiled = compiled
-    # Collectives inside a block are kept out of the graph, which then comes in pieces. What a user's block does is unknown.
+    _recompute_and_compile(config, plan, blocks, compiled)
+    return _on_data_axes(config, model, table, comm)
+
+
+def _recompute_and_compile(config: Config, plan: Plan, blocks: list[nn.Module], compiled: bool) -> None:
+    """Recomputation goes inside, compilation around it: the compiler then sees the recomputed region and fuses within it. A block
+    whose graph comes in pieces (collectives are kept out of it, and a user's block may do anything) cannot be traced whole, and
+    the compiler refuses a recomputed region that it cannot trace; there full recomputation goes around the compiled pieces.
+    Selective recomputation goes by operators, which it would not see around compiled code, so it stays inside.
+    """
     ours = config.model.module is None and not config.model.experts
-    whole = layout.tensor == layout.context == layout.expert == 1 and ours
-    around = compiled and not whole and plan.recompute == "full"
+    layout, mode = plan.layout, plan.recompute
+    whole_graph = layout.tensor == layout.context == layout.expert == 1 and ours
+    around = compiled and not whole_graph and mode == "full"
     if not around:
-        recompute(blocks, plan.recompute, compiled)
+        recompute(blocks, mode, compiled)
     if compiled:
         for block in blocks:
-            block.forward = torch.compile(block.forward, fullgraph=whole, dynamic=False)
+            block.forward = torch.compile(block.forward, fullgraph=whole_graph, dynamic=False)
     if around:
-        recompute(blocks, plan.recompute, compiled)
-    return _on_data_axes(config, model, table, comm)
+        recompute(blocks, mode, compiled)
 
 
 def _blocks(model: nn.Module, table: Sharding) -> list[nn.Module]:
     return [] if table.blocks is None else list(model.get_submodule(table.blocks).children())
 
 
-def _on_data_axes(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> Alone:
+def _on_data_axes(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> DataParallel:
     train, layout = config.train, comm.mesh.layout
     engine = engine_of(layout, config.model.experts)
     if not engine.sharded:
         materialise(model, table, comm.device, train.seed)
-        return Alone(model) if engine.single else replicate(model, comm)
+        return SingleDevice(model) if engine.single else replicate(model, comm)
     compute, reduce = DTYPES[train.precision], DTYPES[reduce_dtype(train)]
     sharded = shard(model, _units(model, table), expert_modules(model, table), comm, compute, reduce, engine)
     materialise(model, table, torch.device("cpu") if layout.offload else comm.device, train.seed, comm.device)
@@ -136,8 +145,9 @@ def is_compiled(config: Config, device: torch.device) -> bool:
 def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
     """What is gathered at once: each block; the embedding too, unless the head needs the same weights at the end."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    found = [module for path, module in model.named_modules() if (role := table.role(path)) and role.kind == "vocabulary"]
-    return [*_blocks(model, table), *(one for one in found if all(uses[id(weight)] == 1 for weight in one.parameters()))]
+    tables = [module for path, module in model.named_modules() if (role := table.role(path)) and role.kind == "vocabulary"]
+    unshared = [module for module in tables if all(uses[id(weight)] == 1 for weight in module.parameters())]
+    return [*_blocks(model, table), *unshared]
 
 
 def materialise(

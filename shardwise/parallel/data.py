@@ -47,8 +47,20 @@ from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
 
 
 @dataclass
-class Alone:
-    """One device: nothing to exchange."""
+class DataParallel:
+    """One part of the model (all of it, or a pipeline stage) and how its weights are kept equal on the devices that hold them.
+
+    What may be called when, in the course of a step:
+
+        micro_batch(last=False): forward, backward   any number of times, then once with last=True;
+                                                     after it gradients are complete
+        hold(), half a backward, hold(), ...         instead, where a schedule splits backward: after `stay_gathered()`, which
+        release()                                    is called once before the first step; after `release` gradients are complete
+        settle()                                     between steps only, after forwards without backward
+
+    Between `release` or the last micro-batch and the next step the optimizer may change weights, and parameters are what this
+    rank stores of them. The methods here do nothing, which is right for one device.
+    """
 
     model: nn.Module
     keeps_gradients: bool = field(default=False, init=False)
@@ -82,7 +94,12 @@ class Alone:
 
 
 @dataclass
-class Replicated(Alone):
+class SingleDevice(DataParallel):
+    """No other device holds the same weights: nothing to exchange."""
+
+
+@dataclass
+class Replicated(DataParallel):
     """zero = 0: torch's DistributedDataParallel, with our sum in its buckets."""
 
     comm: Comm
@@ -134,8 +151,8 @@ class Replicated(Alone):
 
 
 @dataclass
-class Sharded(Alone):
-    """zero = 1, 2, 3: torch's FSDP2, told when to gather and when to reduce."""
+class Sharded(DataParallel):
+    """zero = 1, 2, 3, and zero = 0 beside other axes: torch's FSDP2, told when to gather and when to reduce."""
 
     engine: Engine
     units: list[FSDPModule]

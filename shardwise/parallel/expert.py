@@ -21,19 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise.comm import Comm
-from shardwise.comm.autograd import eager, total
+from shardwise.comm.autograd import all_to_all, eager, total
 from shardwise.models import MixtureOfExperts, Sharding
 from shardwise.models.experts import inverse, permute
 from shardwise.parallel.tensor import see_local
 
+AXIS = "expert"
 Visit = Callable[[Tensor, Tensor], Tensor]
 """(rows sorted by expert, rows of each expert) to the rows after their expert."""
 
@@ -46,14 +45,13 @@ def expert_modules(model: nn.Module, table: Sharding) -> list[nn.Module]:
 
 def split_over_experts(model: nn.Module, table: Sharding, comm: Comm) -> None:
     """Give this device its experts, and send every row to the owner of its expert. On the meta device."""
-    group = comm.mesh.group("expert")
     for module in expert_modules(model, table):
-        if group is not None:
+        if comm.mesh.size(AXIS) > 1:
             for name, weight in list(module.named_parameters(recurse=False)):
-                shared = distribute_tensor(weight.detach(), comm.mesh.sub("expert"), [Shard(0)], src_data_rank=None)
+                shared = distribute_tensor(weight.detach(), comm.mesh.sub(AXIS), [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(shared, requires_grad=weight.requires_grad))
             see_local(module)
-            module.forward = partial(exchange, module.forward, group=group, comm=comm)
+            module.forward = partial(exchange, module.forward, comm=comm)
     split_sequences(model, comm)
 
 
@@ -74,24 +72,19 @@ def split_sequences(model: nn.Module, comm: Comm, axes: Sequence[str] = ("contex
 
 
 @eager
-def exchange(experts: Visit, rows: Tensor, counts: Tensor, group: dist.ProcessGroup, comm: Comm) -> Tensor:
+def exchange(experts: Visit, rows: Tensor, counts: Tensor, comm: Comm) -> Tensor:
     """Rows sorted by global expert, counts[i] of expert i, to the same rows after their expert, wherever it is.
 
     `experts` runs this device's experts, numbered from 0, on the rows of all devices.
     """
-    ours = counts.view(dist.get_world_size(group), -1)  # (owner, its experts)
-    theirs = torch.empty_like(ours)  # (source, our experts)
-    comm.count("all_to_all", "expert", ours)
-    with comm.waiting():
-        dist.all_to_all_single(theirs, ours.contiguous(), group=group)
+    ours = counts.view(comm.mesh.size(AXIS), -1)  # (owner, its experts)
+    theirs = comm.all_to_all(ours, AXIS)  # (source, our experts)
     sent, received = torch.stack((ours.sum(1), theirs.sum(1))).tolist()  # the host waits here
-    send = partial(_AllToAll.apply, group, comm)
     order = _by_expert(theirs, sum(received))
     back = inverse(order)
-    arrived = permute(send(received, sent, rows), order, back)
+    arrived = permute(all_to_all(rows, comm, AXIS, sent, received), order, back)
     visited = permute(experts(arrived, theirs.sum(0)), back, order)
-    result: Tensor = send(sent, received, visited)
-    return result
+    return all_to_all(visited, comm, AXIS, received, sent)
 
 
 def _by_expert(counts: Tensor, total: int) -> Tensor:
@@ -99,27 +92,3 @@ def _by_expert(counts: Tensor, total: int) -> Tensor:
     sources, experts = counts.shape
     expert = torch.arange(experts, device=counts.device).repeat(sources)
     return expert.repeat_interleave(counts.flatten(), output_size=total).argsort(stable=True)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Forward: part i of the rows goes to device i, and what others sent here comes in their order. Backward: the reverse."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: dist.ProcessGroup, comm: Comm, received: Sequence[int], sent: Sequence[int], rows: Tensor
-    ) -> Tensor:
-        ctx.facts = group, comm, received, sent
-        return _all_to_all(group, comm, received, sent, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None, Tensor]:
-        group, comm, received, sent = ctx.facts
-        return None, None, None, None, _all_to_all(group, comm, sent, received, gradient)
-
-
-def _all_to_all(group: dist.ProcessGroup, comm: Comm, received: Sequence[int], sent: Sequence[int], rows: Tensor) -> Tensor:
-    result = rows.new_empty(sum(received), rows.shape[1])
-    comm.count("all_to_all", "expert", rows)
-    with comm.waiting():
-        dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent), group=group)
-    return result

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from shardwise.comm import Comm
 from shardwise.data.batches import Batch
 from shardwise.models import MixtureOfExperts, Sharding
-from shardwise.parallel.data import Alone
+from shardwise.parallel.data import DataParallel
+from shardwise.parallel.stages import Stages
 from shardwise.parallel.tensor import sum_whole
-
-if TYPE_CHECKING:
-    from shardwise.parallel.pipeline import Stages
 
 
 @dataclass
@@ -27,7 +25,7 @@ class ParallelModel:
     """The model of a layout without pipeline stages: one part, whole in depth."""
 
     comm: Comm
-    parts: list[Alone]
+    parts: Sequence[DataParallel]
     table: Sharding
     places: Callable[[int], Tensor] | None = None
     """The places of this device's tokens in a sequence of that length; None: all of them."""

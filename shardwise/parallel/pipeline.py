@@ -29,86 +29,16 @@ from torch.distributed.pipelining import PipelineStage
 
 from shardwise._torch import pipeline_runtime
 from shardwise.comm import Comm
-from shardwise.config import Config
 from shardwise.data.batches import Batch
-from shardwise.errors import UserError
-from shardwise.models import Head, Sharding
-from shardwise.models.dtypes import DTYPES, wide
+from shardwise.models import Head
+from shardwise.models.dtypes import wide
 from shardwise.optim import local
-from shardwise.parallel.data import Alone
+from shardwise.parallel.data import DataParallel
 from shardwise.parallel.model import ParallelModel
-from shardwise.plan import Plan, Schedule, make_schedule
-
-AXIS = "pipeline"
+from shardwise.parallel.stages import AXIS, Stages
 
 
-@dataclass(frozen=True)
-class Stages:
-    """How the model is cut, and what flows between the pieces."""
-
-    schedule: Schedule
-    blocks: tuple[range, ...]
-    """The blocks of every stage."""
-    rank: int
-    micro_batch: int
-    length: int
-    """Tokens of a sequence that are this device's."""
-    hidden: int
-    dtype: torch.dtype
-
-    @property
-    def own(self) -> list[tuple[int, range]]:
-        """The stages of this rank and their blocks."""
-        return [(stage, self.blocks[stage]) for stage in self.schedule.stages_of(self.rank)]
-
-    @property
-    def last(self) -> int:
-        """The stage with the head."""
-        return self.schedule.stages - 1
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
-        return any(action.kind == "W" for actions in self.schedule.actions for action in actions)
-
-
-def own_stages(config: Config, plan: Plan, comm: Comm) -> Stages:
-    """The cut of this job."""
-    mesh, layout = comm.mesh, comm.mesh.layout
-    schedule = make_schedule(layout.schedule, layout.pipeline, plan.accumulation, layout.stages_per_rank)
-    assert layout.stages is not None, "a plan says how the model is cut"
-    counts = layout.stages
-    starts = [sum(counts[:stage]) for stage in range(schedule.stages)]
-    return Stages(
-        schedule=schedule,
-        blocks=tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True)),
-        rank=mesh.coordinate(AXIS),
-        micro_batch=plan.micro_batch,
-        length=config.data.sequence_length // layout.context,
-        hidden=config.model.hidden,
-        dtype=DTYPES[config.train.precision],
-    )
-
-
-def cut_out(model: nn.Module, table: Sharding, stage: int, stages: Stages) -> None:
-    """Turn a whole model into one stage of it; blocks keep their numbers, so parameters keep their names."""
-    if table.blocks is None:
-        raise UserError("layout.pipeline: the model's sharding table names no `blocks`, so it cannot be cut into stages")
-    kept = nn.ModuleList()
-    for block in stages.blocks[stage]:
-        kept.add_module(str(block), model.get_submodule(f"{table.blocks}.{block}"))
-    _replace(model, table.blocks, kept)
-    gone = [*(table.first if stage > 0 else ()), *(table.last if stage < stages.last else ())]
-    for path in gone:
-        _replace(model, path, None)
-
-
-def _replace(model: nn.Module, path: str, module: nn.Module | None) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, module)
-
-
-class _Piece(nn.Module):
+class _StageModule(nn.Module):
     """A stage's module as torch's runtime calls it: hidden states in, the rest by name. Not an FSDP2 module itself, so that
     the runtime leaves gathering and reducing to parallel/data.py."""
 
@@ -127,7 +57,7 @@ class _Piece(nn.Module):
 class _Stage(PipelineStage):
     """torch's stage, whose backward reduces gradients as the part's data parallelism says."""
 
-    part: Alone
+    part: DataParallel
     comm: Comm
     split: bool
     sent: dict[int, list[Tensor]]
@@ -191,8 +121,9 @@ class Pipelined(ParallelModel):
         super().__post_init__()
         self._factor = torch.zeros(())
         self._total = torch.zeros(())
-        self._pieces = [
-            _Piece(part.model, stage == self.stages.last) for part, (stage, _) in zip(self.parts, self.stages.own, strict=True)
+        self._modules = [
+            _StageModule(part.model, stage == self.stages.last)
+            for part, (stage, _) in zip(self.parts, self.stages.own, strict=True)
         ]
         if self.stages.splits_backward:
             for part in self.parts:
@@ -201,23 +132,23 @@ class Pipelined(ParallelModel):
                     if isinstance(module, Head):
                         module.split_backward = True
         schedule, group = self.stages.schedule, self.comm.mesh.group(AXIS)
-        mine = zip(self._pieces, self.parts, self.stages.own, strict=True)
-        made = [self._stage(piece, part, stage, group) for piece, part, (stage, _) in mine]
+        mine = zip(self._modules, self.parts, self.stages.own, strict=True)
+        runners = [self._stage(module, part, stage, group) for module, part, (stage, _) in mine]
         actions = {rank: [str(action) for action in own] for rank, own in enumerate(schedule.actions)}
-        self._runtime = pipeline_runtime(made, schedule.micro_batches, self._loss, actions)
+        self._runtime = pipeline_runtime(runners, schedule.micro_batches, self._loss, actions)
 
     @property
     def pipeline(self) -> Stages:
         return self.stages
 
-    def _stage(self, piece: _Piece, part: Alone, stage: int, group: Any) -> _Stage:
+    def _stage(self, module: _StageModule, part: DataParallel, stage: int, group: Any) -> _Stage:
         stages, layout = self.stages, self.comm.mesh.layout
         ids = torch.empty(stages.micro_batch, stages.length, dtype=torch.int64, device="meta")
         shape = (stages.micro_batch, stages.length // layout.tensor, stages.hidden)
         hidden = torch.empty(shape, dtype=stages.dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=wide(stages.dtype), device="meta", requires_grad=True)
-        made = _Stage(
-            piece,
+        runner = _Stage(
+            module,
             stage,
             stages.schedule.stages,
             self.comm.device,
@@ -225,8 +156,8 @@ class Pipelined(ParallelModel):
             output_args=loss if stage == stages.last else hidden,
             group=group,
         )
-        made.part, made.comm, made.split, made.sent = part, self.comm, stages.splits_backward, {}
-        return made
+        runner.part, runner.comm, runner.split, runner.sent = part, self.comm, stages.splits_backward, {}
+        return runner
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         self._total = self._total + output.detach()
@@ -257,8 +188,8 @@ class Pipelined(ParallelModel):
 
     def _tell_positions(self, length: int) -> None:
         positions = torch.arange(length, device=self.comm.device) if self.places is None else self.places(length)
-        for piece in self._pieces:
-            piece.positions = positions
+        for module in self._modules:
+            module.positions = positions
 
     def _has(self, stage: int) -> bool:
         return self.stages.schedule.rank_of_stage[stage] == self.stages.rank
@@ -281,16 +212,8 @@ class Pipelined(ParallelModel):
 
     def _add_from_other_end(self, gradient: Tensor) -> None:
         first, last = self.stages.schedule.rank_of_stage[0], self.stages.schedule.rank_of_stage[-1]
-        peer, group = (last if self.stages.rank == first else first), self.comm.mesh.group(AXIS)
-        theirs = torch.empty_like(gradient)
-        self.comm.count("send", AXIS, gradient)
-        exchange = [
-            dist.P2POp(dist.isend, gradient.contiguous(), group_peer=peer, group=group),
-            dist.P2POp(dist.irecv, theirs, group_peer=peer, group=group),
-        ]
-        with self.comm.waiting():
-            for work in dist.batch_isend_irecv(exchange):
-                work.wait()
+        peer = last if self.stages.rank == first else first
+        (theirs,) = self.comm.start_exchange([gradient], AXIS, peer, peer).arrived()
         gradient += theirs
 
     def loss(self, batch: Batch) -> Tensor:
@@ -313,16 +236,15 @@ class Pipelined(ParallelModel):
     def _through(self, inputs: Tensor, length: int, documents: Tensor | None, **head: Any) -> Tensor | None:
         """One micro-batch forward through all stages; the result where the last stage is."""
         self._tell_positions(length)
-        schedule, group = self.stages.schedule, self.comm.mesh.group(AXIS)
+        schedule = self.stages.schedule
         x = inputs
         for stage, part in zip(schedule.stages_of(self.stages.rank), self.parts, strict=True):
             if stage > 0 and not self._has(stage - 1):
                 shape = (inputs.shape[0], inputs.shape[1] // self.comm.mesh.size("tensor"), self.stages.hidden)
                 x = torch.empty(shape, dtype=self.stages.dtype, device=self.comm.device)
-                dist.recv(x, group_src=schedule.rank_of_stage[stage - 1], group=group)
+                self.comm.receive(x, AXIS, schedule.rank_of_stage[stage - 1])
             more = head if stage == self.stages.last else {}
-            x = part.model(x, documents=documents, positions=self._pieces[0].positions, **more)
+            x = part.model(x, documents=documents, positions=self._modules[0].positions, **more)
             if stage < self.stages.last and not self._has(stage + 1):
-                self.comm.count("send", AXIS, x)
-                dist.send(x.contiguous(), group_dst=schedule.rank_of_stage[stage + 1], group=group)
+                self.comm.send(x, AXIS, schedule.rank_of_stage[stage + 1])
         return x if self._has(self.stages.last) else None

@@ -45,11 +45,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.comm import Comm
+from shardwise.comm import Comm, Exchange
 from shardwise.comm.autograd import eager
 from shardwise.errors import UserError
 from shardwise.models.dtypes import wide
@@ -66,6 +65,7 @@ from shardwise.parallel.blockwise import (
     whole_attention,
 )
 
+AXIS = "context"
 _GRADIENT_TAG = 3
 """Keys, values and documents have the tags 0 to 2; gradients are on their way at the same time."""
 
@@ -107,7 +107,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, comm: Comm, docume
     `query` is (batch, heads, tokens, head_dim), `key` and `value` likewise with as many or fewer heads; `documents` is (batch,
     tokens), and a token then sees only its own document. All ranks of the axis must call it, in the same order.
     """
-    group = comm.mesh.group("context")
+    group = comm.mesh.group(AXIS)
     if group is None:
         return whole_attention(query, key, value, documents)
     if query.shape[2] % 2:
@@ -122,41 +122,16 @@ class Ring:
     """This rank and its neighbours on the `context` axis."""
 
     def __init__(self, comm: Comm) -> None:
-        group = comm.mesh.group("context")
-        assert group is not None, "a ring has peers"
-        self.comm, self.group = comm, group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.comm, self.rank, self.size = comm, comm.mesh.coordinate(AXIS), comm.mesh.size(AXIS)
 
     def source(self, step: int) -> int:
         """Whose keys are here at this step."""
         return (self.rank - step) % self.size
 
-    def pass_on(self, tensors: Sequence[Tensor], first_tag: int = 0) -> Passing:
+    def pass_on(self, tensors: Sequence[Tensor], first_tag: int = 0) -> Exchange:
         """Start sending these to the next rank, and receiving the like from the one before."""
-        return Passing(self, tensors, first_tag)
-
-
-class Passing:
-    """Tensors on their way. What is sent must stay as it is until `arrived` has returned."""
-
-    def __init__(self, ring: Ring, tensors: Sequence[Tensor], first_tag: int) -> None:
-        self.comm = ring.comm
-        self.leaving, self.arriving = tensors, [torch.empty_like(tensor) for tensor in tensors]
-        after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
-        operations = []
-        for tag, (leaving, arriving) in enumerate(zip(self.leaving, self.arriving, strict=True), first_tag):
-            ring.comm.count("send", "context", leaving)
-            operations.append(dist.P2POp(dist.isend, leaving, group=ring.group, tag=tag, group_peer=after))
-            operations.append(dist.P2POp(dist.irecv, arriving, group=ring.group, tag=tag, group_peer=before))
-        self.works = dist.batch_isend_irecv(operations)
-
-    def arrived(self) -> list[Tensor]:
-        """Wait; what came."""
-        with self.comm.waiting():
-            for work in self.works:
-                work.wait()
-        self.leaving = ()
-        return self.arriving
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return self.comm.start_exchange(tensors, AXIS, after, before, first_tag)
 
 
 def forward_pass(ring: Ring, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Attended:

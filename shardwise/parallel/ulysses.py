@@ -16,18 +16,16 @@ often that the number of heads becomes lcm(kv_heads, C), which always divides `h
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from shardwise._torch import all_gather_single
 from shardwise.comm import Comm
-from shardwise.comm.autograd import eager
+from shardwise.comm.autograd import all_to_all, eager
 from shardwise.errors import UserError
 from shardwise.parallel.blockwise import whole_attention
+
+AXIS = "context"
 
 
 def contiguous_places(length: int, size: int, rank: int) -> Tensor:
@@ -47,10 +45,9 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, comm: Comm, doc
     `query` is (batch, heads, tokens, head_dim), `key` and `value` likewise with as many or fewer heads; `documents` is (batch,
     tokens), and a token then sees only its own document. All ranks of the axis must call it, in the same order.
     """
-    group = comm.mesh.group("context")
-    if group is None:
+    size = comm.mesh.size(AXIS)
+    if size == 1:
         return whole_attention(query, key, value, documents)
-    size = dist.get_world_size(group)
     if query.shape[1] % size:
         raise UserError(
             f"Ulysses deals out heads over context = {size}, and {query.shape[1]} heads cannot be dealt out evenly: "
@@ -59,10 +56,10 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, comm: Comm, doc
     repeats = size // math.gcd(size, key.shape[1])
     parts = [query, _repeat(key, repeats), _repeat(value, repeats)]
     heads = [part.shape[1] // size for part in parts]
-    dealt = _exchange(torch.cat([_deal_heads(part, size) for part in parts], 3), comm)  # one message for all three
+    dealt = all_to_all(torch.cat([_deal_heads(part, size) for part in parts], 3), comm, AXIS)  # one message for all three
     queries, keys, values = (_join_tokens(part) for part in torch.split(dealt, heads, 3))
-    mixed = whole_attention(queries, keys, values, None if documents is None else _gather(documents, comm, group))
-    return _join_heads(_exchange(_deal_tokens(mixed, size), comm))
+    mixed = whole_attention(queries, keys, values, None if documents is None else _gather(documents, comm))
+    return _join_heads(all_to_all(_deal_tokens(mixed, size), comm, AXIS))
 
 
 def _repeat(heads: Tensor, repeats: int) -> Tensor:
@@ -91,40 +88,6 @@ def _join_heads(dealt: Tensor) -> Tensor:
     return dealt.movedim(0, 2).flatten(2, 3).transpose(1, 2)
 
 
-def _exchange(tensor: Tensor, comm: Comm) -> Tensor:
-    """Row i goes to rank i; row i of the result came from rank i."""
-    result: Tensor = _AllToAll.apply(tensor, comm)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _AllToAll(torch.autograd.Function):
-    """Exchanging rows is its own transpose, so backward is the same exchange of the gradient."""
-
-    @staticmethod
-    def forward(context: Any, tensor: Tensor, comm: Comm) -> Tensor:
-        context.comm = comm
-        return _all_to_all(tensor, comm)
-
-    @staticmethod
-    @once_differentiable
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradient, context.comm), None
-
-
-def _all_to_all(tensor: Tensor, comm: Comm) -> Tensor:
-    leaving = tensor.contiguous()
-    arriving = torch.empty_like(leaving)
-    comm.count("all_to_all", "context", leaving)
-    with comm.waiting():
-        dist.all_to_all_single(arriving, leaving, group=comm.mesh.group("context"))
-    return arriving
-
-
-def _gather(documents: Tensor, comm: Comm, group: dist.ProcessGroup) -> Tensor:
+def _gather(documents: Tensor, comm: Comm) -> Tensor:
     """(batch, tokens) of each rank to (batch, all tokens) on every rank."""
-    batch, tokens = documents.shape
-    gathered = documents.new_empty(dist.get_world_size(group) * batch, tokens)
-    comm.count("all_gather", "context", gathered)
-    with comm.waiting():
-        all_gather_single(gathered, documents.contiguous(), group=group)
-    return gathered.view(-1, batch, tokens).movedim(0, 1).flatten(1)
+    return comm.all_gather(documents, AXIS).movedim(0, 1).flatten(1)

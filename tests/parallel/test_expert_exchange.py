@@ -38,13 +38,12 @@ def rows_and_upstream(rank: int, counts: list[int]) -> tuple[Tensor, Tensor]:
 def exchanged(worker: Worker, counts: list[list[int]]) -> dict[str, Any]:
     """One rank's part: its own rows, its own experts."""
     mesh = join(worker, Layout(data=worker.world, expert=worker.world))
-    comm, group = Comm(mesh), mesh.group("expert")
-    assert group is not None
+    comm = Comm(mesh)
     own = EXPERTS // worker.world
     mine = [weight[worker.rank * own :][:own].clone().requires_grad_() for weight in weights()]
     rows, upstream = rows_and_upstream(worker.rank, counts[worker.rank])
     rows.requires_grad_()
-    result = exchange(lambda rows, counts: visit(rows, counts, *mine), rows, torch.tensor(counts[worker.rank]), group, comm)
+    result = exchange(lambda rows, counts: visit(rows, counts, *mine), rows, torch.tensor(counts[worker.rank]), comm)
     gradients = torch.autograd.grad(result, [rows, *mine], upstream)
     return {"result": result.detach(), "gradients": gradients, "ledger": comm.ledger.take()}
 
