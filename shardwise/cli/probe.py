@@ -57,8 +57,7 @@ def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
     from shardwise.mesh import Node, Worker, launched
     from shardwise.probe import local_workers, measure_here
     from shardwise.probe.budget import FULL, QUICK
-    from shardwise.probe.local import PRELOAD, others_busy
-    from shardwise.resilience.server import start_server
+    from shardwise.probe.local import others_busy
 
     if problem := torch_problem():
         raise UserError(problem)
@@ -73,7 +72,6 @@ def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
         _check(output)
         if words := others_busy():
             typer.echo(words, err=True)
-    start_server(PRELOAD)  # it imports torch while this process does
     count = local_workers(workers, node)
     with _shown(leads) as tell:
         cluster = measure_here(count, budgets, tell, node)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from shardwise.mesh import Launched, Node, Worker
     from shardwise.train.planner import Planner
 
-WORKERS_IMPORT = ("__main__", "shardwise.train.run")
 Limits = tuple[int | None, int | None]
 """Fewest and most workers, over all nodes, where they were given."""
 
@@ -55,11 +54,8 @@ def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits)
     if problem := torch_problem():
         raise UserError(problem)
     from shardwise.mesh import Node, Worker, launched
-    from shardwise.resilience.server import start_server
 
     how = launched()
-    if not isinstance(how, Worker):
-        start_server(WORKERS_IMPORT)  # it imports torch while this process goes on
     with _holding(config) if _leads(how) else nullcontext():
         if isinstance(how, Worker):
             return _be_worker(config, how)
@@ -136,6 +132,8 @@ def _planner(config: Config, here: int, devices: int, nodes: int) -> Planner:
     from shardwise.cost.clusters import asked_for
     from shardwise.mesh import device_memory
     from shardwise.probe.quick import remembered
+    from shardwise.resilience.server import start_server
+    from shardwise.train.launch import WORKERS_IMPORT
     from shardwise.train.planner import Planner, left_to_the_planner
 
     if config.model.module is not None:
@@ -143,7 +141,10 @@ def _planner(config: Config, here: int, devices: int, nodes: int) -> Planner:
     cluster, file = asked_for(config), config.cluster.file
     searches = left_to_the_planner(config, devices, cluster_is_named=cluster is not None)
     if cluster is None and nodes == 1:
-        cluster, path = this_machine(here) if searches else (None, remembered(here))
+        path = remembered(here)
+        if path is None and searches:
+            start_server(WORKERS_IMPORT)  # the probe's workers are forked from the server that the run's are
+            cluster, path = this_machine(here)
         if path is not None:
             file = str(path)
             cluster = asked_for(config.model_copy(update={"cluster": config.cluster.model_copy(update={"file": file})}))

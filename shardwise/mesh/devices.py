@@ -1,20 +1,42 @@
-"""The devices of this machine and of this process. On a CPU machine, workers share the cores evenly."""
+"""The devices of this machine and of this process. On a CPU machine, workers share the cores evenly.
+
+The process that starts workers asks here too. It can do without torch where there is no GPU, so torch is imported only to ask a
+GPU, or to be a worker.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import psutil
-import torch
 
 from shardwise.mesh.launched import Worker, cores
+
+if TYPE_CHECKING:
+    import torch
+
+GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
+"""What a driver puts into /dev: NVIDIA's for cards and for boards, AMD's, and Windows' for Linux inside it."""
 
 
 def local_gpus() -> int:
     """GPUs that this process may use."""
+    if not _has_gpu_driver():
+        return 0
+    import torch
+
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _has_gpu_driver() -> bool:
+    return any(True for pattern in GPU_FILES for _ in Path("/dev").glob(pattern))
 
 
 def pick_device(worker: Worker) -> torch.device:
     """The GPU with this worker's local number, or the CPU where there are fewer GPUs than workers."""
+    import torch
+
     if local_gpus() >= worker.local_world:
         device = torch.device("cuda", worker.local_rank)
         torch.cuda.set_device(device)
@@ -25,11 +47,17 @@ def pick_device(worker: Worker) -> torch.device:
 
 def device_name(device: torch.device) -> str:
     """The maker's name of a GPU; `cpu` for a CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if device.type != "cuda":
+        return "cpu"
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 def device_memory(workers_here: int) -> float:
     """Bytes of memory one worker may count on: its GPU's, or its share of the machine's."""
     if local_gpus() >= workers_here:
+        import torch
+
         return float(torch.cuda.get_device_properties(0).total_memory)
     return float(psutil.virtual_memory().total) / workers_here

@@ -64,11 +64,13 @@ def _file_name(workers: int) -> str:
 
 
 def _device(workers: int) -> str:
-    import torch
-
     from shardwise.mesh import device_name, local_gpus
 
-    return device_name(torch.device("cuda", 0) if local_gpus() >= workers else torch.device("cpu"))
+    if local_gpus() < workers:
+        return "cpu"
+    import torch
+
+    return device_name(torch.device("cuda", 0))
 
 
 def _remembered(path: Path, workers: int) -> Cluster | None:

@@ -23,22 +23,38 @@ from typing import Any, NoReturn
 import psutil
 
 from shardwise.config import Config
-from shardwise.mesh import Node, Worker, open_meeting_place, worker_environment
+from shardwise.mesh import Node, Worker, worker_environment
 from shardwise.observe import EventsFile
 from shardwise.plan import Plan
 from shardwise.resilience.host import Host
 from shardwise.resilience.meeting import Caller, Meeting
+from shardwise.resilience.server import start_server
+from shardwise.resilience.store import open_store
 from shardwise.resilience.team import Bounds, Lead
 from shardwise.train.planner import Planner
 
 log = logging.getLogger("shardwise")
 
+WORKERS_IMPORT = ("__main__", "shardwise.train.run")
+"""What the server has imported before a worker is forked from it."""
+
 
 def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, planner: Planner) -> int:
-    """Take part in the run with this many local workers; returns the exit status, or raises the first cause."""
+    """Take part in the run with this many local workers; returns the exit status, or raises the first cause.
+
+    Only here does the server start that imports torch: a job that is refused before leaves at once.
+    """
+    start_server(WORKERS_IMPORT)
+    if node is not None and node.node_rank > 0:
+        return _host(config, workers, bounds, node, planner, None)
+    with open_store() as port:
+        return _host(config, workers, bounds, node, planner, port)
+
+
+def _host(config: Config, workers: int, bounds: Bounds, node: Node | None, planner: Planner, port: int | None) -> int:
+    """Keep this machine's workers until the run ends; the host that has the store's port leads."""
     environment = worker_environment(workers, _interface(node) if node and node.nodes > 1 else None)
     logs = Path(config.run.folder) / "logs"
-    leads = node is None or node.node_rank == 0
 
     def record(event: str, **facts: Any) -> None:
         events = EventsFile(Path(config.run.folder) / "events.jsonl")
@@ -48,17 +64,17 @@ def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, plan
     def make_plan(devices: int) -> Plan | None:
         return planner.on(devices, bounds.least)
 
-    place = open_meeting_place() if leads else None
-    meeting = Meeting(node.address, node.port, node.run_id) if node and leads and node.nodes > 1 else None
+    several = node if node and node.nodes > 1 else None
+    meeting = Meeting(several.address, several.port, several.run_id) if several and port else None
     host = Host(
         name=f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}",
         slots=workers,
         start=partial(serve, config, environment),
         recovery=config.recovery,
         logs=logs,
-        lead=(Lead(bounds, make_plan, config.recovery.attempts, place.port), meeting) if place else None,
-        caller=Caller(node.address, node.port, node.run_id) if node and node.nodes > 1 else None,
-        record=record if leads else _silent,
+        lead=(Lead(bounds, make_plan, config.recovery.attempts, port), meeting) if port else None,
+        caller=Caller(several.address, several.port, several.run_id) if several else None,
+        record=record if port else _silent,
     )
     try:
         return host.run()

@@ -1,0 +1,44 @@
+"""The store in which workers of one team after another find each other, held by a process that outlives every team.
+
+torch's TCPStore needs torch, which the host itself does without: importing it would cost as much processor time again as in the
+server that workers are forked from. So the store has a process of its own, forked from that same server in a moment. It ends
+with the host, also where the host is killed, and with nothing else: a SIGTERM that a scheduler sends to every process of
+the job must not take the store from workers that still save.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from shardwise.errors import RunFailed
+from shardwise.resilience.forked import Died, end, fork
+
+
+@contextmanager
+def open_store() -> Iterator[int]:
+    """Hold a store that workers anywhere can reach, for as long as the `with` block lasts; its port."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-store-") as folder:
+        process = fork(0, _hold, (), Path(folder))
+        try:
+            port = process.hear()
+            if isinstance(port, Died):
+                raise RunFailed(f"the store in which workers meet could not be opened: {port.message}")
+            yield port
+        finally:
+            end([process])
+
+
+def _hold(pipe: Connection) -> None:
+    from shardwise.mesh import open_meeting_place
+
+    os.setsid()  # signals to the host's group are the host's to answer
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    store = open_meeting_place()
+    pipe.send(store.port)
+    pipe.poll(None)  # nothing is ever sent: this returns when the host is gone
