@@ -3,8 +3,7 @@
     python benchmarks/start.py [repeats]
 
 A worker is forked from a server that has imported what workers need, so it is ready about as soon as the server is. What
-counts is therefore the time of the host (the command) and of the server. The host's records tell when a worker begins to build its
-model (its log is opened then); both processes' times are read at that moment.
+counts is therefore the time of the host (the command) and of the server, read when a worker opens its log, before it builds.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def _of_train() -> tuple[float, float]:
 
 def _own(process: psutil.Process) -> float:
     times = process.cpu_times()
-    return times.user + times.system
+    return float(times.user + times.system)
 
 
 if __name__ == "__main__":

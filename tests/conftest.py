@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from ranks.pool import Pool
+from warm import Server
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +19,14 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
     yield lambda world: pools.setdefault(world, Pool(world))
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Server]:
+    """A process that has torch imported, from which commands are forked."""
+    server = Server()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -89,11 +89,11 @@ def test_a_job_that_is_not_there_or_not_toml(shardwise: Shardwise, tmp_path: Pat
     refused(shardwise("train", "examples"), "is a folder")
 
 
-def test_an_unsupported_torch_is_refused_with_the_line_to_install_another(shardwise: Shardwise, tmp_path: Path) -> None:
+def test_an_unsupported_torch_is_refused_with_the_line_to_install_another(shardwise_of_a_user: Shardwise, tmp_path: Path) -> None:
     facts = tmp_path / "other" / "torch-2.5.1.dist-info"
     facts.mkdir(parents=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.5.1\n")
-    done = shardwise("train", JOB, PYTHONPATH=f"{facts.parent}:{ROOT}")
+    done = shardwise_of_a_user("train", JOB, PYTHONPATH=f"{facts.parent}:{ROOT}")
     refused(done, "torch 2.5.1 is not supported", "pip install torch==2.13.0")
 
 
@@ -140,12 +140,12 @@ def test_a_second_run_in_the_same_folder_is_refused(shardwise: Shardwise, tmp_pa
         refused(shardwise("train", JOB, "run.folder=run"), "another run is writing there now")
 
 
-def test_a_mistake_is_found_before_torch_is_loaded(shardwise: Shardwise, tmp_path: Path) -> None:
+def test_a_mistake_is_found_before_torch_is_loaded(shardwise_of_a_user: Shardwise, tmp_path: Path) -> None:
     """A torch that cannot be imported stands in the way; only its metadata may be looked at."""
     (tmp_path / "trap" / "torch").mkdir(parents=True)
     (tmp_path / "trap" / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     path = f"{tmp_path / 'trap'}:{ROOT}"
-    refused(shardwise("train", JOB, "train.stpes=1", PYTHONPATH=path), "train.stpes")
+    refused(shardwise_of_a_user("train", JOB, "train.stpes=1", PYTHONPATH=path), "train.stpes")
     for command in (["--help"], ["train", "--help"], ["doctor"]):
-        done = shardwise(*command, PYTHONPATH=path)
+        done = shardwise_of_a_user(*command, PYTHONPATH=path)
         assert done.returncode == 0, done.stderr

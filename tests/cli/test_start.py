@@ -1,0 +1,84 @@
+"""What happens before the first worker: what the command imports, and that a refused job starts nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli.drill import _drill
+from shardwise.cli.probe import _probe
+from shardwise.cli.train import _train
+from shardwise.cli.verify import _prove
+from shardwise.errors import UserError
+from shardwise.mesh import local_gpus
+
+ROOT = Path(__file__).parents[2]
+JOB = ROOT / "examples/quickstart.toml"
+
+UP_TO_THE_SERVER = """
+import sys
+import shardwise.train.launch as launch
+
+def stop(preload):
+    print(*sys.modules)
+    sys.exit(0)
+
+launch.start_server = stop
+sys.argv = ["shardwise", "train", *sys.argv[1:]]
+from shardwise.cli.main import main
+main()
+"""
+
+
+@pytest.mark.skipif(local_gpus() > 0, reason="torch is asked for the GPUs")
+def test_the_command_needs_no_torch_before_its_workers_start(tmp_path: Path) -> None:
+    words = [str(JOB), "layout.data=2", "train.steps=1", f"run.folder={tmp_path}/run"]
+    done = subprocess.run(
+        [sys.executable, "-c", UP_TO_THE_SERVER, *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    imported = set(done.stdout.split())
+    assert "shardwise.resilience.host" in imported, done.stderr
+    assert not imported & {"torch", "torch.distributed", "torch._dynamo", "sympy", "transformers", "tensorboard", "pyarrow"}
+
+
+def refuse_train(*overrides: str, **options: Any) -> Callable[[Path], object]:
+    return lambda folder: _train(
+        JOB, [*overrides, f"run.folder={folder}/run"], options.get("workers"), (options.get("least"), options.get("most"))
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        refuse_train("train.stpes=3"),
+        refuse_train("data.source=nowhere.txt"),
+        refuse_train("model.vocabulary=100"),
+        refuse_train("checkpoint.resume=nowhere"),
+        refuse_train("layout.data=4", workers=2),
+        refuse_train("layout.data=2", least=3, most=2),
+        refuse_train("layout.data=2", "checkpoint.folder=memory://x"),
+        refuse_train("layout.data=2", "model.hidden=100000", "model.layers=100"),
+        lambda folder: _prove(JOB, ["layout.tensor=3", "layout.data=1"], 1, "float64", None),
+        lambda folder: _prove(JOB, ["layout.data=2"], 1, "float64", "misroute-token"),
+        lambda folder: _drill(JOB, ["layout.data=2", f"run.folder={folder}/run"], "fire", 1, 0, None),
+        lambda folder: _probe(None, folder / "nowhere" / "cluster.toml", True),
+    ],
+)
+def test_a_refused_job_starts_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Callable[[Path], object]) -> None:
+    """A server that imports torch would hold the command's pipes open for seconds after its message."""
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: pytest.fail("a server was started"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError):
+        call(tmp_path)
