@@ -12,10 +12,10 @@ quickstart: .venv/.installed
 	$(BIN)/shardwise report runs/quickstart
 
 test: lint
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -m "not full" --durations=20
 
 test-full: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=20
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
