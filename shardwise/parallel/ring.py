@@ -82,7 +82,7 @@ def zigzag_places(length: int, size: int, rank: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Block:
+class QueryKeySlices:
     """Which local queries attend to which keys of a peer's tokens."""
 
     queries: slice
@@ -90,14 +90,14 @@ class Block:
     causal: bool
 
 
-def zigzag_block(rank: int, source: int, tokens: int) -> Block:
+def zigzag_block(rank: int, source: int, tokens: int) -> QueryKeySlices:
     """The work of `rank` on the keys of `source`, where each rank holds so many tokens."""
     everything, half = slice(0, tokens), tokens // 2
     if source == rank:
-        return Block(everything, everything, causal=True)
+        return QueryKeySlices(everything, everything, causal=True)
     if source < rank:
-        return Block(everything, slice(0, half), causal=False)
-    return Block(slice(half, tokens), everything, causal=False)
+        return QueryKeySlices(everything, slice(0, half), causal=False)
+    return QueryKeySlices(slice(half, tokens), everything, causal=False)
 
 
 @eager
@@ -137,21 +137,27 @@ class Ring:
 def forward_pass(ring: Ring, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Attended:
     """Once around the ring: out in the query's dtype, and its lse."""
     merged: Attended | None = None
-    here = _travelling(key, value, documents)
+    here = _travelling(key, value, documents)  # keys and values (batch, tokens, kv_heads, head_dim), documents (batch, tokens)
     for step in range(ring.size):
         passing = ring.pass_on(here) if step < ring.size - 1 else None
         block = zigzag_block(ring.rank, ring.source(step), query.shape[2])
         merged = merge_block(kernel, merged, query, here, block, documents)
         if passing is not None:
             here = passing.arrived()
-    assert merged is not None
+    assert merged is not None  # out (batch, heads, tokens, head_dim) in the wide dtype, lse (batch, heads, tokens)
     return merged[0].to(query.dtype), merged[1]
 
 
 def merge_block(
-    kernel: Kernel, merged: Attended | None, query: Tensor, here: Sequence[Tensor], block: Block, documents: Tensor | None
+    kernel: Kernel,
+    merged: Attended | None,
+    query: Tensor,
+    here: Sequence[Tensor],
+    block: QueryKeySlices,
+    documents: Tensor | None,
 ) -> Attended:
     """Attend to the keys that are here, and add the result to what was found so far. The first block must be a rank's own."""
+    # (batch, tokens, kv_heads, head_dim) as sent, to (batch, kv_heads, this block's keys, head_dim) as attended to
     key, value = (tensor.transpose(1, 2)[:, :, block.keys] for tensor in here[:2])
     pair = _pair(block, documents, here)
     if merged is not None and _strangers(pair):
@@ -170,7 +176,7 @@ def backward_pass(
     query, key, value = saved
     here = _travelling(key, value, documents)
     of_query, at_home, here = _own_gradients(ring, kernel, gradient, query, here, merged, documents)
-    sums: list[Tensor] = []
+    sums: list[Tensor] = []  # gradients of the keys and values that are here, as sent: (batch, tokens, kv_heads, head_dim), wide
     for step in range(1, ring.size):
         passing = ring.pass_on(here) if step < ring.size - 1 else None
         following = ring.pass_on(sums, _GRADIENT_TAG) if sums else None
@@ -203,7 +209,7 @@ def block_gradients(
     gradient: Tensor,
     query: Tensor,
     here: Sequence[Tensor],
-    block: Block,
+    block: QueryKeySlices,
     merged: Attended,
     documents: Tensor | None,
 ) -> Gradients | None:
@@ -216,7 +222,7 @@ def block_gradients(
     return attend_backward(kernel, gradient[:, :, block.queries], rows, key, value, (out, lse), block.causal, pair)
 
 
-def _add(block: Block, added: Gradients | None, of_query: Tensor, sums: Sequence[Tensor]) -> None:
+def _add(block: QueryKeySlices, added: Gradients | None, of_query: Tensor, sums: Sequence[Tensor]) -> None:
     if added is not None:
         of_query[:, :, block.queries] += added[0]
         for total, part in zip(sums, added[1:], strict=True):
@@ -233,7 +239,7 @@ def _zeros(like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=wide(like.dtype))
 
 
-def _pair(block: Block, documents: Tensor | None, here: Sequence[Tensor]) -> Documents | None:
+def _pair(block: QueryKeySlices, documents: Tensor | None, here: Sequence[Tensor]) -> Documents | None:
     return None if documents is None else (documents[:, block.queries], here[2][:, block.keys])
 
 
@@ -282,5 +288,5 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, lse, documents = context.saved_tensors
         if gradient.stride() != out.stride():  # kernels want rows that lie together; a broadcast gradient has none
             gradient = torch.empty_like(out).copy_(gradient)
-        found = backward_pass(Ring(context.comm), context.kernel, gradient, (query, key, value), (out, lse), documents)
-        return *found, None, None, None
+        gradients = backward_pass(Ring(context.comm), context.kernel, gradient, (query, key, value), (out, lse), documents)
+        return *gradients, None, None, None
