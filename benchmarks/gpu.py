@@ -28,7 +28,7 @@ from shardwise.mesh import Worker
 from shardwise.observe import mfu, peak_flops
 from shardwise.plan import choose
 from shardwise.train.build import build
-from shardwise.train.facts import facts
+from shardwise.train.describe import describe_run
 from shardwise.train.steps import steps
 
 TORCHTITAN = {"1b": 54_906, "8b": 10_498}
@@ -54,7 +54,7 @@ def ours(shape: str, step_count: int, trace: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = job(shape, Path(folder), step_count)
         training = build(config, choose(config, 1), Worker(0, 1, 0, 1, "localhost", 0, "benchmark"))
-        print(json.dumps(facts(training), indent=1), flush=True)
+        print(json.dumps(describe_run(training), indent=1), flush=True)
         torch.cuda.reset_peak_memory_stats()
         done = []
         for step in steps(training):

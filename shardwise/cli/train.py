@@ -183,10 +183,10 @@ def _parameters(config: Config) -> int | None:
 
 def _be_worker(config: Config, worker: Worker) -> int:
     """One of the workers that another launcher started: what goes wrong is that launcher's to answer."""
-    from shardwise.resilience.pulse import Alone
+    from shardwise.resilience.host_link import NoHost
     from shardwise.train.launch import log_to
     from shardwise.train.planner import planner_of_worker
     from shardwise.train.run import run
 
     log_to(Path(config.run.folder) / "logs" / f"rank-{worker.rank}.log")
-    return run(config, Alone(worker, planner_of_worker(config, worker).first))
+    return run(config, NoHost(worker, planner_of_worker(config, worker).first))

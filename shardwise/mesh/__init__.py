@@ -9,7 +9,7 @@ from shardwise.mesh.launched import ALONE, Launched, Node, Worker, cache_folder,
 
 if TYPE_CHECKING:
     from shardwise.mesh.devices import device_memory, device_name, local_gpus
-    from shardwise.mesh.mesh import Mesh, abandon, join, leave, open_meeting_place, peer_is_gone
+    from shardwise.mesh.mesh import Mesh, abandon, join, leave, open_rendezvous_store, peer_is_gone
 
 __all__ = [
     "ALONE",
@@ -26,7 +26,7 @@ __all__ = [
     "launched",
     "leave",
     "local_gpus",
-    "open_meeting_place",
+    "open_rendezvous_store",
     "peer_is_gone",
     "worker_environment",
 ]

@@ -102,11 +102,11 @@ def _meet(worker: Worker, device: torch.device) -> None:
         world_size=worker.world,
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
-        **_meeting_place(worker),
+        **_rendezvous(worker),
     )
 
 
-def _meeting_place(worker: Worker) -> dict[str, Any]:
+def _rendezvous(worker: Worker) -> dict[str, Any]:
     if worker.world == 1:
         return {"store": HashStore()}
     if worker.launcher == "torchrun":
@@ -118,7 +118,7 @@ def _meeting_place(worker: Worker) -> dict[str, Any]:
     return {"store": PrefixStore(f"team-{worker.generation}", store)}
 
 
-def open_meeting_place() -> TCPStore:
+def open_rendezvous_store() -> TCPStore:
     """Where workers of one team after another find each other: in a process that outlives them."""
     return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
 

@@ -1,12 +1,12 @@
 """One machine's part in a run: its workers, kept alive, watched, and matched to the team that the leader wants.
 
-Workers are forked from a server that has torch imported (multiprocessing's forkserver), so a new one is there in a moment. A
+Workers are forked from a server that has torch imported (multiprocessing's forkserver), so a new worker is there in a moment. A
 worker whose peer died lets go of the broken team by itself and waits for the next one, which saves starting it anew; one that
 does not within a few seconds is replaced. Nothing rests on the good will of a worker: it can be killed at any time.
 
 Why not torch's elastic agent: it ends every worker of a node when one fails, its nodes have a fixed number of workers, it takes
 life for progress, and its rendezvous waits out fixed timeouts. What is needed is small and is here: the judgement in team.py,
-the messages in meeting.py, the processes below.
+the messages to other hosts in rendezvous.py and to workers in messages.py, hangs in hangs.py, the processes below.
 """
 
 from __future__ import annotations
@@ -21,19 +21,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import FrameType
 
 from shardwise.config import Recovery
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker
-from shardwise.resilience.meeting import Caller, Meeting
-from shardwise.resilience.process import Process, died
+from shardwise.resilience import messages
+from shardwise.resilience.hangs import find_hang, record_hang
+from shardwise.resilience.process import WorkerProcess, died, peer_gone
+from shardwise.resilience.rendezvous import Rendezvous, RendezvousClient
+from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, CollectSignals, Stopped
 from shardwise.resilience.team import LOST_SECONDS, Fault, Lead, Member, Orders, Report, Team
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C: the state is saved, and the same command goes on from it."""
-RESUME_ME = 75
-"""Exit status after SIGTERM (a scheduler wants the machine back): saved; start the same command again. EX_TEMPFAIL."""
 
 TICK_SECONDS = 0.05
 CALL_SECONDS = 0.25
@@ -42,10 +39,6 @@ LAST_CALL_SECONDS = 5.0
 """How long the leader answers after the end."""
 PARTING_SECONDS = 3.0
 """How long a worker may take to let go of a team that broke, before it is replaced."""
-ANSWER_SECONDS = 2.0
-"""How long a worker may take to say where it stands."""
-OTHERS_SECONDS = 5.0
-"""How long to wait, in a hang without a culprit here, for another host to find one."""
 SAY_SECONDS = 5.0
 """How long a run waits for workers before it says so."""
 RETRY_SECONDS = 60.0
@@ -54,15 +47,6 @@ SHUTDOWN_SECONDS = 300.0
 """How long workers may take to save after a signal before they are killed."""
 GIVE_UP_SECONDS = 1800.0
 """How long a host looks for its leader."""
-
-
-class Stopped(Exception):
-    """The run was asked to stop when there was nothing to save, or asked twice."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__("stopped at once; what was saved is kept")
-        self.status = status
-
 
 Start = Callable[[int, Connection], None]
 
@@ -77,19 +61,19 @@ class Host:
         start: Start,
         recovery: Recovery,
         logs: Path,
-        lead: tuple[Lead, Meeting | None] | None,
-        caller: Caller | None,
+        lead: tuple[Lead, Rendezvous | None] | None,
+        client: RendezvousClient | None,
         record: Callable[..., None],
     ) -> None:
         self.name, self.start, self.recovery, self.logs, self.record = name, start, recovery, logs, record
         self.lead: Lead | None = lead[0] if lead else None
-        self.meeting: Meeting | None = lead[1] if lead else None
-        self.caller = caller
-        self.address = caller.own_address() if caller else "127.0.0.1"
+        self.rendezvous: Rendezvous | None = lead[1] if lead else None
+        self.client = client
+        self.address = client.own_address() if client else "127.0.0.1"
         self.slots = dict.fromkeys(range(slots), 0.0)
         """Each slot, and until when it rests."""
         self._stillborn = dict.fromkeys(self.slots, 0)
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, WorkerProcess] = {}
         self._generation, self._seen = 0, 0.0
         self._faults: list[Fault] = []
         self._statuses: dict[int, int] = {}
@@ -99,7 +83,7 @@ class Host:
         """The last step that the present team has done itself."""
         self._signals: list[int] = []
         self._signalled = 0.0
-        self._told = 0
+        self._recorded_faults = 0
         self._lacking_since, self._said_lacking = time.monotonic(), False
         self._called, self._heard = 0.0, time.monotonic()
         """When the leader was last called, and when it last answered."""
@@ -107,7 +91,7 @@ class Host:
 
     def run(self) -> int:
         """Until the leader says that the run has ended; the command's exit status."""
-        with _Signals(self._signals):
+        with CollectSignals(self._signals):
             try:
                 return self._run()
             except Stopped as stopped:
@@ -135,72 +119,69 @@ class Host:
     # Processes
 
     def _listen(self) -> None:
-        """Take what workers say, or notice that one ended; wait a moment for it."""
+        """Take what workers say, or notice that worker ended; wait a moment for it."""
         by_pipe = {process.pipe: process for process in self._processes.values()}
         sentinels = [process.process.sentinel for process in self._processes.values()]
         for ready in wait([*by_pipe, *sentinels], timeout=TICK_SECONDS):
             if isinstance(ready, Connection) and ready in by_pipe:
                 self._take(by_pipe[ready])
 
-    def _take(self, one: Process) -> None:
+    def _take(self, worker: WorkerProcess) -> None:
         try:
-            while one.pipe.poll():
-                kind, value = one.pipe.recv()
-                getattr(self, f"_on_{kind}")(one, value)
+            while worker.pipe.poll():
+                self._hear(worker, worker.pipe.recv())
         except (EOFError, OSError):
             pass
 
-    def _on_waiting(self, one: Process, _: None) -> None:
-        one.state, one.step, self._stillborn[one.slot] = "waiting", 0, 0
+    def _hear(self, worker: WorkerProcess, message: messages.FromWorker) -> None:
+        """Take note of what a worker says."""
+        match message:
+            case messages.Waiting():
+                worker.state, worker.step, self._stillborn[worker.slot] = "waiting", 0, 0
+            case messages.Progress(phase, step):
+                self._note_progress(worker, phase, step)
+            case messages.Reads(rows):
+                worker.reads = rows
+            case messages.PeerGone(reason):
+                self._faults.append(peer_gone(worker, reason))
+            case messages.Failed(fault):
+                worker.fault = fault
+            case messages.Done(status):
+                worker.state = "done"
+                if worker.generation == self._generation:
+                    self._statuses[worker.slot] = status
+            case messages.Stacks(text):
+                worker.stacks = text
 
-    def _on_progress(self, one: Process, value: tuple[str, int]) -> None:
-        phase, step = value
+    def _note_progress(self, worker: WorkerProcess, phase: messages.Phase, step: int) -> None:
         now = time.monotonic()
-        if step > one.step and one.phase == phase == "step":
-            one.seconds.append(now - one.changed)
-            self._step = max(self._step, step) if one.generation == self._generation else self._step
-        one.phase, one.step, one.changed, one.asked_where, one.where = phase, step, now, None, None
-
-    def _on_reads(self, one: Process, rows: str) -> None:
-        one.reads = rows
-
-    def _on_broke(self, one: Process, words: str) -> None:
-        fault = Fault("failed", one.rank, one.step + 1, f"a peer is gone: {words}", time.time(), one.generation, echo=True)
-        self._faults.append(fault)
-
-    def _on_failed(self, one: Process, fault: Fault) -> None:
-        one.fault = fault
-
-    def _on_done(self, one: Process, status: int) -> None:
-        one.state = "done"
-        if one.generation == self._generation:
-            self._statuses[one.slot] = status
-
-    def _on_where(self, one: Process, where: str) -> None:
-        one.where = where
+        if step > worker.step and worker.phase == phase == "step":
+            worker.seconds.append(now - worker.changed)
+            self._step = max(self._step, step) if worker.generation == self._generation else self._step
+        worker.phase, worker.step, worker.changed, worker.asked_where, worker.stacks = phase, step, now, None, None
 
     def _bury(self) -> None:
         """Take note of workers that ended, and why."""
-        for one in [one for one in self._processes.values() if not one.process.is_alive()]:
-            self._take(one)
-            one.pipe.close()
-            del self._processes[one.slot]
-            if one.state == "working" and not one.discarded:
-                self._faults.append(one.fault or died(one, self.logs))
-            elif one.state == "starting" and not one.discarded:
-                self._not_up(one, one.fault or died(one, self.logs))
+        for worker in [worker for worker in self._processes.values() if not worker.process.is_alive()]:
+            self._take(worker)
+            worker.pipe.close()
+            del self._processes[worker.slot]
+            if worker.state == "working" and not worker.discarded:
+                self._faults.append(worker.fault or died(worker, self.logs))
+            elif worker.state == "starting" and not worker.discarded:
+                self._not_up(worker, worker.fault or died(worker, self.logs))
 
-    def _not_up(self, one: Process, fault: Fault) -> None:
+    def _not_up(self, worker: WorkerProcess, fault: Fault) -> None:
         """A worker ended before it was ready: the second time, its slot rests; if all do, so does the host."""
         if fault.status is not None:
             raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
-        if one.slot in self._members:  # its peers wait for it already
-            self._faults.append(replace(fault, rank=self._members[one.slot], step=0, generation=self._generation))
-        self._stillborn[one.slot] += 1
-        if self._stillborn[one.slot] < 2:
+        if worker.slot in self._members:  # its peers wait for it already
+            self._faults.append(replace(fault, rank=self._members[worker.slot], step=0, generation=self._generation))
+        self._stillborn[worker.slot] += 1
+        if self._stillborn[worker.slot] < 2:
             return
-        self.slots[one.slot] = time.monotonic() + RETRY_SECONDS
-        self.record("slot_rests", host=self.name, slot=one.slot, cause=fault.cause)
+        self.slots[worker.slot] = time.monotonic() + RETRY_SECONDS
+        self.record("slot_rests", host=self.name, slot=worker.slot, cause=fault.cause)
         if all(count >= 2 for count in self._stillborn.values()):
             trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
             raise RunFailed(f"{trace}no worker comes up on {self.name}: {fault.cause}")
@@ -211,40 +192,47 @@ class Host:
             if slot not in self._processes and self._statuses.get(slot) is None:
                 self._processes[slot] = self._fork(slot)
 
-    def _fork(self, slot: int) -> Process:
+    def _fork(self, slot: int) -> WorkerProcess:
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
         process = context.Process(target=self.start, args=(slot, theirs), daemon=True)
         process.start()
         theirs.close()
-        return Process(slot, process, ours)
+        return WorkerProcess(slot, process, ours)
 
     def _fit(self) -> list[int]:
         now = time.monotonic()
         return [slot for slot, rests_until in self.slots.items() if rests_until <= now]
 
-    def _discard(self, one: Process) -> None:
+    def _discard(self, worker: WorkerProcess) -> None:
         """End a worker that is of no use any more: that is no fault of the team's."""
-        one.discarded = True
-        one.process.kill()
+        worker.discarded = True
+        worker.process.kill()
 
     def _kill_all(self) -> None:
-        for one in self._processes.values():
-            one.process.kill()
-        for one in self._processes.values():
-            one.process.join()
+        for worker in self._processes.values():
+            worker.process.kill()
+        for worker in self._processes.values():
+            worker.process.join()
 
     # The leader
 
+    def _working(self) -> list[WorkerProcess]:
+        """Workers of the present team."""
+        return [worker for worker in self._at_work() if worker.generation == self._generation]
+
+    def _at_work(self) -> list[WorkerProcess]:
+        """Workers of any team: some may not have let go of an earlier one yet."""
+        return [worker for worker in self._processes.values() if worker.state == "working"]
+
     def _report(self) -> Report:
-        working = [one for one in self._processes.values() if one.state == "working" and one.generation == self._generation]
         ended = self._members and self._statuses.keys() >= self._members.keys()
         return Report(
             host=self.name,
             address=self.address,
             slots=tuple(self._fit()),
             generation=self._generation,
-            idle=not working,
+            idle=not self._working(),
             step=self._step,
             faults=tuple(self._present_faults()),
             done=max(self._statuses.values()) if ended else None,
@@ -252,7 +240,7 @@ class Host:
         )
 
     def _present_faults(self) -> list[Fault]:
-        """Of the present team; word of an older one may come late."""
+        """Of the present team; word of an older worker may come late."""
         return [fault for fault in self._faults if fault.generation == self._generation]
 
     def _consult(self) -> Orders | None:
@@ -260,27 +248,27 @@ class Host:
         now = time.monotonic()
         if self.lead is not None:
             self.lead.hear(self._report(), now)  # first of all: rank 0 is to be here
-            for report, heard in self.meeting.heard() if self.meeting else []:
+            for report, heard in self.rendezvous.heard() if self.rendezvous else []:
                 self.lead.hear(report, heard)
             self._orders = self.lead.decide(now)
-            self._tell_faults(self.lead)
+            self._record_faults(self.lead)
             self._say_what_lacks(self.lead, now)
-            if self.meeting:
-                self.meeting.tell(self._orders)
+            if self.rendezvous:
+                self.rendezvous.tell(self._orders)
             return self._orders
         if now - self._called >= CALL_SECONDS:
-            assert self.caller is not None, "a host leads, or calls its leader"
-            orders = self.caller.call(self._report())
+            assert self.client is not None, "a host leads, or calls its leader"
+            orders = self.client.call(self._report())
             self._called = time.monotonic()
             self._heard = self._heard if orders is None else self._called
             self._orders = orders or Orders()
         return self._orders if self._heard == self._called else None
 
-    def _tell_faults(self, lead: Lead) -> None:
-        for fault in lead.faults[self._told :]:
-            facts = {"kind": fault.kind, "rank": fault.rank, "step": fault.step, "cause": fault.cause}
-            self.record("fault", **facts, generation=fault.generation)
-        self._told = len(lead.faults)
+    def _record_faults(self, lead: Lead) -> None:
+        for fault in lead.faults[self._recorded_faults :]:
+            about = {"kind": fault.kind, "rank": fault.rank, "step": fault.step, "cause": fault.cause}
+            self.record("fault", **about, generation=fault.generation)
+        self._recorded_faults = len(lead.faults)
 
     def _say_what_lacks(self, lead: Lead, now: float) -> None:
         """Once, if it lasts: a run that waits should not look like one that hangs."""
@@ -294,12 +282,11 @@ class Host:
         """Workers that the leader takes for lost are of no use: the run goes on without them until it is found again."""
         silence = time.monotonic() - self._heard
         if silence > LOST_SECONDS:
-            for one in self._processes.values():
-                if one.state == "working":
-                    self._discard(one)
+            for worker in self._at_work():
+                self._discard(worker)
         if silence > GIVE_UP_SECONDS or self._signals:
-            assert self.caller is not None, "a host leads, or calls its leader"
-            raise RunFailed(f"the run's first node, {self.caller.address}:{self.caller.port}, cannot be reached")
+            assert self.client is not None, "a host leads, or calls its leader"
+            raise RunFailed(f"the run's first node, {self.client.address}:{self.client.port}, cannot be reached")
 
     def _gone(self, orders: Orders) -> bool:
         """Whether this host was asked to leave, and the run goes on without it."""
@@ -317,39 +304,37 @@ class Host:
             self._members = {slot: ranks[Member(self.name, slot)] for slot in self.slots if Member(self.name, slot) in ranks}
         self._fill()
         late = time.monotonic() - self._seen > PARTING_SECONDS
-        for one in self._processes.values():
-            if one.state == "waiting" and one.generation < team.generation and one.slot in self._members:
-                self._enlist(one, team)
-            elif one.state == "working" and one.generation < team.generation and late:
-                self._discard(one)
-            elif one.state == "working" and orders.wish in ("regroup", "stop") and one.wished != orders.wish:
-                one.wished = orders.wish
-                one.send(orders.wish)
+        for worker in self._processes.values():
+            if worker.state == "waiting" and worker.generation < team.generation and worker.slot in self._members:
+                self._enlist(worker, team)
+            elif worker.state == "working" and worker.generation < team.generation and late:
+                self._discard(worker)
+            elif worker.state == "working" and orders.wish in ("regroup", "stop") and worker.wished != orders.wish:
+                worker.wished = orders.wish
+                worker.send(messages.Regroup() if orders.wish == "regroup" else messages.Stop())
         return None
 
-    def _enlist(self, one: Process, team: Team) -> None:
-        one.state, one.generation, one.rank = "working", team.generation, self._members[one.slot]
-        one.phase, one.changed, one.wished = "build", time.monotonic(), None
-        one.seconds.clear()
+    def _enlist(self, worker: WorkerProcess, team: Team) -> None:
+        worker.state, worker.generation, worker.rank = "working", team.generation, self._members[worker.slot]
+        worker.phase, worker.changed, worker.wished = "build", time.monotonic(), None
+        worker.seconds.clear()
         local = sorted(self._members)
-        worker = Worker(
-            rank=one.rank,
+        identity = Worker(
+            rank=worker.rank,
             world=len(team.members),
-            local_rank=local.index(one.slot),
+            local_rank=local.index(worker.slot),
             local_world=len(local),
             address=team.address,
             port=team.port,
             launcher="shardwise",
             generation=team.generation,
         )
-        one.send("team", (worker, team))
+        worker.send(messages.JoinTeam(identity, team))
         self._write_down(team)
 
     def _write_down(self, team: Team) -> None:
         """Who is who, for people and for the drill."""
-        here = [
-            {"rank": one.rank, "slot": one.slot, "pid": one.pid} for one in self._processes.values() if one.state == "working"
-        ]
+        here = [{"rank": worker.rank, "slot": worker.slot, "pid": worker.pid} for worker in self._at_work()]
         known = {"host": self.name, "generation": team.generation, "supervisor": os.getpid(), "workers": here}
         path = self.logs / f"workers-{self.name}.json"
         path.with_suffix(".part").write_text(json.dumps(known, indent=1) + "\n")
@@ -359,10 +344,10 @@ class Host:
         """The run has ended, well or not."""
         self._let_others_know(orders)
         if not orders.message:
-            for one in self._processes.values():
-                one.send("go")
+            for worker in self._processes.values():
+                worker.send(messages.Leave())
             deadline = time.monotonic() + 10.0
-            while time.monotonic() < deadline and any(one.process.is_alive() for one in self._processes.values()):
+            while time.monotonic() < deadline and any(worker.process.is_alive() for worker in self._processes.values()):
                 self._listen()
             stopped = orders.status in (INTERRUPTED, RESUME_ME) and signal.SIGINT not in self._signals
             return RESUME_ME if stopped else orders.status
@@ -370,54 +355,25 @@ class Host:
 
     def _let_others_know(self, orders: Orders) -> None:
         """Answer until every host of the team has called once more, or does not call any more."""
-        if self.meeting is None or orders.team is None:
+        if self.rendezvous is None or orders.team is None:
             return
-        self.meeting.tell(orders)
+        self.rendezvous.tell(orders)
         others = {member.host for member in orders.team.members} - {self.name}
         deadline = time.monotonic() + LAST_CALL_SECONDS
-        while not self.meeting.all_know(others) and time.monotonic() < deadline:
+        while not self.rendezvous.all_know(others) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS)
 
     # Hangs and signals
 
     def _watch_for_hangs(self) -> None:
-        now = time.monotonic()
-        working = [one for one in self._processes.values() if one.state == "working" and one.generation == self._generation]
-        late = [one for one in working if now - one.changed > one.hang_limit(self.recovery)]
-        if not late or self._present_faults():
+        working = self._working()
+        other_hosts = self.lead is None or self.rendezvous is not None
+        hang = None if self._present_faults() else find_hang(working, self.recovery, other_hosts)
+        if hang is None:
             return
-        if late[0].asked_where is None:
-            for one in working:
-                one.asked_where, one.where = now, None
-                one.send("where")
-            return
-        waited = now - late[0].asked_where
-        silent = [one for one in working if one.where is None]
-        if waited < ANSWER_SECONDS and silent:
-            return
-        elsewhere = self.lead is None or self.meeting is not None
-        if not silent and elsewhere and waited < ANSWER_SECONDS + OTHERS_SECONDS:
-            return
-        self._end_hang(working, silent or working, now - late[0].changed)
-
-    def _end_hang(self, working: list[Process], culprits: list[Process], seconds: float) -> None:
-        """Keep what every worker said, and end those that cannot go on."""
-        told = self.logs / f"hang-{self._generation}.txt"
-        silence = "does not answer: it is stopped, or stuck in code that holds Python's lock\n"
-        told.write_text("\n".join(f"rank {one.rank}, step {one.step + 1}: {one.where or silence}" for one in working))
-        silent = [one for one in culprits if one.where is None]
-        for one in silent:
-            os.kill(one.pid, signal.SIGUSR1)  # its stacks go to its log, should it be able to
-        ranks = ", ".join(str(one.rank) for one in culprits)
-        who = f"rank {ranks} does not answer" if silent else "every worker waits for another"
-        cause = f"no step was done for {seconds:.0f} s, and {who}; the stacks are in {told}"
-        rank = culprits[0].rank if silent else None
-        fault = Fault("hung", rank, culprits[0].step + 1, cause, time.time(), self._generation, reads=culprits[0].reads)
-        self._faults.append(fault)
-        if silent:
-            time.sleep(0.1)
-        for one in culprits:
-            self._discard(one)
+        self._faults.append(record_hang(hang, working, self.logs, self._generation))
+        for worker in hang.culprits:
+            self._discard(worker)
 
     def _answer_signals(self) -> None:
         """Pass a wish to stop on to the workers: all stop after the same step, and save."""
@@ -428,27 +384,10 @@ class Host:
             raise RunFailed(
                 f"the workers did not stop within {SHUTDOWN_SECONDS:.0f} s and were ended; older checkpoints are kept"
             )
-        working = [one for one in self._processes.values() if one.state == "working" and one.phase not in ("build", "restore")]
+        training = [worker for worker in self._at_work() if worker.phase not in ("build", "restore")]
         again = len(self._signals) > 1 and signal.SIGINT in self._signals[1:]
-        begun = working or self._statuses or self._orders.wish != "work"
+        begun = training or self._statuses or self._orders.wish != "work"
         if again or (not begun and self.lead is not None):  # nothing has been trained that is not saved
             raise Stopped(INTERRUPTED if signal.SIGINT in self._signals else RESUME_ME)
         if self.lead is not None and self._orders.wish == "work" and self._orders.team is not None:
             self.lead.orders = replace(self._orders, wish="stop")
-
-
-class _Signals:
-    """Collects Ctrl-C and SIGTERM while it lasts."""
-
-    def __init__(self, received: list[int]) -> None:
-        self._received = received
-
-    def __enter__(self) -> None:
-        def note(number: int, _: FrameType | None) -> None:
-            self._received.append(number)
-
-        self._before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

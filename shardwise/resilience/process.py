@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from shardwise.config import Recovery
+from shardwise.resilience.messages import FromHost, Phase
 from shardwise.resilience.team import Fault
 
 
 @dataclass
-class Process:
+class WorkerProcess:
     """A worker as its host sees it."""
 
     slot: int
@@ -28,13 +29,14 @@ class Process:
     generation: int = 0
     rank: int = 0
     step: int = 0
-    phase: str = "build"
+    phase: Phase = "build"
     reads: str = "unknown data"
     changed: float = field(default_factory=time.monotonic)
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     wished: str | None = None
     asked_where: float | None = None
-    where: str | None = None
+    stacks: str | None = None
+    """Its answer, once it was asked where it stands."""
     fault: Fault | None = None
     discarded: bool = False
 
@@ -43,10 +45,10 @@ class Process:
         assert self.process.pid is not None, "it was started"
         return self.process.pid
 
-    def send(self, kind: str, value: Any = None) -> None:
-        """A message to the worker; if it is gone, that will be noticed elsewhere."""
+    def send(self, message: FromHost) -> None:
+        """Tell the worker; if it is gone, that will be noticed elsewhere."""
         with contextlib.suppress(OSError):
-            self.pipe.send((kind, value))
+            self.pipe.send(message)
 
     def hang_limit(self, recovery: Recovery) -> float:
         """Seconds without a step done that count as a hang now."""
@@ -56,14 +58,20 @@ class Process:
         return step if self.phase == "step" else max(step, min(10 * step, recovery.start_seconds))
 
 
-def died(one: Process, logs: Path) -> Fault:
+def died(worker: WorkerProcess, logs: Path) -> Fault:
     """What can be said of a worker that left no word."""
-    code = one.process.exitcode or 0
-    log = logs / f"rank-{one.rank}.log"
+    code = worker.process.exitcode or 0
+    log = logs / f"rank-{worker.rank}.log"
     if code < 0:
         hint = " The machine may be out of memory." if -code == signal.SIGKILL else ""
-        cause = f"worker {one.rank} was ended by {signal.Signals(-code).name}.{hint} Its log: {log}"
+        cause = f"worker {worker.rank} was ended by {signal.Signals(-code).name}.{hint} Its log: {log}"
     else:
-        cause = f"worker {one.rank} ended with status {code}. Its log: {log}"
-    step = one.step + 1 if one.phase != "build" else 0
-    return Fault("died", one.rank, step, cause, time.time(), one.generation, reads=one.reads)
+        cause = f"worker {worker.rank} ended with status {code}. Its log: {log}"
+    step = worker.step + 1 if worker.phase != "build" else 0
+    return Fault("died", worker.rank, step, cause, time.time(), worker.generation, reads=worker.reads)
+
+
+def peer_gone(worker: WorkerProcess, reason: str) -> Fault:
+    """What a worker says that lost a peer: some other fault is the cause."""
+    cause = f"a peer is gone: {reason}"
+    return Fault("failed", worker.rank, worker.step + 1, cause, time.time(), worker.generation, echo=True)

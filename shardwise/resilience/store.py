@@ -35,10 +35,10 @@ def open_store() -> Iterator[int]:
 
 
 def _hold(pipe: Connection) -> None:
-    from shardwise.mesh import open_meeting_place
+    from shardwise.mesh import open_rendezvous_store
 
     os.setsid()  # signals to the host's group are the host's to answer
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    store = open_meeting_place()
+    store = open_rendezvous_store()
     pipe.send(store.port)
     pipe.poll(None)  # nothing is ever sent: this returns when the host is gone

@@ -27,7 +27,7 @@ from shardwise.mesh import Node, Worker, worker_environment
 from shardwise.observe import EventsFile
 from shardwise.plan import Plan
 from shardwise.resilience.host import Host
-from shardwise.resilience.meeting import Caller, Meeting
+from shardwise.resilience.rendezvous import Rendezvous, RendezvousClient
 from shardwise.resilience.server import start_server
 from shardwise.resilience.store import open_store
 from shardwise.resilience.team import Bounds, Lead
@@ -56,47 +56,47 @@ def _host(config: Config, workers: int, bounds: Bounds, node: Node | None, plann
     environment = worker_environment(workers, _interface(node) if node and node.nodes > 1 else None)
     logs = Path(config.run.folder) / "logs"
 
-    def record(event: str, **facts: Any) -> None:
+    def record(event: str, **details: Any) -> None:
         events = EventsFile(Path(config.run.folder) / "events.jsonl")
-        events.write(event, **facts)
+        events.write(event, **details)
         events.close()
 
     def make_plan(devices: int) -> Plan | None:
         return planner.on(devices, bounds.least)
 
     several = node if node and node.nodes > 1 else None
-    meeting = Meeting(several.address, several.port, several.run_id) if several and port else None
+    rendezvous = Rendezvous(several.address, several.port, several.run_id) if several and port else None
     host = Host(
         name=f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}",
         slots=workers,
         start=partial(serve, config, environment),
         recovery=config.recovery,
         logs=logs,
-        lead=(Lead(bounds, make_plan, config.recovery.attempts, port), meeting) if port else None,
-        caller=Caller(several.address, several.port, several.run_id) if several else None,
-        record=record if port else _silent,
+        lead=(Lead(bounds, make_plan, config.recovery.attempts, port), rendezvous) if port else None,
+        client=RendezvousClient(several.address, several.port, several.run_id) if several else None,
+        record=record if port else _record_nothing,
     )
     try:
         return host.run()
     finally:
-        if meeting:
-            meeting.close()
+        if rendezvous:
+            rendezvous.close()
 
 
-def _silent(event: str, **facts: Any) -> None:
+def _record_nothing(event: str, **details: Any) -> None:
     """Only the leader keeps the run's records."""
 
 
 def _interface(node: Node) -> str | None:
     """The network interface that leads to the first node."""
-    address = Caller(node.address, node.port, node.run_id).own_address()
-    found = (name for name, all_of in psutil.net_if_addrs().items() for one in all_of if one.address == address)
-    return next(found, None)
+    address = RendezvousClient(node.address, node.port, node.run_id).own_address()
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, known in interfaces if any(entry.address == address for entry in known)), None)
 
 
 def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connection) -> NoReturn:
     """Be a worker of our own host. Ends this process, in every case at once: peers may wait in a collective forever."""
-    from shardwise.resilience.pulse import Pulse
+    from shardwise.resilience.host_link import HostLink
     from shardwise.train.run import last_collective, run
 
     os.setsid()  # Ctrl-C is the host's to answer
@@ -104,14 +104,14 @@ def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connecti
     logging.raiseExceptions = False  # a full disk is told once, not by every line of the log
     log.addHandler(logging.NullHandler())  # until it is known which rank's log this is
     output = Output(Path(config.run.folder) / "logs")
-    pulse = Pulse(pipe, last_collective, output.belongs_to)
+    link = HostLink(pipe, last_collective, output.belongs_to)
     status = 1
     try:
-        status = run(config, pulse)
-        pulse.done(status)
+        status = run(config, link)
+        link.done(status)
     except BaseException as error:
         log.error("%s", "".join(traceback.format_exception(error)))
-        pulse.failed(error)
+        link.failed(error)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

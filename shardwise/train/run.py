@@ -1,6 +1,6 @@
 """A whole run on one worker: join a team, build, resume, step, evaluate, save, sample, and say what happened.
 
-Every rank executes the same lines in the same order, because most of them communicate. Only the main rank speaks.
+Every rank executes the same lines in the same order, because most of them communicate. Only the main rank reports.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from shardwise.errors import UserError
 from shardwise.mesh import Worker, abandon, leave, peer_is_gone
 from shardwise.observe import Ledger
 from shardwise.resilience.copies import Copies
-from shardwise.resilience.host import INTERRUPTED, RESUME_ME
-from shardwise.resilience.pulse import Alone
+from shardwise.resilience.host_link import NoHost
+from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME
 from shardwise.resilience.team import Team
 from shardwise.train.build import Training, build, keep_copy, recall, restore, save
 from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.guard import check_joined
+from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothing_is_left
 from shardwise.train.steps import Step, steps
-from shardwise.train.voice import Beginning, Silence, Voice, say_nothing_is_left
 
 log = logging.getLogger("shardwise")
 
@@ -50,22 +50,22 @@ def last_collective() -> str:
     return _present[0].last if _present else "none yet"
 
 
-def run(config: Config, line: Alone) -> int:
+def run(config: Config, link: NoHost) -> int:
     """Train, in one team of workers after another, to the end or until asked to stop; returns the exit status."""
     warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice to the compiler's authors
     dataset = Dataset.open(config.data, config.train.seed)
     check_vocabulary(dataset, config.model.vocabulary)
-    copies = Copies(config.recovery.copies if line.recovers else 0)
+    copies = Copies(config.recovery.copies if link.recovers else 0)
     with _signals() as signalled:
-        while (place := line.next_team()) is not None:
-            worker, team = place
+        while (joined := link.next_team()) is not None:
+            worker, team = joined
             try:
-                status = _in_team(config, worker, team, dataset, line, signalled, copies)
+                status = _in_team(config, worker, team, dataset, link, signalled, copies)
             except Exception as error:
-                if not (line.recovers and peer_is_gone(error)):
+                if not (link.recovers and peer_is_gone(error)):
                     raise
                 log.warning("a peer is gone: %s", error)
-                line.broke(str(error).splitlines()[0])
+                link.peer_gone(str(error).splitlines()[0])
                 status = None
                 abandon()
             if status is not None:
@@ -79,26 +79,26 @@ def _in_team(
     worker: Worker,
     team: Team,
     dataset: Dataset,
-    line: Alone,
+    link: NoHost,
     signalled: Callable[[], int | None],
     copies: Copies,
 ) -> int | None:
     """Train with these peers; None if the team parts before the end and another is to follow."""
-    moments = {"joining": time.time()}
-    line.progress("build", 0)
+    timestamps = {"joining": time.time()}
+    link.progress("build", 0)
     training = build(config, team.plan, worker, dataset)
     _present[:] = [training.comm.ledger]
     _check_same_job(training)
-    moments["built"] = time.time()
-    line.reads(_rows(training))
-    line.progress("restore", 0)
+    timestamps["built"] = time.time()
+    link.reads(_rows(training))
+    link.progress("restore", 0)
     chosen = _go_on(training, team, copies)
     check_joined(training)
-    moments["restored"] = time.time()
-    line.progress("step", training.step)
+    timestamps["restored"] = time.time()
+    link.progress("step", training.step)
     status: int | None = 0
     if training.step < config.train.steps or team.generation > 1:
-        status = _speaking(training, Beginning(chosen, team, moments), line, signalled, copies)
+        status = _reported(training, Beginning(chosen, team, timestamps), link, signalled, copies)
     elif training.mesh.is_main:
         say_nothing_is_left(training, Path(config.run.folder))
     leave()  # not after a failure: peers may be stuck in a collective, and parting would wait for them
@@ -124,17 +124,17 @@ def _going_on(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
 
 
-def _speaking(
-    training: Training, beginning: Beginning, line: Alone, signalled: Callable[[], int | None], copies: Copies
+def _reported(
+    training: Training, beginning: Beginning, link: NoHost, signalled: Callable[[], int | None], copies: Copies
 ) -> int | None:
-    """The steps that are left, with a voice that is closed however they end."""
-    voice = Voice(training, Path(training.config.run.folder)) if training.mesh.is_main else Silence()
-    with closing(voice):
-        voice.start(beginning)
+    """The steps that are left, with a reporter that is closed however they end."""
+    reporter = RunReporter(training, Path(training.config.run.folder)) if training.mesh.is_main else Reporter()
+    with closing(reporter):
+        reporter.start(beginning)
         try:
-            return _loop(training, voice, line, signalled, copies)
+            return _loop(training, reporter, link, signalled, copies)
         except UserError as error:
-            voice.failed(str(error))
+            reporter.failed(str(error))
             training.checkpointer.finish(LAST_SAVE_SECONDS)
             raise
         except Exception as error:
@@ -149,45 +149,47 @@ def _rows(training: Training) -> str:
     return f"rows {training.first_row} to {training.first_row + training.rows - 1} of its global batch"
 
 
-def _loop(training: Training, voice: Silence, line: Alone, signalled: Callable[[], int | None], copies: Copies) -> int | None:
+def _loop(
+    training: Training, reporter: Reporter, link: NoHost, signalled: Callable[[], int | None], copies: Copies
+) -> int | None:
     train, every = training.config.train, training.config.checkpoint.every
     saved_at = training.step
-    for done in _traced(training, lambda: signalled() is not None or line.wish() is not None):
-        line.progress("step", training.step)
+    for done in _traced(training, lambda: signalled() is not None or link.wish() is not None):
+        link.progress("step", training.step)
         keep_copy(training, copies)
         last = training.step == train.steps
         evaluate = not done.stop and (last or (train.evaluate_every and training.step % train.evaluate_every == 0))
         if evaluate:
-            line.progress("evaluate", training.step)
+            link.progress("evaluate", training.step)
         loss = held_out_loss(training) if evaluate else None
-        voice.step(done, loss)
+        reporter.step(done, loss)
         log.info("step %d: %.6f s, %s", done.step, done.seconds, done.spans)
         if last or done.stop or (every and training.step % every == 0):
             if last or done.stop:
-                line.progress("save", training.step)
+                link.progress("save", training.step)
             save(training, wait=last or done.stop)
             saved_at = training.step
-        voice.saves(training.checkpointer.outcomes())
+        reporter.saves(training.checkpointer.outcomes())
         if done.stop and not last:
-            return _parted(training, voice, signalled() or (INTERRUPTED if line.wish() == "stop" else None))
+            return _parted(training, reporter, signalled() or (INTERRUPTED if link.wish() == "stop" else None))
         if evaluate or saved_at == training.step:  # their time and bytes are not the next step's
             training.comm.ledger.take()
             training.comm.clock.restart()
-            line.progress("step", training.step)
+            link.progress("step", training.step)
     assert saved_at == training.step, "a run ends with its last step saved"
-    line.progress("end", training.step)
+    link.progress("end", training.step)
     prompt = training.config.observe.sample
-    voice.end(sample(training, prompt) if prompt else None)
+    reporter.end(sample(training, prompt) if prompt else None)
     return 0
 
 
-def _parted(training: Training, voice: Silence, status: int | None) -> int | None:
+def _parted(training: Training, reporter: Reporter, status: int | None) -> int | None:
     """All ranks stopped after the same step: to end the run if any of them was asked to, else to form another team."""
     if training.mesh.worker.world > 1:
         wishes = torch.tensor(float(status or 0), device=training.mesh.device)
         dist.all_reduce(wishes, op=dist.ReduceOp.MAX)
         status = int(wishes.item()) or None
-    voice.stopped(status is not None)
+    reporter.stopped(status is not None)
     return status
 
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from shardwise.checkpoint import checkpoints
 from shardwise.config import Config, to_toml
 from shardwise.observe import read_lines
-from shardwise.resilience.host import RESUME_ME
+from shardwise.resilience.stopping import RESUME_ME
 from shardwise.verify.commands import TrainCommands
 from shardwise.verify.faults import FullDisk, Kind, PlannedFault, corrupt, hang, kill, limits
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from shardwise.mesh import Worker, leave, open_meeting_place
+from shardwise.mesh import Worker, leave, open_rendezvous_store
 
 SECONDS = 120.0
 GRACE = 10.0
@@ -50,7 +50,7 @@ class Pool:
     def run(self, case: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
         """Run a case on every rank; what each returned, in rank order."""
         self._ranks = self._ranks or [_Rank(rank, self.world) for rank in range(self.world)]
-        self._store = self._store or open_meeting_place()
+        self._store = self._store or open_rendezvous_store()
         self._generation += 1
         task = pickle.dumps((case, arguments))
         for rank in self._ranks:

@@ -1,4 +1,4 @@
-"""Workers that only pretend to train: they keep their line to the host, count steps, and fail when they are told to."""
+"""Workers that only pretend to train: they keep their link to the host, count steps, and fail when they are told to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 from shardwise.config import from_tables
 from shardwise.errors import RunFailed
 from shardwise.plan import Plan, choose
-from shardwise.resilience.pulse import Pulse
+from shardwise.resilience.host_link import HostLink
 from shardwise.resilience.team import Team
 
 STEPS = 12
@@ -24,29 +24,29 @@ def plan_for(devices: int) -> Plan:
 
 def work(folder: str, deeds: dict[str, int], slot: int, pipe: Connection) -> NoReturn:
     """Count to STEPS, telling of each. `deeds`: what happens to the worker in slot 1 at which step, once (a file remembers)."""
-    pulse = Pulse(pipe, lambda: "a pretended sum", lambda worker: None)
-    while (place := pulse.next_team()) is not None:
-        _, team = place
-        status = _count(Path(folder), deeds, slot, pulse, team)
+    link = HostLink(pipe, lambda: "a pretended sum", lambda worker: None)
+    while (joined := link.next_team()) is not None:
+        _, team = joined
+        status = _count(Path(folder), deeds, slot, link, team)
         if status is not None:
-            pulse.done(status)
+            link.done(status)
             os._exit(status)
-        pulse.broke("it hung up")
+        link.peer_gone("it hung up")
     os._exit(0)
 
 
-def _count(folder: Path, deeds: dict[str, int], slot: int, pulse: Pulse, team: Team) -> int | None:
+def _count(folder: Path, deeds: dict[str, int], slot: int, link: HostLink, team: Team) -> int | None:
     step = team.reached
-    pulse.progress("build", 0)
-    pulse.progress("step", step)
+    link.progress("build", 0)
+    link.progress("step", step)
     while step < STEPS:
-        if pulse.wish() == "stop" or (folder / "stop").exists():
+        if link.wish() == "stop" or (folder / "stop").exists():
             (folder / "stop").touch()
             return 130
-        if pulse.wish() == "regroup":
+        if link.wish() == "regroup":
             return None
         if slot == 1:
-            _misbehave(folder, deeds, step + 1, pulse)
+            _misbehave(folder, deeds, step + 1, link)
         elif (folder / f"gone-{step + 1}").exists():
             (folder / f"gone-{step + 1}").unlink()
             return None  # as one that lost its peer
@@ -56,7 +56,7 @@ def _count(folder: Path, deeds: dict[str, int], slot: int, pulse: Pulse, team: T
         time.sleep(0.05)
         step += 1
         _meet(folder, slot, f"{team.generation}-{step}", len(team.members))
-        pulse.progress("step", step)
+        link.progress("step", step)
         (folder / "log").open("a").write(f"{slot} {step}\n")
     return 0
 
@@ -68,7 +68,7 @@ def _meet(folder: Path, slot: int, where: str, world: int) -> None:
         time.sleep(0.005)
 
 
-def _misbehave(folder: Path, deeds: dict[str, int], step: int, pulse: Pulse) -> None:
+def _misbehave(folder: Path, deeds: dict[str, int], step: int, link: HostLink) -> None:
     for deed, when in deeds.items():
         if when != step or (deed != "always fail" and (folder / deed).exists()):
             continue
@@ -79,5 +79,5 @@ def _misbehave(folder: Path, deeds: dict[str, int], step: int, pulse: Pulse) -> 
             time.sleep(600)
         if deed == "stop answering":
             os.kill(os.getpid(), 19)
-        pulse.failed(RunFailed("a bad loss") if deed == "hopeless" else ValueError("bad row"))
+        link.failed(RunFailed("a bad loss") if deed == "hopeless" else ValueError("bad row"))
         os._exit(1)

@@ -18,7 +18,7 @@ from shardwise.config import Recovery
 from shardwise.errors import RunFailed, UserError
 from shardwise.resilience import host as host_module
 from shardwise.resilience.host import INTERRUPTED, RESUME_ME, Host
-from shardwise.resilience.pulse import Pulse
+from shardwise.resilience.host_link import HostLink
 from shardwise.resilience.server import start_server
 from shardwise.resilience.team import Bounds, Lead
 
@@ -26,7 +26,7 @@ Events = list[tuple[str, dict[str, Any]]]
 
 
 def a_host(folder: Path, deeds: dict[str, int], workers: int = 2) -> tuple[Host, Events]:
-    start_server(["shardwise.resilience.pulse"])
+    start_server(["shardwise.resilience.host_link"])
     events: Events = []
     host = Host(
         name="here",
@@ -35,7 +35,7 @@ def a_host(folder: Path, deeds: dict[str, int], workers: int = 2) -> tuple[Host,
         recovery=Recovery(hang_seconds=1.0),
         logs=folder,
         lead=(Lead(Bounds(workers, workers), plan_for, 3, 0), None),
-        caller=None,
+        client=None,
         record=lambda event, **facts: events.append((event, facts)),
     )
     return host, events
@@ -144,8 +144,8 @@ def test_workers_that_cannot_start_end_the_run_with_the_reason(tmp_path: Path, e
 
 
 def _cannot_start(error: str, slot: int, pipe: Any) -> None:
-    pulse = Pulse(pipe, str, lambda worker: None)
-    pulse.failed(UserError("the data is gone") if error == "user" else ValueError("the data is gone"))
+    link = HostLink(pipe, str, lambda worker: None)
+    link.failed(UserError("the data is gone") if error == "user" else ValueError("the data is gone"))
     os._exit(1)
 
 

@@ -15,8 +15,8 @@ from ranks.pool import Pool
 from shardwise.comm import EXPOSED
 from shardwise.mesh import Worker
 from shardwise.resilience.stragglers import Change, Straggler
+from shardwise.train.reporter import RunReporter
 from shardwise.train.steps import Step, steps
-from shardwise.train.voice import Voice
 
 LIE = 1000.0
 SLEEP = 2.0
@@ -69,14 +69,14 @@ def test_the_voice_writes_down_who_is_slow_and_says_where_it_runs() -> None:
     events: list[tuple[str, dict[str, Any]]] = []
     said: list[str] = []
     team = SimpleNamespace(members=[SimpleNamespace(host=host) for host in ("a", "a", "b", "b")])
-    voice: Any = SimpleNamespace(
+    reporter: Any = SimpleNamespace(
         beginning=SimpleNamespace(team=team),
         sinks=SimpleNamespace(event=lambda name, **facts: events.append((name, facts))),
         progress=SimpleNamespace(message=said.append),
     )
     slow, between = Straggler(3, 2.12, "compute", 120), Straggler(None, 1.8, "network", 130)
     done: Any = SimpleNamespace(step=150, stragglers=Change((slow, between), (slow,)))
-    Voice._stragglers(voice, done)
+    RunReporter._stragglers(reporter, done)
     assert events == [
         ("straggler", {"rank": 3, "factor": 2.12, "cause": "compute", "step": 120}),
         ("straggler", {"rank": None, "factor": 1.8, "cause": "network", "step": 130}),

@@ -9,7 +9,7 @@ from pretend import plan_for
 
 from shardwise.errors import UserError
 from shardwise.resilience.forked import free_port
-from shardwise.resilience.meeting import Caller, Meeting
+from shardwise.resilience.rendezvous import Rendezvous, RendezvousClient
 from shardwise.resilience.team import Member, Orders, Report, Team
 
 REPORT = Report("b", "127.0.0.1", (0, 1), generation=3, step=7)
@@ -18,42 +18,42 @@ ORDERS = Orders("work", Team(4, (Member("a", 0), Member("b", 1)), plan_for(2), "
 
 def test_a_report_arrives_and_orders_come_back() -> None:
     port = free_port()
-    meeting, caller = Meeting("127.0.0.1", port, "run"), Caller("127.0.0.1", port, "run")
+    rendezvous, client = Rendezvous("127.0.0.1", port, "run"), RendezvousClient("127.0.0.1", port, "run")
     try:
-        assert caller.call(REPORT) == Orders()
-        meeting.tell(ORDERS)
-        assert not meeting.all_know({"b"})
-        assert caller.call(REPORT) == ORDERS
-        assert meeting.all_know({"b"})
-        assert [report for report, _ in meeting.heard()] == [REPORT], "only the newest of each host"
-        assert meeting.heard() == []
-        assert caller.own_address() == "127.0.0.1"
+        assert client.call(REPORT) == Orders()
+        rendezvous.tell(ORDERS)
+        assert not rendezvous.all_know({"b"})
+        assert client.call(REPORT) == ORDERS
+        assert rendezvous.all_know({"b"})
+        assert [report for report, _ in rendezvous.heard()] == [REPORT], "only the newest of each host"
+        assert rendezvous.heard() == []
+        assert client.own_address() == "127.0.0.1"
     finally:
-        caller.close()
-        meeting.close()
+        client.close()
+        rendezvous.close()
 
 
 def test_a_leader_that_is_away_is_found_again() -> None:
     port = free_port()
-    caller = Caller("127.0.0.1", port, "run")
-    assert caller.call(REPORT) is None
+    client = RendezvousClient("127.0.0.1", port, "run")
+    assert client.call(REPORT) is None
     for _ in range(2):
-        meeting = Meeting("127.0.0.1", port, "run")
-        assert caller.call(REPORT) is not None
-        caller.close()
-        meeting.close()
-        assert caller.call(REPORT) is None
+        rendezvous = Rendezvous("127.0.0.1", port, "run")
+        assert client.call(REPORT) is not None
+        client.close()
+        rendezvous.close()
+        assert client.call(REPORT) is None
 
 
 def test_another_run_at_the_same_place_is_named() -> None:
     port = free_port()
-    meeting, caller = Meeting("127.0.0.1", port, "mine"), Caller("127.0.0.1", port, "yours")
+    rendezvous, client = Rendezvous("127.0.0.1", port, "mine"), RendezvousClient("127.0.0.1", port, "yours")
     try:
         with pytest.raises(UserError, match="here meets run 'mine', not 'yours'"):
-            caller.call(REPORT)
+            client.call(REPORT)
     finally:
-        caller.close()
-        meeting.close()
+        client.close()
+        rendezvous.close()
 
 
 def test_a_port_in_use_is_the_users_to_mend() -> None:
@@ -61,16 +61,16 @@ def test_a_port_in_use_is_the_users_to_mend() -> None:
         taken.bind(("", 0))
         taken.listen()
         with pytest.raises(UserError, match="where the nodes meet, cannot be used"):
-            Meeting("127.0.0.1", taken.getsockname()[1], "run")
+            Rendezvous("127.0.0.1", taken.getsockname()[1], "run")
 
 
 def test_strangers_are_answered_and_do_no_harm() -> None:
     port = free_port()
-    meeting = Meeting("127.0.0.1", port, "run")
+    rendezvous = Rendezvous("127.0.0.1", port, "run")
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
             assert b"nodes of a shardwise run meet" in stranger.recv(1000)
-        assert meeting.heard() == []
+        assert rendezvous.heard() == []
     finally:
-        meeting.close()
+        rendezvous.close()

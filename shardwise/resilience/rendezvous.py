@@ -20,24 +20,25 @@ from shardwise.resilience.team import Orders, Report
 REPLY_SECONDS = 3.0
 
 
-class Meeting:
+class Rendezvous:
     """The leader's end: takes reports, hands out the newest orders."""
 
     def __init__(self, address: str, port: int, run: str) -> None:
         self._lock = threading.Lock()
         self._heard: dict[str, tuple[Report, float]] = {}
-        self._told: set[str] = set()
+        self._knowing: set[str] = set()
+        self._newest: Orders | None = None
         self._orders = json.dumps(Orders().to_json()).encode() + b"\n"
         self._run = run
-        meeting = self
+        rendezvous = self
 
-        class Line(socketserver.StreamRequestHandler):
+        class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
                 for line in self.rfile:
-                    self.wfile.write(meeting._answer(line))
+                    self.wfile.write(rendezvous._answer(line))
 
         try:
-            self._server = _Server(("", port), Line)
+            self._server = _Server(("", port), Handler)
         except OSError as error:
             raise UserError(
                 f"port {port} of {address}, where the nodes meet, cannot be used: {error.strerror}. Is another run using it?"
@@ -52,15 +53,18 @@ class Meeting:
 
     def tell(self, orders: Orders) -> None:
         """From now on, answer with these."""
-        line = json.dumps(orders.to_json()).encode() + b"\n"
+        if orders is self._newest:
+            return
+        self._newest = orders
+        answer = json.dumps(orders.to_json()).encode() + b"\n"
         with self._lock:
-            if line != self._orders:
-                self._orders, self._told = line, set()
+            if answer != self._orders:
+                self._orders, self._knowing = answer, set()
 
     def all_know(self, hosts: set[str]) -> bool:
         """Whether the newest orders have reached all these hosts."""
         with self._lock:
-            return hosts <= self._told
+            return hosts <= self._knowing
 
     def close(self) -> None:
         """Nobody is answered any more."""
@@ -77,7 +81,7 @@ class Meeting:
             return b'{"error": "this is where nodes of a shardwise run meet"}\n'
         with self._lock:
             self._heard[report.host] = (report, time.monotonic())
-            self._told.add(report.host)
+            self._knowing.add(report.host)
             return self._orders
 
 
@@ -89,7 +93,7 @@ class _Server(socketserver.ThreadingTCPServer):
         """A broken connection is the host's to notice: it dials anew."""
 
 
-class Caller:
+class RendezvousClient:
     """A host's end. `call` never blocks for longer than a few seconds, and returns None while the leader is out of reach."""
 
     def __init__(self, address: str, port: int, run: str) -> None:

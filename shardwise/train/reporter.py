@@ -1,4 +1,4 @@
-"""What a run says of itself: to the terminal, and to the run folder. Only the main rank has a voice."""
+"""What a run reports: to the terminal, and to the run folder. Only the main rank does; others have a `Reporter` that is quiet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.mesh import device_name
 from shardwise.observe import TrainingProgress, error_console, header, memory_kind, mfu, open_sinks, peak_flops, read_lines
 from shardwise.resilience.team import Team
 from shardwise.train.build import Training
-from shardwise.train.facts import describe_layout, facts
+from shardwise.train.describe import describe_layout, describe_run
 from shardwise.train.steps import Step
 
 log = logging.getLogger("shardwise")
@@ -53,7 +53,7 @@ class Beginning:
 
     chosen: ResumeCheckpoint
     team: Team
-    moments: dict[str, float]
+    timestamps: dict[str, float]
 
     @property
     def again(self) -> bool:
@@ -61,8 +61,8 @@ class Beginning:
         return self.team.generation > 1
 
 
-class Silence:
-    """What every rank but the main one has to say."""
+class Reporter:
+    """What a run tells its reporter. This one keeps quiet: every rank but the main one has it."""
 
     def start(self, beginning: Beginning) -> None:
         """The run begins, or goes on with another team."""
@@ -86,8 +86,8 @@ class Silence:
         """Nothing more will be said, whether the run ended well or not."""
 
 
-class Voice(Silence):
-    """The main rank's: the run folder and the terminal."""
+class RunReporter(Reporter):
+    """The main rank's: writes the run folder and the terminal."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder = training, folder
@@ -107,7 +107,7 @@ class Voice(Silence):
         training, resumed_from = self.training, beginning.chosen.folder
         self.beginning = beginning
         if not beginning.again:
-            header(self.console, f"shardwise train, into {self.folder}", facts(training))
+            header(self.console, f"shardwise train, into {self.folder}", describe_run(training))
         for skipped, reason in beginning.chosen.skipped:
             self.sinks.event("skip_checkpoint", checkpoint=skipped, reason=reason)
             self.progress.message(f"warning: skipped {skipped}: {reason.partition('. Remove ')[0]}")
@@ -136,17 +136,17 @@ class Voice(Silence):
 
     def _recovered(self) -> None:
         """The first step after a fault is done: what the fault cost, and on what the time went."""
-        team, moments = self.beginning.team, self.beginning.moments
+        team, timestamps = self.beginning.team, self.beginning.timestamps
         if team.fault is None:
             return
         now, fault = time.time(), team.fault
         lost, lost_seconds = len(self.lost), sum(self.lost)
         parts = {
             "detect": team.formed - fault.at,
-            "restart": moments["joining"] - team.formed,
-            "build": moments["built"] - moments["joining"],
-            "restore": moments["restored"] - moments["built"],
-            "first_step": now - moments["restored"],
+            "restart": timestamps["joining"] - team.formed,
+            "build": timestamps["built"] - timestamps["joining"],
+            "restore": timestamps["restored"] - timestamps["built"],
+            "first_step": now - timestamps["restored"],
         }
         self.sinks.event(
             "recovery",
@@ -189,14 +189,16 @@ class Voice(Silence):
     def _stragglers(self, done: Step) -> None:
         """Who began or ceased to hold the others up."""
         team = self.beginning.team
-        for one in done.stragglers.found:
-            self.sinks.event("straggler", rank=one.rank, factor=one.factor, cause=one.cause, step=one.since_step)
+        for straggler in done.stragglers.found:
+            self.sinks.event(
+                "straggler", rank=straggler.rank, factor=straggler.factor, cause=straggler.cause, step=straggler.since_step
+            )
             several = len({member.host for member in team.members}) > 1
-            host = f"; it is on host {team.members[one.rank].host}" if several and one.rank is not None else ""
-            self.progress.message(f"{one}{host}")
-        for one in done.stragglers.gone:
-            self.sinks.event("straggler_gone", rank=one.rank, cause=one.cause, step=done.step)
-            who = "the time between ranks" if one.rank is None else f"rank {one.rank}"
+            host = f"; it is on host {team.members[straggler.rank].host}" if several and straggler.rank is not None else ""
+            self.progress.message(f"{straggler}{host}")
+        for straggler in done.stragglers.gone:
+            self.sinks.event("straggler_gone", rank=straggler.rank, cause=straggler.cause, step=done.step)
+            who = "the time between ranks" if straggler.rank is None else f"rank {straggler.rank}"
             self.progress.message(f"step {done.step}: {who} is as usual again")
 
     def _record(self, done: Step) -> dict[str, Any]:
@@ -230,8 +232,8 @@ class Voice(Silence):
                 self.sinks.event("save_failed", step=outcome.step, reason=outcome.message)
                 self.progress.message(f"warning: {outcome.message}. Training goes on; older checkpoints are as they were")
                 continue
-            facts = {name: getattr(outcome, name) for name in ("seconds", "stall_seconds", "bytes")}
-            self.sinks.event("save", step=outcome.step, checkpoint=outcome.folder, **facts)
+            costs = {name: getattr(outcome, name) for name in ("seconds", "stall_seconds", "bytes")}
+            self.sinks.event("save", step=outcome.step, checkpoint=outcome.folder, **costs)
             self.progress.message(f"saved {outcome.folder}")
 
     def failed(self, reason: str) -> None:

@@ -1,11 +1,11 @@
-"""A worker's line to its host: teams and wishes come in, progress goes out.
+"""A worker's link to its host: teams and wishes come in, progress goes out (resilience/messages.py).
 
 Progress is what is told, not life: a worker that waits forever in a collective is alive and useless, so the host counts the
 time since the last step was done. A thread listens, because the main one may be stuck: it answers "where are you?" with every
 thread's stack and the last collective, and ends the process should the host be gone. A process that cannot even answer is
 stopped, or stuck in C code that holds Python's lock; then `faulthandler` writes its stacks to its log, on SIGUSR1.
 
-A worker that someone else started (torchrun, srun) has no host of ours: `Alone` gives it one team and takes no notes.
+A worker that someone else started (torchrun, srun) has no host of ours: `NoHost` gives it one team and takes no notes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,35 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Literal
 
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.plan import Plan
+from shardwise.resilience.messages import (
+    Done,
+    Failed,
+    FromHost,
+    FromWorker,
+    JoinTeam,
+    Leave,
+    PeerGone,
+    Phase,
+    Progress,
+    Reads,
+    Regroup,
+    Stacks,
+    Stop,
+    Waiting,
+    WhereAreYou,
+)
 from shardwise.resilience.team import Fault, Member, Team
 
-Phase = Literal["build", "restore", "step", "evaluate", "save", "end"]
+Wish = Literal["stop", "regroup"]
 
 
-class Alone:
-    """The line of a worker whose launcher is not ours: one team, no host."""
+class NoHost:
+    """What stands in for the link in a worker whose launcher is not ours: one team, and nobody to tell."""
 
     recovers = False
 
@@ -49,97 +66,101 @@ class Alone:
     def reads(self, rows: str) -> None:
         """What of every step's data is this worker's, to be named should it die."""
 
-    def broke(self, words: str) -> None:
+    def peer_gone(self, reason: str) -> None:
         """The team is no more: a peer is gone."""
 
-    def wish(self) -> str | None:
+    def wish(self) -> Wish | None:
         """What the host asks for: `stop`, `regroup`, or nothing."""
         return None
 
 
-class Pulse(Alone):
-    """The line to a host of ours."""
+class HostLink(NoHost):
+    """The link to a host of ours."""
 
     recovers = True
 
     def __init__(self, pipe: Connection, where: Callable[[], str], enlisted: Callable[[Worker], None]) -> None:
         self._pipe, self._where, self._enlisted = pipe, where, enlisted
-        self._step, self._place = 0, Worker(0, 1, 0, 1, "", 0, "shardwise")
-        self._teams: queue.SimpleQueue[tuple[Worker, Team] | None] = queue.SimpleQueue()
-        self._wish: str | None = None
+        self._step, self._worker = 0, Worker(0, 1, 0, 1, "", 0, "shardwise")
+        self._teams: queue.SimpleQueue[JoinTeam | None] = queue.SimpleQueue()
+        self._wish: Wish | None = None
         self._sending = threading.Lock()
-        threading.Thread(target=self._listen, name="line to the host", daemon=True).start()
+        threading.Thread(target=self._listen, name="link to the host", daemon=True).start()
 
     def next_team(self) -> tuple[Worker, Team] | None:
-        self._send("waiting", None)
-        place = self._teams.get()
-        if place is not None:
-            self._step, self._place = 0, place[0]
-            self._enlisted(place[0])
-        return place
+        self._send(Waiting())
+        joined = self._teams.get()
+        if joined is None:
+            return None
+        self._step, self._worker = 0, joined.worker
+        self._enlisted(joined.worker)
+        return joined.worker, joined.team
 
     def progress(self, phase: Phase, step: int) -> None:
         self._step = {"build": 0, "restore": step + 1, "step": step + 1}.get(phase, step)
-        self._send("progress", (phase, step))
+        self._send(Progress(phase, step))
 
     def reads(self, rows: str) -> None:
-        self._send("reads", rows)
+        self._send(Reads(rows))
 
-    def broke(self, words: str) -> None:
-        self._send("broke", words)
+    def peer_gone(self, reason: str) -> None:
+        self._send(PeerGone(reason))
 
     def failed(self, error: BaseException) -> None:
         """This worker ends, and why."""
         ours = isinstance(error, UserError)
-        words = [str(error) if ours else f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+        causes = [str(error) if ours else f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
         fault = Fault(
             kind="failed",
-            rank=self._place.rank,
+            rank=self._worker.rank,
             step=self._step,
-            cause="; ".join(words),
+            cause="; ".join(causes),
             at=time.time(),
-            generation=self._place.generation,
+            generation=self._worker.generation,
             status=error.status if isinstance(error, UserError) else None,
             trace="" if ours else "".join(traceback.format_exception(error)),
         )
-        self._send("failed", fault)
+        self._send(Failed(fault))
 
     def done(self, status: int) -> None:
         """This worker ends, having done what was asked."""
-        self._send("done", status)
+        self._send(Done(status))
 
-    def wish(self) -> str | None:
+    def wish(self) -> Wish | None:
         return self._wish
 
-    def _send(self, kind: str, value: Any) -> None:
+    def _send(self, message: FromWorker) -> None:
         with self._sending:
             try:
-                self._pipe.send((kind, value))
+                self._pipe.send(message)
             except OSError:
                 os._exit(1)  # nobody is left to train for
 
     def _listen(self) -> None:
         while True:
             try:
-                kind, value = self._pipe.recv()
+                message: FromHost = self._pipe.recv()
             except (EOFError, OSError):
                 os._exit(1)
-            if kind == "team":
-                self._wish = None
-                self._teams.put(value)
-            elif kind == "where":
-                self._send("where", f"last collective: {self._where()}\n{stacks()}")
-            elif kind == "go":
-                self._teams.put(None)
-            else:
-                self._wish = kind
+            match message:
+                case JoinTeam():
+                    self._wish = None
+                    self._teams.put(message)
+                case WhereAreYou():
+                    self._send(Stacks(f"last collective: {self._where()}\n{stacks()}"))
+                case Regroup():
+                    self._wish = "regroup"
+                case Stop():
+                    self._wish = "stop"
+                case Leave():
+                    self._teams.put(None)
 
 
 def stacks() -> str:
     """Where every thread of this process stands."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = []
+    texts = []
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
-            found.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
-    return "\n".join(found)
+            texts.append(f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(texts)

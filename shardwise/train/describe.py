@@ -14,8 +14,8 @@ from shardwise.plan import RANK_AXES, reduce_dtype, simulate, state_dtype
 from shardwise.train.build import Training
 
 
-def facts(training: Training) -> dict[str, str]:
-    """The lines of the header."""
+def describe_run(training: Training) -> dict[str, str]:
+    """The lines of the header that a run prints, by name."""
     config, plan, device = training.config, training.plan, training.mesh.device
     train = config.train
     seen = training.dataset.describe()
@@ -45,10 +45,10 @@ def _attention(training: Training) -> str:
         return "the module's own"
     dtype, masked = DTYPES[config.train.precision], config.data.reset_attention
     kernel = describe_attention(config.model, training.mesh.device.type, dtype, config.data.sequence_length, masked=masked)
-    words = [kernel, *(["within documents"] if masked else [])]
+    parts = [kernel, *(["within documents"] if masked else [])]
     if training.plan.layout.context > 1:
-        words.append(f"{context_attention(config.model, training.plan.layout)} over context devices")
-    return ", ".join(words)
+        parts.append(f"{context_attention(config.model, training.plan.layout)} over context devices")
+    return ", ".join(parts)
 
 
 def _pipeline(training: Training) -> dict[str, str]:
@@ -77,7 +77,7 @@ def _without_effect(training: Training) -> dict[str, str]:
     """Settings that change nothing here are named, never ignored in silence."""
     layout, config, train = training.plan.layout, training.config, training.config.train
     on_cpu = training.mesh.device.type == "cpu"
-    found = {
+    idle = {
         "layout.offload: states are in host memory already": layout.offload and on_cpu,
         f"layout.zero = {config.layout.zero}: no other device holds the same weights": bool(config.layout.zero)
         and layout.zero == 0,
@@ -91,5 +91,5 @@ def _without_effect(training: Training) -> dict[str, str]:
         f"train.schedule: warm-up lasts {train.warmup} of {train.steps} steps": train.warmup >= train.steps,
         f"observe.trace: there is no step {config.observe.trace}": config.observe.trace > train.steps,
     }
-    notes = [note for note, true in found.items() if true]
+    notes = [note for note, true in idle.items() if true]
     return {"no effect": "; ".join(notes)} if notes else {}

@@ -1,0 +1,71 @@
+"""When a team makes no progress: who hangs, and what every worker was doing.
+
+The time since the last step counts, not life: a worker that waits forever in a collective is alive. When a worker is late, all
+are asked where they stand. Those that do not answer are stopped, or stuck in C code that holds Python's lock, and are the
+culprits. If all answer, all wait for each other, or for a worker of another host, which that host is given time to name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.config import Recovery
+from shardwise.resilience.messages import WhereAreYou
+from shardwise.resilience.process import WorkerProcess
+from shardwise.resilience.team import Fault
+
+ANSWER_SECONDS = 2.0
+"""How long a worker may take to say where it stands."""
+OTHERS_SECONDS = 5.0
+"""How long to wait, in a hang without a culprit here, for another host to find one."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A team that is stuck: the workers that must end, and the seconds since a step was done."""
+
+    culprits: Sequence[WorkerProcess]
+    seconds: float
+
+
+def find_hang(working: Sequence[WorkerProcess], recovery: Recovery, other_hosts: bool) -> Hang | None:
+    """Whether the present team's workers here hang; asks them where they stand once one is late."""
+    now = time.monotonic()
+    late = [worker for worker in working if now - worker.changed > worker.hang_limit(recovery)]
+    if not late:
+        return None
+    if late[0].asked_where is None:
+        for worker in working:
+            worker.asked_where, worker.stacks = now, None
+            worker.send(WhereAreYou())
+        return None
+    waited = now - late[0].asked_where
+    silent = [worker for worker in working if worker.stacks is None]
+    if waited < ANSWER_SECONDS and silent:
+        return None
+    if not silent and other_hosts and waited < ANSWER_SECONDS + OTHERS_SECONDS:
+        return None
+    return Hang(silent or working, now - late[0].changed)
+
+
+def record_hang(hang: Hang, working: Sequence[WorkerProcess], logs: Path, generation: int) -> Fault:
+    """Keep in a file what every worker said; the fault that the hang is."""
+    path = logs / f"hang-{generation}.txt"
+    silence = "does not answer: it is stopped, or stuck in code that holds Python's lock\n"
+    path.write_text("\n".join(f"rank {worker.rank}, step {worker.step + 1}: {worker.stacks or silence}" for worker in working))
+    silent = [worker for worker in hang.culprits if worker.stacks is None]
+    for worker in silent:
+        os.kill(worker.pid, signal.SIGUSR1)  # its stacks go to its log, should it be able to
+    if silent:
+        time.sleep(0.1)
+    first = hang.culprits[0]
+    ranks = ", ".join(str(worker.rank) for worker in hang.culprits)
+    who = f"rank {ranks} does not answer" if silent else "every worker waits for another"
+    cause = f"no step was done for {hang.seconds:.0f} s, and {who}; the stacks are in {path}"
+    rank = first.rank if silent else None
+    return Fault("hung", rank, first.step + 1, cause, time.time(), generation, reads=first.reads)
