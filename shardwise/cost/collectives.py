@@ -24,8 +24,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwise.cost.axes import devices, distance
 from shardwise.cost.cluster import Cluster, Link
-from shardwise.cost.space import Array, Space
+from shardwise.cost.space import Array, Ints, Space
 
 COPIED = {"all_gather": 4.0, "reduce_scatter": 4.0, "all_to_all": 4.0}
 """Bytes read and written for each byte of the full tensor to bring it into a message's order and out of it again (profiles of
@@ -46,25 +47,16 @@ class Group:
 
 
 def group_of(axis: str, space: Space, cluster: Cluster) -> Group:
-    """The group of an axis. Ranks are laid out with tensor innermost, then context, data, replica, pipeline; experts borrow the
-    innermost ranks, and shards are data x context. Where groups do not divide the nodes evenly some lie across two, and the
-    cost is theirs.
+    """The group of an axis, named as in the ledger. Where groups do not divide the nodes evenly some lie across two, and the cost
+    is theirs.
     """
-    inner = {
-        "tensor": np.ones_like(space.tensor),
-        "expert": np.ones_like(space.tensor),
-        "context": space.tensor,
-        "shards": space.tensor,
-        "data": space.tensor * space.context,
-        "replica": space.tensor * space.context * space.data,
-        "copies": space.tensor,
-        "expert_shards": space.expert,
-        "pipeline": space.tensor * space.context * space.data * space.replica,
-    }[axis]
-    sizes = {"shards": space.shards, "copies": space.shards * space.replica}
-    size = sizes[axis] if axis in sizes else getattr(space, axis)
-    room = np.maximum(cluster.devices_per_node // inner, 1)  # members that one node has a place for
-    inside = np.where(room >= size, np.where(room % size == 0, size, np.gcd(room, size)), np.gcd(room, size))
+    return placed(devices(axis, space), distance(axis, space), cluster)
+
+
+def placed(size: Ints, apart: Ints, cluster: Cluster) -> Group:
+    """A group of so many devices, each so many ranks from the next."""
+    room = np.maximum(cluster.devices_per_node // apart, 1)  # members that one node has a place for
+    inside = np.where((room >= size) & (room % size == 0), size, np.gcd(room, size))
     return Group(size.astype(float), inside.astype(float))
 
 
@@ -77,22 +69,28 @@ def wire_factor(kind: str, members: Array) -> Array:
 
 def seconds(kind: str, bytes: Array, group: Group, cluster: Cluster) -> Array:
     """Of one call on a full tensor of so many bytes; nothing where the group has one member."""
+    start, per_byte = rates(kind, group, cluster)
+    return start + bytes * per_byte
+
+
+def rates(kind: str, group: Group, cluster: Cluster) -> tuple[Array, Array]:
+    """Seconds of a call (alpha) and of each byte of its full tensor (beta); none where the group has one member."""
     n, g, q = group.size, group.inside, group.nodes
     inside = np.where(g > 1, _bandwidth(kind, g, cluster.inside), np.inf)
     between = np.full_like(n, cluster.between.bandwidth)
     if kind == "all_to_all":
-        moved = (g - 1) / n * bytes / inside + np.where(q > 1, (n - g) / n * bytes / between, 0.0)
+        per_byte = (g - 1) / n / inside + np.where(q > 1, (n - g) / n / between, 0.0)
     elif kind == "send":
-        moved = bytes / np.where(q > 1, between, _bandwidth(kind, g, cluster.inside))
+        per_byte = 1 / np.where(q > 1, between, _bandwidth(kind, g, cluster.inside))
     else:
         whole = cluster.devices_per_node * _bandwidth(kind, n / cluster.devices_per_node, cluster.between)
         ring = np.minimum(g * between, whole) if cluster.between.measured else g * between
-        moved = wire_factor(kind, n) * bytes / np.where(q > 1, np.minimum(inside, ring), inside)
+        per_byte = wire_factor(kind, n) / np.where(q > 1, np.minimum(inside, ring), inside)
     if not cluster.device.overlap:
         sharing = cluster.devices_per_node if cluster.shared else 1
-        moved = moved + COPIED.get(kind, 0.0) * bytes * sharing / (cluster.device.bandwidth * cluster.device.stream)
-    result: Array = np.where(n > 1, moved + _latency(kind, group, cluster), 0.0)
-    return result
+        per_byte = per_byte + COPIED.get(kind, 0.0) * sharing / (cluster.device.bandwidth * cluster.device.stream)
+    several = n > 1
+    return np.where(several, _latency(kind, group, cluster), 0.0), np.where(several, per_byte, 0.0)
 
 
 def _bandwidth(kind: str, members: Array, link: Link) -> Array:
@@ -105,12 +103,8 @@ def _latency(kind: str, group: Group, cluster: Cluster) -> Array:
     inside, between = cluster.inside.latency, cluster.between.latency
     ring_inside, ring_between = (g - 1) * inside, (q - 1) * between
     if kind == "send":
-        one = np.ones_like(g)
-        near, off = (
-            _measured(kind, "latency", g, cluster.inside, inside * one),
-            _measured(kind, "latency", q, cluster.between, between * one),
-        )
-        return np.where(q > 1, off, near)
+        near = _measured(kind, "latency", g, cluster.inside, np.full_like(g, inside))
+        return np.where(q > 1, _measured(kind, "latency", q, cluster.between, np.full_like(q, between)), near)
     if kind == "all_reduce":
         tree = 2 * ring_inside + 2 * np.log2(q) * between
         own, far = 2 * ring_inside, np.minimum(2 * ring_between + 2 * ring_inside * (q - 1), tree - 2 * ring_inside)

@@ -41,7 +41,7 @@ QUANTISING = 2.0
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockSeconds:
     """Seconds of one micro-batch in one block; forward, where nothing else is said."""
 
     matmul: Array
@@ -108,7 +108,7 @@ def workers_sharing(space: Space, cluster: Cluster) -> Array | float:
     return np.minimum(space.world, cluster.devices_per_node).astype(float) if cluster.shared else 1.0
 
 
-def block(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Block:
+def block(work: Work, space: Space, cluster: Cluster, stack: Stack) -> BlockSeconds:
     """A transformer block on one device."""
     device, sharing = cluster.device, workers_sharing(space, cluster)
     products = _products(work, space)
@@ -118,7 +118,7 @@ def block(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Block:
     moved = tokens_here(work, space) * _streamed(work, space, stack) * value_bytes(work) * fused
     elementwise = (moved + scores / 3) / _stream(device, sharing)
     last = next(seconds for one, seconds in zip(products, each, strict=True) if one.is_last)
-    return Block(sum(each, np.zeros(len(space))), forward, backward, elementwise, last)
+    return BlockSeconds(sum(each, np.zeros(len(space))), forward, backward, elementwise, last)
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,16 @@ from dataclasses import astuple, dataclass, fields
 
 import numpy as np
 
-from shardwise.config import IN_A_V, Model
+from shardwise.config import Model
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.space import Array, Bools, Ints, Space, Work
+from shardwise.cost.space import Array, Bools, Space, Work, distinct
 from shardwise.cost.stack import SHARDWISE, Stack
+from shardwise.cost.stages import cut
 from shardwise.plan.chunks import chunk_bytes
 from shardwise.plan.dtypes import BYTES
-from shardwise.plan.engine import engine_of, has_schedule, splits_backward
-from shardwise.plan.schedule import SCHEDULES, rank_of_stage
+from shardwise.plan.engine import engine_of, splits_backward
+from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.slices import Parts, parts_of
 
 
@@ -82,8 +83,10 @@ class Holdings:
 def hold(work: Work, space: Space, stack: Stack) -> Holdings:
     """What each candidate's devices hold. The rank with most is the first, the last, or one between them."""
     parts = _parts(work.model, space)
-    alone, folded = space.pipeline == 1, (space.pipeline > 1) & has_schedule(space, IN_A_V)
-    first_blocks, middle_blocks, last_blocks = _cut(work, space, stack, folded)
+    stages = cut(work, space, stack)
+    alone, folded, first_blocks, middle_blocks, last_blocks = (
+        space.pipeline == 1, stages.folded, stages.first, stages.middle, stages.last,
+    )  # fmt: skip
     own, end = parts["block"] + parts["experts"], parts["last"] + parts["copy"] * (~alone).astype(float)
     ranks = [
         own * first_blocks + parts["first"] + end * (alone | folded).astype(float),
@@ -106,7 +109,7 @@ def _parts(model: Model, space: Space) -> dict[str, Numbers]:
     """The parts of the model on one device, worked out once for every way to slice it."""
     sharded = space.zero > 0
     shards, expert_shards = np.where(sharded, space.shards, 1), np.where(sharded, space.expert_shards, 1)
-    kinds, where = _distinct([space.tensor, shards, space.expert, expert_shards])
+    kinds, where = distinct([space.tensor, shards, space.expert, expert_shards])
     found = [parts_of(model, *kind) for kind in kinds]
 
     def numbers(part: str) -> Numbers:
@@ -114,38 +117,6 @@ def _parts(model: Model, space: Space) -> dict[str, Numbers]:
         return Numbers(*columns.T)
 
     return {one.name: numbers(one.name) for one in fields(Parts)}
-
-
-def _distinct(columns: list[Ints]) -> tuple[list[tuple[int, ...]], Ints]:
-    """The rows that occur in these columns, and for each candidate its place among them."""
-    code = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        code = code * (int(column.max(initial=0)) + 1) + column
-    _, first, where = np.unique(code, return_index=True, return_inverse=True)
-    return [tuple(int(column[place]) for column in columns) for place in first], where
-
-
-def _cut(work: Work, space: Space, stack: Stack, folded: Bools) -> tuple[Array, Array, Array]:
-    """Blocks of the first pipeline rank, of the fullest one between the ends, and of the rank with the head: as they will be cut,
-    or evenly where a program does that.
-    """
-    even = work.model.layers / space.pipeline
-    if not stack.balanced:
-        return even, even, even
-    kinds, where = _distinct([space.pipeline, np.where(space.pipeline > 1, space.stages_per_rank, 1), folded.astype(np.int64)])
-    cuts = np.asarray([_blocks_of_ranks(work, *kind) for kind in kinds]).reshape(-1, 3)[where]
-    return cuts[:, 0], cuts[:, 1], cuts[:, 2]
-
-
-def _blocks_of_ranks(work: Work, ranks: int, per_rank: int, folded: int) -> tuple[float, float, float]:
-    stages, layers = ranks * per_rank, work.model.layers
-    if stages > layers:  # another program's layout, of which only the average is known
-        return (layers / ranks,) * 3
-    counts = work.blocks(stages)
-    places = rank_of_stage("zbv", ranks) if folded else tuple(stage % ranks for stage in range(stages))
-    held = [sum(count for count, place in zip(counts, places, strict=True) if place == rank) for rank in range(ranks)]
-    between = held[1:] if folded else held[1:-1]
-    return float(held[0]), float(max(between, default=0)), float(held[places[-1]])
 
 
 def in_flight(space: Space) -> tuple[Array, Array]:

@@ -5,9 +5,23 @@ the links add and nothing can hide, times m, and the bubble of the schedule:
 
     total = m x (computing + exposed communication of a micro-batch on the slowest rank) + bubble + once a step
 
-*Exposed* is what is left of a collective after hiding behind the work beside it: gathers of weights behind the block before,
-sums of gradients behind backward; the tensor axis' collectives stand between two products and hide behind neither. While both
-run, the computing is a little slower (`CONTENTION`), because collectives use the same memory and cores.
+What is computed comes from `compute.py`. What is communicated comes from `traffic.py`: the flows that the ledger of a real run is
+held to, priced collective by collective (`price.py`); no volume is derived here. They are rank 0's, and every block of every
+rank sends what one of rank 0's does, so seconds inside blocks are taken for one block and micro-batch, whatever rank has it.
+
+*Exposed* is what is left of a collective after hiding behind the work beside it, which its flow names:
+
+| flows                              | hide behind                                                                          |
+| ---------------------------------- | ------------------------------------------------------------------------------------ |
+| weights, gradients: each pass      | the block's forward or backward, its tensor collectives included                     |
+| weights, gradients: once a step    | the last backward, and in a pipeline the wait before it; replicas after the others   |
+| weights, gradients: embedding, head| the head's products                                                                  |
+| tensor, expert, Ulysses            | nothing: they stand between two products (`overlap_tensor`: programs that cut those) |
+| ring                               | attention to the part of the keys that is here                                       |
+| pipeline                           | computing, but for filling and draining (`overlap_sends`)                            |
+| with the optimizer                 | nothing; those of the pipeline axis behind its draining                              |
+
+While both run, the computing is a little slower (`CONTENTION`), because collectives use the same memory and cores.
 
 Every term is an array over the candidates of a `Space`. Nothing here is fitted to a model or a row; what differs between
 devices is in `cost/clusters.py`, what differs between programs in `cost/stack.py`.
@@ -15,20 +29,21 @@ devices is in `cost/clusters.py`, what differs between programs in `cost/stack.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, fields
+from typing import Any, get_args
 
 import numpy as np
 
 from shardwise.config import Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.collectives import Group, group_of, seconds
+from shardwise.cost.first_rank import device_type
 from shardwise.cost.footprint import Holdings, footprint, hold
+from shardwise.cost.price import Priced, price
 from shardwise.cost.space import Array, Bools, Space, Work
 from shardwise.cost.stack import SHARDWISE, Stack
+from shardwise.cost.traffic import AT_ONCE, flows
 from shardwise.errors import UserError
-from shardwise.plan.engine import splits_backward
 from shardwise.plan.schedule import SCHEDULES
 
 CONTENTION = 0.12
@@ -60,6 +75,8 @@ class Prediction:
     """Of one micro-batch through one block, forward and backward: what a timeline is played with."""
     head_seconds: Array
     embedding_seconds: Array
+    sent: dict[str, Array]
+    """Bytes of the collectives that were priced, of rank 0 in a step, by axis: those of its flows, and of its ledger."""
 
     @property
     def total(self) -> Array:
@@ -73,54 +90,71 @@ class Prediction:
 
 
 def predict(work: Work, space: Space, cluster: Cluster, stack: Stack = SHARDWISE) -> Prediction:
-    """Seconds and bytes of every candidate."""
+    """Seconds and bytes of every candidate, worked out for as many at once as lie in a processor's cache."""
     _check_precision(work, cluster)
-    held = hold(work, space, stack)
-    one = compute.block(work, space, cluster, stack)
+    parts = [slice(start, start + AT_ONCE) for start in range(0, max(len(space), 1), AT_ONCE)]
+    if len(parts) == 1:
+        return _predict(work, space, cluster, stack)
+    return _joined([_predict(work, space.take(part), cluster, stack) for part in parts])
+
+
+def _joined(parts: list[Prediction]) -> Prediction:
+    """One prediction of all candidates, in order."""
+
+    def join(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        if isinstance(values[0], dict):
+            return {key: np.concatenate([value[key] for value in values]) for key in values[0]}
+        return np.concatenate(values)
+
+    return Prediction(**{field.name: join(field.name) for field in fields(Prediction)})
+
+
+def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Prediction:
+    held, block = hold(work, space, stack), compute.block(work, space, cluster, stack)
     products, loss = compute.head(work, space, cluster, stack)
-    head, embedding = products + loss, compute.embedding(work, space, cluster)
-    count, layers = space.accumulation.astype(float), float(work.model.layers)
+    links = price(flows(work, space, stack, device_type(cluster)), space, cluster)
+    m, layers = space.accumulation.astype(float), float(work.model.layers)
+    per_block = 1 / (m * held.first_blocks)  # from a step of rank 0 to one pass through one block
 
-    again = _again(one, space, stack)
-    tensor = _tensor(work, space, cluster, stack)
-    context = _context(work, space, cluster, one)
-    expert = _expert(work, space, cluster)
-    rings = np.where((space.ring == 1) & (space.context > 1), 1.0, 0.0)  # whose own messages run beside attention
-    busy_forward = one.forward - rings * one.attention + tensor / 2
-    busy_backward = one.backward - rings * one.attention_backward + again + tensor / 2
-    moved = _moved(work, space, cluster, stack, held)
-    data_each = _data_each(cluster, stack, moved, busy_forward, busy_backward)
-    layer = one.forward + one.backward + again + tensor + context + expert + data_each
-    host, kernels = _host(work, space, cluster, stack)
-    launch = np.maximum(stack.kernel_gap * kernels, host - layer)
-    launch = launch if cluster.device.overlap else host  # where one core does both, nothing hides
+    repeated = _repeated(block, space, stack)
+    tensor = _Tensor.of(links, per_block, space, cluster, stack)
+    context = _context(work, space, cluster, block, links.inside_blocks("context") * per_block)
+    expert = links.inside_blocks("expert") * per_block
+    data = _data_each(space, cluster, stack, block, repeated, tensor, links, per_block)
+    layer = block.forward + block.backward + repeated + tensor.block + context + expert + data
+    launch = _launch(work, space, cluster, stack, layer)
     layer = layer + launch
-    data_once, replica = _data_once(space, cluster, stack, held, moved, layer)
+    data_once, replica_once = _data_once(space, cluster, stack, held, links, layer)
 
-    scale = count * layers / space.pipeline
-    edges = count / space.pipeline
-    accumulate = _accumulate(work, space, cluster, stack, held)
+    # In a pipeline one rank has the embedding and another the head; there they hide in the waits for the ranks between.
+    both = np.where(held.folded | (space.pipeline == 1), 1.0, 0.0)
+    tensor_ends = both * tensor.ends / m
+    data_ends = both * _exposed(links.seconds("data", "ends") / m, products, cluster.device.overlap * stack.overlap_data)
+    lookup = compute.embedding(work, space, cluster)
+    embedding, head = lookup + tensor_ends + data_ends, products + loss
+    passes, edges = m * layers / space.pipeline, m / space.pipeline
     seconds_of = {
-        "matmul": scale * 3 * one.matmul + edges * products,
-        "attention": scale * (one.attention + one.attention_backward),
-        "elementwise": scale * 3 * one.elementwise + edges * (embedding + loss) + accumulate,
-        "launch": scale * launch + stack.step_kernels * cluster.device.launch * layers / space.pipeline,
-        "recompute": scale * again,
+        "matmul": passes * 3 * block.matmul + edges * products,
+        "attention": passes * (block.attention + block.attention_backward),
+        "elementwise": passes * 3 * block.elementwise + edges * (lookup + loss) + _accumulate(work, space, cluster, stack, held),
+        "launch": passes * launch + stack.step_kernels * cluster.device.launch * layers / space.pipeline,
+        "recompute": passes * repeated,
         "optimizer": _optimizer(work, space, cluster, stack, held),
-        "tensor": scale * tensor,
-        "context": scale * context,
-        "expert": scale * expert,
-        "data": scale * data_each + data_once,
-        "replica": replica,
+        "tensor": passes * tensor.block + edges * tensor_ends + links.seconds("tensor", "step"),
+        "context": passes * context + links.seconds("context", "step"),
+        "expert": passes * expert + links.seconds("expert", "step"),
+        "data": passes * data + edges * data_ends + data_once + links.seconds("data", "step"),
+        "replica": replica_once + links.seconds("replica", "step"),
     }
     slowest, average = _slowest(layer, embedding, head, held, space, layers)
-    seconds_of["imbalance"] = count * (slowest - average)
+    seconds_of["imbalance"] = m * (slowest - average)
     seconds_of["bubble"] = _bubble(space, slowest)
-    seconds_of["pipeline_sends"] = _sends(work, space, cluster, stack)
+    seconds_of["pipeline_sends"] = _sends(space, cluster, stack, links)
     seconds_of["offload"] = _offload(space, cluster, held)
     seconds_of = {name: value * cluster.corrections.get(name, 1.0) for name, value in seconds_of.items()}
     memory = footprint(work, space, cluster, stack, held)
-    return Prediction(seconds_of, memory, layer, head, embedding)
+    return Prediction(seconds_of, memory, layer, head, embedding, links.bytes)
 
 
 def _check_precision(work: Work, cluster: Cluster) -> None:
@@ -133,134 +167,84 @@ def _check_precision(work: Work, cluster: Cluster) -> None:
         )
 
 
-def _again(one: compute.Block, space: Space, stack: Stack) -> Array:
-    """Seconds of forward work done again in backward."""
-    selective = stack.selective_matmul * one.matmul + stack.selective_attention * one.attention + one.elementwise
-    modes = [np.zeros_like(one.forward), selective, one.forward - (0.0 if stack.recompute_all else one.last)]
-    return np.select([space.recompute == mode for mode in range(3)], modes)
+def _repeated(block: compute.BlockSeconds, space: Space, stack: Stack) -> Array:
+    """Seconds of forward work done again in backward, in one block."""
+    selective = stack.selective_matmul * block.matmul + stack.selective_attention * block.attention + block.elementwise
+    full = block.forward - (0.0 if stack.recompute_all else block.last)
+    return np.select([space.recompute == mode for mode in range(3)], [np.zeros_like(full), selective, full])
 
 
-def _host(work: Work, space: Space, cluster: Cluster, stack: Stack) -> tuple[Array, Array]:
-    """Seconds in which the host starts the work of one block and micro-batch (where the device is quicker, it waits for the
-    host), and how many kernels that are.
+def _launch(work: Work, space: Space, cluster: Cluster, stack: Stack, layer: Array) -> Array:
+    """Seconds that starting kernels adds to a block and micro-batch of so many seconds: the rests between kernels, or what the
+    host takes longer than the device; all of the host's work where one core does both.
     """
-    again = np.where(space.recompute == 2, 1.0, 0.0)
-    collectives = np.where(space.tensor > 1, 8.0 + 4 * again, 0.0) + np.where(space.zero == 3, 3.0, 0.0)
+    full = np.where(space.recompute == 2, 1.0, 0.0)
+    collectives = np.where(space.tensor > 1, 8.0 + 4 * full, 0.0) + np.where(space.zero == 3, 3.0, 0.0)
     routing = stack.expert_kernels if work.model.experts else 0.0
-    each = stack.micro_batch_kernels * space.pipeline / work.model.layers + stack.collective_kernels * collectives
-    host = (stack.kernels * stack.starts + routing) * (3 + again) + each
-    return cluster.device.launch * host, (stack.kernels + routing) * (3 + again) + each
-
-
-def _tensor(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Array:
-    """Exposed seconds of the tensor axis in one block: two all-gathers and two reduce-scatters forward, as much backward with the
-    inputs gathered again, and forward's once more where a block is recomputed.
-    """
-    group = group_of("tensor", space, cluster)
-    tensor = compute.tokens_here(work, space) * work.model.hidden * compute.value_bytes(work)
-    once = 2 * seconds("all_gather", tensor, group, cluster) + 2 * seconds("reduce_scatter", tensor, group, cluster)
-    if not stack.sequence_parallel:
-        once = 2 * seconds("all_reduce", tensor, group, cluster)
-    again = np.where(space.recompute == 2, 1.0, 0.0)
-    regathers = stack.sequence_parallel and (stack.gathers_again or not cluster.device.overlap)
-    gathered = 2 * seconds("all_gather", tensor, group, cluster) if regathers else 0.0
-    repeated = np.where(space.recompute == 1, again + stack.selective_repeats, again)
-    if stack.sequence_parallel and not stack.recompute_all:  # the last product, and what sums it, is not done again
-        repeated = repeated * (1 - seconds("reduce_scatter", tensor, group, cluster) / np.maximum(once, 1e-30))
-    hidden = stack.overlap_tensor * cluster.device.overlap
-    late = stack.pipeline_jitter * np.where((space.pipeline > 1) & (space.tensor > 1), space.tensor * (8 + 4 * again), 0.0)
-    return (1 - hidden) * (2 + repeated) * once + (1 - max(hidden, stack.overlap_gather_again)) * gathered + late
-
-
-def _context(work: Work, space: Space, cluster: Cluster, one: compute.Block) -> Array:
-    """Exposed seconds of the context axis in one block. A ring passes keys and values on while it attends to those it has;
-    Ulysses sends queries, keys, values and outputs to their heads and back.
-    """
-    model, group = work.model, group_of("context", space, cluster)
-    tokens, size = compute.tokens_here(work, space), compute.value_bytes(work)
-    keys = tokens * 2 * np.maximum(model.kv_heads / space.tensor, 1) * model.head_dim * size
-    hop = seconds("send", keys, group, cluster)
-    again = np.where(space.recompute == 2, 1.0, 0.0)  # what forward sends is sent once more
-    hops = np.maximum(space.context - 1, 0)
-    part = (one.attention + one.attention_backward) / np.maximum(space.context, 1)
-    merged = space.context * tokens * model.heads / space.tensor * model.head_dim * RING_BYTES
-    sent = (3 + again) * hop
-    ring = hops * (sent - np.minimum(sent, part) * cluster.device.overlap) + compute.streamed(merged, space, cluster)
-    own = np.maximum(model.kv_heads // space.tensor, 1)
-    repeated = own * space.context // np.gcd(space.context, own)  # so that each context device has a key head
-    heads = tokens * (2 * model.heads / space.tensor + 2 * repeated) * model.head_dim * size
-    ulysses = (2 + again) * seconds("all_to_all", heads, group, cluster)
-    return np.where(space.context > 1, np.where(space.ring == 1, ring, ulysses), 0.0)
-
-
-def _expert(work: Work, space: Space, cluster: Cluster) -> Array:
-    """Seconds of sending tokens to their experts and back, forward and backward, in one block."""
-    model = work.model
-    if not model.experts:
-        return np.zeros(len(space))
-    sent = compute.tokens_here(work, space) / space.tensor * model.experts_per_token * model.hidden
-    times = 4 + np.where(space.recompute == 2, 2.0, 0.0)
-    return times * seconds("all_to_all", sent * compute.value_bytes(work), group_of("expert", space, cluster), cluster)
+    outside = stack.micro_batch_kernels * space.pipeline / work.model.layers + stack.collective_kernels * collectives
+    host = cluster.device.launch * ((stack.kernels * stack.starts + routing) * (3 + full) + outside)
+    kernels = (stack.kernels + routing) * (3 + full) + outside
+    return np.maximum(stack.kernel_gap * kernels, host - layer) if cluster.device.overlap else host
 
 
 @dataclass(frozen=True)
-class _Moved:
-    """Seconds of what the data axis may move of one block, and of joining all replicas' gradients."""
+class _Tensor:
+    """Exposed seconds of the tensor axis: in one block's forward and backward, and at the ends of the model in a whole step."""
 
-    gather: Array
-    scatter: Array
-    whole: Array
-    """An all-reduce of unsharded gradients."""
-    joined: Array
-    each_gather: Bools
-    """Where weights are gathered in each micro-batch."""
-    each_scatter: Bools
-    """Where gradients are scattered in each."""
+    forward: Array
+    backward: Array
+    ends: Array
+
+    @property
+    def block(self) -> Array:
+        """Both passes."""
+        return self.forward + self.backward
+
+    @classmethod
+    def of(cls, links: Priced, per_block: Array, space: Space, cluster: Cluster, stack: Stack) -> _Tensor:
+        """What the program does not hide, and in a pipeline what the members wait for each other in half of them each."""
+        shown = 1 - stack.overlap_tensor * cluster.device.overlap
+        calls = np.where(space.recompute == 2, 12.0, 8.0)
+        late = stack.pipeline_jitter * np.where((space.pipeline > 1) & (space.tensor > 1), space.tensor * calls, 0.0)
+        forward, backward = (shown * links.seconds("tensor", when) * per_block + late / 2 for when in ("forward", "backward"))
+        return cls(forward, backward, shown * links.seconds("tensor", "ends"))
 
 
-def _moved(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> _Moved:
-    shards, copies, replicas = (group_of(axis, space, cluster) for axis in ("shards", "copies", "replica"))
-    experts = group_of("expert_shards", space, cluster)
-    gathered, reduced = compute.weight_bytes(work, stack), compute.reduce_bytes(work, stack)
+def _context(work: Work, space: Space, cluster: Cluster, block: compute.BlockSeconds, sent: Array) -> Array:
+    """Exposed seconds of the context axis in one block. A ring passes keys and values on while it attends to those it has, and
+    merges what it attended to; Ulysses sends queries, keys, values and outputs to their heads and back, and waits.
+    """
+    model, tokens = work.model, compute.tokens_here(work, space)
+    beside = (block.attention + block.attention_backward) * (space.context - 1) / space.context  # the last part comes from nobody
+    merged = space.context * tokens * model.heads / space.tensor * model.head_dim * RING_BYTES
+    ring = sent - np.minimum(sent, beside) * cluster.device.overlap + compute.streamed(merged, space, cluster)
+    return np.where(_rings(space), ring, sent)
 
-    def moved(kind: str, width: float, group: Group) -> Array:
-        """Of one block's parameters, the experts' over their own group."""
-        dense = seconds(kind, width * held.block_dense, group, cluster)
-        return dense + (seconds(kind, width * held.block_experts, experts, cluster) if work.model.experts else 0.0)
 
-    joined = seconds("all_reduce", reduced * held.sharded, replicas, cluster)
-    split = splits_backward(space)
-    three, two = (space.zero == 3) & ~split, (space.zero == 2) & ~split
-    return _Moved(
-        moved("all_gather", gathered, shards),
-        moved("reduce_scatter", reduced, shards),
-        moved("all_reduce", reduced, copies),
-        joined,
-        three,
-        three | two | (stack.reduce_each & (space.zero > 0) & ~split),
+def _rings(space: Space) -> Bools:
+    rings: Bools = (space.ring == 1) & (space.context > 1)
+    return rings
+
+
+def _data_each(
+    space: Space, cluster: Cluster, stack: Stack, block: compute.BlockSeconds, repeated: Array, tensor: _Tensor,
+    links: Priced, per_block: Array,
+) -> Array:  # fmt: skip
+    """Exposed seconds of the data axis in a block, for each micro-batch; attention in a ring has its own messages beside it."""
+    overlap, idle = cluster.device.overlap * stack.overlap_data, np.where(_rings(space), 0.0, 1.0)
+    forward = block.matmul + block.elementwise + idle * block.attention + tensor.forward
+    backward = 2 * (block.matmul + block.elementwise) + idle * block.attention_backward + repeated + tensor.backward
+    return _exposed(links.seconds("data", "forward") * per_block, forward, overlap) + _exposed(
+        links.seconds("data", "backward") * per_block, backward, overlap
     )
 
 
-def _data_each(cluster: Cluster, stack: Stack, moved: _Moved, forward: Array, backward: Array) -> Array:
-    """Exposed seconds of the data axis in a block, for each micro-batch."""
-    overlap = cluster.device.overlap * stack.overlap_data
-    gather = np.where(moved.each_gather, moved.gather, 0.0)
-    scatter = np.where(moved.each_scatter, moved.scatter, 0.0)
-    return _exposed(gather, forward, overlap) + _exposed(gather + scatter, backward, overlap)
-
-
-def _data_once(space: Space, cluster: Cluster, stack: Stack, held: Holdings, moved: _Moved, layer: Array) -> tuple[Array, Array]:
+def _data_once(space: Space, cluster: Cluster, stack: Stack, held: Holdings, links: Priced, layer: Array) -> tuple[Array, Array]:
     """Exposed seconds of the data axis once a step, and of joining replicas: both hide behind the last backward and its waits."""
-    overlap, blocks = cluster.device.overlap * stack.overlap_data, held.blocks
-    after = np.where((space.zero == 0) | moved.each_gather, 0.0, moved.gather)
-    late = np.zeros(len(space))
-    if stack.gathers_after:  # each weight by itself, once the optimizer is done with it
-        start = seconds("all_gather", np.zeros(len(space)), group_of("shards", space, cluster), cluster)
-        late, after = np.where(after > 0, moved.gather + (stack.gathers_after - 1) * start, 0.0), late
-    once = np.where(space.zero == 0, moved.whole, after + np.where(moved.each_scatter, 0.0, moved.scatter))
-    room = BACKWARD * layer * blocks * np.where(space.pipeline > 1, np.minimum(space.accumulation, 2), 1)
-    sums = _exposed((blocks + held.edge_ratio) * once, room, overlap) + (blocks + held.edge_ratio) * late
-    return sums, _exposed(moved.joined, np.maximum(room - blocks * once, 0.0), overlap)
+    overlap, sums = cluster.device.overlap * stack.overlap_data, links.seconds("data", "once")
+    room = BACKWARD * layer * held.first_blocks * np.where(space.pipeline > 1, np.minimum(space.accumulation, 2), 1)
+    joined = _exposed(links.seconds("replica", "once"), np.maximum(room - sums, 0.0), overlap)
+    return _exposed(sums, room, overlap), joined
 
 
 def _exposed(communication: Array, work: Array, overlap: float) -> Array:
@@ -305,15 +289,14 @@ def _bubble(space: Space, slowest: Array) -> Array:
     return idle
 
 
-def _sends(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Array:
+def _sends(space: Space, cluster: Cluster, stack: Stack, links: Priced) -> Array:
     """Seconds of sending activations on and gradients back that nothing hides: the messages of filling and draining, and of the
-    rest what the program waits for.
+    rest, two for each stage and micro-batch, what the program waits for. The gradient of a tied embedding, and the numbers of a
+    step, are sent while the pipeline drains.
     """
-    sent = compute.tokens_here(work, space) * work.model.hidden * compute.value_bytes(work) / space.tensor
-    one = seconds("send", sent, group_of("pipeline", space, cluster), cluster)
     hidden = stack.overlap_sends * cluster.device.overlap
     waits = 2 * (space.pipeline - 1) + 2 * (1 - hidden) * space.accumulation * space.stages_per_rank
-    return np.where(space.pipeline > 1, waits * one, 0.0)
+    return waits * links.message
 
 
 def _offload(space: Space, cluster: Cluster, held: Holdings) -> Array:

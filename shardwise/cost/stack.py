@@ -60,6 +60,10 @@ class Stack:
     forward."""
     reduce_each: bool = False
     """Gradients are reduced in every micro-batch under zero 1 and 2 also."""
+    buckets: bool = False
+    """Unsharded gradients are summed in the buckets of torch's DistributedDataParallel; else block by block."""
+    whole_experts: bool = False
+    """Shards of experts are whole experts, padded until they divide (FSDP2); else equal parts of all."""
     fragmentation: float = 1.0
     """Memory reserved over memory allocated."""
     overlap_sends: float = 1.0
@@ -68,8 +72,6 @@ class Stack:
     """Backward gathers the inputs of a block's products again over the tensor axis, instead of keeping them."""
     selective_repeats: float = 0.0
     """Share of forward's tensor collectives that selective recomputation repeats."""
-    overlap_gather_again: float = 0.0
-    """Share of backward's second gather of a block's inputs that hides behind its products."""
     selective_matmul: float = 0.0
     """Share of the products that selective recomputation does again."""
     selective_attention: float = 0.0
@@ -108,6 +110,8 @@ SHARDWISE = Stack(
     logit_bytes=0.0,
     gathers_again=False,
     selective_repeats=1.0,
+    buckets=True,
+    whole_experts=True,
 )
 """Kernels as a profile of one step counts them (benchmarks/planner_gpu.py): 240 for a block, forward and backward. Starts and
 gaps from steps of gpt2, which the host holds up, and of qwen3-0.6b and 4b, which take 1.5 to 2.5 us a kernel longer than

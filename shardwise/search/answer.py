@@ -14,13 +14,15 @@ import numpy as np
 import tomli_w
 
 from shardwise.config import Config, Layout
+from shardwise.cost.axes import devices
 from shardwise.cost.cluster import GIB, Cluster
 from shardwise.cost.collectives import group_of
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import RECOMPUTE, Ints, Space, Work
-from shardwise.cost.traffic import devices, flows, label
+from shardwise.cost.traffic import flows
 from shardwise.errors import ConfigError
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
+from shardwise.plan.grid import COPIES, SHARDS, label
 from shardwise.plan.parameters import active_count, count
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.timeline import simulate
@@ -34,7 +36,6 @@ MAPPED = 4096
 DRAWN = 24
 """Micro-batches of a timeline, or three for each pipeline rank where that is more; a longer middle looks like the middle."""
 _AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
-_LINKS = {"data x context": "shards", "replica x data x context": "copies"}
 
 
 def answer(config: Config, result: SearchResult, everything: bool = False) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def traffic(work: Work, cluster: Cluster, one: Space) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], list[int]] = {}
     for flow in flows(work, one, device="cpu" if cluster.shared else "cuda"):
         if flow.count[0] and devices(flow.axis, one)[0] > 1:
-            entry = rows.setdefault((flow.kind, label(flow.axis, one, 0)), [0, 0])
+            entry = rows.setdefault((flow.kind, label(flow.axis, one.layout(0))), [0, 0])
             entry[0], entry[1] = entry[0] + int(flow.count[0]), entry[1] + int(flow.bytes[0])
     return [{"kind": kind, "axis": axis, "count": n, "bytes": size} for (kind, axis), (n, size) in sorted(rows.items())]
 
@@ -156,10 +157,9 @@ def links(result: SearchResult, one: Space) -> list[dict[str, Any]]:
     """Bytes of one step by axis, and whether they stay inside a node."""
     sums: dict[tuple[str, str], int] = {}
     for flow in flows(result.work, one, device="cpu" if result.cluster.shared else "cuda"):
-        axis = _LINKS.get(flow.axis, flow.axis)
-        if axis not in ("shards", "copies", *_AXES) or devices(flow.axis, one)[0] <= 1:
+        if flow.axis not in (SHARDS, COPIES, *_AXES) or devices(flow.axis, one)[0] <= 1:
             continue
-        where = "between" if group_of(axis, one, result.cluster).nodes[0] > 1 else "inside"
+        where = "between" if group_of(flow.axis, one, result.cluster).nodes[0] > 1 else "inside"
         sums[where, flow.axis] = sums.get((where, flow.axis), 0) + int(flow.bytes[0])
     return [{"from": where, "axis": axis, "bytes": size} for (where, axis), size in sums.items() if size]
 

@@ -15,6 +15,7 @@ from shardwise.cost.collectives import group_of
 from shardwise.cost.traffic import flows
 from shardwise.errors import ConfigError, UserError
 from shardwise.plan.flops import flops_per_token
+from shardwise.plan.grid import COPIES, SHARDS
 from shardwise.plan.parameters import count
 from shardwise.search.budget import chinchilla, compute_of, cost, of_a_size, shape_for
 from shardwise.search.interval import DEVICE_HOURS, plan_checkpoints
@@ -26,7 +27,6 @@ from shardwise.search.slow_links import alternatives, worthwhile
 
 STORAGE = 2e9
 """Bytes/s that one node writes to shared storage, where nothing better is known."""
-_HIDES_BEHIND = {"data x context": "shards", "replica x data x context": "copies", "replica": "replica", "data": "data"}
 _DAY = 86400.0
 
 
@@ -62,10 +62,9 @@ def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
     computing = sum(float(found.seconds[name][0]) for name in ("matmul", "attention", "elementwise", "recompute"))
     wire, hops, between = 0.0, 0.0, False
     for flow in flows(result.work, one):
-        axis = _HIDES_BEHIND.get(flow.axis)
-        if axis is None or not flow.count[0]:
+        if flow.axis not in (SHARDS, COPIES, "replica", "data") or not flow.count[0]:
             continue
-        group = group_of(axis, one, result.cluster)
+        group = group_of(flow.axis, one, result.cluster)
         size = float(group.size[0])
         wire += float(wire_bytes(flow.kind, float(flow.bytes[0]), size))
         hops += float(flow.count[0]) * float(ring_hops(flow.kind, size))
@@ -73,7 +72,7 @@ def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
     if not wire:
         return None
     link = result.cluster.between if between else result.cluster.inside
-    inside = float(group_of("shards", one, result.cluster).inside[0]) if between else 1.0
+    inside = float(group_of(SHARDS, one, result.cluster).inside[0]) if between else 1.0
     needed = float(np.asarray(least_bandwidth(wire / inside, computing, hops / inside, link.latency)))
     return {
         "link": "between" if between else "inside",

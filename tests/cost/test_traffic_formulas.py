@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Model
+from shardwise.cost.axes import devices
+from shardwise.cost.flow import Flow
 from shardwise.cost.space import RECOMPUTE, Space, Work, space_of
-from shardwise.cost.traffic import AT_ONCE, Flow, devices, flows, totals
+from shardwise.cost.traffic import AT_ONCE, flows, totals
 from shardwise.plan import SCHEDULES, count, make_schedule, parameter_shapes, stage_blocks
 
 EVEN = Model(layers=8, hidden=64, heads=16, kv_heads=4, head_dim=4, ffn=128, vocabulary=256)
-EXPERTS = Model(layers=4, hidden=64, heads=16, kv_heads=4, head_dim=4, ffn=128, vocabulary=256, experts=8, experts_per_token=2)
+EXPERTS = Model(layers=8, hidden=64, heads=16, kv_heads=4, head_dim=4, ffn=128, vocabulary=256, experts=8, experts_per_token=2)
 LENGTH = 64
 powers = st.sampled_from((1, 2, 4))
 
@@ -60,7 +62,7 @@ def test_a_candidate_among_others_sends_what_it_sends_alone(rows: list[dict[str,
 def test_every_message_has_bytes_and_somebody_to_go_to(rows: list[dict[str, int]], model: Model) -> None:
     space = space_of(rows)
     for flow in flows(work(model), space):
-        assert flow.when in ("forward", "backward", "step", "pipeline")
+        assert flow.when in ("forward", "backward", "ends", "once", "step", "pipeline")
         assert np.array_equal(flow.count > 0, flow.bytes > 0)
         assert (devices(flow.axis, space)[flow.count > 0] > 1).all()
         assert np.array_equal(flow.count, np.floor(flow.count))
@@ -126,8 +128,8 @@ def test_context_moves_what_its_table_says() -> None:
 def test_experts_take_each_token_as_often_as_it_chooses() -> None:
     row = {"data": 4, "expert": 4, "micro_batch": 2, "zero": 1}
     rows, numbers = 2 * LENGTH * EXPERTS.experts_per_token * 64 * 2, 8 * EXPERTS.experts
-    assert number(row, "all_to_all", "expert", "forward", EXPERTS) == (3 * 4, 4 * (2 * rows + numbers))
-    assert number(row, "all_to_all", "expert", "backward", EXPERTS) == (2 * 4, 4 * 2 * rows)
+    assert number(row, "all_to_all", "expert", "forward", EXPERTS) == (3 * 8, 8 * (2 * rows + numbers))
+    assert number(row, "all_to_all", "expert", "backward", EXPERTS) == (2 * 8, 8 * 2 * rows)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -151,7 +153,7 @@ def test_halves_of_a_backward_each_gather_again(name: str, micro_batches: int) -
     blocks = stage_blocks(EVEN, LENGTH, schedule.stages)
     halves = sum(action.kind == "I" and action.stage == schedule.stages - 1 for action in schedule.actions[0])
     row = {"pipeline": 4, "tensor": 2, "accumulation": micro_batches, "schedule": SCHEDULES.index(name), "stages_per_rank": 2}
-    always = micro_batches * ((blocks[0] + blocks[-1]) * (2 + 2) + 1)  # and the embedding
+    always = micro_batches * (blocks[0] + blocks[-1]) * (2 + 2)
     assert number(row, "all_gather", "tensor", "backward")[0] == always + 2 * blocks[-1] * halves
 
 
@@ -178,10 +180,10 @@ def gathered_for_nobody(ranks: int, micro_batches: int, per_rank: int, layers: i
 def test_gathers_in_vain_are_those_of_the_schedule(ranks: int, micro_batches: int, per_rank: int, layers: int) -> None:
     model = EVEN.model_copy(update={"layers": layers})
     row = {"pipeline": ranks, "data": 2, "zero": 3, "accumulation": micro_batches, "stages_per_rank": per_rank}
-    looped = number({**row, "schedule": SCHEDULES.index("interleaved")}, "all_gather", "data x context", "backward", model)
-    stages = stage_blocks(model, LENGTH, ranks * per_rank)[::ranks]
-    used = micro_batches * (sum(stages) + 1)
-    assert looped[0] == used + gathered_for_nobody(ranks, micro_batches, per_rank, layers)
+    looped = {**row, "schedule": SCHEDULES.index("interleaved")}
+    used, in_vain = (number(looped, "all_gather", "data x context", when, model)[0] for when in ("backward", "once"))
+    assert used == micro_batches * sum(stage_blocks(model, LENGTH, ranks * per_rank)[::ranks])
+    assert in_vain == gathered_for_nobody(ranks, micro_batches, per_rank, layers)
 
 
 def test_recomputing_sends_again_what_the_recomputed_part_sends() -> None:

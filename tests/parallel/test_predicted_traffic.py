@@ -1,4 +1,5 @@
-"""The planner's bytes and calls of every collective are those in the ledger of a real step, exactly, on every axis."""
+"""The planner's bytes and calls of every collective are those in the ledger of a real step, exactly, on every axis; so are the
+bytes that its prediction of the step's time has priced."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from ranks.jobs import FAMILIES, Tables, job, start
 from ranks.pool import Pool
 
 from shardwise.config import Layout, from_tables
+from shardwise.cost.clusters import CLUSTERS
+from shardwise.cost.predict import predict
 from shardwise.cost.space import Work, space_of_layout
 from shardwise.cost.traffic import flows, totals
 from shardwise.mesh import Worker
@@ -112,20 +115,24 @@ def ledger_of_a_step(worker: Worker, tables: Tables) -> Ledger:
     return [step.collectives for step in steps(start(worker, tables))][-1]
 
 
-def predicted(tables: Tables, world: int) -> Ledger:
+def predicted(tables: Tables, world: int) -> tuple[Ledger, float]:
+    """The ledger from the flows, and all bytes that are in the price."""
     config = from_tables(tables)
     plan, train = choose(config, world), config.train
     dtypes = train.precision, state_dtype(train), reduce_dtype(train)
     space = space_of_layout(config, plan.layout, plan.micro_batch, plan.accumulation)
     work = Work(config.model, config.data.sequence_length, train.global_batch, *dtypes)
-    return totals(flows(work, space, device="cpu"), space, 0)
+    priced = predict(work, space, CLUSTERS["cpu"]).sent
+    return totals(flows(work, space, device="cpu"), space, 0), sum(float(sent[0]) for sent in priced.values())
 
 
 def check(row: Row, ranks: Callable[[int], Pool], corpus: str) -> None:
     train = {"precision": "bfloat16", "steps": 1, "warmup": 0, "micro_batch": 2, **row.train}
     tables = job(corpus, model=MODELS[row.model], train=train, layout=row.layout)
     world = Layout(**row.layout).world
-    assert ranks(world).run(ledger_of_a_step, tables)[0] == predicted(tables, world)
+    ledger, (expected, priced) = ranks(world).run(ledger_of_a_step, tables)[0], predicted(tables, world)
+    assert ledger == expected
+    assert priced == sum(entry["bytes"] for entry in ledger.values())
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

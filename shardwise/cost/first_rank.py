@@ -1,0 +1,195 @@
+"""Rank 0 of every candidate: the first device of the first pipeline rank. What it holds, and how wide its numbers are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from shardwise.config import Model
+from shardwise.cost.cluster import Cluster
+from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes
+from shardwise.cost.space import RECOMPUTE, Array, Bools, Ints, Space, Work, distinct
+from shardwise.cost.stack import Stack
+from shardwise.cost.stages import Cut, cut
+from shardwise.plan.dtypes import BYTES, wide
+from shardwise.plan.engine import engine_of
+from shardwise.plan.parameters import parameter_shapes
+from shardwise.plan.schedule import SCHEDULES
+from shardwise.plan.slices import sliced, split_dim
+
+
+def device_type(cluster: Cluster) -> str:
+    """Torch's name for the devices of a cluster: on a "cuda" device blocks are compiled, and the loss has larger chunks."""
+    return "cpu" if cluster.shared else "cuda"
+
+
+@dataclass(frozen=True)
+class FirstRank:
+    """What rank 0 has, and what its program does with it."""
+
+    work: Work
+    space: Space
+    stack: Stack
+    device: str
+    cut: Cut
+    zero: Ints
+    """As it will be: nothing is sharded where no other device holds the same weights."""
+    alone: Bools
+    """Weights are plain tensors that no other device has."""
+    plain: Bools
+    """Weights are plain tensors, and DistributedDataParallel sums their gradients."""
+    head: Bools
+    """Whether the last norm and the head are here."""
+    splits: Bools
+    """Backward goes in two halves: weights stay gathered, and gradients whole, until the step ends (parallel/pipeline.py)."""
+    halved: Ints
+    """Micro-batches whose backward goes through the last stage in two halves."""
+
+    @cached_property
+    def shards(self) -> Ints:
+        """Devices that the states outside of experts are sharded over."""
+        return np.where(self.zero > 0, self.space.shards, 1)
+
+    @cached_property
+    def expert_shards(self) -> Ints:
+        """The same for experts."""
+        return np.where(self.zero > 0, self.space.expert_shards, 1)
+
+    @cached_property
+    def selective(self) -> Bools:
+        """Where recomputation is selective."""
+        chosen: Bools = self.space.recompute == RECOMPUTE.index("selective")
+        return chosen
+
+    @cached_property
+    def full(self) -> Bools:
+        """Where whole blocks are recomputed."""
+        chosen: Bools = self.space.recompute == RECOMPUTE.index("full")
+        return chosen
+
+    @cached_property
+    def gathers_again(self) -> Bools:
+        """Where backward gathers the inputs of a pair of matrices again: a program's own way, or a block that is not compiled."""
+        eager = ~(self.selective | self.full) & np.bool_(self.device == "cpu")
+        return eager | np.bool_(self.stack.gathers_again)
+
+    @cached_property
+    def passes(self) -> Array:
+        """Blocks times micro-batches: forward passes of a block in a step."""
+        return self.cut.first * self.space.accumulation
+
+    @cached_property
+    def backward_passes(self) -> Array:
+        """Backward passes that ask for a block's gathered inputs: two where a backward has two halves."""
+        return self.passes + self.cut.last_stage * self.halved
+
+    @cached_property
+    def recomputed(self) -> Array:
+        """Forward passes that are done again, where all are. The second half of a backward asks for the gradients of one matrix
+        or norm after another, and torch recomputes the block for each."""
+        return self.passes + self.cut.last_stage * self.halved * _modules_of_block(self.work.model)
+
+    @cached_property
+    def length(self) -> Ints:
+        """Tokens of a sequence that a context device has."""
+        return self.work.sequence_length // self.space.context
+
+    @cached_property
+    def activations(self) -> Ints:
+        """Bytes of the hidden states of a micro-batch on a context device."""
+        return self.space.micro_batch * self.length * self.work.model.hidden * self.computed
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Of its units."""
+        return sizes(self.work.model, self.space.tensor, self.shards)
+
+    @property
+    def computed(self) -> int:
+        """Bytes of a computed number."""
+        return value_bytes(self.work)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number in which sums are made."""
+        return BYTES[wide(self.work.precision)]
+
+    @property
+    def stored(self) -> int:
+        """Bytes of a weight between steps, and of its gradient."""
+        return BYTES[self.work.state_dtype]
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of a weight on the wire."""
+        return weight_bytes(self.work, self.stack)
+
+    @property
+    def reduced(self) -> float:
+        """Bytes of a gradient on the wire."""
+        return reduce_bytes(self.work, self.stack)
+
+
+def first_rank(work: Work, space: Space, stack: Stack, device: str) -> FirstRank:
+    """Rank 0 of every candidate."""
+    engine, stages = engine_of(space, work.model.experts), cut(work, space, stack)
+    return FirstRank(
+        work, space, stack, device, stages, engine.zero,
+        alone=engine.single,
+        plain=engine.replicated & stack.buckets,
+        head=stages.folded | (space.pipeline == 1),
+        splits=engine.splits_backward,
+        halved=np.where(engine.splits_backward & stages.folded, _halved(space), 0),
+    )  # fmt: skip
+
+
+def _halved(space: Space) -> Ints:
+    """Micro-batches whose backward goes through the last stage in halves, on rank 0 of a V: all of `zbv`, the first few of
+    `dualpipev` (plan/schedule.py)."""
+    all_of_them = space.schedule == SCHEDULES.index("zbv")
+    return np.where(all_of_them, space.accumulation, np.minimum(space.accumulation, space.pipeline - 1))
+
+
+@lru_cache(maxsize=64)
+def _modules_of_block(model: Model) -> int:
+    """Matrices and norms of a block; a bias goes with the matrix."""
+    names = parameter_shapes(model.model_copy(update={"layers": 1}))
+    return len({name.removesuffix(".weight").removesuffix(".bias") for name in names if name.startswith("blocks.")})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers in the units of rank 0 before they are sharded, rows padded until they divide; and what it has of whole weights."""
+
+    block: Ints
+    embedding: Ints
+    positions: Ints
+    norm: Ints
+    head: Ints
+    whole_block: Ints
+    """This device's shard of a block's weights that every tensor device has whole; likewise of the positions and the norm."""
+    whole_positions: Ints
+    whole_norm: Ints
+
+
+def sizes(model: Model, tensor: Ints, shards: Ints) -> Sizes:
+    """For each pair of a tensor degree and a number of shards, of which there are few."""
+    pairs, index = distinct([tensor, shards])
+    table = np.asarray([_sizes_of(model, *pair) for pair in pairs], dtype=np.int64).reshape(-1, 8)[index]  # (candidates, 8)
+    return Sizes(*table.T)
+
+
+@lru_cache(maxsize=65536)
+def _sizes_of(model: Model, tensor: int, shards: int) -> tuple[int, ...]:
+    parts = dict.fromkeys(("block", "embedding", "positions", "norm", "head"), 0)
+    whole = dict(parts)
+    for name, shape in parameter_shapes(model.model_copy(update={"layers": 1})).items():
+        if ".experts." in name:
+            continue
+        part, dim = "block" if name.startswith("blocks.") else name.partition(".")[0], split_dim(name, model, tensor)
+        own = sliced(shape, dim, tensor, shards)
+        parts[part] += int(own.gathered)
+        whole[part] += 0 if dim is not None else int(own.shard)
+    return (*parts.values(), whole["block"], whole["positions"], whole["norm"])

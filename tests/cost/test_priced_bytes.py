@@ -1,0 +1,84 @@
+"""Bytes in the price = bytes in the flows, of every candidate, job and program; tests/parallel/test_predicted_traffic.py holds
+both to the ledger of real steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cost.test_traffic_formulas import EVEN, EXPERTS, candidates, work
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import Model
+from shardwise.cost.clusters import CLUSTERS, named
+from shardwise.cost.predict import Prediction, predict
+from shardwise.cost.space import Space, Work, space_of
+from shardwise.cost.stack import SHARDWISE, Stack
+from shardwise.cost.traffic import AT_ONCE, flows
+
+TIED = EVEN.model_copy(update={"tied": True, "kv_heads": 2})
+CUDA, CPU = named("h100x64"), CLUSTERS["cpu"]
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Stack:
+    """Ours, and others that differ in everything that decides who sends what."""
+    facts = {
+        name: draw(st.booleans()) for name in ("sequence_parallel", "gathers_again", "recompute_all", "reduce_each", "balanced")
+    }
+    numbers = {"gathers_after": draw(st.sampled_from((0, 8))), "selective_repeats": draw(st.sampled_from((0.0, 1.0)))}
+    widths = {"reduce_bytes": draw(st.sampled_from((2.0, 4.0))), "weight_bytes": draw(st.sampled_from((1.0, 2.0)))}
+    return draw(st.sampled_from((SHARDWISE, replace(SHARDWISE, **facts, **numbers, **widths))))  # type: ignore[arg-type]
+
+
+def sent(job: Work, space: Space, stack: Stack = SHARDWISE, device: str = "cuda") -> np.ndarray:
+    """Bytes of all flows, for every candidate."""
+    return sum((flow.bytes for flow in flows(job, space, stack, device)), np.zeros(len(space)))
+
+
+def priced(prediction: Prediction) -> np.ndarray:
+    return sum(prediction.sent.values(), np.zeros_like(prediction.total))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(candidates(), min_size=1, max_size=12),
+    st.sampled_from((EVEN, EXPERTS, TIED)),
+    programs(),
+    st.sampled_from((CUDA, CPU)),
+)
+def test_every_byte_of_the_flows_is_in_the_price(rows: list[dict[str, int]], model: Model, stack: Stack, cluster: object) -> None:
+    space, device = space_of(rows), "cpu" if cluster is CPU else "cuda"
+    found = predict(work(model), space, CPU if cluster is CPU else CUDA, stack)
+    assert priced(found) == pytest.approx(sent(work(model), space, stack, device), rel=1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(candidates(), st.sampled_from(("tensor", "context", "data", "replica")))
+def test_an_axis_of_one_device_has_no_bytes_and_no_seconds(row: dict[str, int], axis: str) -> None:
+    found = predict(work(), space_of([{**row, axis: 1, **({"context": 1} if axis == "data" else {})}]), CUDA)
+    if axis == "data" and row["replica"] > 1:
+        return  # the replicas of unsharded weights are the data axis' too
+    assert found.sent[axis] == found.seconds[axis] == 0
+
+
+@pytest.mark.parametrize("model", [EVEN, EXPERTS], ids=["dense", "experts"])
+def test_slower_links_cost_more_for_every_candidate_that_sends(model: Model) -> None:
+    """Every byte has a price: where a candidate sends anything, slower links never make it quicker, and no bytes cost nothing."""
+    rows = [{"tensor": 2}, {"data": 4, "zero": 3}, {"context": 2}, {"context": 2, "ring": 1}, {"pipeline": 2, "accumulation": 4}]
+    slow = replace(CUDA, inside=replace(CUDA.inside, bandwidth=1e6), between=replace(CUDA.between, bandwidth=1e6))
+    before, after = (predict(work(model), space_of(rows), cluster) for cluster in (CUDA, slow))
+    assert (after.total > before.total).all()
+
+
+def test_more_candidates_than_lie_in_a_cache_are_predicted_in_order() -> None:
+    rows = [{"data": 2, "zero": 3}, {"tensor": 2}]
+    apart = predict(work(), space_of(rows), CUDA)
+    together = predict(work(), space_of([rows[0]] * AT_ONCE + [rows[1]]), CUDA)
+    for name in apart.seconds:
+        assert list(together.seconds[name][[0, AT_ONCE]]) == list(apart.seconds[name])
+    assert {name: list(value[[0, AT_ONCE]]) for name, value in together.sent.items()} == {
+        name: list(value) for name, value in apart.sent.items()
+    }
