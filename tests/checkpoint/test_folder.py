@@ -315,7 +315,7 @@ def test_a_checkpoint_can_be_given_by_path_and_is_then_not_passed_over(corpus: s
 
 def test_another_model_is_refused_with_what_differs(corpus: str, saved: Path) -> None:
     other = config(corpus, saved.parents[1], ffn=64, tied=True)
-    for asked in (to_resume, start(ALONE, job(corpus)).checkpointer.choose):
+    for asked in (to_resume, start(ALONE, job(corpus)).checkpointer.choose_checkpoint):
         with pytest.raises(UserError) as caught:
             asked(other)
         message = str(caught.value)
