@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from ranks.pool import Pool
+from ranks.trained import Runs
 from warm import Server
 
 
@@ -27,6 +28,12 @@ def warm() -> Iterator[Server]:
     server = Server()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def trained(ranks: Callable[[int], Pool]) -> Runs:
+    """`trained(tables)`: what every rank of a job came to. A job is trained once, whoever asks."""
+    return Runs(ranks)
 
 
 @pytest.fixture(scope="session")

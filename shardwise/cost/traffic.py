@@ -1,7 +1,7 @@
 """What crosses between devices in a step, collective by collective: the ledger of a run that has not happened yet.
 
 `observe/ledger.py` writes down what a run really sends; the formulas here say the same beforehand, for every candidate of a
-`Space` at once, of rank 0: the first device of the first pipeline rank. tests/parallel/test_predicted_traffic.py holds the two
+`Space` at once, of rank 0: the first device of the first pipeline rank. tests/parallel/test_predictions.py holds the two
 together, to the byte and the call. Bytes are of the full tensor, as in the ledger; a ring puts a known factor of it on the wire.
 
 With b sequences in a micro-batch, S = sequence / context tokens of each here, h the hidden width and a bytes an activation:

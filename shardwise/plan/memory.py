@@ -21,7 +21,7 @@ and one unit's buffers. `python benchmarks/memory.py` measures both.
 
 P and P/N stand for counts weight by weight (plan/slices.py): ZeRO pads rows until they divide, so gathered weights and shards are
 a little more than P and P/N. Where FSDP2 runs on shards of one device (zero = 0 beside other axes), gradients wait for the last
-micro-batch in r bytes. With these the table is what ranks hold, to the byte (tests/parallel/test_state_bytes.py).
+micro-batch in r bytes. With these the table is what ranks hold, to the byte (tests/parallel/test_predictions.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Counting parameters and dividing is nearly right, and never exactly. Tensor devices split matrices but keep norms whole, and key
 heads where there are fewer of them than devices; rows that do not divide leave the first device more than the others; ZeRO pads
 the rows of each weight until they divide. So each weight is counted by itself, by the sharding table (plan/sharding.py) and
-the rules of parallel/data.py, for the first device, which has most. tests/parallel/test_state_bytes.py holds them to what ranks
+the rules of parallel/data.py, for the first device, which has most. tests/parallel/test_predictions.py holds them to what ranks
 have.
 """
 

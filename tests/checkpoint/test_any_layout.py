@@ -1,24 +1,29 @@
-"""A checkpoint fits any mesh: saved on each of ten layouts, loaded on each of the ten, all axes among them.
+"""A checkpoint fits any mesh: each of ten layouts, all axes among them, goes on from its own, and from those of others.
 
-The truth is one device that was never interrupted. A pair holds if every weight is the saved one to the last bit after the load,
-and if the losses of the next five steps, for which the moments must be right too, are those of the truth, in float64, to 1e-9.
+A layout goes on from its own checkpoint as if it had never stopped: state, numbers and weights to the last bit. From the
+checkpoint of another layout, state and weights are the saved ones to the last bit after the load, and the losses of the next
+steps, for which the moments must be right too, are those of one device that was never interrupted, in float64, to 1e-9.
+
+Each layout is written once and read by some others, one device by all and from all; `full` has all pairs, and more steps.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks.jobs import ALONE, FAMILIES, Tables, job, on_one_device, start, weights
+from ranks.jobs import ALONE, FAMILIES, Tables, across_stages, job, on_one_device, start, whole
 from ranks.pool import Pool
 
+from shardwise.checkpoint.save import Saved, state_of
 from shardwise.config import Layout
 from shardwise.mesh import Worker
 from shardwise.train.build import Training, restore, save
-from shardwise.train.steps import steps
+from shardwise.train.steps import Step, steps
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one device": {},
@@ -32,31 +37,54 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "context, experts, zero 2": {"context": 2, "data": 2, "expert": 2, "zero": 2},
     "pipeline, tensor, experts": {"pipeline": 2, "tensor": 2, "data": 1, "expert": 2},
 }
-SAVED_AT, MORE = 2, 5
+NAMES = list(LAYOUTS)
+SAVED_AT = 2
 
 Digests = dict[str, str]
+Numbers = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Went:
+    """How a run went on from a checkpoint: the state there, the losses and norms of the steps after it, and the state then."""
+
+    state: Digests
+    numbers: Numbers
+    after: Digests
 
 
 def digests(training: Training) -> Digests:
-    """A hash of every weight, whole."""
-    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16] for name, tensor in sorted(weights(training).items())}
+    """A hash of every weight, buffer and moment, whole."""
+    parallel = training.parallel
+    own = state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
+    state = across_stages(training, {name: whole(tensor) for name, tensor in own.items()})
+    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16] for name, tensor in sorted(state.items())}
 
 
-def train_and_save(worker: Worker, tables: Tables) -> Digests:
-    training = start(worker, tables)
-    generator = steps(training)
-    for _ in range(SAVED_AT):
-        next(generator)
-    save(training)
-    return digests(training)
+def numbers(done: list[Step]) -> Numbers:
+    return [(step.loss, step.gradient_norm) for step in done]
 
 
-def load_each(worker: Worker, tables: Tables, folders: list[str]) -> list[tuple[Digests, list[float]]]:
-    """Load one checkpoint after the other into the same model; what it then is, and how it goes on."""
+def train_and_save(worker: Worker, tables: Tables) -> Went:
+    """Train to the last step, saving once on the way, in the background."""
+    training, done, state = start(worker, tables), [], {}
+    for step in steps(training):
+        done.append(step)
+        if step.step == SAVED_AT:
+            save(training, wait=False)
+            state = digests(training)
+    training.checkpointer.finish()
+    assert all(isinstance(outcome, Saved) for outcome in training.checkpointer.outcomes())
+    return Went(state, numbers(done[SAVED_AT:]), digests(training))
+
+
+def load_each(worker: Worker, tables: Tables, folders: list[str]) -> list[Went]:
+    """Load one checkpoint after the other into the same model."""
     training, found = start(worker, tables), []
     for folder in folders:
         restore(training, folder)
-        found.append((digests(training), [step.loss for step in steps(training)]))
+        state = digests(training)
+        found.append(Went(state, numbers(list(steps(training))), digests(training)))
     return found
 
 
@@ -65,33 +93,68 @@ def run(ranks: Callable[[int], Pool], tables: Tables, case: Callable[..., Any], 
     return [case(ALONE, tables, *arguments)] if world == 1 else ranks(world).run(case, tables, *arguments)
 
 
-def tables_of(corpus: str, layout: str, folder: Path) -> Tables:
-    train = {"steps": SAVED_AT + MORE, "micro_batch": 2 if "pipeline" in LAYOUTS[layout] else None}
+def tables_of(corpus: str, layout: str, folder: Path, more: int) -> Tables:
+    micro_batch = (2 if LAYOUTS[layout]["data"] == 1 else 1) if "pipeline" in LAYOUTS[layout] else None
+    train = {"steps": SAVED_AT + more, "global_batch": 4, "micro_batch": micro_batch}
     return job(corpus, model=FAMILIES["experts"], train=train, layout=LAYOUTS[layout], run={"folder": str(folder)})
 
 
+class Written:
+    """A checkpoint of each layout, and how its own run went on from there."""
+
+    def __init__(self, ranks: Callable[[int], Pool], corpus: str, folder: Path, more: int) -> None:
+        self.ranks, self.corpus, self.folder, self.more = ranks, corpus, folder, more
+        self._found: dict[str, Went] = {}
+
+    def address(self, layout: str) -> str:
+        return str(self.folder / layout / "checkpoints" / f"step-{SAVED_AT}")
+
+    def went(self, layout: str) -> Went:
+        if layout not in self._found:
+            tables = tables_of(self.corpus, layout, self.folder / layout, self.more)
+            first, *others = run(self.ranks, tables, train_and_save)
+            assert all(other == first for other in others), "ranks hold different weights"
+            self._found[layout] = first
+        return self._found[layout]
+
+    def check_read_by(self, target: str, sources: list[str]) -> None:
+        own = [self.went(source) for source in sources]
+        tables = tables_of(self.corpus, target, self.folder / target, self.more)
+        truth = on_one_device({**tables, "run": {}}).losses[SAVED_AT:]
+        assert len(truth) == self.more
+        for answers in run(self.ranks, tables, load_each, [self.address(source) for source in sources]):
+            for source, wrote, found in zip(sources, own, answers, strict=True):
+                assert found.state == wrote.state, f"from {source}"
+                assert [loss for loss, _ in found.numbers] == pytest.approx(truth, rel=1e-9, abs=0), f"from {source}"
+                if source == target:
+                    assert found == wrote, "it went on in another way than it did before"
+
+
 @pytest.fixture(scope="module")
-def written(
-    ranks: Callable[[int], Pool], corpus: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[str, Digests]]:
-    """A checkpoint of each layout, and what was in memory when it was made."""
-    found = {}
-    for number, layout in enumerate(LAYOUTS):
-        folder = tmp_path_factory.mktemp(f"layout-{number}")
-        states = run(ranks, tables_of(corpus, layout, folder), train_and_save)
-        assert all(state == states[0] for state in states), "ranks hold different weights"
-        found[layout] = (str(folder / "checkpoints" / f"step-{SAVED_AT}"), states[0])
-    return found
+def written(ranks: Callable[[int], Pool], corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(ranks, corpus, tmp_path_factory.mktemp("layouts"), more=2)
+
+
+@pytest.fixture(scope="module")
+def written_for_long(ranks: Callable[[int], Pool], corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(ranks, corpus, tmp_path_factory.mktemp("layouts-for-long"), more=5)
+
+
+def sources_of(layout: str) -> list[str]:
+    """Its own first, into a model without moments; then one device's and two others; for one device all."""
+    if layout == "one device":
+        return NAMES
+    index = NAMES.index(layout)
+    others = [NAMES[1 + (index - 1 + shift) % (len(NAMES) - 1)] for shift in (1, 5)]
+    return [layout, "one device", *others]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_checkpoints_of_all_layouts_load_to_the_bit_and_go_on_as_one_device(
-    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, written: dict[str, tuple[str, Digests]], layout: str
-) -> None:
-    tables = tables_of(corpus, layout, tmp_path)
-    truth = on_one_device(tables).losses[SAVED_AT:]
-    assert len(truth) == MORE
-    for answers in run(ranks, tables, load_each, [folder for folder, _ in written.values()]):
-        for (source, (_, saved)), (loaded, losses) in zip(written.items(), answers, strict=True):
-            assert loaded == saved, f"from {source}"
-            assert losses == pytest.approx(truth, rel=1e-9, abs=0), f"from {source}"
+def test_a_layout_goes_on_to_the_bit_from_its_own_checkpoint_and_as_one_device_from_others(written: Written, layout: str) -> None:
+    written.check_read_by(layout, sources_of(layout))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_checkpoints_of_all_layouts_load_to_the_bit_and_go_on_as_one_device(written_for_long: Written, layout: str) -> None:
+    written_for_long.check_read_by(layout, NAMES)

@@ -49,6 +49,7 @@ def test_one_devices_checksums_are_those_of_the_files_tokens_and_differ_from_ste
     assert len(set(found)) == len(found) == 3
 
 
+@pytest.mark.full  # tests/parallel holds the checksums of every layout it trains against one device's
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_has_the_checksums_of_one_device(ranks: Callable[[int], Pool], corpus: str, layout: dict[str, int]) -> None:
     job_of_layout = tables(corpus, layout)

@@ -1,16 +1,18 @@
-"""The layout never changes the maths: every row of the table, in float64, against one device."""
+"""The data axes never change the maths: every row of the table, in float64, against one device.
+
+Each row is trained once. Its collectives and its bytes of state are those that were predicted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import pytest
-from ranks.jobs import GPT, LLAMA, job
-from ranks.pool import Pool
-from ranks.truth import check_trains_as_one_device
+from ranks.jobs import GPT, LLAMA, Tables, job
+from ranks.trained import Runs, check_held, check_sent
+from ranks.truth import check_as_one_device
 
 from shardwise.config import Layout
 
@@ -29,6 +31,15 @@ class Row:
         layout = "-".join(f"{name}{value}" for name, value in self.layout.items())
         family = "gpt" if self.model is GPT else "llama-tied" if self.model.get("tied") else "llama"
         return f"{layout}-micro{self.micro_batch}-{family}-{self.recompute}{'-reset' if self.reset else ''}"
+
+    def tables(self, corpus: str) -> Tables:
+        return job(
+            corpus,
+            model=self.model,
+            data={"reset_attention": self.reset},
+            train={"micro_batch": self.micro_batch, "recompute": self.recompute, "steps": 2},
+            layout=self.layout,
+        )
 
 
 TIED = {**LLAMA, "tied": True}
@@ -57,23 +68,22 @@ MATRIX = [
 ]
 
 
-def check(row: Row, ranks: Callable[[int], Pool], corpus: str) -> None:
-    tables = job(
-        corpus,
-        model=row.model,
-        data={"reset_attention": row.reset},
-        train={"micro_batch": row.micro_batch, "recompute": row.recompute},
-        layout=row.layout,
-    )
-    check_trains_as_one_device(ranks(Layout(**row.layout).world), tables)
-
-
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_a_layout_trains_as_one_device_does(row: Row, ranks: Callable[[int], Pool], corpus: str) -> None:
-    check(row, ranks, corpus)
+def test_a_layout_trains_as_one_device_does(row: Row, trained: Runs, corpus: str) -> None:
+    check_as_one_device(trained(row.tables(corpus)), row.tables(corpus))
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.reset], ids=str)
+def test_a_layout_sends_what_was_predicted(row: Row, trained: Runs, corpus: str) -> None:
+    check_sent(trained(row.tables(corpus)), row.tables(corpus))
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if not row.layout.get("offload")], ids=str)
+def test_a_layout_holds_what_was_predicted(row: Row, trained: Runs, corpus: str) -> None:
+    check_held(trained(row.tables(corpus)), row.tables(corpus))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", [row for row in MATRIX if row not in ROWS], ids=str)
-def test_every_combination_trains_as_one_device_does(row: Row, ranks: Callable[[int], Pool], corpus: str) -> None:
-    check(row, ranks, corpus)
+def test_every_combination_trains_as_one_device_does(row: Row, trained: Runs, corpus: str) -> None:
+    check_as_one_device(trained(row.tables(corpus)), row.tables(corpus))

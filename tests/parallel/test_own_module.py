@@ -30,6 +30,7 @@ from shardwise.train.steps import steps
 HERE = Path(__file__).parent
 EXAMPLE = f"{HERE.parents[1] / 'examples' / 'own_model.py'}:OwnModel"
 SHAPE = {"layers": 4, "hidden": 24, "heads": 4, "head_dim": 6, "ffn": 50, "vocabulary": 259, "max_positions": 24}
+STEPS, BATCH = 2, 4
 Tables = dict[str, dict[str, Any]]
 
 
@@ -42,7 +43,7 @@ def tables_of(corpus: str, module: str, layout: dict[str, Any], reset: bool = Fa
         corpus,
         model={**SHAPE, "module": module},
         data={"reset_attention": reset},
-        train={"micro_batch": 2, "schedule": "constant", "check_every": 1, **more},
+        train={"steps": STEPS, "global_batch": BATCH, "micro_batch": 1, "schedule": "constant", "check_every": 1, **more},
         layout={"data": 1, **layout},
     )
 
@@ -77,8 +78,8 @@ def plain_loop(text: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]
     groups = [{"params": rest, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     numbers = []
-    for step in range(3):
-        rows = dataset.sequences(step, 8, 0, 8)
+    for step in range(STEPS):
+        rows = dataset.sequences(step, BATCH, 0, BATCH)
         documents = {} if rows.documents is None else {"documents": torch.from_numpy(rows.documents)}
         logits = module(torch.from_numpy(rows.inputs), None, **documents)
         loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows.targets).flatten(), ignore_index=-100)
@@ -142,7 +143,7 @@ def test_a_users_module_goes_on_under_another_layout(ranks: Callable[[int], Pool
     tables = tables_of(corpus, own("Tied"), {"tensor": 2, "data": 2, "zero": 3})
     before = ranks(4).run(saved, {**tables, "run": {"folder": str(tmp_path)}})[0]
     for layout in ({"pipeline": 2, "data": 2, "zero": 3}, {"data": 4, "zero": 1}):
-        for after in ranks(4).run(restored, {**tables, "layout": layout}, tmp_path / "checkpoints" / "step-3"):
+        for after in ranks(4).run(restored, {**tables, "layout": layout}, tmp_path / "checkpoints" / f"step-{STEPS}"):
             assert before.keys() == after.keys()
             assert all(torch.equal(before[name], after[name]) for name in before)
 

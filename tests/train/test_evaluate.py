@@ -34,7 +34,7 @@ def evaluate(worker: Worker, tables: Tables) -> tuple[list[float | None], str, T
 
 def evaluated(corpus: str, **sections: Any) -> Tables:
     train = {"evaluate_sequences": EVALUATED, "micro_batch": 2, **sections.pop("train", {})}
-    return {**job(corpus, train=train, **sections), "observe": {"sample_tokens": 12}}
+    return {**job(corpus, train=train, **sections), "observe": {"sample_tokens": 6}}
 
 
 def test_held_out_loss_is_the_mean_cross_entropy_of_sequences_never_trained_on(corpus: str) -> None:
@@ -80,7 +80,8 @@ def test_evaluation_and_sample_are_those_of_one_device_and_leave_no_trace(
 def test_evaluation_and_sample_of_any_axis_are_those_of_one_device(
     ranks: Callable[[int], Pool], corpus: str, model: str, layout: dict[str, Any]
 ) -> None:
-    tables = evaluated(corpus, model=FAMILIES[model], layout={"data": 1, **layout})
+    shape = FAMILIES[model] if "pipeline" in layout else {**FAMILIES[model], "layers": 2}
+    tables = evaluated(corpus, model=shape, train={"steps": 1, "global_batch": 4}, layout={"data": 1, **layout})
     losses, text, _ = evaluate(ALONE, {**tables, "layout": {}})
     for found_losses, found_text, _ in ranks(Layout(**tables["layout"]).world).run(evaluate, tables):
         assert found_losses == pytest.approx(losses, rel=1e-9)
