@@ -127,7 +127,6 @@ def leave() -> None:
     """Part from the peers, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
-        forget_meshes()
 
 
 def abandon() -> None:
