@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -165,6 +166,10 @@ def keep(connection: socket.socket) -> None:
         connection.close()
         become(arguments, cwd, environment, outputs)
     connection.sendall(f"{pid}\n".encode())
+    command = os.pidfd_open(pid)
+    ready, _, _ = select.select([command, connection], [], [])
+    if command not in ready:  # nobody sends here: the tests are gone
+        os.killpg(pid, signal.SIGKILL)
     connection.sendall(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
     connection.sendall(f"{json.dumps(left_behind())}\n".encode())
     os._exit(0)

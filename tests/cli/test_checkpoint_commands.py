@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm import Server
 
 from shardwise.checkpoint.compare import compare, distance
 from shardwise.checkpoint.contents import Contents, write_checkpoint
@@ -27,7 +27,7 @@ JOB = ["train", "examples/quickstart.toml", *SMALL, "train.global_batch=4", "tra
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, warm: Server) -> Path:
     """Two runs of nearly the same job: `one`, on one device, saved at steps 2 and 4, and `two`, on two devices, at step 2."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "examples").symlink_to(ROOT / "examples")
@@ -35,14 +35,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["run.folder=one", "layout.data=1", "train.steps=4", "checkpoint.every=2"],
         ["run.folder=two", "layout.data=2", "layout.zero=3", "train.steps=2", "train.schedule=constant"],
     ):
-        train(folder, *more)
+        train(warm, folder, *more)
     return folder
 
 
-def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardwise", *JOB, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+def train(warm: Server, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = warm.run(*JOB, *arguments, cwd=folder, environment={})
     assert done.returncode == 0, done.stderr
     return done
 
@@ -162,7 +160,7 @@ def test_equal_means_the_same_bits() -> None:
     assert distance(torch.zeros(0, 3), torch.zeros(0, 3)) == (0.0, 0)
 
 
-def test_a_run_goes_to_hugging_face_and_another_begins_with_its_weights(place: Path, tmp_path: Path) -> None:
+def test_a_run_goes_to_hugging_face_and_another_begins_with_its_weights(warm: Server, place: Path, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     run = str(place / "one")
     done = call(tmp_path, "checkpoint", "export", run, "hf", "--shard-size", "200KB", "--json")
@@ -176,7 +174,7 @@ def test_a_run_goes_to_hugging_face_and_another_begins_with_its_weights(place: P
     assert (done.returncode, json.loads(done.stdout)["equal"]) == (0, True)
     # With a learning rate that moves no bit, the run's first checkpoint holds what it began with.
     still = ["layout.data=1", "train.steps=1", "train.warmup=0", "train.learning_rate=1e-30", "train.weight_decay=0"]
-    done = train(tmp_path, *still, "run.folder=next", "checkpoint.resume=start")
+    done = train(warm, tmp_path, *still, "run.folder=next", "checkpoint.resume=start")
     assert "resumed from start" in done.stderr
     first, after = Contents.open(tmp_path / "start"), Contents.open(tmp_path / "next" / "checkpoints" / "step-1")
     assert all(torch.equal(first.read(name), after.read(name)) for name in first.tensors)

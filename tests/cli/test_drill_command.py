@@ -14,12 +14,14 @@ from typing import Any
 
 import psutil
 import pytest
+from warm import Command
 
 from shardwise.cli.drill import _drill
 from shardwise.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
+Started = Callable[..., Command]
 JOB = ["examples/drill.toml", "data.sequence_length=64", "layout.data=2", "checkpoint.every=3", "run.folder=run"]
 
 
@@ -139,22 +141,22 @@ def test_a_folder_that_is_no_run_is_left_alone(shardwise: Shardwise, tmp_path: P
 
 
 @pytest.mark.parametrize("signal_sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
-def test_an_interrupted_drill_leaves_nothing_running(tmp_path: Path, signal_sent: signal.Signals) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    command = [sys.executable, "-m", "shardwise", "drill", *JOB, "train.steps=5000", "--count", "1", "--faults", "kill"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 90
-        while not (tmp_path / "run/undisturbed/metrics.jsonl").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        started = psutil.Process(process.pid).children(recursive=True)
-        assert len(started) >= 3
-        again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-        assert (again.returncode, "another run is writing there now" in again.stderr) == (2, True), again.stderr
-        process.send_signal(signal_sent)
-        _, errors = process.communicate(timeout=60)
+def test_an_interrupted_drill_leaves_nothing_running(
+    shardwise: Shardwise, started: Started, tmp_path: Path, signal_sent: signal.Signals
+) -> None:
+    command = ["drill", *JOB, "train.steps=5000", "--count", "1", "--faults", "kill"]
+    process = started(*command)
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "run/undisturbed/metrics.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 3
+    again = shardwise(*command)
+    assert (again.returncode, "another run is writing there now" in again.stderr) == (2, True), again.stderr
+    process.send_signal(signal_sent)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    _, left = psutil.wait_procs(started, timeout=10)
+    _, left = psutil.wait_procs(children, timeout=10)
     assert left == []

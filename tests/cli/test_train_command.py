@@ -10,15 +10,18 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import psutil
 import pytest
+from warm import Command, Server
 
 from shardwise.resilience.forked import free_port
 
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
+Started = Callable[..., Command]
 JOB = ["examples/quickstart.toml", "model.preset=bytes-400k", "observe.sample=", "train.evaluate_every=0"]
 
 
@@ -37,37 +40,37 @@ def trained(done: subprocess.CompletedProcess[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_worker(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of 20 steps on one worker."""
-    run = tmp_path_factory.mktemp("one")
-    command = [sys.executable, "-m", "shardwise", "train", *JOB, "train.steps=20", "layout.data=1", f"run.folder={run}"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    return losses(run)
+def undisturbed(warm: Server, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[float]]:
+    """The losses of 40 steps on so many workers, which nothing stops: trained once."""
+
+    @cache
+    def trained_on(workers: int) -> list[float]:
+        run = tmp_path_factory.mktemp("undisturbed")
+        arguments = ["train.steps=40", f"layout.data={workers}", f"run.folder={run}"]
+        trained(warm.run("train", *JOB, *arguments, cwd=ROOT, environment={}))
+        return losses(run)
+
+    return trained_on
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [[f"layout.data=4 layout.zero={zero} train.micro_batch=4"] for zero in range(4)] + [["layout.replica=2 layout.data=2"]],
-    ids=lambda value: value[0],
-)
+ON_FOUR_WORKERS = [
+    "layout.data=4 layout.zero=3 train.micro_batch=4",
+    "layout.replica=2 layout.data=2",
+    *(
+        pytest.param(f"layout.data=4 layout.zero={zero} train.micro_batch=4", marks=pytest.mark.full)  # tests/parallel has them
+        for zero in range(3)
+    ),
+]
+
+
+@pytest.mark.parametrize("layout", ON_FOUR_WORKERS)
 def test_the_losses_of_four_workers_equal_those_of_one(
-    shardwise: Shardwise, tmp_path: Path, one_worker: list[float], layout: list[str]
+    shardwise: Shardwise, tmp_path: Path, undisturbed: Callable[[int], list[float]], layout: str
 ) -> None:
-    done = shardwise("train", *JOB, "train.steps=20", *layout[0].split(), "--workers", "4", "run.folder=run")
+    done = shardwise("train", *JOB, "train.steps=40", *layout.split(), "--workers", "4", "run.folder=run")
     trained(done)
-    assert losses(tmp_path / "run") == pytest.approx(one_worker, rel=1e-5)
-    assert len(one_worker) == 20
-
-
-def start(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", "train", *JOB, *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    assert len(losses(tmp_path / "run")) == 40
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed(1), rel=1e-5)
 
 
 def wait_for_step(run: Path, step: int) -> None:
@@ -79,11 +82,15 @@ def wait_for_step(run: Path, step: int) -> None:
 
 @pytest.mark.parametrize(("workers", "signal_sent"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)])
 def test_a_stopped_run_goes_on_with_the_same_losses_to_the_last_bit(
-    shardwise: Shardwise, tmp_path: Path, workers: int, signal_sent: signal.Signals
+    shardwise: Shardwise,
+    started: Started,
+    tmp_path: Path,
+    undisturbed: Callable[[int], list[float]],
+    workers: int,
+    signal_sent: signal.Signals,
 ) -> None:
     arguments = ["train.steps=40", f"layout.data={workers}"]
-    trained(shardwise("train", *JOB, *arguments, "run.folder=whole"))
-    process = start(tmp_path, *arguments, "run.folder=halved")
+    process = started("train", *JOB, *arguments, "run.folder=halved")
     wait_for_step(tmp_path / "halved", 5)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal_sent)
@@ -95,16 +102,15 @@ def test_a_stopped_run_goes_on_with_the_same_losses_to_the_last_bit(
     reached = len(records(tmp_path / "halved"))
     assert 5 <= reached < 40
     trained(shardwise("train", *JOB, *arguments, "run.folder=halved"))
-    assert losses(tmp_path / "halved") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "halved") == undisturbed(workers)
 
 
 @pytest.mark.parametrize("copies", [0, 1])
 def test_a_killed_worker_is_replaced_and_the_losses_are_those_of_a_run_without_a_fault(
-    shardwise: Shardwise, tmp_path: Path, copies: int
+    started: Started, tmp_path: Path, undisturbed: Callable[[int], list[float]], copies: int
 ) -> None:
     arguments = ["train.steps=40", "layout.data=2", "checkpoint.every=5", f"recovery.copies={copies}"]
-    trained(shardwise("train", *JOB, *arguments, "run.folder=whole"))
-    process = start(tmp_path, *arguments, "run.folder=run")
+    process = started("train", *JOB, *arguments, "run.folder=run")
     wait_for_step(tmp_path / "run", 8)
     known = json.loads(next((tmp_path / "run" / "logs").glob("workers-*.json")).read_text())
     os.kill(next(one["pid"] for one in known["workers"] if one["rank"] == 1), signal.SIGKILL)
@@ -113,7 +119,7 @@ def test_a_killed_worker_is_replaced_and_the_losses_are_those_of_a_run_without_a
     assert "worker 1 was ended by SIGKILL" in " ".join(errors.split())
     assert "recovered in" in errors
     assert "Traceback" not in errors
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "run") == undisturbed(2)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events if event["event"] == "fault"] == ["died"]
     assert next(event["lost_steps"] for event in events if event["event"] == "recovery") <= (1 if copies else 5)
@@ -128,23 +134,23 @@ def test_a_run_that_goes_on_with_other_data_says_so(shardwise: Shardwise) -> Non
     assert "train.global_batch was 32 and is now 16" in " ".join(done.stderr.split())
 
 
-def test_torchrun_starts_it(tmp_path: Path, one_worker: list[float]) -> None:
+def test_torchrun_starts_it(tmp_path: Path, undisturbed: Callable[[int], list[float]]) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "shardwise", "train"]
     command = [*launcher, *JOB, "train.steps=3", "layout.data=2", f"run.folder={tmp_path}/run"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "run") == pytest.approx(one_worker[:3], rel=1e-2)
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed(1)[:3], rel=1e-2)
 
 
-def test_srun_with_a_task_a_device_starts_it(tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+def test_srun_with_a_task_a_device_starts_it(started: Started, tmp_path: Path) -> None:
     common = {
         "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1",
         "SLURM_STEP_NODELIST": "localhost", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     tasks = [
-        start(
-            tmp_path,
+        started(
+            "train",
+            *JOB,
             "train.steps=3",
             "layout.data=2",
             "run.folder=run",
@@ -160,9 +166,8 @@ def test_srun_with_a_task_a_device_starts_it(tmp_path: Path) -> None:
     assert len(losses(tmp_path / "run")) == 3
 
 
-def test_one_process_a_node_starts_its_workers(tmp_path: Path) -> None:
+def test_one_process_a_node_starts_its_workers(started: Started, tmp_path: Path) -> None:
     """What a Kubernetes operator sets for torchrun: two "nodes", here on one machine, with one worker each."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
     common = {
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "1",
@@ -170,7 +175,7 @@ def test_one_process_a_node_starts_its_workers(tmp_path: Path) -> None:
         "PET_RDZV_ID": "test",
     }
     nodes = [
-        start(tmp_path, "train.steps=3", "layout.data=2", "run.folder=run", PET_NODE_RANK=str(rank), **common)
+        started("train", *JOB, "train.steps=3", "layout.data=2", "run.folder=run", PET_NODE_RANK=str(rank), **common)
         for rank in range(2)
     ]
     for node in nodes:

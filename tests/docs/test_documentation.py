@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm import Server
 
 from shardwise.config import read
 from shardwise.config.reference import markdown
@@ -34,15 +35,17 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("line", [line for line in commands() if not line.startswith("make ")])
-def test_every_command_in_the_documentation_runs(workplace: Path, line: str) -> None:
+def test_every_command_in_the_documentation_runs(workplace: Path, warm: Server, line: str) -> None:
     """In order, in one folder, as a reader would; training is cut to two steps of a small model. `make` is not called from
     within itself: `make test` is what runs this, and the job of `make quickstart` is among the examples below."""
-    words = shlex.split(line)
-    if words[0] in ("shardwise", "torchrun"):
-        words[:1] = [sys.executable, "-m", "shardwise" if words[0] == "shardwise" else "torch.distributed.run"]
+    program, *words = shlex.split(line)
     if "train" in words:
         words += FAST
-    done = subprocess.run(words, cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    if program == "shardwise":
+        done = warm.run(*words, cwd=workplace, environment={})
+    else:
+        started = [sys.executable, "-m", "torch.distributed.run"] if program == "torchrun" else [program]
+        done = subprocess.run([*started, *words], cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -54,9 +57,8 @@ def _shown() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("command", "output"), _shown(), ids=lambda text: text.split("\n")[0])
-def test_a_mistake_is_answered_as_the_documentation_shows(workplace: Path, command: str, output: str) -> None:
-    words = [sys.executable, "-m", *command.split()]
-    done = subprocess.run(words, cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+def test_a_mistake_is_answered_as_the_documentation_shows(workplace: Path, warm: Server, command: str, output: str) -> None:
+    done = warm.run(*command.split()[1:], cwd=workplace, environment={})
     assert (done.returncode, done.stderr) == (2, output)
 
 
@@ -69,13 +71,12 @@ def test_the_documentation_names_the_two_commands_and_they_exist() -> None:
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
-def test_every_example_trains_or_is_planned(workplace: Path, example: Path) -> None:
+def test_every_example_trains_or_is_planned(workplace: Path, warm: Server, example: Path) -> None:
     if read(example).cluster.preset:  # for a cluster that is not here
-        planned = [sys.executable, "-m", "shardwise", "plan", str(example), "--json"]
-        assert subprocess.run(planned, cwd=workplace, env=ENVIRONMENT, capture_output=True, timeout=120).returncode == 0
+        assert warm.run("plan", str(example), "--json", cwd=workplace, environment={}).returncode == 0
         return
-    command = [sys.executable, "-m", "shardwise", "train", str(example), *FAST[:1], *FAST[2:], f"run.folder={example.stem}-run"]
-    done = subprocess.run(command, cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    command = ["train", str(example), *FAST[:1], *FAST[2:], f"run.folder={example.stem}-run"]
+    done = warm.run(*command, cwd=workplace, environment={})
     assert done.returncode == 0, done.stderr
     assert "a sample" in done.stderr
 
