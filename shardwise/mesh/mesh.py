@@ -127,6 +127,7 @@ def leave() -> None:
     """Part from the peers, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_meshes()  # an answer from the cache would carry the mesh, and the groups, of this team into the next
 
 
 def abandon() -> None:

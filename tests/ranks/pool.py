@@ -3,7 +3,7 @@
 A case is a module-level function `case(worker, *arguments)`. It runs on every rank of the pool at once, each with its own
 `Worker`, and the pool hands back what the ranks returned, in rank order. Ranks meet in a store that the test process owns, as
 workers meet at their host, each case in a generation of its own; no rank has to find a free port. The process groups of a case
-end with the case, but for what torch keeps of them in caches, which are emptied now and then: to fill them takes half a second.
+end with the case.
 
 A rank that raises fails the test with the rank's own traceback; a case that takes too long fails with the stack of every
 rank. After either the ranks are replaced, because nobody knows what state they are in.
@@ -27,12 +27,9 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from shardwise._torch import forget_meshes
 from shardwise.mesh import Worker, leave, open_rendezvous_store
 
 SECONDS = 120.0
-FORGET_EVERY = 16
-"""Cases. A mesh of another shape leaves about twenty sleeping threads."""
 GRACE = 10.0
 """How long the others may take to notice that a rank has failed."""
 
@@ -153,8 +150,6 @@ def _serve(pipe: Connection, log: str) -> None:
         sys.path[:] = path
         faulthandler.dump_traceback_later(seconds * 0.95, file=stream)
         answer = _answer(worker, task)
-        if worker.generation % FORGET_EVERY == 0:
-            forget_meshes()
         faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from ranks.jobs import FAMILIES, job, train
 from ranks.pool import Pool, RankFailed
 
-from shardwise._torch import forget_meshes
 from shardwise.config import Layout
 from shardwise.mesh import Worker, join
 
@@ -43,8 +41,6 @@ def one_hangs(worker: Worker) -> None:
 
 
 def threads(worker: Worker) -> int:
-    forget_meshes()
-    gc.collect()
     return len(os.listdir("/proc/self/task"))
 
 
@@ -76,8 +72,8 @@ def test_a_hang_ends_after_its_time_and_shows_where(pool: Pool) -> None:
         pool.run(one_hangs, seconds=3)
 
 
-def test_nobody_but_torchs_caches_keeps_the_groups_of_a_case(pool: Pool, corpus: str) -> None:
-    """Every group of gloo has threads, and a process that stays for many teams would gather them."""
+def test_a_case_leaves_no_thread_of_its_groups_behind(pool: Pool, corpus: str) -> None:
+    """Every group of gloo has threads; torch remembers meshes, and would keep those of every case."""
     layouts = [
         ("llama", {"data": 2, "zero": 3}),
         ("experts", {"data": 1, "tensor": 2, "expert": 2}),
