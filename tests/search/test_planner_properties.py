@@ -254,7 +254,10 @@ def test_every_candidate_is_a_layout_that_training_takes(config: Config, devices
         asked = config.model_copy(update={"layout": layout, "train": train})
         assert problems_of_layout(asked.model, asked.data, train, layout, devices) == []
         plan = choose(asked, devices)
-        assert plan.layout == layout
+        decided = (
+            {"stages", "stages_per_rank"} if row["pipeline"] > 1 else {"stages_per_rank"}
+        )  # which a candidate may leave open
+        assert plan.layout.model_dump(exclude=decided) == layout.model_dump(exclude=decided)
         assert (plan.micro_batch, plan.accumulation) == (row["micro_batch"], row["accumulation"])
 
 
