@@ -14,6 +14,7 @@ import torch._functorch.config as _functorch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renames `all_gather_into_tensor`, which 2.11 has, and warns at each use of the old name."""
@@ -52,7 +53,7 @@ def forget_meshes() -> None:
     """Empty DTensor's caches of how operations are split. They never forget by themselves, and every entry holds the mesh it was
     made on: the groups of a team that has parted, with the threads and sockets of gloo, would stay for as long as the process.
     """
-    from torch.distributed.tensor import DTensor, _redistribute
+    from torch.distributed.tensor import _redistribute
 
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache.cache_clear()
@@ -61,6 +62,19 @@ def forget_meshes() -> None:
     # Not all releases of torch have these two.
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW whose kernel is given this rank's pieces of DTensors. It treats every element alike, so the pieces are all it needs;
+    to find that out for itself DTensor takes half a second for the first step and some milliseconds for each. torch collects
+    what the kernel is given in a private method.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        result = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return result
 
 
 def inside_backward() -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise._torch import LocalAdamW
 from shardwise.config import Train
 from shardwise.optim.norm import local
 
@@ -34,7 +35,7 @@ def make_optimizer(
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups[parameter.ndim >= 2 and name not in embeddings, mesh].append(parameter)
     ordered = sorted(groups.items(), key=lambda item: not item[0][0])  # those with decay first
-    return torch.optim.AdamW(
+    return LocalAdamW(
         [{"params": params, "weight_decay": train.weight_decay if decayed else 0.0} for (decayed, _), params in ordered],
         lr=train.learning_rate,
         betas=train.betas,
