@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks.jobs import ALONE, FAMILIES, LLAMA, Tables, Trained, across_stages, difference, job, start, weights, whole
+from ranks.jobs import ALONE, FAMILIES, LLAMA, Tables, Trained, difference, job, put_together, start, weights
 from ranks.pool import Pool
 from torch import Tensor
 
@@ -26,7 +26,7 @@ def state(training: Training) -> State:
     """Every weight and moment, whole."""
     parallel = training.parallel
     own = state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
-    return across_stages(training, {name: whole(tensor) for name, tensor in own.items()})
+    return put_together(own, training.mesh.worker.world)
 
 
 def train_and_save(worker: Worker, tables: Tables, at: int | None) -> tuple[Trained, State]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks.jobs import ALONE, Tables, job, start, whole
+from ranks.jobs import ALONE, Tables, job, put_together, start
 from ranks.pool import Pool
 
 from shardwise.mesh import Worker
@@ -25,7 +25,8 @@ def norms(worker: Worker, tables: Tables) -> tuple[float, float, set[tuple[str, 
         batch = next(batches)
     forward_backward(training, batch, count_tokens(training, batch))
     parameters = list(training.parallel.model.parameters())
-    gradients = [whole(parameter.grad) for parameter in parameters]
+    own = {str(index): parameter.grad for index, parameter in enumerate(parameters)}
+    gradients = put_together(own, worker.world).values()
     axes = {sharded_axes(parameter.grad) for parameter in parameters}
     return float(global_norm(parameters, training.comm)), float(torch.nn.utils.get_total_norm(gradients)), axes
 

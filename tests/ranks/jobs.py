@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shardwise.config import Config, from_tables
 from shardwise.mesh import Worker
@@ -83,23 +86,37 @@ def train(worker: Worker, tables: Tables) -> Trained:
 
 
 def weights(training: Training) -> dict[str, Tensor]:
-    """Every parameter, whole, on every rank, with what the pipeline stages hold put together."""
-    return across_stages(training, {name: whole(parameter) for name, parameter in training.parallel.named_parameters()})
+    """Every parameter, whole, on every rank."""
+    return put_together(dict(training.parallel.named_parameters()), training.mesh.worker.world)
 
 
-def across_stages(training: Training, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank's stages hold, and those of the others."""
-    group = training.mesh.group("pipeline")
-    if group is None:
-        return own
-    stages: list[Any] = [None] * training.mesh.size("pipeline")
-    dist.all_gather_object(stages, own, group=group)
-    return {name: tensor for stage in stages for name, tensor in stage.items()}
+def put_together(own: Mapping[str, Tensor], world: int) -> dict[str, Tensor]:
+    """Tensors of which every rank has a piece, or none, whole on all of them. One message for all, because every message between
+    processes takes milliseconds; and whoever holds the same numbers must hold the same bits.
+    """
+    pieces: list[Any] = [{name: _piece(tensor.detach()) for name, tensor in own.items()}]
+    if world > 1:
+        mine, pieces = pieces[0], [None] * world
+        dist.all_gather_object(pieces, mine)
+    shapes = {name: shape for rank in pieces for name, (shape, _, _) in rank.items()}
+    result = {}
+    for name, shape in sorted(shapes.items()):
+        held = [rank[name] for rank in pieces if name in rank]
+        result[name] = torch.empty(shape, dtype=held[0][2].dtype)
+        for _, where, piece in held:
+            result[name][where] = piece
+        for _, where, piece in held:
+            assert torch.equal(result[name][where], piece), f"ranks hold different bits of {name}"
+    return result
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A copy of a tensor, put together from its shards if it has any."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+def _piece(tensor: Tensor) -> tuple[torch.Size, tuple[slice, ...], Tensor]:
+    """The shape of the whole, where this rank's piece is in it, and the piece."""
+    if not isinstance(tensor, DTensor):
+        return tensor.shape, tuple(slice(0, size) for size in tensor.shape), tensor.clone()
+    lengths, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    where = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+    return tensor.shape, where, tensor.to_local().clone()
 
 
 @functools.cache
