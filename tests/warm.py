@@ -12,6 +12,7 @@ leave a process running.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -23,13 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).parents[1]
 PRELOAD = (
-    "typer", "rich.progress", "shardwise.train.run", "shardwise.train.launch", "shardwise.verify.measure",
+    "typer", "rich.progress", "shardwise.cli.main", "shardwise.train.run", "shardwise.train.launch", "shardwise.verify.measure",
     "shardwise.verify.localise", "shardwise.verify.prove", "shardwise.verify.drill", "shardwise.probe.measure",
     "shardwise.search.forecast", "shardwise.probe.quick", "torch.distributed.pipelining.schedules", "shardwise.parallel.pipeline",
 )  # fmt: skip
@@ -208,8 +210,18 @@ def become(arguments: list[str], cwd: str, environment: dict[str, str], outputs:
     multiprocessing.util.spawnv_passfds = fork_instead
     from shardwise.cli.main import main
 
-    main()
-    sys.exit(0)
+    status = 0
+    try:
+        main()
+    except SystemExit as ending:
+        status = ending.code if isinstance(ending.code, int) else 0 if ending.code is None else 1
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # taking torch apart, object by object, takes a second
 
 
 def fork_instead(path: bytes, words: list[str], passed: list[int]) -> int:
