@@ -31,8 +31,8 @@ from shardwise.mesh import Worker, leave, open_rendezvous_store
 
 SECONDS = 120.0
 MOST_THREADS = 64
-"""Of a rank between two cases. Some cases leave groups behind (those of a checkpointer, say), and every group of gloo has a thread
-that wakes a hundred times a second; a new rank is forked in a moment."""
+"""Of a rank between two cases. Some cases leave groups behind, and every group of gloo has a thread that wakes a hundred times a
+second; a new rank is forked in a moment."""
 GRACE = 10.0
 """How long the others may take to notice that a rank has failed."""
 
