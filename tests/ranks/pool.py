@@ -30,7 +30,7 @@ from torch.distributed import TCPStore
 from shardwise.mesh import Worker, leave, open_rendezvous_store
 
 SECONDS = 120.0
-MOST_THREADS = 64
+MOST_THREADS = 16
 """Of a rank between two cases. Some cases leave groups behind, and every group of gloo has a thread that wakes a hundred times a
 second; a new rank is forked in a moment."""
 GRACE = 10.0
