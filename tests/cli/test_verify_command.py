@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -59,7 +60,8 @@ def test_a_mistake_is_status_2_and_one_message(shardwise, arguments: list[str], 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_command(tmp_path: Path, sent: signal.Signals) -> None:
     command = [sys.executable, "-m", "shardwise", "verify", str(ROOT / JOB), "layout.data=4", "--steps", "500", "--json"]
-    started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell runs behind its back ignores it
+    started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeded)
     assert started.stderr is not None
     assert any("one device" in line for line in started.stderr)
     time.sleep(1)
