@@ -119,7 +119,7 @@ class Host:
     # Processes
 
     def _listen(self) -> None:
-        """Take what workers say, or notice that worker ended; wait a moment for it."""
+        """Take what workers say, or notice that one of them ended; wait a moment for it."""
         by_pipe = {process.pipe: process for process in self._processes.values()}
         sentinels = [process.process.sentinel for process in self._processes.values()]
         for ready in wait([*by_pipe, *sentinels], timeout=TICK_SECONDS):
@@ -240,7 +240,7 @@ class Host:
         )
 
     def _present_faults(self) -> list[Fault]:
-        """Of the present team; word of an older worker may come late."""
+        """Of the present team; word of an older team may come late."""
         return [fault for fault in self._faults if fault.generation == self._generation]
 
     def _consult(self) -> Orders | None:

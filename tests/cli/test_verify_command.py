@@ -60,7 +60,7 @@ def test_a_mistake_is_status_2_and_one_message(shardwise, arguments: list[str], 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_command(tmp_path: Path, sent: signal.Signals) -> None:
     command = [sys.executable, "-m", "shardwise", "verify", str(ROOT / JOB), "layout.data=4", "--steps", "500", "--json"]
-    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell runs behind its back ignores it
+    heeded = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job inherits it ignored
     started = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeded)
     assert started.stderr is not None
     assert any("one device" in line for line in started.stderr)
