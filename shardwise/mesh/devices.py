@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from shardwise.mesh.launched import Worker, cores
+from shardwise.mesh.launched import Worker, threads_of_worker
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ def pick_device(worker: Worker) -> torch.device:
         device = torch.device("cuda", worker.local_rank)
         torch.cuda.set_device(device)
         return device
-    torch.set_num_threads(max(1, cores() // worker.local_world))
+    torch.set_num_threads(threads_of_worker(worker.local_world))
     return torch.device("cpu")
 
 

@@ -131,10 +131,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
+def threads_of_worker(workers: int) -> int:
+    """Threads that each of so many workers on this machine computes with: what the user set, or a fair share of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list is for nested regions, of which torch has none
+    return int(given) if given.isdigit() and int(given) else max(1, cores() // workers)
+
+
 def worker_environment(workers: int, interface: str | None) -> dict[str, str]:
     """What our own workers need in their environment: a fair share of the cores, and the network that leads to the others."""
-    threads = str(max(1, cores() // workers))
-    wanted = {"OMP_NUM_THREADS": threads, **({"GLOO_SOCKET_IFNAME": interface} if interface else {})}
+    wanted = {"OMP_NUM_THREADS": str(threads_of_worker(workers)), **({"GLOO_SOCKET_IFNAME": interface} if interface else {})}
     return {name: os.environ.get(name, value) for name, value in wanted.items()}
 
 

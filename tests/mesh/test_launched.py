@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import UserError
 from shardwise.mesh import ALONE, Launched, Node, Worker, launched, worker_environment
-from shardwise.mesh.launched import first_host
+from shardwise.mesh.launched import first_host, threads_of_worker
 
 TORCHRUN = {
     "RANK": "5",
@@ -118,6 +118,7 @@ def test_our_workers_share_the_cores_and_what_the_user_set_is_respected(monkeypa
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     assert worker_environment(2, "eth1") == {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "ib0"}
+    assert threads_of_worker(2) == 7
 
 
 def test_the_real_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
