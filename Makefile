@@ -11,11 +11,13 @@ quickstart: .venv/.installed
 	$(BIN)/shardwise train examples/quickstart.toml
 	$(BIN)/shardwise report runs/quickstart
 
+PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=20
+
 test: lint
-	$(BIN)/python -m pytest -m "not full" --durations=20
+	$(PYTEST) -m "not full"
 
 test-full: lint
-	$(BIN)/python -m pytest --durations=20
+	$(PYTEST)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

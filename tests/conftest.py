@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported: threads that wait for each other keep both cores busy
 
 import pytest
 from ranks.pool import Pool
 from ranks.trained import Runs
 from warm import Server
+
+LONGEST = ("docs", "cli", "parallel", "checkpoint", "resilience", "verify")
+"""Folders whose files take longest, to be given out first: the two test processes then end together."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {folder: rank for rank, folder in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.parent.name, len(ranks)))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,14 @@ from shardwise.config.reference import markdown
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FAST = ["train.steps=2", "model.preset=bytes-400k", "observe.sample_tokens=2", "train.evaluate_sequences=4"]
+FAST = [
+    "train.steps=2",
+    "train.global_batch=8",
+    "data.sequence_length=32",
+    "observe.sample_tokens=2",
+    "train.evaluate_sequences=4",
+]
+SMALL = "model.preset=bytes-400k"
 
 
 def commands() -> list[str]:
@@ -40,7 +47,7 @@ def test_every_command_in_the_documentation_runs(workplace: Path, warm: Server, 
     within itself: `make test` is what runs this, and the job of `make quickstart` is among the examples below."""
     program, *words = shlex.split(line)
     if "train" in words:
-        words += FAST
+        words += [*FAST, SMALL]
     if program == "shardwise":
         done = warm.run(*words, cwd=workplace, environment={})
     else:
@@ -75,7 +82,7 @@ def test_every_example_trains_or_is_planned(workplace: Path, warm: Server, examp
     if read(example).cluster.preset:  # for a cluster that is not here
         assert warm.run("plan", str(example), "--json", cwd=workplace, environment={}).returncode == 0
         return
-    command = ["train", str(example), *FAST[:1], *FAST[2:], f"run.folder={example.stem}-run"]
+    command = ["train", str(example), *FAST, f"run.folder={example.stem}-run"]
     done = warm.run(*command, cwd=workplace, environment={})
     assert done.returncode == 0, done.stderr
     assert "a sample" in done.stderr

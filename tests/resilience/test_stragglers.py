@@ -31,14 +31,19 @@ def nothing(number: int, work: np.ndarray) -> float:
     return 0.0
 
 
+LONG = [2_000, pytest.param(10_000, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("steps", LONG)
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_ten_thousand_noisy_steps_name_nobody(world: int) -> None:
-    assert play(Watch(world, 1.5), world, 10_000, nothing) == ([], [])
+def test_noisy_steps_name_nobody(world: int, steps: int) -> None:
+    assert play(Watch(world, 1.5), world, steps, nothing) == ([], [])
 
 
-def test_ten_thousand_noisy_steps_of_single_rank_stages_name_nobody() -> None:
+@pytest.mark.parametrize("steps", LONG)
+def test_noisy_steps_of_single_rank_stages_name_nobody(steps: int) -> None:
     stages = np.array([[1.0, 0.05], [2.0, 0.0], [0.5, 0.0], [3.0, 0.0]])
-    assert play(Watch(4, 1.5, [[0], [1], [2], [3]]), 4, 10_000, nothing, stages) == ([], [])
+    assert play(Watch(4, 1.5, [[0], [1], [2], [3]]), 4, steps, nothing, stages) == ([], [])
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])

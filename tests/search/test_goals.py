@@ -19,7 +19,7 @@ from shardwise.search.search import search
 DAY = 86_400.0
 
 
-def job(length: int = 1024, **train: Any) -> Config:
+def job(length: int = 1024, layout: dict[str, Any] | None = None, **train: Any) -> Config:
     return from_tables(
         {
             "model": {
@@ -27,8 +27,14 @@ def job(length: int = 1024, **train: Any) -> Config:
             },
             "data": {"source": "text.txt", "sequence_length": length},
             "train": {"global_batch": 48, "precision": "bfloat16", "steps": 100_000, **train},
+            "layout": layout or {},
         }
     )  # fmt: skip
+
+
+def job_without_stages() -> Config:
+    """A search over many devices tries few layouts of it, so that it takes a moment."""
+    return job(2048, {"pipeline": 1, "context": 1})
 
 
 def of_memory(gib: float, offload: bool = True) -> Cluster:
@@ -60,15 +66,19 @@ def test_the_fewest_devices_are_in_time_and_what_was_tried_below_is_not() -> Non
 
 
 def test_more_days_never_need_more_devices() -> None:
-    base = days_on(job(), 8)
-    needed = [fewest_devices(job(), named("h100"), share * base, most=64).devices or 10**9 for share in (0.3, 0.6, 1.05, 2.5, 12)]
+    config = job_without_stages()
+    base = days_on(config, 8)
+    needed = [
+        fewest_devices(config, named("h100"), share * base, most=64).devices or 10**9 for share in (0.3, 0.6, 1.05, 2.5, 12)
+    ]
     assert needed == sorted(needed, reverse=True)
     assert needed[-1] == 1
 
 
 def test_counts_between_powers_of_two_are_whole_nodes_that_divide() -> None:
-    wanted = 1.03 * days_on(job(), 24)  # three nodes: 48 sequences divide over them
-    found = fewest_devices(job(), named("h100"), wanted, most=64)
+    config = job_without_stages()
+    wanted = 1.03 * days_on(config, 24)  # three nodes: 48 sequences divide over them
+    found = fewest_devices(config, named("h100"), wanted, most=64)
     assert found.devices is not None
     assert found.devices % 8 == 0
     assert 16 < found.devices <= 24
@@ -84,7 +94,7 @@ def test_tokens_take_the_place_of_steps() -> None:
 
 
 def test_a_wish_nothing_can_meet_says_what_the_best_is() -> None:
-    found = fewest_devices(job(), named("h100"), 1e-6, most=16)
+    found = fewest_devices(job_without_stages(), named("h100"), 1e-6, most=16)
     assert found.devices is None
     assert found.days is not None
     assert found.days > 1e-6
