@@ -19,33 +19,30 @@ is one more data-parallel device: states are sharded over data x context.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
 from shardwise.comm import Comm
 from shardwise.config import Model, context_attention
 from shardwise.errors import UserError
 from shardwise.models import Sharding, matches
+from shardwise.parallel.modules import ParallelModule, Share, make_parallel
 from shardwise.parallel.ring import ring_attention, zigzag_places
 from shardwise.parallel.ulysses import contiguous_places, ulysses_attention
 
-Attend = Callable[[Tensor, Tensor, Tensor, Comm, Tensor | None], Tensor]
 AXIS = "context"
 
 
 def split_over_context(model: nn.Module, table: Sharding, comm: Comm, config: Model) -> None:
     """Give the modules that mix tokens a way to do so over devices."""
-    kind = context_attention(config, comm.mesh.layout)
-    attend: Attend = ring_attention if kind == "ring" else ulysses_attention
+    attention = Ring if context_attention(config, comm.mesh.layout) == "ring" else Ulysses
     mixing = [module for path, module in model.named_modules() if matches(table.mixing, path)]
     if not mixing:
         raise UserError("layout.context: the model's sharding table names no modules as `mixing`, so a sequence cannot be split")
     for module in mixing:
-        module.forward = _mixing(attend, comm)
+        make_parallel(module, attention, Share.of(comm, AXIS))
     for path, module in model.named_modules():
         if matches(table.mask, path):
-            module.forward = _documents  # which tokens may meet is worked out where they do
+            make_parallel(module, Unused, Share.of(comm, AXIS))
 
 
 def places(model: Model, comm: Comm, length: int) -> Tensor:
@@ -55,12 +52,37 @@ def places(model: Model, comm: Comm, length: int) -> Tensor:
     return choose(length, mesh.size(AXIS), mesh.coordinate(AXIS)).to(comm.device)
 
 
-def _documents(documents: Tensor) -> Tensor:
-    return documents
+class Ring(ParallelModule):
+    """In place of attention within a device: queries stay, keys and values pass by (parallel/ring.py)."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        """Each (batch, heads, this device's tokens, head_dim), documents (batch, this device's tokens)."""
+        return ring_attention(query, key, value, self.share.comm, documents)
+
+    def describe(self) -> str:
+        """What travels."""
+        return "keys and values passed around the ring"
 
 
-def _mixing(attend: Attend, comm: Comm) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    def forward(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-        return attend(query, key, value, comm, documents)
+class Ulysses(ParallelModule):
+    """In place of attention within a device: all tokens of some heads (parallel/ulysses.py)."""
 
-    return forward
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        """Each (batch, heads, this device's tokens, head_dim), documents (batch, this device's tokens)."""
+        return ulysses_attention(query, key, value, self.share.comm, documents)
+
+    def describe(self) -> str:
+        """What travels."""
+        return "tokens exchanged for heads, and back"
+
+
+class Unused(ParallelModule):
+    """In place of the mask: which tokens may meet is worked out where they do, from the numbers of their documents."""
+
+    def forward(self, documents: Tensor) -> Tensor:
+        """Handed on."""
+        return documents
+
+    def describe(self) -> str:
+        """Why it does nothing."""
+        return "document numbers handed on to attention"

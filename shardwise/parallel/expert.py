@@ -20,7 +20,6 @@ identity: every device starts the same loss from the sum, and each carries the g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from shardwise.comm import Comm
 from shardwise.comm.autograd import all_to_all, eager, total
 from shardwise.models import MixtureOfExperts, Sharding
 from shardwise.models.experts import inverse, permute
-from shardwise.parallel.tensor import see_local
+from shardwise.parallel.modules import ParallelModule, Share, make_parallel
 
 AXIS = "expert"
 Visit = Callable[[Tensor, Tensor], Tensor]
@@ -50,9 +49,23 @@ def split_over_experts(model: nn.Module, table: Sharding, comm: Comm) -> None:
             for name, weight in list(module.named_parameters(recurse=False)):
                 shared = distribute_tensor(weight.detach(), comm.mesh.sub(AXIS), [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(shared, requires_grad=weight.requires_grad))
-            see_local(module)
-            module.forward = partial(exchange, module.forward, comm=comm)
+            make_parallel(module, Exchanged, Share.of(comm, AXIS))
     split_sequences(model, comm)
+
+
+class Exchanged(ParallelModule):
+    """Experts of which this device has some: rows travel to the device that has their expert, and back."""
+
+    @eager
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows (n, hidden) sorted by expert, of which expert i takes counts[i], to the same rows after their expert."""
+        return exchange(super().forward, rows, counts, self.share.comm)
+
+    def describe(self) -> str:
+        """This device's experts."""
+        experts = next(weight.shape[0] for weight in self._parameters.values() if weight is not None)
+        own = self.share.range_of(experts)
+        return f"experts {own.start}:{own.stop} of {experts}, rows sent to their experts and back"
 
 
 def split_sequences(model: nn.Module, comm: Comm, axes: Sequence[str] = ("context", "tensor")) -> None:

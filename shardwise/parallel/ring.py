@@ -118,7 +118,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, comm: Comm, docume
     return result
 
 
-class Ring:
+class Neighbours:
     """This rank and its neighbours on the `context` axis."""
 
     def __init__(self, comm: Comm) -> None:
@@ -134,7 +134,9 @@ class Ring:
         return self.comm.start_exchange(tensors, AXIS, after, before, first_tag)
 
 
-def forward_pass(ring: Ring, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Attended:
+def forward_pass(
+    ring: Neighbours, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+) -> Attended:
     """Once around the ring: out in the query's dtype, and its lse."""
     merged: Attended | None = None
     here = _travelling(key, value, documents)  # keys and values (batch, tokens, kv_heads, head_dim), documents (batch, tokens)
@@ -170,7 +172,7 @@ def merge_block(
 
 
 def backward_pass(
-    ring: Ring, kernel: Kernel, gradient: Tensor, saved: Gradients, merged: Attended, documents: Tensor | None
+    ring: Neighbours, kernel: Kernel, gradient: Tensor, saved: Gradients, merged: Attended, documents: Tensor | None
 ) -> Gradients:
     """Once around the ring with keys and values, their gradients a step behind; `saved` is query, key and value."""
     query, key, value = saved
@@ -194,7 +196,13 @@ def backward_pass(
 
 
 def _own_gradients(
-    ring: Ring, kernel: Kernel, gradient: Tensor, query: Tensor, here: list[Tensor], merged: Attended, documents: Tensor | None
+    ring: Neighbours,
+    kernel: Kernel,
+    gradient: Tensor,
+    query: Tensor,
+    here: list[Tensor],
+    merged: Attended,
+    documents: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor], list[Tensor]]:
     """The first step: of the query in the wide dtype; of its own keys and values, which are at home; the keys that came."""
     passing = ring.pass_on(here)
@@ -258,7 +266,7 @@ _COMMS: WeakValueDictionary[str, Comm] = WeakValueDictionary()
 
 def around(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, kernel: str, group: str) -> Attended:
     """`forward_pass` by names: what the operator runs."""
-    return forward_pass(Ring(_COMMS[group]), KERNELS[kernel], query, key, value, documents)
+    return forward_pass(Neighbours(_COMMS[group]), KERNELS[kernel], query, key, value, documents)
 
 
 torch.library.custom_op(
@@ -288,5 +296,5 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, lse, documents = context.saved_tensors
         if gradient.stride() != out.stride():  # kernels want rows that lie together; a broadcast gradient has none
             gradient = torch.empty_like(out).copy_(gradient)
-        gradients = backward_pass(Ring(context.comm), context.kernel, gradient, (query, key, value), (out, lse), documents)
+        gradients = backward_pass(Neighbours(context.comm), context.kernel, gradient, (query, key, value), (out, lse), documents)
         return *gradients, None, None, None

@@ -12,9 +12,9 @@ kept for backward: a device keeps its own part and gathers again when the weight
 before each of the two. (Recomputation, of all or of selected parts, does the same by itself; a compiled block keeps what its
 compiler decides.)
 
-DTensor holds the weights (who has which slice: sharded further by FSDP2, saved, loaded and compared by it), and no more than
-that. A module computes on its local part, as if it were a smaller module: torch's kernels, the compiler and a user's own
-modules see plain tensors, and every collective is one that we wrote down and count.
+DTensor holds the weights, and no more than that. A module computes on its local part, as if it were a smaller module
+(parallel/modules.py): torch's kernels, the compiler and a user's own modules see plain tensors, and every collective is one that
+we wrote down and count.
 
 Weights that are whole on every device (norms, and key or value heads that several devices use) see different tokens or heads
 on each, so their gradients are parts of a sum: `sum_whole` adds them up, once a step, in one message.
@@ -22,7 +22,7 @@ on each, so their gradients are parts of a sum: `sum_whole` adds them up, once a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardwise.comm import Comm
 from shardwise.comm.autograd import collect, eager, gather, scatter_sum
 from shardwise.errors import UserError
-from shardwise.models import Role, Sharding, VocabularyPart, linear_cross_entropy
+from shardwise.models import Sharding, VocabularyPart, linear_cross_entropy
 from shardwise.optim import local
+from shardwise.parallel.modules import ParallelModule, Share, make_parallel
 from shardwise.plan.sharding import copies_parts, split_dim
 
 AXIS = "tensor"
@@ -47,25 +48,31 @@ def split_over_tensor(model: nn.Module, table: Sharding, comm: Comm, gather_agai
 
     With `gather_again`, gathered sequences are let go after forward and gathered again in backward.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    distributed: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in list(model.named_modules()):
         role = table.role(path)
-        owned = [name for name, _ in module.named_parameters(recurse=False)]
+        names = [name for name, _ in module.named_parameters(recurse=False)]
         if role is None:
-            if owned:
-                raise UserError(missing_entry(path, owned))
+            if names:
+                raise UserError(missing_entry(path, names))
         elif role.kind != "experts":
-            _ROLES[role.kind](module, role, comm)
-            if role.kind == "gathered" and gather_again:
-                _keep_own_part(module, comm)
-            for name in owned:
-                _distribute(module, name, split_dim(role, name, comm.mesh.size(AXIS)), comm, made)
+            _make_parallel(module, Share.of(comm, AXIS, role), gather_again)
+            for name in names:
+                _distribute(module, name, split_dim(role, name, comm.mesh.size(AXIS)), comm, distributed)
 
 
-def missing_entry(path: str, owned: list[str]) -> str:
+def _make_parallel(module: nn.Module, share: Share, gather_again: bool) -> None:
+    assert share.role is not None
+    kind = _KINDS[share.role.kind]
+    make_parallel(module, Regathered if kind is Gathered and gather_again else kind, share)
+    if kind is Gathered:
+        module.register_forward_pre_hook(_gather_input)
+
+
+def missing_entry(path: str, names: list[str]) -> str:
     """What to say of a module with weights that the table does not name."""
     return (
-        f"the sharding table has no entry for {path or 'the model itself'}, which has the weights {', '.join(owned)}; "
+        f"the sharding table has no entry for {path or 'the model itself'}, which has the weights {', '.join(names)}; "
         f'add one, for example "{path}": whole() (docs/sharding.md lists the roles)'
     )
 
@@ -95,70 +102,61 @@ def _is_of_axis(name: str) -> bool:
     return all(part.partition(".")[0] == AXIS for part in name.split(" x "))
 
 
-def _distribute(module: nn.Module, name: str, dim: int | None, comm: Comm, made: dict[nn.Parameter, nn.Parameter]) -> None:
+def _distribute(module: nn.Module, name: str, dim: int | None, comm: Comm, distributed: dict[nn.Parameter, nn.Parameter]) -> None:
     """Make one weight a DTensor; a weight that two modules share stays one."""
-    old = module._parameters[name]
-    assert old is not None
-    if old not in made:
+    plain = module._parameters[name]
+    assert plain is not None
+    if plain not in distributed:
         placement = Replicate() if dim is None else Shard(dim)
-        shared = distribute_tensor(old.detach(), comm.mesh.sub(AXIS), [placement], src_data_rank=None)
-        made[old] = nn.Parameter(shared, requires_grad=old.requires_grad)
-    module._parameters[name] = made[old]
+        part = distribute_tensor(plain.detach(), comm.mesh.sub(AXIS), [placement], src_data_rank=None)
+        distributed[plain] = nn.Parameter(part, requires_grad=plain.requires_grad)
+    module._parameters[name] = distributed[plain]
 
 
-def see_local(module: nn.Module, **views: Callable[[Tensor], Tensor | None]) -> None:
-    """Let a module's own code read its part of each weight, through a view of it if one is given.
+class Whole(ParallelModule):
+    """Weights on every device, used on the device's own tokens or heads."""
 
-    The module gets a subclass of its class with a property for each weight; `named_parameters` and all that build on it still
-    find the DTensors. So does FSDP2 while it holds the weight in shards, on a mesh of more axes.
+    def describe(self) -> str:
+        """All of it."""
+        return "whole, gradients summed"
+
+
+class Gathered(ParallelModule):
+    """Needs the whole sequence: (batch, part of the sequence, hidden) is gathered to (batch, sequence, hidden) before forward.
+
+    By a hook, which stays outside of what recomputation makes of forward: beside experts, attention is recomputed selectively by
+    itself and keeps its gathered input.
     """
 
-    def reader(name: str) -> property:
-        view: Callable[[Tensor], Tensor | None] = views.get(name, _itself)
-
-        def read(self: nn.Module) -> Any:
-            value = self._parameters[name]
-            sharded = isinstance(value, DTensor) and value.device_mesh.ndim > 1
-            return value if value is None or sharded else view(local(value))
-
-        return property(read)
-
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (cls,), {name: reader(name) for name in module._parameters})
+    def describe(self) -> str:
+        """What happens to its input."""
+        return "sequence gathered before"
 
 
-def _itself(part: Tensor) -> Tensor:
-    return part
+def _gather_input(module: Gathered, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return gather(inputs[0], module.share.comm, AXIS, SEQUENCE), *inputs[1:]
 
 
-def _whole(module: nn.Module, role: Role, comm: Comm) -> None:
-    see_local(module)
+class Regathered(Gathered):
+    """Wherever autograd would keep the gathered input, or a view of it, it keeps this device's part of it instead."""
 
-
-def _gathered(module: nn.Module, role: Role, comm: Comm) -> None:
-    see_local(module)
-    module.register_forward_pre_hook(lambda _, inputs: (gather(inputs[0], comm, AXIS, SEQUENCE), *inputs[1:]))
-
-
-def _keep_own_part(module: nn.Module, comm: Comm) -> None:
-    """Wherever autograd would keep the gathered input of a module, or a view of it, keep this device's part of it instead."""
-    inner = module.forward
-
-    def forward(whole: Tensor, *rest: Any, **more: Any) -> Any:
-        again = _Again(whole, comm)
+    def forward(self, whole: Tensor, *rest: Any, **named: Any) -> Any:
+        """The module's own."""
+        again = _Again(whole, self.share)
         with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
-            return inner(whole, *rest, **more)
+            return super().forward(whole, *rest, **named)
 
-    module.forward = forward
+    def describe(self) -> str:
+        """What happens to its input."""
+        return "sequence gathered before, and again in backward"
 
 
 class _Again:
     """A gathered tensor that is let go, and gathered again when the first of its users asks for it in backward."""
 
-    def __init__(self, whole: Tensor, comm: Comm) -> None:
-        index, size = comm.mesh.coordinate(AXIS), comm.mesh.size(AXIS)
-        self.comm, self.storage = comm, whole.untyped_storage().data_ptr()
-        self.own = whole.detach().chunk(size, SEQUENCE)[index].clone()
+    def __init__(self, whole: Tensor, share: Share) -> None:
+        self.comm, self.storage = share.comm, whole.untyped_storage().data_ptr()
+        self.own = whole.detach().chunk(share.size, SEQUENCE)[share.index].clone()
         self.whole: Tensor | None = None
         self.users = self.left = 0
 
@@ -180,88 +178,124 @@ class _Again:
         return view
 
 
-def _columns(module: nn.Module, role: Role, comm: Comm) -> None:
-    if copies_parts(role, comm.mesh.size(AXIS)):
-        assert role.parts is not None
-        parts, part = role.parts, comm.mesh.coordinate(AXIS) * role.parts // comm.mesh.size(AXIS)
+class Column(ParallelModule):
+    """A matrix split by outputs: (batch, sequence, inputs) to (batch, sequence, device's outputs)."""
 
-        def own(weight: Tensor) -> Tensor:
-            return weight.chunk(parts)[part]
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The module's own, on this device's rows of the weight."""
+        output = super().forward(*inputs, **named)
+        assert self.share.role is not None
+        return _put_together(output, _rows_of(self), self.share) if self.share.role.gather else output
 
-        see_local(module, weight=own, bias=own)
-    else:
-        see_local(module)
-    if role.gather:
-        rows = _rows_of(module)
-        module.register_forward_hook(lambda _, inputs, output: _put_together(output, rows, comm))
+    def used_part(self, name: str, part: Tensor) -> Tensor:
+        """Where there are fewer parts (key heads) than devices, each device holds all of them and uses one."""
+        copied = self._copied_part()
+        return part if copied is None else part.chunk(copied[1])[copied[0]]
+
+    def _copied_part(self) -> tuple[int, int] | None:
+        """Which of how many parts, where every device holds all of them."""
+        role, share = self.share.role, self.share
+        assert role is not None
+        if role.parts is None or not copies_parts(role, share.size):
+            return None
+        return share.index * role.parts // share.size, role.parts
+
+    def describe(self) -> str:
+        """This device's outputs."""
+        rows, copied = _rows_of(self), self._copied_part()
+        if copied is not None:
+            part, parts = copied
+            return f"outputs {part * rows // parts}:{(part + 1) * rows // parts} of {rows}, all of which it holds"
+        assert self.share.role is not None
+        return f"outputs {_in_words(self.share, rows)}" + (", gathered after" if self.share.role.gather else "")
 
 
-def _rows(module: nn.Module, role: Role, comm: Comm) -> None:
-    see_local(module, bias=lambda bias: None)  # added once, after the sum
+class Row(ParallelModule):
+    """A matrix split by inputs: (batch, sequence, device's inputs) to (batch, device's part of the sequence, outputs)."""
 
-    def after(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        summed, bias = scatter_sum(output, comm, AXIS, SEQUENCE), module._parameters.get("bias")
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The module's own, without its bias, which is added once, after the sum over the devices."""
+        partial: Tensor = super().forward(*inputs, **named)
+        summed, bias = scatter_sum(partial, self.share.comm, AXIS, SEQUENCE), self._parameters.get("bias")
         return summed if bias is None else summed + local(bias).to(summed.dtype)
 
-    module.register_forward_hook(after)
+    def used_part(self, name: str, part: Tensor) -> Tensor | None:
+        """No bias for the module's own code."""
+        return None if name == "bias" else part
+
+    def describe(self) -> str:
+        """This device's inputs."""
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return f"inputs {_in_words(self.share, weight.shape[1])}, outputs summed and scattered along the sequence"
 
 
-def _vocabulary(module: nn.Module, role: Role, comm: Comm) -> None:
-    assert isinstance(module, nn.Embedding), "the vocabulary role is for nn.Embedding"
-    first = _first_row(module, comm)
-    see_local(module)
+class Vocabulary(ParallelModule):
+    """An embedding split by ids: all ids (batch, sequence) to (batch, this device's part of the sequence, hidden)."""
 
-    def lookup(ids: Tensor) -> Tensor:
-        weight: Tensor = module.weight
-        places = ids - first
-        elsewhere = (places < 0) | (places >= weight.shape[0])
+    weight: Tensor
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Rows of ids that other devices have are zeros here, and the sum over the devices fills them in."""
+        weight, first = self.weight, self.share.range_of(_rows_of(self)).start
+        rows = ids - first
+        elsewhere = (rows < 0) | (rows >= weight.shape[0])
         weight = weight if weight.shape[0] else F.pad(weight, (0, 0, 0, 1))  # a device may have no rows
-        found = F.embedding(places.masked_fill(elsewhere, 0), weight)
-        return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), comm, AXIS, SEQUENCE)
+        vectors = F.embedding(rows.masked_fill(elsewhere, 0), weight)  # (batch, sequence, hidden)
+        return scatter_sum(vectors.masked_fill(elsewhere.unsqueeze(-1), 0), self.share.comm, AXIS, SEQUENCE)
 
-    module.forward = lookup  # type: ignore[method-assign, assignment]
-
-
-def _positions(module: nn.Module, role: Role, comm: Comm) -> None:
-    see_local(module)
-    index, size = comm.mesh.coordinate(AXIS), comm.mesh.size(AXIS)
-    module.register_forward_pre_hook(lambda _, inputs: (inputs[0].chunk(size, -1)[index],))
+    def describe(self) -> str:
+        """This device's ids."""
+        return f"ids {_in_words(self.share, _rows_of(self))}, summed and scattered along the sequence"
 
 
-def _loss(module: nn.Module, role: Role, comm: Comm) -> None:
-    """`models.Head`, each device with its part of the vocabulary."""
-    first, rows = _first_row(module, comm), _rows_of(module)
-    see_local(module)
+class Position(ParallelModule):
+    """An embedding of positions, whole on every device: all positions to the vectors of this device's part of the sequence."""
 
-    def maximum(numbers: Tensor) -> Tensor:
-        return comm.all_reduce(numbers, AXIS, op=torch.distributed.ReduceOp.MAX)
+    def forward(self, positions: Tensor) -> Any:
+        """The module's own, of fewer positions."""
+        return super().forward(positions.chunk(self.share.size, -1)[self.share.index])
 
-    part = VocabularyPart(first, -(-rows // comm.mesh.size(AXIS)), maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
+    def describe(self) -> str:
+        """All of it."""
+        return "whole, asked for this device's part of the sequence, gradients summed"
+
+
+class VocabularyLoss(ParallelModule):
+    """`models.Head`, each device with its part of the vocabulary: the logits exist in parts only."""
+
+    weight: Tensor
+    split_backward: bool
 
     @eager
-    def forward(hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
-        hidden, weight = gather(hidden, comm, AXIS, SEQUENCE), getattr(module, "weight")  # noqa: B009
+    def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
+        """Of (batch, part of the sequence, hidden): the loss, or whole logits at one position, or at all."""
+        hidden, weight = gather(hidden, self.share.comm, AXIS, SEQUENCE), self.weight  # (batch, sequence, hidden)
         if targets is not None:
-            flat, split = hidden.flatten(0, 1), bool(getattr(module, "split_backward", False))
-            return linear_cross_entropy(flat, weight, targets.flatten(), part=part, split_backward=split)
+            flat, part = hidden.flatten(0, 1), self._part_of_vocabulary()
+            return linear_cross_entropy(flat, weight, targets.flatten(), part=part, split_backward=self.split_backward)
         chosen = hidden if at is None else hidden[:, at]
-        return _put_together(F.linear(chosen, weight.to(hidden.dtype)), rows, comm)
+        return _put_together(F.linear(chosen, weight.to(hidden.dtype)), _rows_of(self), self.share)
 
-    module.forward = forward
+    def _part_of_vocabulary(self) -> VocabularyPart:
+        comm, rows = self.share.comm, _rows_of(self)
+
+        def maximum(numbers: Tensor) -> Tensor:
+            return comm.all_reduce(numbers, AXIS, op=torch.distributed.ReduceOp.MAX)
+
+        first, most = self.share.range_of(rows).start, -(-rows // self.share.size)
+        return VocabularyPart(first, most, maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
+
+    def describe(self) -> str:
+        """This device's ids."""
+        return f"ids {_in_words(self.share, _rows_of(self))}, sequence gathered before, sums of the loss over all devices"
 
 
-def _put_together(features: Tensor, rows: int, comm: Comm) -> Tensor:
+def _put_together(features: Tensor, rows: int, share: Share) -> Tensor:
     """The features of all devices, of so many rows of a matrix; the last parts may be shorter, so they are padded on the way."""
-    size = comm.mesh.size(AXIS)
-    longest = -(-rows // size)
+    longest = -(-rows // share.size)
     padded = F.pad(features, (0, longest - features.shape[-1]))
-    return collect(padded, comm, AXIS, padded.ndim - 1)[..., :rows]  # only behind the last row is there padding
-
-
-def _first_row(module: nn.Module, comm: Comm) -> int:
-    """Where this device's rows of a matrix begin: rows are dealt out as by torch.chunk."""
-    rows = _rows_of(module)
-    return min(rows, -(-rows // comm.mesh.size(AXIS)) * comm.mesh.coordinate(AXIS))
+    return collect(padded, share.comm, AXIS, padded.ndim - 1)[..., :rows]  # only behind the last row is there padding
 
 
 def _rows_of(module: nn.Module) -> int:
@@ -271,12 +305,18 @@ def _rows_of(module: nn.Module) -> int:
     return weight.shape[0]
 
 
-_ROLES: dict[str, Callable[[nn.Module, Role, Comm], None]] = {
-    "whole": _whole,
-    "gathered": _gathered,
-    "columns": _columns,
-    "rows": _rows,
-    "vocabulary": _vocabulary,
-    "positions": _positions,
-    "loss": _loss,
+def _in_words(share: Share, length: int) -> str:
+    part = share.range_of(length)
+    return f"{part.start}:{part.stop} of {length}"
+
+
+_KINDS: dict[str, type[ParallelModule]] = {
+    "whole": Whole,
+    "gathered": Gathered,
+    "columns": Column,
+    "rows": Row,
+    "vocabulary": Vocabulary,
+    "positions": Position,
+    "loss": VocabularyLoss,
 }
+"""By the role in the sharding table."""

@@ -37,7 +37,9 @@ ALLOWED = {
         "_scaled_dot_product_flash_attention_for_cpu": KERNELS,
         "_grouped_mm": "selective recomputation names the operators whose results it keeps",
     },
+    "parallel/modules.py": {"_parameters": PARAMETERS},
     "parallel/tensor.py": {"_parameters": PARAMETERS},
+    "parallel/expert.py": {"_parameters": PARAMETERS},
     "parallel/apply.py": {
         "_parameters": PARAMETERS,
         "_non_persistent_buffers_set": "only torch knows which buffers are not saved",

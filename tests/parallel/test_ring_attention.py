@@ -19,7 +19,7 @@ from shardwise.config import Layout
 from shardwise.errors import UserError
 from shardwise.mesh import Worker, join
 from shardwise.parallel import blockwise
-from shardwise.parallel.ring import Ring, backward_pass, forward_pass, ring_attention, zigzag_block, zigzag_places
+from shardwise.parallel.ring import Neighbours, backward_pass, forward_pass, ring_attention, zigzag_block, zigzag_places
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from memory import LiveBytes
@@ -224,7 +224,7 @@ def live_bytes(worker: Worker, shape: Shape) -> tuple[int, int]:
     whole = make(shape)
     query, key, value, weight = (t[:, mine].transpose(1, 2) for t in (whole.query, whole.key, whole.value, whole.weight))
     del whole
-    ring = Ring(comm)
+    ring = Neighbours(comm)
     merged, forward = fullest((query, key, value), lambda: forward_pass(ring, blockwise.CPU, query, key, value, None))
     given = (query, key, value, weight, *merged)
     _, backward = fullest(given, lambda: backward_pass(ring, blockwise.CPU, weight, (query, key, value), merged, None))

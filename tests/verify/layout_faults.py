@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.comm import GradientSum, autograd
 from shardwise.parallel import model as parallel_model
@@ -58,12 +58,10 @@ def copies_averaged() -> None:
 def row_outputs_not_summed() -> None:
     """Forward: after a matrix that is split by inputs, a device goes on with its own partial result."""
 
-    def rows(module: nn.Module, role: Any, comm: Any) -> None:
-        size, index = comm.mesh.size("tensor"), comm.mesh.coordinate("tensor")
-        parallel_tensor.see_local(module)
-        module.register_forward_hook(lambda module, inputs, output: output.chunk(size, 1)[index])
+    def forward(self: parallel_tensor.Row, *inputs: Any) -> Any:
+        return super(parallel_tensor.Row, self).forward(*inputs).chunk(self.share.size, 1)[self.share.index]
 
-    parallel_tensor._ROLES["rows"] = rows
+    parallel_tensor.Row.forward = forward
 
 
 def gathered_inputs_not_summed_back() -> None:
