@@ -103,10 +103,14 @@ def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: C
 
 
 def _recompute_and_compile(config: Config, plan: Plan, blocks: list[nn.Module], compiled: bool) -> None:
-    """Recomputation goes inside, compilation around it: the compiler then sees the recomputed region and fuses within it. A block
-    whose graph comes in pieces (collectives are kept out of it, and a user's block may do anything) cannot be traced whole, and
-    the compiler refuses a recomputed region that it cannot trace; there full recomputation goes around the compiled pieces.
-    Selective recomputation goes by operators, which it would not see around compiled code, so it stays inside.
+    """In which order recomputation and compilation wrap a block:
+
+    - Recomputation inside, compilation around it: the compiler then sees the recomputed region and fuses within it.
+    - But full recomputation around compiled pieces, where a block is not one graph (collectives are kept out of it, and a user's
+      block may do anything): the compiler refuses a recomputed region that it cannot trace whole.
+    - Selective recomputation always inside: it goes by operators, which it would not see around compiled code.
+
+    Both replace the block's `forward` and not the block: a module around it would change the names of its parameters.
     """
     ours = config.model.module is None and not config.model.experts
     layout, mode = plan.layout, plan.recompute
