@@ -69,14 +69,17 @@ class Kernel:
 def attend(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, causal: bool, documents: Documents | None = None
 ) -> Attended:
-    """Attention of a block; with `causal`, the i-th query sees the first i keys."""
+    """Attention of a block; with `causal`, the i-th query sees the first i keys.
+
+    `query` is (batch, heads, queries, head_dim), `key` and `value` are (batch, kv_heads, keys, head_dim).
+    """
     if documents is None and kernel.fused:
         return kernel.forward(query, _for(kernel, query, key), _for(kernel, query, value), causal, None)
-    parts = []
+    slices = []  # of the queries, one after another: a mask for all of them at once may not fit
     for rows, seen, bias in _masked_slices(kernel, query, key, causal, documents):
         keys, values = (_for(kernel, query, tensor[:, :, seen]) for tensor in (key, value))
-        parts.append(kernel.forward(query[:, :, rows], keys, values, False, bias))
-    return torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+        slices.append(kernel.forward(query[:, :, rows], keys, values, False, bias))  # (batch, heads, rows, head_dim), its lse
+    return torch.cat([out for out, _ in slices], 2), torch.cat([lse for _, lse in slices], 2)
 
 
 def attend_backward(
@@ -92,24 +95,27 @@ def attend_backward(
     """What a block adds to the gradients of its queries, keys and values, given the out and lse over all blocks."""
     if documents is None and kernel.fused:
         keys, values = _for(kernel, query, key), _for(kernel, query, value)
-        found = kernel.backward(gradient, query, keys, values, *merged, causal, None)
-        return found[0], _shared(found[1], key), _shared(found[2], value)
+        of_query, of_keys, of_values = kernel.backward(gradient, query, keys, values, *merged, causal, None)
+        return of_query, _shared(of_keys, key), _shared(of_values, value)
     of_query = torch.empty_like(query)
+    # A key is seen by several slices of the queries: its gradient is a sum, taken in the wide dtype.
     of_key, of_value = (torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in (key, value))
     for rows, seen, bias in _masked_slices(kernel, query, key, causal, documents):
         keys, values = (_for(kernel, query, tensor[:, :, seen]) for tensor in (key, value))
         out, lse = (tensor[:, :, rows] for tensor in merged)
-        found = kernel.backward(gradient[:, :, rows], query[:, :, rows], keys, values, out, lse, False, bias)
-        of_query[:, :, rows] = found[0]
-        of_key[:, :, seen] += _shared(found[1], key[:, :, seen])
-        of_value[:, :, seen] += _shared(found[2], value[:, :, seen])
+        of_rows, of_keys, of_values = kernel.backward(
+            gradient[:, :, rows], query[:, :, rows], keys, values, out, lse, False, bias
+        )
+        of_query[:, :, rows] = of_rows  # (batch, heads, rows, head_dim)
+        of_key[:, :, seen] += _shared(of_keys, key[:, :, seen])  # (batch, kv_heads, seen, head_dim)
+        of_value[:, :, seen] += _shared(of_values, value[:, :, seen])
     return of_query, of_key, of_value
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Put another block into `out` and `lse`, which hold the blocks so far, in place."""
-    both = torch.logaddexp(lse, block_lse)
-    out.mul_((lse - both).exp_().unsqueeze(-1))
+    both = torch.logaddexp(lse, block_lse)  # (batch, heads, queries)
+    out.mul_((lse - both).exp_().unsqueeze(-1))  # (batch, heads, queries, 1): each old row's share of the new sum
     out.addcmul_(block_out, (block_lse - both).exp_().unsqueeze(-1))
     lse.copy_(both)
 
@@ -137,7 +143,10 @@ def kernel_for(query: Tensor, key: Tensor, value: Tensor, masked: bool) -> Kerne
 def _masked_slices(
     kernel: Kernel, query: Tensor, key: Tensor, causal: bool, documents: Documents | None
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Slices of the queries, the keys that each may see, and the mask between them where there is one."""
+    """Slices of the queries, the keys that each may see, and the mask between them where there is one.
+
+    A mask is (batch or 1, 1, rows, seen). Under a causal one, the keys behind a slice's last query are left out altogether.
+    """
     queries, keys = query.shape[2], key.shape[2]
     copies = query.shape[0] * (1 if kernel.fused else query.shape[1])  # products without a fused kernel write each head's scores
     step = max(1, MASK_ELEMENTS // (copies * keys))
@@ -152,16 +161,17 @@ def _hidden(rows: slice, seen: slice, causal: bool, documents: Documents | None,
     """True where a query may not look: (batch or 1, 1, rows, seen)."""
     hidden: Tensor | None = None
     if causal:
-        query_places, key_places = (torch.arange(part.start, part.stop, device=device) for part in (rows, seen))
-        hidden = (query_places[:, None] < key_places)[None, None]
+        of_rows, of_seen = (torch.arange(part.start, part.stop, device=device) for part in (rows, seen))  # positions
+        hidden = (of_rows[:, None] < of_seen)[None, None]  # (1, 1, rows, seen)
     if documents is not None:
         of_queries, of_keys = documents[0][:, rows], documents[1][:, seen]
-        other = (of_queries[:, :, None] != of_keys[:, None, :]).unsqueeze(1)
+        other = (of_queries[:, :, None] != of_keys[:, None, :]).unsqueeze(1)  # (batch, 1, rows, seen)
         hidden = other if hidden is None else other.logical_or_(hidden)
     return hidden
 
 
 def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores, of the same shape; its rows lie further apart than they are long, as one kernel wants them."""
     width = _multiple(hidden.shape[-1], _BIAS_MULTIPLE)
     bias = torch.zeros(*hidden.shape[:-1], width, dtype=dtype, device=hidden.device)[..., : hidden.shape[-1]]
     return bias.masked_fill_(hidden, -3e4 if dtype == torch.float16 else -1e30)
@@ -182,11 +192,11 @@ def _repeated(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _shared(gradient: Tensor, key: Tensor) -> Tensor:
-    """The gradient of keys or values, summed over the query heads that share one."""
+    """The gradient of keys or values, summed over the query heads that share one: (batch, kv_heads, keys, head_dim)."""
     if gradient.shape[1] == key.shape[1]:
         return gradient
-    batch, heads, tokens, size = gradient.shape
-    grouped = gradient.reshape(batch, key.shape[1], heads // key.shape[1], tokens, size)
+    batch, heads, keys, head_dim = gradient.shape
+    grouped = gradient.reshape(batch, key.shape[1], heads // key.shape[1], keys, head_dim)
     return grouped.sum(2, dtype=wide(gradient.dtype))
 
 
@@ -198,10 +208,10 @@ def _cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor |
 def _cpu_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
 ) -> Gradients:
-    found: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    gradients: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias
     )
-    return found
+    return gradients
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None) -> Attended:
@@ -214,10 +224,10 @@ def _cudnn_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
 ) -> Gradients:
     lengths = (None, None, query.shape[2], key.shape[2])
-    found: Gradients = _aten._scaled_dot_product_cudnn_attention_backward(
+    gradients: Gradients = _aten._scaled_dot_product_cudnn_attention_backward(
         gradient, query, key, value, out, lse.contiguous().unsqueeze(-1), *_no_dropout(query), None, *lengths, 0.0, causal
     )
-    return found
+    return gradients
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None) -> Attended:
@@ -230,49 +240,51 @@ def _flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
 ) -> Gradients:
     lengths = (None, None, query.shape[2], key.shape[2])
-    found: Gradients = _aten._scaled_dot_product_flash_attention_backward(
+    gradients: Gradients = _aten._scaled_dot_product_flash_attention_backward(
         gradient, query, key, value, out, lse.contiguous(), *lengths, 0.0, causal, *_no_dropout(query)
     )
-    return found
+    return gradients
 
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None) -> Attended:
-    spread = None if bias is None else bias.expand(*query.shape[:2], -1, -1)
+    spread = None if bias is None else bias.expand(*query.shape[:2], -1, -1)  # (batch, heads, queries, keys), without a copy
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(query, key, value, spread, True, 0.0, causal)
-    return out, lse[:, :, : query.shape[2]]
+    return out, lse[:, :, : query.shape[2]]  # its lse is padded to a multiple of queries
 
 
 def _efficient_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
 ) -> Gradients:
-    spread = None if bias is None else bias.expand(*query.shape[:2], -1, -1)
+    spread = None if bias is None else bias.expand(*query.shape[:2], -1, -1)  # (batch, heads, queries, keys), without a copy
     rows = lse.shape[2]
     padded = F.pad(lse, (0, _multiple(rows, _LSE_MULTIPLE) - rows), value=math.inf)  # a row that weighs nothing
     wanted = (True, True, True, False)
-    found = _aten._scaled_dot_product_efficient_attention_backward(
+    of_query, of_key, of_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
         gradient, query, key, value, spread, out, padded.contiguous(), *_no_dropout(query), 0.0, wanted, causal
     )
-    return found[0], found[1], found[2]
+    return of_query, of_key, of_value
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None) -> Attended:
     scores = _scores(query, key, bias)
-    lse = scores.logsumexp(-1)
-    out = (scores - lse.unsqueeze(-1)).exp_() @ value.to(scores.dtype)
+    lse = scores.logsumexp(-1)  # (batch, heads, queries)
+    out = (scores - lse.unsqueeze(-1)).exp_() @ value.to(scores.dtype)  # (batch, heads, queries, head_dim)
     return out.to(query.dtype), lse
 
 
 def _plain_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
 ) -> Gradients:
-    share = (_scores(query, key, bias) - lse.unsqueeze(-1)).exp_()
+    share = (_scores(query, key, bias) - lse.unsqueeze(-1)).exp_()  # softmax over all blocks' keys: (batch, heads, queries, keys)
     gradient, query, key, value, out = (tensor.to(share.dtype) for tensor in (gradient, query, key, value, out))
+    # The backward of softmax takes off a row's mean gradient, Σ share · of_share over all keys, which is gradient · out.
     of_share = gradient @ value.mT - (gradient * out).sum(-1, keepdim=True)
     of_score = share * of_share * query.shape[-1] ** -0.5
     return of_score @ key, of_score.mT @ query, share.mT @ gradient
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+    """(batch, heads, queries, keys), in the wide dtype."""
     dtype = wide(query.dtype)
     scores: Tensor = query.to(dtype) @ key.to(dtype).mT * query.shape[-1] ** -0.5
     return scores if bias is None else scores + bias
