@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
@@ -45,6 +44,7 @@ from shardwise.checkpoint.folder import (
     step_of,
 )
 from shardwise.checkpoint.storage import storage
+from shardwise.comm import Peers
 from shardwise.config import Config
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Mesh, peer_is_gone
@@ -156,7 +156,7 @@ class Checkpointer:
 
     def __init__(self, mesh: Mesh, background: bool = True) -> None:
         self.mesh, self.background = mesh, background
-        self.group = dist.new_group(backend="gloo") if mesh.worker.world > 1 else None
+        self.peers = Peers.meet(mesh)
         self._copies = HostCopies()
         self._outcomes: deque[Saved | SaveFailed] = deque()
         self._in_flight: threading.Thread | None = None
@@ -248,8 +248,8 @@ class Checkpointer:
                 {**_expected(state, contents), **random},
                 storage_reader=DcpReader(contents),
                 planner=load_planner(),
-                process_group=self.group,
-                no_dist=self.group is None,
+                process_group=self.peers.group,
+                no_dist=self.peers.group is None,
             )
         except (OSError, CheckpointException) as error:
             raise UserError(f"{folder} could not be loaded: {_cause(error)}") from None
@@ -270,8 +270,8 @@ class Checkpointer:
                 task.state,
                 storage_writer=writer,
                 planner=DcpSavePlanner(numbers),
-                process_group=self.group,
-                no_dist=self.group is None,
+                process_group=self.peers.group,
+                no_dist=self.peers.group is None,
             )
         except (OSError, CheckpointException) as error:
             log.info("the save of step %d failed", task.manifest.step, exc_info=True)
@@ -316,10 +316,7 @@ class Checkpointer:
             mine = error
         except Exception as error:  # of whatever kind the storage raises
             mine = UserError(f"checkpoints cannot be read: {error}")
-        everyone: list[Any] = [mine]
-        if self.group is not None:
-            everyone = [None] * self.mesh.worker.world
-            dist.all_gather_object(everyone, mine, group=self.group)
+        everyone: list[Any] = self.peers.from_everyone(mine)
         for result in everyone:
             if isinstance(result, Exception):
                 raise result

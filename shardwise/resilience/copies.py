@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm import Peers
 from shardwise.mesh import Mesh
 from shardwise.optim import local
 
@@ -55,18 +55,18 @@ class Copies:
     every: int
     _kept: deque[_Exchange] = field(default_factory=lambda: deque(maxlen=2))
     _layout: str = ""
-    _group: dist.ProcessGroup | None = None
+    _peers: Peers | None = None
     _sizes: list[int] = field(default_factory=list)
     _holders: dict[tuple[int, int], int] = field(default_factory=dict)
     """Of each (step, rank): a worker that has it."""
 
     def join(self, mesh: Mesh, state: State) -> None:
         """Begin with a new team: all its ranks call this together."""
+        self._peers = None  # those of the team before are gone
         if not self.every or mesh.worker.world == 1:
             return
-        self._group = dist.new_group(backend="gloo")
-        self._sizes = [0] * mesh.worker.world
-        dist.all_gather_object(self._sizes, sum(_bytes(tensor) for tensor in state.values()), group=self._group)
+        self._peers = Peers.meet(mesh)
+        self._sizes = self._peers.from_everyone(sum(_bytes(tensor) for tensor in state.values()))
 
     def due(self, mesh: Mesh, step: int) -> bool:
         """Whether this step is to be kept."""
@@ -87,19 +87,18 @@ class Copies:
         _pack(state, own)
         exchange = _Exchange(_Snapshot(step, rank, facts, own), _Snapshot(step, sender, facts, theirs))
         self._kept.append(exchange)
-        work = (exchange, (rank + shift) % world, sender)
-        exchange.thread = threading.Thread(target=self._swap, args=work, name="copy to a neighbour", daemon=True)
+        assert self._peers is not None, "there are neighbours"
+        work = (self._peers, exchange, (rank + shift) % world, sender)
+        exchange.thread = threading.Thread(target=_swap, args=work, name="copy to a neighbour", daemon=True)
         exchange.thread.start()
 
     def newest(self, mesh: Mesh) -> int | None:
         """The last step of which this team, together, still has every rank's part; the same answer on all ranks."""
-        if self._group is None:
+        if self._peers is None:
             return None
         held = {(one.step, one.rank) for one in self._whole()} if self._layout == _key(mesh) else set()
-        everyone: list[Any] = [None] * mesh.worker.world
-        dist.all_gather_object(everyone, held, group=self._group)
         self._holders = {}
-        for holder, parts in enumerate(everyone):
+        for holder, parts in enumerate(self._peers.from_everyone(held)):
             for part in parts:
                 self._holders[part] = holder if part[1] == holder else self._holders.get(part, holder)
         steps = {step for step, _ in self._holders}
@@ -108,21 +107,22 @@ class Copies:
 
     def restore(self, mesh: Mesh, step: int, state: State) -> dict[str, Any]:
         """Put this step back on every rank; returns the facts kept with it."""
-        mine = mesh.worker.rank
+        mine, peers = mesh.worker.rank, self._peers
+        assert peers is not None, "there are copies"
         held = {(one.step, one.rank): one for one in self._whole()}
-        facts: list[Any] = [next((one.facts for one in held.values() if one.step == step), None)]
-        dist.broadcast_object_list(facts, src=self._holders[step, 0], group=self._group)
+        kept = next((one.facts for one in held.values() if one.step == step), {})
+        facts = peers.from_rank(kept, self._holders[step, 0])
         for rank in range(mesh.worker.world):
             holder = self._holders[step, rank]
             if holder != rank and holder == mine:
-                dist.send(held[step, rank].content, rank, group=self._group, tag=TAG)
+                peers.send(held[step, rank].content, rank, TAG)
             elif holder != rank and rank == mine:
                 content = torch.empty(self._sizes[mine], dtype=torch.uint8)
-                dist.recv(content, holder, group=self._group, tag=TAG)
-                held[step, rank] = _Snapshot(step, rank, facts[0], content)
+                peers.receive(content, holder, TAG)
+                held[step, rank] = _Snapshot(step, rank, facts, content)
         _unpack(held[step, mine].content, state)
         self._go_on_from(held[step, mine], mesh)
-        return dict(facts[0])
+        return dict(facts)
 
     def _go_on_from(self, own: _Snapshot, mesh: Mesh) -> None:
         """Later snapshots are of steps that will be done again; a worker that came new has one of its own now."""
@@ -132,17 +132,6 @@ class Copies:
             nothing = _Snapshot(own.step, sender, own.facts, torch.empty(self._sizes[sender], dtype=torch.uint8))
             self._kept.append(_Exchange(own, nothing))
             self._layout = _key(mesh)
-
-    def _swap(self, exchange: _Exchange, receiver: int, sender: int) -> None:
-        try:
-            coming = dist.irecv(exchange.theirs.content, sender, group=self._group, tag=TAG)
-            going = dist.isend(exchange.own.content, receiver, group=self._group, tag=TAG)
-            for work in (coming, going):
-                assert work is not None, "this rank is in the group"
-                work.wait()
-            exchange.complete = True
-        except (RuntimeError, ValueError):
-            pass  # a peer is gone: the main thread meets the same, and the snapshot before this one is used
 
     def _whole(self) -> list[_Snapshot]:
         """Snapshots that can be relied on: one's own in any case, a neighbour's once all of it came."""
@@ -157,6 +146,14 @@ class Copies:
             oldest = self._kept.popleft()
             return oldest.own.content, oldest.theirs.content
         return torch.empty(own, dtype=torch.uint8), torch.empty(theirs, dtype=torch.uint8)
+
+
+def _swap(peers: Peers, exchange: _Exchange, receiver: int, sender: int) -> None:
+    try:
+        peers.exchange(exchange.own.content, receiver, exchange.theirs.content, sender, TAG)
+        exchange.complete = True
+    except (RuntimeError, ValueError):
+        pass  # a peer is gone: the main thread meets the same, and the snapshot before this one is used
 
 
 def _key(mesh: Mesh) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.save import MOMENTS
@@ -94,11 +93,7 @@ def check_joined(training: Training) -> None:
 
 def _from_all(training: Training, mine: Any) -> list[Any]:
     """What every rank has to say, in rank order."""
-    if training.mesh.worker.world == 1:
-        return [mine]
-    everyone: list[Any] = [None] * training.mesh.worker.world
-    dist.all_gather_object(everyone, mine, group=training.checkpointer.group)
-    return everyone
+    return training.checkpointer.peers.from_everyone(mine)
 
 
 def _sums(training: Training) -> dict[int, tuple[str, int]]:

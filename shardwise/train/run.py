@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.checkpoint.save import ResumeCheckpoint
@@ -171,7 +170,7 @@ def _loop(
             saved_at = training.step
         reporter.saves(training.checkpointer.outcomes())
         if done.stop and not last:
-            return _parted(training, reporter, signalled() or (INTERRUPTED if link.wish() == "stop" else None))
+            return _agree_on_end(training, reporter, signalled() or (INTERRUPTED if link.wish() == "stop" else None))
         if evaluate or saved_at == training.step:  # their time and bytes are not the next step's
             training.comm.ledger.take()
             training.comm.clock.restart()
@@ -183,12 +182,11 @@ def _loop(
     return 0
 
 
-def _parted(training: Training, reporter: Reporter, status: int | None) -> int | None:
-    """All ranks stopped after the same step: to end the run if any of them was asked to, else to form another team."""
-    if training.mesh.worker.world > 1:
-        wishes = torch.tensor(float(status or 0), device=training.mesh.device)
-        dist.all_reduce(wishes, op=dist.ReduceOp.MAX)
-        status = int(wishes.item()) or None
+def _agree_on_end(training: Training, reporter: Reporter, status: int | None) -> int | None:
+    """All ranks stopped after the same step: the run ends, with this status, if any of them was asked to end it; None: they form
+    another team.
+    """
+    status = max(training.checkpointer.peers.from_everyone(status or 0)) or None
     reporter.stopped(status is not None)
     return status
 
@@ -242,10 +240,8 @@ def _check_same_job(training: Training) -> None:
         return
     decided = replace(training.plan, predicted=None, unpredicted=None)
     job = json.dumps([to_toml(training.config, as_asked=True), decided.to_json()]).encode()
-    mine = torch.tensor(list(hashlib.sha256(job).digest()), dtype=torch.uint8, device=training.mesh.device)
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    if not torch.equal(first, mine):
+    mine = hashlib.sha256(job).digest()
+    if training.checkpointer.peers.from_rank(mine, 0) != mine:
         raise UserError(
             f"rank {training.mesh.worker.rank} was started with another job than rank 0: "
             "give every node the same job file and overrides, and say layout.zero if the nodes' memory differs"

@@ -14,10 +14,7 @@ COLLECTIVES |= {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce_sc
 COLLECTIVES |= {"all_gather_object", "broadcast_object_list", "all_gather_single", "reduce_scatter_single"}
 BESIDE_TRAINING = {
     "probe": "measures the collectives themselves",
-    "checkpoint": "agrees on files, over a group of its own",
-    "resilience": "keeps copies of states, over a group of its own",
-    "verify": "compares what ranks hold, after the step",
-    "train": "agrees on how a run begins and ends, outside of steps",
+    "verify": "puts comm to the test, and compares what ranks hold without it",
     "_torch.py": "names that torch changes",
 }
 
@@ -52,7 +49,7 @@ def test_what_training_sends_is_sent_from_comm() -> None:
     sending = {str(file): sorted(collectives(text)) for file, text in files.items() if collectives(text)}
     elsewhere = {file: names for file, names in sending.items() if file.split("/")[0] not in {"comm", *BESIDE_TRAINING}}
     assert elsewhere == {}
-    assert {"comm/comm.py", "comm/hooks.py"} <= set(sending)
+    assert {"comm/comm.py", "comm/hooks.py", "comm/peers.py"} <= set(sending)
 
 
 def test_a_planted_collective_is_seen() -> None:

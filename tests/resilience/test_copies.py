@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks.jobs import FAMILIES, Tables, job, start
+from ranks.jobs import ALONE, FAMILIES, Tables, job, start
 from ranks.pool import Pool
 from torch import Tensor
 
 from shardwise.config import Layout
-from shardwise.mesh import Worker
+from shardwise.mesh import Worker, leave
 from shardwise.optim import local
 from shardwise.resilience.copies import Copies
 from shardwise.train.build import Training, keep_copy, recall
@@ -52,6 +52,21 @@ def come_back(worker: Worker, tables: Tables, lost: list[int]) -> tuple[bool, di
     training = start(worker, tables)
     recalled = recall(training, KEPT[0])
     return recalled, state(training) if recalled else {}, [step.loss for step in steps(training)]
+
+
+def stay_behind_alone(worker: Worker, tables: Tables) -> bool:
+    copies = Copies(every=1)
+    training = start(worker, tables)
+    recall(training, copies)
+    next(steps(training))
+    keep_copy(training, copies)
+    leave()
+    return worker.rank == 0 and recall(start(ALONE, {**tables, "layout": {"data": 1}}), copies)
+
+
+def test_a_worker_that_is_left_alone_asks_nobody_for_copies(ranks: Callable[[int], Pool], corpus: str, tmp_path: Path) -> None:
+    tables = job(corpus, train={"steps": 2}, layout={"data": 2}, run={"folder": str(tmp_path)})
+    assert ranks(2).run(stay_behind_alone, tables) == [False, False]
 
 
 LAYOUTS = [
