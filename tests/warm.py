@@ -3,8 +3,8 @@
 The server (this file, run as a program) has imported what commands and their workers need, and has no threads. For each call it
 forks a keeper, and the keeper forks the command: in a session of its own, with the folder, environment, arguments and outputs
 that were asked for and with signals as a new process has them, it calls what the `shardwise` script calls. What a command starts
-with `python -c` (the server that its workers are forked from, multiprocessing's resource tracker) is forked from the
-command in the same way, so it is warm too.
+with `python -c` (the server that its workers are forked from, multiprocessing's resource tracker) or `python -m shardwise` (the
+runs of a drill) is forked from the command in the same way, so it is warm too.
 
 The keeper adopts whatever the command leaves behind. It gives that a moment to end, then tells of it and ends it: no test may
 leave a process running.
@@ -26,8 +26,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 PRELOAD = (
@@ -38,6 +39,7 @@ PRELOAD = (
 LEFT_SECONDS = 10.0
 """How long what a command started may take to end after it."""
 PR_SET_CHILD_SUBREAPER = 36
+_fork_exec = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
 class Command:
@@ -168,13 +170,22 @@ def keep(connection: socket.socket) -> None:
         connection.close()
         become(arguments, cwd, environment, outputs)
     connection.sendall(f"{pid}\n".encode())
-    command = os.pidfd_open(pid)
-    ready, _, _ = select.select([command, connection], [], [])
+    command, ready = os.pidfd_open(pid), []
+    while not ready:
+        bury_adopted(pid)
+        ready, _, _ = select.select([command, connection], [], [], 0.02)
     if command not in ready:  # nobody sends here: the tests are gone
         os.killpg(pid, signal.SIGKILL)
     connection.sendall(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
     connection.sendall(f"{json.dumps(left_behind())}\n".encode())
     os._exit(0)
+
+
+def bury_adopted(command: int) -> None:
+    """Wait, as init would, for those that have ended after their parent; the command itself is for later."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != command:
+            os.waitpid(ended.si_pid, 0)
 
 
 def left_behind() -> list[str]:
@@ -199,15 +210,21 @@ def become(arguments: list[str], cwd: str, environment: dict[str, str], outputs:
     import multiprocessing.util
 
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, output in zip((1, 2), outputs, strict=True):
         os.dup2(output, number)
         os.close(output)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["shardwise", *arguments]
     multiprocessing.util.spawnv_passfds = fork_instead
+    subprocess._fork_exec = fork_command  # type: ignore[attr-defined]
+    call_main(arguments)
+
+
+def call_main(arguments: list[str]) -> NoReturn:
+    """What the `shardwise` script does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["shardwise", *arguments]
     from shardwise.cli.main import main
 
     status = 0
@@ -222,6 +239,28 @@ def become(arguments: list[str], cwd: str, environment: dict[str, str], outputs:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # taking torch apart, object by object, takes a second
+
+
+def fork_command(words: list[str], *others: Any) -> int:
+    """What subprocess.Popen would do with `env … python -m shardwise ARGUMENTS`, forked from here; all else it does itself."""
+    if words[0] != "env" or "-m" not in words:
+        return int(_fork_exec(words, *others))
+    _, _, _, _, _, stdin, _, _, stdout, _, stderr, _, _, _, new_session, *_ = others
+    pid = os.fork()
+    if pid:
+        return pid
+    atexit._clear()
+    if new_session:
+        os.setsid()
+    for number, stream in enumerate((stdin, stdout, stderr)):
+        os.dup2(stream, number)
+    os.closerange(3, 1024)  # with that the caller sees that the program has started
+    before, arguments = words[1 : words.index("-m") - 1], words[words.index("-m") + 2 :]
+    for flag, name in pairwise(before):
+        if flag == "-u":
+            os.environ.pop(name, None)
+    os.environ.update(dict(word.split("=", 1) for word in before if "=" in word))
+    call_main(arguments)
 
 
 def fork_instead(path: bytes, words: list[str], passed: list[int]) -> int:

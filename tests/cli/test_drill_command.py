@@ -22,7 +22,10 @@ from shardwise.errors import UserError
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
 Started = Callable[..., Command]
-JOB = ["examples/drill.toml", "data.sequence_length=64", "layout.data=2", "checkpoint.every=3", "run.folder=run"]
+JOB = [
+    "examples/drill.toml", "data.sequence_length=32", "layout.data=2", "train.global_batch=4", "train.evaluate_sequences=4",
+    "checkpoint.every=3", "run.folder=run",
+]  # fmt: skip
 
 
 def result(done: subprocess.CompletedProcess[str], status: int = 0) -> dict[str, Any]:
@@ -34,7 +37,7 @@ def result(done: subprocess.CompletedProcess[str], status: int = 0) -> dict[str,
 
 def test_a_run_with_a_killed_worker_and_a_spoilt_checkpoint_is_the_undisturbed_run(shardwise: Shardwise, tmp_path: Path) -> None:
     found = result(
-        shardwise("drill", *JOB, "train.steps=30", "--faults", "kill,corrupt", "--count", "2", "--seed", "1", "--json")
+        shardwise("drill", *JOB, "train.steps=20", "--faults", "kill,corrupt", "--count", "2", "--seed", "1", "--json")
     )
     fields = ("pass", "faults", "loss_equal", "weights_equal", "data_repeated", "data_skipped", "goodput", "layout_changed")
     assert [found[field] for field in fields] == [True, found["faults"], True, True, [], [], found["goodput"], False]

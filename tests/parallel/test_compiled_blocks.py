@@ -28,7 +28,7 @@ LAYOUTS = [("llama", {"data": 1, "tensor": 2}), ("experts", {"data": 2}), ("expe
 def test_blocks_in_pieces_are_compiled_though_they_are_recomputed(
     ranks: Callable[[int], Pool], corpus: str, model: str, layout: dict[str, int]
 ) -> None:
-    tables = job(corpus, model={**FAMILIES[model], "layers": 2}, train={**SMALL, "steps": 2}, layout=layout)
+    tables = job(corpus, model={**FAMILIES[model], "layers": 1}, train={**SMALL, "steps": 2}, layout=layout)
     for found, graphs in ranks(2).run(train_compiled, tables):
         assert graphs > 0
         assert worst_difference(found, on_one_device({**tables, "train": {**tables["train"], "compile": False}})) < EXACT
@@ -42,7 +42,7 @@ def train_compiled(worker: Worker, tables: Tables) -> tuple[Trained, int]:
 
 
 def test_a_recomputed_mixture_counts_its_load_once(ranks: Callable[[int], Pool], corpus: str) -> None:
-    tables = job(corpus, model={**FAMILIES["experts"], "layers": 2}, train={**SMALL, "steps": 1}, layout={"data": 2})
+    tables = job(corpus, model={**FAMILIES["experts"], "layers": 1}, train={**SMALL, "steps": 1}, layout={"data": 2})
     [(load, tokens), *_] = ranks(2).run(load_of_a_step, tables)
     assert load == tokens * FAMILIES["experts"]["experts_per_token"]
 
