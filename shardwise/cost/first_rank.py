@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -10,11 +10,11 @@ import numpy as np
 from shardwise.config import Model
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes
-from shardwise.cost.space import RECOMPUTE, Array, Bools, Ints, Space, Work, distinct
+from shardwise.cost.space import RECOMPUTE, Array, Bools, Ints, Space, Work, distinct, take
 from shardwise.cost.stack import Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.dtypes import BYTES, wide
-from shardwise.plan.engine import engine_of
+from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.parameters import parameter_shapes
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.slices import sliced, split_dim
@@ -33,19 +33,50 @@ class FirstRank:
     space: Space
     stack: Stack
     device: str
+    engine: Engine
     cut: Cut
-    zero: Ints
-    """As it will be: nothing is sharded where no other device holds the same weights."""
-    alone: Bools
-    """Weights are plain tensors that no other device has."""
-    plain: Bools
-    """Weights are plain tensors, and DistributedDataParallel sums their gradients."""
-    head: Bools
-    """Whether the last norm and the head are here."""
-    splits: Bools
-    """Backward goes in two halves: weights stay gathered, and gradients whole, until the step ends (parallel/pipeline.py)."""
-    halved: Ints
-    """Micro-batches whose backward goes through the last stage in two halves."""
+
+    @classmethod
+    def of(cls, work: Work, space: Space, stack: Stack, device: str) -> FirstRank:
+        """Rank 0 of every candidate."""
+        return cls(work, space, stack, device, engine_of(space, work.model.experts), cut(work, space, stack))
+
+    def of_candidates(self, space: Space, index: Ints) -> FirstRank:
+        """Rank 0 of the candidates whose layouts these are: index[i] is the layout of candidate i."""
+        return replace(self, space=space, engine=take(self.engine, index), cut=take(self.cut, index))
+
+    @property
+    def zero(self) -> Ints:
+        """As it will be: nothing is sharded where no other device holds the same weights."""
+        stage: Ints = self.engine.zero
+        return stage
+
+    @property
+    def alone(self) -> Bools:
+        """Weights are plain tensors that no other device has."""
+        single: Bools = self.engine.single
+        return single
+
+    @cached_property
+    def plain(self) -> Bools:
+        """Weights are plain tensors, and DistributedDataParallel sums their gradients."""
+        replicated: Bools = self.engine.replicated & self.stack.buckets
+        return replicated
+
+    @cached_property
+    def head(self) -> Bools:
+        """Whether the last norm and the head are here."""
+        here: Bools = self.cut.folded | (self.space.pipeline == 1)
+        return here
+
+    @cached_property
+    def halved(self) -> Ints:
+        """Micro-batches whose backward goes through the last stage in two halves, on rank 0 of a V: all of `zbv`, the first few
+        of `dualpipev` (plan/schedule.py)."""
+        space = self.space
+        all_of_them = space.schedule == SCHEDULES.index("zbv")
+        halved = np.where(all_of_them, space.accumulation, np.minimum(space.accumulation, space.pipeline - 1))
+        return np.where(self.engine.splits_backward & self.cut.folded, halved, 0)
 
     @cached_property
     def shards(self) -> Ints:
@@ -132,26 +163,6 @@ class FirstRank:
         return reduce_bytes(self.work, self.stack)
 
 
-def first_rank(work: Work, space: Space, stack: Stack, device: str) -> FirstRank:
-    """Rank 0 of every candidate."""
-    engine, stages = engine_of(space, work.model.experts), cut(work, space, stack)
-    return FirstRank(
-        work, space, stack, device, stages, engine.zero,
-        alone=engine.single,
-        plain=engine.replicated & stack.buckets,
-        head=stages.folded | (space.pipeline == 1),
-        splits=engine.splits_backward,
-        halved=np.where(engine.splits_backward & stages.folded, _halved(space), 0),
-    )  # fmt: skip
-
-
-def _halved(space: Space) -> Ints:
-    """Micro-batches whose backward goes through the last stage in halves, on rank 0 of a V: all of `zbv`, the first few of
-    `dualpipev` (plan/schedule.py)."""
-    all_of_them = space.schedule == SCHEDULES.index("zbv")
-    return np.where(all_of_them, space.accumulation, np.minimum(space.accumulation, space.pipeline - 1))
-
-
 @lru_cache(maxsize=64)
 def _modules_of_block(model: Model) -> int:
     """Matrices and norms of a block; a bias goes with the matrix."""
@@ -176,7 +187,8 @@ class Sizes:
 
 def sizes(model: Model, tensor: Ints, shards: Ints) -> Sizes:
     """For each pair of a tensor degree and a number of shards, of which there are few."""
-    pairs, index = distinct([tensor, shards])
+    first, index = distinct([tensor, shards])
+    pairs = zip(tensor[first].tolist(), shards[first].tolist(), strict=True)
     table = np.asarray([_sizes_of(model, *pair) for pair in pairs], dtype=np.int64).reshape(-1, 8)[index]  # (candidates, 8)
     return Sizes(*table.T)
 

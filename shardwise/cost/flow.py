@@ -18,6 +18,7 @@ When = Literal["forward", "backward", "ends", "once", "pipeline", "step"]
 - "pipeline": between two stages;
 - "step": nothing; before, in or after the optimizer's update.
 """
+EACH_MICRO_BATCH: tuple[When, ...] = ("forward", "backward", "ends")
 
 
 @dataclass(frozen=True)

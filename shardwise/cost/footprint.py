@@ -15,19 +15,19 @@ single micro-batch, gradients take the place of the activations that backward fr
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from shardwise.config import Model
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.space import Array, Bools, Space, Work, distinct
+from shardwise.cost.space import Array, Space, Work, concatenate, distinct, take
 from shardwise.cost.stack import SHARDWISE, Stack
-from shardwise.cost.stages import cut
+from shardwise.cost.stages import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
 from shardwise.plan.dtypes import BYTES
-from shardwise.plan.engine import engine_of, splits_backward
+from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.slices import Parts, parts_of
 
@@ -49,29 +49,23 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Holdings:
-    """Parameters that devices hold before ZeRO, and how many blocks."""
+    """What devices hold of the model."""
 
-    block_dense: Array
-    """Parameters of one block on one tensor device, without experts."""
-    block_experts: Array
+    cut: Cut
+    """The blocks of the pipeline ranks."""
     fullest: Numbers
-    """All of the fullest device's, experts included."""
-    blocks: Array
-    """Of one pipeline rank, on average."""
-    first_blocks: Array
-    middle_blocks: Array
-    last_blocks: Array
-    """Of the rank that has the head: the first one of a V."""
-    folded: Bools
-    """The model goes down the ranks and comes back: the first rank has embedding and head."""
-    edge_ratio: Array
-    """Parameters of embedding and head on a rank over those of a block."""
+    """Weights of the fullest device, experts included."""
+    states: dict[str, Array]
+    """Bytes of weights, gradients and optimizer state there, wherever they lie."""
+    block: Array
+    """Parameters of one block on one device before ZeRO, experts included."""
     first_edge: Array
+    """Parameters before the blocks (embedding), and behind them (norm, head)."""
     last_edge: Array
 
     @property
     def parameters(self) -> Array:
-        """The fullest device's."""
+        """The fullest device's before ZeRO."""
         return self.fullest.whole
 
     @property
@@ -81,42 +75,49 @@ class Holdings:
 
 
 def hold(work: Work, space: Space, stack: Stack) -> Holdings:
-    """What each candidate's devices hold. The rank with most is the first, the last, or one between them."""
-    parts = _parts(work.model, space)
-    stages = cut(work, space, stack)
-    alone, folded, first_blocks, middle_blocks, last_blocks = (
-        space.pipeline == 1, stages.folded, stages.first, stages.middle, stages.last,
-    )  # fmt: skip
+    """What each candidate's devices hold. It follows from the layout, and from whether gradients wait for other micro-batches."""
+    layouts, index = space.layouts
+    several = replace(layouts, accumulation=np.full(len(layouts), 2))
+    both = concatenate([_hold_layouts(work, layouts, stack), _hold_layouts(work, several, stack)])
+    return take(both, index + len(layouts) * (space.accumulation > 1))
+
+
+def _hold_layouts(work: Work, layouts: Space, stack: Stack) -> Holdings:
+    """The rank with most is the first, the last, or one between them."""
+    parts, stages = _parts(work.model, layouts), cut(work, layouts, stack)
+    engine, alone, folded = engine_of(layouts, work.model.experts), layouts.pipeline == 1, stages.folded
     own, end = parts["block"] + parts["experts"], parts["last"] + parts["copy"] * (~alone).astype(float)
     ranks = [
-        own * first_blocks + parts["first"] + end * (alone | folded).astype(float),
-        own * middle_blocks,
-        own * np.where(folded, 0.0, last_blocks) + end * (~folded).astype(float),
+        own * stages.first + parts["first"] + end * (alone | folded).astype(float),
+        own * stages.middle,
+        own * np.where(folded, 0.0, stages.last) + end * (~folded).astype(float),
     ]
-    total = np.stack([sum(states(work, space, stack, rank).values(), np.zeros(len(space))) for rank in ranks])
-    most = total.argmax(axis=0)
-    names = ("whole", "shard", "gathered")
-    fullest = Numbers(**{name: np.choose(most, [getattr(rank, name) for rank in ranks]) for name in names})
-    first_edge, last_edge = parts["first"].whole, end.whole
-    edges = np.where(alone | folded, first_edge + last_edge, np.maximum(first_edge, last_edge))
+    states = [_states(work, layouts, stack, engine, rank) for rank in ranks]
+    most = np.stack([sum(kinds.values(), np.zeros(len(layouts))) for kinds in states]).argmax(
+        axis=0
+    )  # (3, layouts) -> (layouts,)
     return Holdings(
-        parts["block"].whole, parts["experts"].whole, fullest, work.model.layers / space.pipeline, first_blocks, middle_blocks,
-        last_blocks, folded, edges / own.whole, first_edge, last_edge,
+        stages,
+        Numbers(*(np.choose(most, [getattr(rank, field.name) for rank in ranks]) for field in fields(Numbers))),
+        {name: np.choose(most, [kinds[name] for kinds in states]) for name in states[0]},
+        own.whole, parts["first"].whole, end.whole,
     )  # fmt: skip
 
 
-def _parts(model: Model, space: Space) -> dict[str, Numbers]:
+def _parts(model: Model, layouts: Space) -> dict[str, Numbers]:
     """The parts of the model on one device, worked out once for every way to slice it."""
-    sharded = space.zero > 0
-    shards, expert_shards = np.where(sharded, space.shards, 1), np.where(sharded, space.expert_shards, 1)
-    kinds, where = distinct([space.tensor, shards, space.expert, expert_shards])
-    found = [parts_of(model, *kind) for kind in kinds]
+    sharded = layouts.zero > 0
+    shards, expert_shards = np.where(sharded, layouts.shards, 1), np.where(sharded, layouts.expert_shards, 1)
+    columns = [layouts.tensor, shards, layouts.expert, expert_shards]
+    first, index = distinct(columns)
+    ways = [parts_of(model, *way) for way in zip(*(column[first].tolist() for column in columns), strict=True)]
 
-    def numbers(part: str) -> Numbers:
-        columns = np.asarray([astuple(getattr(parts, part)) for parts in found]).reshape(-1, 3)[where]
-        return Numbers(*columns.T)
+    def numbers(name: str) -> Numbers:
+        parts = [getattr(way, name) for way in ways]
+        table = np.asarray([(part.whole, part.shard, part.gathered) for part in parts]).reshape(-1, 3)[index]  # (layouts, 3)
+        return Numbers(*table.T)
 
-    return {one.name: numbers(one.name) for one in fields(Parts)}
+    return {field.name: numbers(field.name) for field in fields(Parts)}
 
 
 def in_flight(space: Space) -> tuple[Array, Array]:
@@ -172,13 +173,12 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     if stack.logit_bytes == 0:
         chunk = chunk_bytes("cpu" if cluster.shared else "cuda")
         logits = np.minimum(tokens * model.vocabulary / space.tensor * size, chunk)
-    first = flying * held.first_blocks * stays + live + flying * edge
-    last = flying_last * held.last_blocks * stays + live + edge
-    fuller = alone | held.folded | (first >= last + logits)
+    first = flying * held.cut.first * stays + live + flying * edge
+    last = flying_last * held.cut.last * stays + live + edge
+    fuller = alone | held.cut.folded | (first >= last + logits)
     activations = np.where(fuller, first, last)
-    logits = np.where(alone | held.folded | ~fuller, logits, 0.0)
-    held_states = states(work, space, stack, held.fullest)
-    unit = held.block_dense + held.block_experts
+    logits = np.where(alone | held.cut.folded | ~fuller, logits, 0.0)
+    unit = held.block
     offloaded = space.offload == 1
     three = (space.zero == 3) & ((space.shards > 1) | offloaded)
     largest = np.maximum(unit, np.where(alone, np.maximum(held.first_edge, held.last_edge), 0.0))
@@ -190,9 +190,10 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     casts = np.where((space.zero == 0) | (space.shards == 1), casts, 0.0)
     whole_inputs = np.where(space.tensor > 1, stack.whole_inputs * tokens * model.hidden * size, 0.0)
     once = alone & (space.accumulation == 1) & ((space.zero == 0) | (space.shards == 1)) & (not stack.keeps_gradients)
-    held_states["gradients"] = np.where(once, np.maximum(0.0, held_states["gradients"] - activations), held_states["gradients"])
+    gradients = held.states["gradients"]
+    states = {**held.states, "gradients": np.where(once, np.maximum(0.0, gradients - activations), gradients)}
     result = {
-        **_without_the_hosts(work, space, stack, held_states, held),
+        **_without_the_hosts(work, space, states, held),
         "activations": activations,
         "logits": logits,
         "gathered": gathered + casts,
@@ -206,33 +207,32 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     }
 
 
-def _without_the_hosts(work: Work, space: Space, stack: Stack, found: dict[str, Array], held: Holdings) -> dict[str, Array]:
+def _without_the_hosts(work: Work, space: Space, states: dict[str, Array], held: Holdings) -> dict[str, Array]:
     """What the device itself holds of the states: where they are offloaded, only what stays gathered or whole between
     micro-batches."""
     offloaded, stored = space.offload == 1, float(BYTES[work.state_dtype])
     on_host = {"weights": stored * held.sharded, "gradients": stored * held.sharded, "optimizer": 2 * stored * held.sharded}
     whole = (space.zero == 1) & (space.accumulation > 1)
     on_host["gradients"] = np.where(whole, 0.0, on_host["gradients"])
-    return {name: np.where(offloaded, np.maximum(value - on_host[name], 0.0), value) for name, value in found.items()}
+    return {name: np.where(offloaded, np.maximum(value - on_host[name], 0.0), value) for name, value in states.items()}
 
 
-def states(work: Work, space: Space, stack: Stack, held: Numbers) -> dict[str, Array]:
+def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Numbers) -> dict[str, Array]:
     """Weights, gradients and optimizer state: the table of plan/memory.py, with this stack's widths."""
     stored = float(BYTES[work.state_dtype])
     computed = compute.value_bytes(work) * stack.weight_bytes / SHARDWISE.weight_bytes
     reduced = BYTES[work.reduce_dtype] * stack.gradient_bytes / SHARDWISE.gradient_bytes
-    engine = engine_of(space, work.model.experts)
     if not stack.one_copy:
-        return _two_copies(space, stack, held, engine.zero > 0, stored)
+        return _two_copies(space, stack, engine, held, stored)
     whole = engine.keeps_whole_gradients(space.accumulation) | (space.zero == 1) & stack.keeps_gradients
     weights = stored * held.shard + np.where(engine.keeps_gathered, computed * held.gathered, 0.0)
     gradients = np.where(whole, reduced * held.whole, stored * held.shard)
     return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard}
 
 
-def _two_copies(space: Space, stack: Stack, held: Numbers, sharded: Bools, stored: float) -> dict[str, Array]:
+def _two_copies(space: Space, stack: Stack, engine: Engine, held: Numbers, stored: float) -> dict[str, Array]:
     """The same for a program that computes with a copy of its weights whatever is sharded."""
-    split = splits_backward(space)
+    sharded, split = engine.zero > 0, engine.splits_backward
     weights = np.where(sharded & (space.zero == 3) & ~split, 0.0, stack.weight_bytes * held.whole) + stored * held.shard
     whole = (space.zero == 1) & (stack.keeps_gradients | (space.accumulation > 1)) | split
     gradients = stack.gradient_bytes * np.where(sharded & ~whole, held.shard, held.whole)

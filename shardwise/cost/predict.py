@@ -29,20 +29,20 @@ devices is in `cost/clusters.py`, what differs between programs in `cost/stack.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
 from shardwise.config import Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.first_rank import device_type
+from shardwise.cost.first_rank import FirstRank, device_type
 from shardwise.cost.footprint import Holdings, footprint, hold
 from shardwise.cost.price import Priced, price
-from shardwise.cost.space import Array, Bools, Space, Work
+from shardwise.cost.space import Array, Bools, Space, Work, concatenate
 from shardwise.cost.stack import SHARDWISE, Stack
-from shardwise.cost.traffic import AT_ONCE, flows
+from shardwise.cost.traffic import candidate_flows, layout_flows
 from shardwise.errors import UserError
 from shardwise.plan.schedule import SCHEDULES
 
@@ -92,30 +92,16 @@ class Prediction:
 def predict(work: Work, space: Space, cluster: Cluster, stack: Stack = SHARDWISE) -> Prediction:
     """Seconds and bytes of every candidate, worked out for as many at once as lie in a processor's cache."""
     _check_precision(work, cluster)
-    parts = [slice(start, start + AT_ONCE) for start in range(0, max(len(space), 1), AT_ONCE)]
-    if len(parts) == 1:
-        return _predict(work, space, cluster, stack)
-    return _joined([_predict(work, space.take(part), cluster, stack) for part in parts])
-
-
-def _joined(parts: list[Prediction]) -> Prediction:
-    """One prediction of all candidates, in order."""
-
-    def join(name: str) -> Any:
-        values = [getattr(part, name) for part in parts]
-        if isinstance(values[0], dict):
-            return {key: np.concatenate([value[key] for value in values]) for key in values[0]}
-        return np.concatenate(values)
-
-    return Prediction(**{field.name: join(field.name) for field in fields(Prediction)})
+    parts = [_predict(work, part, cluster, stack) for part in space.parts()]
+    return concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Prediction:
     held, block = hold(work, space, stack), compute.block(work, space, cluster, stack)
     products, loss = compute.head(work, space, cluster, stack)
-    links = price(flows(work, space, stack, device_type(cluster)), space, cluster)
+    links = _links(work, space, cluster, stack)
     m, layers = space.accumulation.astype(float), float(work.model.layers)
-    per_block = 1 / (m * held.first_blocks)  # from a step of rank 0 to one pass through one block
+    per_block = 1 / (m * held.cut.first)  # from a step of rank 0 to one pass through one block
 
     repeated = _repeated(block, space, stack)
     tensor = _Tensor.of(links, per_block, space, cluster, stack)
@@ -128,7 +114,7 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     data_once, replica_once = _data_once(space, cluster, stack, held, links, layer)
 
     # In a pipeline one rank has the embedding and another the head; there they hide in the waits for the ranks between.
-    both = np.where(held.folded | (space.pipeline == 1), 1.0, 0.0)
+    both = np.where(held.cut.folded | (space.pipeline == 1), 1.0, 0.0)
     tensor_ends = both * tensor.ends / m
     data_ends = both * _exposed(links.seconds("data", "ends") / m, products, cluster.device.overlap * stack.overlap_data)
     lookup = compute.embedding(work, space, cluster)
@@ -155,6 +141,14 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     seconds_of = {name: value * cluster.corrections.get(name, 1.0) for name, value in seconds_of.items()}
     memory = footprint(work, space, cluster, stack, held)
     return Prediction(seconds_of, memory, layer, head, embedding, links.bytes)
+
+
+def _links(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Priced:
+    """All flows, priced: those that follow from the layout once for each layout, and looked up."""
+    layouts, index = space.layouts
+    rank = FirstRank.of(work, layouts, stack, device_type(cluster))
+    of_layouts = price(layout_flows(rank), layouts, cluster).of_candidates(space, index)
+    return of_layouts + price(candidate_flows(rank.of_candidates(space, index)), space, cluster)
 
 
 def _check_precision(work: Work, cluster: Cluster) -> None:
@@ -242,7 +236,7 @@ def _data_each(
 def _data_once(space: Space, cluster: Cluster, stack: Stack, held: Holdings, links: Priced, layer: Array) -> tuple[Array, Array]:
     """Exposed seconds of the data axis once a step, and of joining replicas: both hide behind the last backward and its waits."""
     overlap, sums = cluster.device.overlap * stack.overlap_data, links.seconds("data", "once")
-    room = BACKWARD * layer * held.first_blocks * np.where(space.pipeline > 1, np.minimum(space.accumulation, 2), 1)
+    room = BACKWARD * layer * held.cut.first * np.where(space.pipeline > 1, np.minimum(space.accumulation, 2), 1)
     joined = _exposed(links.seconds("replica", "once"), np.maximum(room - sums, 0.0), overlap)
     return _exposed(sums, room, overlap), joined
 
@@ -269,9 +263,9 @@ def _optimizer(work: Work, space: Space, cluster: Cluster, stack: Stack, held: H
 def _slowest(layer: Array, embedding: Array, head: Array, held: Holdings, space: Space, layers: float) -> tuple[Array, Array]:
     """Seconds of a micro-batch on the slowest pipeline rank, and on average."""
     alone = space.pipeline == 1
-    first = held.first_blocks * layer + embedding + np.where(held.folded, head, 0.0)
-    last = np.where(held.folded, 0.0, held.last_blocks * layer + head)
-    middle = held.middle_blocks * layer
+    first = held.cut.first * layer + embedding + np.where(held.cut.folded, head, 0.0)
+    last = np.where(held.cut.folded, 0.0, held.cut.last * layer + head)
+    middle = held.cut.middle * layer
     average = (layers * layer + embedding + head) / space.pipeline
     slowest = np.maximum(np.maximum(np.maximum(first, last), middle), average)
     return np.where(alone, average, slowest), average

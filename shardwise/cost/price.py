@@ -11,34 +11,57 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.cost.axes import devices, distance
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.collectives import Group, placed, rates
-from shardwise.cost.flow import Flow, When
-from shardwise.cost.space import Array, Ints, Space, distinct
+from shardwise.cost.collectives import Group, group_of, rates
+from shardwise.cost.flow import EACH_MICRO_BATCH, Flow, When
+from shardwise.cost.space import Array, Ints, Space
 
 AXES = ("tensor", "context", "expert", "data", "replica", "pipeline")
 """Whose time a prediction tells apart."""
+Key = tuple[str, When]
+"""An axis, and what a flow runs beside."""
 
 
 @dataclass(frozen=True)
 class Priced:
-    """The seconds of a step's flows, and their bytes."""
+    """The seconds of a step's flows, and their bytes, by axis (as `axis_of` groups them) and by what they run beside."""
 
-    bytes: dict[str, Array]
-    """By axis, as `axis_of` groups them: every flow is in one."""
+    times: dict[Key, Array]
+    volumes: dict[Key, Array]
     message: Array
     """Seconds of one message between pipeline stages."""
-    _seconds: dict[tuple[str, When], Array]
-    _none: Array
 
     def seconds(self, axis: str, when: When) -> Array:
         """Of all flows of this axis and time, in a step."""
-        return self._seconds.get((axis, when), self._none)
+        return self.times.get((axis, when), np.zeros_like(self.message))
 
     def inside_blocks(self, axis: str) -> Array:
         """Of its flows in the forward and backward passes of blocks, in a step."""
         return self.seconds(axis, "forward") + self.seconds(axis, "backward")
+
+    @property
+    def bytes(self) -> dict[str, Array]:
+        """By axis: every flow is in one."""
+        sums = dict.fromkeys(AXES, np.zeros_like(self.message))
+        for (axis, _), volume in self.volumes.items():
+            sums[axis] = sums[axis] + volume
+        return sums
+
+    def of_candidates(self, space: Space, index: Ints) -> Priced:
+        """Prices of layouts as those of the candidates; index[i] is the layout of candidate i."""
+
+        def whole_step(values: dict[Key, Array]) -> dict[Key, Array]:
+            each = space.accumulation.astype(float)
+            return {key: value[index] * each if key[1] in EACH_MICRO_BATCH else value[index] for key, value in values.items()}
+
+        return Priced(whole_step(self.times), whole_step(self.volumes), self.message[index])
+
+    def __add__(self, other: Priced) -> Priced:
+        return Priced(_sum(self.times, other.times), _sum(self.volumes, other.volumes), self.message + other.message)
+
+
+def _sum(some: dict[Key, Array], more: dict[Key, Array]) -> dict[Key, Array]:
+    return {**some, **{key: some[key] + value if key in some else value for key, value in more.items()}}
 
 
 def axis_of(flow: Flow) -> str:
@@ -50,26 +73,17 @@ def axis_of(flow: Flow) -> str:
 
 def price(sent: Sequence[Flow], space: Space, cluster: Cluster) -> Priced:
     """All flows of these candidates in seconds."""
-    groups: dict[str, tuple[Group, Ints]] = {}
-    none = np.zeros(len(space))
-    of_bytes, of_seconds, message = dict.fromkeys(AXES, none), dict[tuple[str, When], Array](), none
+    grids, index = space.grids
+    groups: dict[str, Group] = {}
+    times, volumes = dict[Key, Array](), dict[Key, Array]()
+    message = np.zeros(len(space))
     for flow in sent:
         if flow.axis not in groups:
-            groups[flow.axis] = _groups(flow.axis, space, cluster)
-        group, index = groups[flow.axis]
-        alpha, beta = rates(flow.kind, group, cluster)
+            groups[flow.axis] = group_of(flow.axis, grids, cluster)
+        alpha, beta = rates(flow.kind, groups[flow.axis], cluster)  # (grids,) each
         seconds = flow.count * alpha[index] + flow.bytes * beta[index]
         if flow.when == "pipeline":
             message = seconds / np.maximum(flow.count, 1.0)
-        axis = axis_of(flow)
-        key = axis, flow.when
-        of_bytes[axis] = of_bytes[axis] + flow.bytes
-        of_seconds[key] = of_seconds[key] + seconds if key in of_seconds else seconds
-    return Priced(of_bytes, message, of_seconds, none)
-
-
-def _groups(axis: str, space: Space, cluster: Cluster) -> tuple[Group, Ints]:
-    """The distinct groups of an axis, and for each candidate the index of its own."""
-    kinds, index = distinct([devices(axis, space), distance(axis, space)])
-    sizes, steps = np.asarray(kinds, dtype=np.int64).reshape(-1, 2).T
-    return placed(sizes, steps, cluster), index
+        key = axis_of(flow), flow.when
+        times, volumes = _sum(times, {key: seconds}), _sum(volumes, {key: flow.bytes})
+    return Priced(times, volumes, message)

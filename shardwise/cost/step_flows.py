@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from shardwise.config import borrowed
+from shardwise.config import Layout
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, calls
 from shardwise.cost.space import distinct
+from shardwise.plan.grid import EXPERT_SHARDS, SHARDS, joined_name
 
-ABSENT, FREE, BORROWED, DIVIDED = range(4)
-"""An axis as the experts see it: of one device, not borrowed, borrowed whole, and borrowed in part."""
-_SHARING = ("data", "context", "tensor")
+_SHARING = ("data", "context", "tensor", "expert")
+"""Degrees that decide how gradients are sharded."""
 
 
 def step_flows(rank: FirstRank) -> Iterator[Flow]:
@@ -36,40 +37,24 @@ def step_flows(rank: FirstRank) -> Iterator[Flow]:
 
 def _norm(rank: FirstRank) -> Iterator[Flow]:
     """One number for each axis of each way in which gradients are sharded: dense and split over tensor devices, dense and whole,
-    experts."""
-    space, taken, number = rank.space, borrowed(rank.space), max(4, rank.stored)
-    states = []
-    for axis in _SHARING:
-        size, part = getattr(space, axis), taken[axis]
-        states.append(np.select([size == 1, part == 1, part == size], [ABSENT, FREE, BORROWED], DIVIDED))
-    kinds, index = distinct([rank.zero > 0, rank.alone, rank.plain, *states])
-    summed = [_axes_of_norm(rank.work.model.experts > 0, *kind) for kind in kinds]
+    experts. Plain tensors, which DistributedDataParallel sums, are whole everywhere."""
+    space, experts, number = rank.space, rank.work.model.experts > 0, max(4, rank.stored)
+    columns = [rank.zero > 0, *(getattr(space, axis) for axis in _SHARING)]
+    first, index = distinct(columns)
+    kinds = zip(*(column[first].tolist() for column in columns), strict=True)
+    summed = [_axes_of_norm(experts, *kind) for kind in kinds]
     for name in sorted({name for axes in summed for name in axes}):
-        yield calls("all_reduce", name, "step", np.array([axes.count(name) for axes in summed])[index], number)
+        times = np.array([axes.count(name) for axes in summed])[index]
+        yield calls("all_reduce", name, "step", np.where(rank.plain, 0, times), number)
     yield calls("all_reduce", "pipeline", "step", space.pipeline > 1, number)
 
 
-@lru_cache(maxsize=1024)
-def _axes_of_norm(experts: bool, sharded: int, alone: int, plain: int, *states: int) -> tuple[str, ...]:
-    """The axes that the norm of one kind of candidate is summed over. The names are those of the grid (mesh/mesh.py), where
-    experts that borrow part of an axis cut it in two."""
-    if plain:
-        return ()
-    assert not (alone and sharded), "what nobody else has is not sharded"
-    dims: dict[str, list[str]] = {"data": [], "context": [], "tensor": [], "expert": [], "expert_data": []}
-    for axis, state in zip(_SHARING, states, strict=True):
-        outer = {FREE: [axis], DIVIDED: [f"{axis}.outer"]}.get(state, [])
-        inner = {BORROWED: [axis], DIVIDED: [f"{axis}.inner"]}.get(state, [])
-        dims[axis] = [*outer, *inner]
-        dims["expert_data"] += outer
-        dims["expert"] += inner
-
-    def named(*axes: str) -> tuple[str, ...]:
-        name = " x ".join(dim for axis in axes for dim in dims[axis])
-        return (name,) if name else ()
-
-    nobody = () if alone else ("solo",)  # an axis of one device, where nothing is sent, but which tells ways of sharding apart
-    shards = (sharded and named("data", "context")) or nobody
-    expert_shards = (sharded and named("expert_data")) or nobody
-    ways = {shards + named("tensor"), shards, *([expert_shards + named("expert")] if experts else [])}
+@lru_cache(maxsize=4096)
+def _axes_of_norm(experts: bool, sharded: bool, *degrees: int) -> tuple[str, ...]:
+    """The axes that a norm is summed over, by the names that the grid has for them (plan/grid.py)."""
+    given: dict[str, Any] = dict(zip(_SHARING, degrees, strict=True))
+    layout = Layout(**given)
+    dense, own = (joined_name(layout, axis) if sharded else "solo" for axis in (SHARDS, EXPERT_SHARDS))
+    split, spread = ([axis for axis in [joined_name(layout, name)] if axis != "solo"] for name in ("tensor", "expert"))
+    ways = {(dense, *split), (dense,), *([(own, *spread)] if experts else [])}
     return tuple(axis for way in ways for axis in way if axis != "solo")

@@ -34,47 +34,53 @@ numbers (sizes of units, blocks of a cut) is worked out once for each of them an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import numpy as np
+from collections.abc import Iterable
+from dataclasses import replace
 
 from shardwise.cost.block_flows import context_flows, expert_flows, loss_flows, stage_flows, tensor_flows
-from shardwise.cost.first_rank import FirstRank, first_rank
-from shardwise.cost.flow import Flow, When
-from shardwise.cost.space import Array, Space, Work
+from shardwise.cost.first_rank import FirstRank
+from shardwise.cost.flow import EACH_MICRO_BATCH, Flow, When
+from shardwise.cost.space import Ints, Space, Work
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.step_flows import step_flows
-from shardwise.cost.weight_flows import weight_flows
+from shardwise.cost.weight_flows import gathered_ahead, weight_flows
 from shardwise.plan.grid import label
-
-AT_ONCE = 2**14
-"""Candidates whose arrays lie in a processor's cache together."""
 
 
 def flows(work: Work, space: Space, stack: Stack = SHARDWISE, device: str = "cuda") -> list[Flow]:
     """Everything that rank 0 sends in a step, for every candidate: one flow for each kind, axis and time that occurs. On a "cuda"
     device blocks are compiled and the loss has larger chunks than on a "cpu"."""
-    sums: dict[tuple[str, str, When], tuple[Array, Array]] = {}
-    for start in range(0, len(space), AT_ONCE):
-        part = slice(start, start + AT_ONCE)
-        for flow in _flows(first_rank(work, space.take(part), stack, device)):
-            key = flow.kind, flow.axis, flow.when
-            if key not in sums and flow.count.any():
-                sums[key] = np.zeros(len(space)), np.zeros(len(space))
-            if key in sums:
-                sums[key][0][part] += flow.count
-                sums[key][1][part] += flow.bytes
-    return [Flow(*key, *both) for key, both in sums.items()]
+    layouts, index = space.layouts
+    rank = FirstRank.of(work, layouts, stack, device)
+    of_layouts = [of_candidates(flow, space, index) for flow in layout_flows(rank)]
+    return _merged([*of_layouts, *candidate_flows(rank.of_candidates(space, index))])
 
 
-def _flows(rank: FirstRank) -> Iterator[Flow]:
-    yield from weight_flows(rank)
-    yield from tensor_flows(rank)
-    yield from loss_flows(rank)
-    yield from context_flows(rank)
-    yield from expert_flows(rank)
-    yield from stage_flows(rank)
-    yield from step_flows(rank)
+def layout_flows(rank: FirstRank) -> list[Flow]:
+    """Those that follow from the layout: of weights, with those of one micro-batch where each has its own, and once a step."""
+    return _merged([*weight_flows(rank), *step_flows(rank)])
+
+
+def of_candidates(flow: Flow, space: Space, index: Ints) -> Flow:
+    """A flow of layouts as that of the candidates; index[i] is the layout of candidate i."""
+    times = space.accumulation if flow.when in EACH_MICRO_BATCH else 1
+    return replace(flow, count=flow.count[index] * times, bytes=flow.bytes[index] * times)
+
+
+def candidate_flows(rank: FirstRank) -> list[Flow]:
+    """Those that depend on the micro-batch or on recomputation: of activations."""
+    families = (tensor_flows, loss_flows, context_flows, expert_flows, stage_flows, gathered_ahead)
+    return _merged(flow for family in families for flow in family(rank))
+
+
+def _merged(sent: Iterable[Flow]) -> list[Flow]:
+    """One flow for each kind, axis and time that any candidate has."""
+    merged: dict[tuple[str, str, When], Flow] = {}
+    for flow in sent:
+        if flow.count.any():
+            key, before = (flow.kind, flow.axis, flow.when), merged.get((flow.kind, flow.axis, flow.when))
+            merged[key] = replace(flow, count=before.count + flow.count, bytes=before.bytes + flow.bytes) if before else flow
+    return list(merged.values())
 
 
 def totals(sent: list[Flow], space: Space, index: int) -> dict[str, dict[str, int]]:

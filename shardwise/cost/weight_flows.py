@@ -28,6 +28,8 @@ from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, calls, units
 from shardwise.cost.space import Bools, Ints
 from shardwise.cost.stack import SHARDWISE
+from shardwise.cost.stages import gathered_in_vain
+from shardwise.plan.engine import has_schedule
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
 from shardwise.plan.parameters import parameter_shapes
 
@@ -51,12 +53,19 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
         sizes.positions + head * (sizes.norm + np.where(apart, own_head, sizes.embedding)),
     )
     yield from _sharded(rank, SHARDS, rank.shards, sharded, blocks, embedding, root)
-    in_vain = rank.cut.gathered_in_vain * (sharded & (rank.shards > 1))
-    yield calls("all_gather", SHARDS, "once", in_vain, sizes.block * rank.gathered)
     if model.experts:
         yield from _experts(rank, sharded)
     buckets, whole = _buckets(model, rank.stored)
     yield units("all_reduce", COPIES, "once", rank.plain, (buckets, whole), rank.stack.reduce_bytes / SHARDWISE.reduce_bytes)
+
+
+def gathered_ahead(rank: FirstRank) -> Iterator[Flow]:
+    """What FSDP2 gathers for nobody at the end of a step. It alone depends on the number of micro-batches in no simple way."""
+    space = rank.space
+    where = np.flatnonzero((rank.shards > 1) & (space.pipeline > 1) & has_schedule(space, ("interleaved",)))
+    blocks = np.zeros(len(space))
+    blocks[where] = gathered_in_vain(rank.work, space.take(where), rank.stack)
+    yield calls("all_gather", SHARDS, "once", blocks, rank.sizes.block * rank.gathered if len(where) else 0.0)
 
 
 def _experts(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
@@ -78,8 +87,8 @@ def _sharded(
     ends = embedding[0] + root[0], embedding[1] + root[1]
     twice = embedding[0] + ends[0], embedding[1] + ends[1]
     everything = blocks[0] + ends[0], blocks[1] + ends[1]
-    three = (rank.zero == 3) & ~rank.splits
-    at_end = rank.splits | ((rank.zero == 1) & (not stack.reduce_each))
+    three = (rank.zero == 3) & ~rank.engine.splits_backward
+    at_end = rank.engine.splits_backward | ((rank.zero == 1) & (not stack.reduce_each))
     each_gather, each_sum = space.accumulation * (several & three), space.accumulation * (several & ~at_end)
     yield units("all_gather", axis, "forward", each_gather, blocks, rank.gathered)
     yield units("all_gather", axis, "backward", each_gather, blocks, rank.gathered)

@@ -143,22 +143,21 @@ def _expanded(
         refused[f"train.micro_batch = {asked} does not divide {share_of}"] += 1
         return
     shared = {expert: shares_weights(_layout(degrees, expert), config.model.experts) for expert in experts}
-    rows = list(product(_zeros(config, degrees, fixed, offload), _schedules(config, degrees, fixed), experts, attentions))
+    rows = product(_zeros(config, degrees, fixed, offload), _schedules(config, degrees, fixed), experts, attentions)
     modes = [RECOMPUTE.index(mode) for mode in RECOMPUTE if fixed.get("recompute", mode) == mode]
-    grid = [
-        (zero, SCHEDULES.index(schedule), per_rank, expert, ring, mode, size)
+    choices = [
+        (zero, SCHEDULES.index(schedule), per_rank, expert, ring, mode)
         for zero, (schedule, per_rank), expert, ring in rows
         if zero == 0 or offload or shared[expert]
         for mode in modes
         if not (mode and degrees["pipeline"] > 1 and schedule in SPLIT_BACKWARD and _pointless(mode, fixed))
-        for size in micro_batches
     ]
-    if not grid:
+    if not choices:
         return
-    table = np.asarray(grid, dtype=np.int64).T
-    names = ("zero", "schedule", "stages_per_rank", "expert", "ring", "recompute", "micro_batch")
-    columns = dict(zip(names, table, strict=True))
+    table = np.repeat(np.asarray(choices, dtype=np.int64).T, len(micro_batches), axis=1)  # (names, choices x micro-batches)
+    columns = dict(zip(("zero", "schedule", "stages_per_rank", "expert", "ring", "recompute"), table, strict=True))
     columns |= {axis: np.full(table.shape[1], degree, np.int64) for axis, degree in degrees.items()}
+    columns["micro_batch"] = np.tile(np.asarray(micro_batches, dtype=np.int64), len(choices))
     columns["accumulation"] = share // columns["micro_batch"]
     columns["offload"] = np.full(table.shape[1], int(offload), np.int64)
     yield columns

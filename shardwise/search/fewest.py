@@ -27,7 +27,7 @@ from shardwise.errors import UserError
 from shardwise.plan.dtypes import BYTES
 from shardwise.plan.flops import flops_per_token
 from shardwise.plan.parameters import count
-from shardwise.search.fits import any_fits, any_fits_resident, in_parts, spaces
+from shardwise.search.fits import any_fits, any_fits_resident, spaces
 from shardwise.search.reasons import best_layout, count_devices, nothing_fits
 from shardwise.search.search import MARGIN, SearchResult, limit, search, work_of
 
@@ -164,7 +164,7 @@ def _rough_seconds(config: Config, cluster: Cluster, devices: int) -> float | No
     work, allowed = work_of(config), limit(cluster, MARGIN, devices)
     for space in spaces(config, cluster, devices):
         quickest = np.inf
-        for part in in_parts(space):
+        for part in space.parts():
             prediction = predict(work, part, cluster, SHARDWISE)
             quickest = min(quickest, float(np.min(prediction.total[prediction.peak <= allowed], initial=np.inf)))
         if np.isfinite(quickest):

@@ -14,8 +14,6 @@ from shardwise.cost.stack import SHARDWISE
 from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.search import MARGIN, limit, work_of
 
-_CHUNK = 200_000
-
 
 def any_fits(config: Config, cluster: Cluster, devices: int) -> bool:
     """Whether any layout of the job fits on these devices."""
@@ -30,7 +28,7 @@ def any_fits_resident(config: Config, cluster: Cluster, devices: int) -> bool:
 
 def _some_fit(config: Config, cluster: Cluster, devices: int, space: Space) -> bool:
     work, allowed = work_of(config), limit(cluster, MARGIN, devices)
-    return any(bool((peak_bytes(work, part, cluster) <= allowed).any()) for part in in_parts(space))
+    return any(bool((peak_bytes(work, part, cluster) <= allowed).any()) for part in space.parts())
 
 
 def peak_bytes(work: Work, space: Space, cluster: Cluster) -> Array:
@@ -45,9 +43,3 @@ def spaces(config: Config, cluster: Cluster, devices: int) -> Iterator[Space]:
     yield candidates(config, devices, fixed, bool(fixed.get("offload"))).space
     if "offload" not in fixed and cluster.device.overlap:
         yield candidates(config, devices, fixed, offload=True).space
-
-
-def in_parts(space: Space) -> Iterator[Space]:
-    """A space in pieces that fit in memory beside what is computed from them."""
-    for start in range(0, len(space), _CHUNK):
-        yield space.take(slice(start, start + _CHUNK))

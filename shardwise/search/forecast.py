@@ -34,7 +34,7 @@ def forecast(config: Config, layout: Layout, micro_batch: int, accumulation: int
     """Seconds by term, bytes of memory by kind, and of every collective, of one step under this layout."""
     one = space_of_layout(config, layout, micro_batch, accumulation)
     work = work_of(config)
-    found = play(work, one, cluster)
+    found = play(work, one, cluster)[0]
     total = float(found.total[0])
     return {
         "cluster": cluster.name,

@@ -161,7 +161,7 @@ def _largest_sizes(fits: Callable[[Ints], Any], layouts: int) -> Ints:
 
 
 def _largest(config: Config, work: Work, one: Space, cluster: Cluster, batch: int) -> Largest:
-    found, row = play(work, one, cluster), one.row(0)
+    found, row = play(work, one, cluster)[0], one.row(0)
     seconds, copies, layout = float(found.total[0]), row["replica"] * row["data"], describe_layout(row)
     changes = {"global_batch": batch, "micro_batch": row["micro_batch"], "recompute": RECOMPUTE[row["recompute"]]}
     job = config.model_copy(update={"layout": one.layout(0), "train": config.train.model_copy(update=changes)})

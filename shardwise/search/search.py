@@ -19,7 +19,7 @@ import numpy as np
 from shardwise.config import Config
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import Array, Ints, Space, Work
+from shardwise.cost.space import Array, Ints, Space, Work, take
 from shardwise.cost.stack import SHARDWISE
 from shardwise.errors import UserError
 from shardwise.plan.dtypes import reduce_dtype, state_dtype
@@ -32,7 +32,6 @@ MARGIN = 0.08
 """Share of a device's memory that a plan leaves free, for what the model of memory does not see."""
 NEAR = 0.02
 FINALISTS = 16
-CHUNK = 200_000
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ class SearchResult:
         """Which candidates do."""
         return self.peak <= self.limit
 
-    def prediction(self, place: int) -> Prediction:
+    def prediction(self, index: int) -> Prediction:
         """One candidate's, term by term."""
-        return self.exact[place] if place in self.exact else play(self.work, self.space.take([place]), self.cluster)
+        return self.exact[index] if index in self.exact else play(self.work, self.space.take([index]), self.cluster)[0]
 
 
 def work_of(config: Config) -> Work:
@@ -102,26 +101,24 @@ def search(config: Config, cluster: Cluster, devices: int, margin: float = MARGI
 def _costed(
     work: Work, cluster: Cluster, space: Space, margin: float, refused: dict[str, int], fixed: Mapping[str, Any], devices: int
 ) -> SearchResult:
-    total, peak = _in_chunks(work, space, cluster)
+    total, peak = _cost(work, space, cluster)
     fitting = np.flatnonzero(peak <= limit(cluster, margin, devices))
     order = fitting[np.argsort(total[fitting], kind="stable")]
     exact: dict[int, Prediction] = {}
-    while len(order) and (not exact or int(order[0]) not in exact):
-        for place in _finalists(space, total, order, exact):
-            exact[place] = play(work, space.take([place]), cluster)
-            total[place] = exact[place].total[0]
+    while len(order) and int(order[0]) not in exact:
+        finalists = _finalists(space, total, order, exact)
+        exact |= zip(finalists, play(work, space.take(finalists), cluster), strict=True)
+        total[finalists] = [exact[index].total[0] for index in finalists]
         order = order[np.argsort(total[order], kind="stable")]
     order = _simplest_first(space, total, order, exact)
     return SearchResult(work, cluster, devices, space, total, peak, order, margin, refused, 0.0, fixed, exact)
 
 
-def _in_chunks(work: Work, space: Space, cluster: Cluster) -> tuple[Array, Array]:
-    total, peak = np.zeros(len(space)), np.zeros(len(space))
-    for start in range(0, len(space), CHUNK):
-        places = slice(start, start + CHUNK)
-        prediction = predict(work, space.take(places), cluster, SHARDWISE)
-        total[places], peak[places] = prediction.total, prediction.peak
-    return total, peak
+def _cost(work: Work, space: Space, cluster: Cluster) -> tuple[Array, Array]:
+    """Seconds and bytes of every candidate; nothing else of a prediction is kept, which of a million would be gigabytes."""
+    predictions = (predict(work, part, cluster, SHARDWISE) for part in space.parts())
+    total, peak = zip(*((prediction.total, prediction.peak) for prediction in predictions), strict=True)
+    return np.concatenate(total), np.concatenate(peak)
 
 
 def _finalists(space: Space, total: Array, order: Ints, exact: Mapping[int, Prediction]) -> list[int]:
@@ -141,10 +138,10 @@ def _simplest_first(space: Space, total: Array, order: Ints, exact: Mapping[int,
     """Put the simplest of the near ties in front."""
     if not len(order):
         return order
-    played = [int(place) for place in order if int(place) in exact]
-    near = [place for place in played if total[place] <= (1 + NEAR) * total[played[0]]]
-    best = min(near, key=lambda place: (moving_parts(space.row(int(place))), total[place]))
-    return np.asarray([best, *(place for place in order if place != best)], dtype=np.int64)
+    played = order[np.isin(order, list(exact))]
+    near = played[total[played] <= (1 + NEAR) * total[played[0]]]
+    best = min(near, key=lambda index: (moving_parts(space.row(index)), total[index]))
+    return np.concatenate([[best], order[order != best]])
 
 
 def moving_parts(row: Mapping[str, int]) -> float:
@@ -159,10 +156,13 @@ def moving_parts(row: Mapping[str, int]) -> float:
 # -- one candidate, with its own schedule -------------------------------------------------------------------------------
 
 
-def play(work: Work, one: Space, cluster: Cluster) -> Prediction:
-    """The prediction of a single candidate, its pipeline played through as it will run, stages cut as they will be."""
-    closed = predict(work, one, cluster, SHARDWISE)
-    row = one.row(0)
+def play(work: Work, space: Space, cluster: Cluster) -> list[Prediction]:
+    """A prediction for each candidate by itself, its pipeline played through as it will run, stages cut as they will be."""
+    closed = predict(work, space, cluster, SHARDWISE)
+    return [_played(work, space.row(index), take(closed, [index]), cluster) for index in range(len(space))]
+
+
+def _played(work: Work, row: Mapping[str, int], closed: Prediction, cluster: Cluster) -> Prediction:
     if row["pipeline"] == 1:
         return closed
     blocks = work.blocks(row["pipeline"] * row["stages_per_rank"])

@@ -29,14 +29,17 @@ import numpy as np
 
 from shardwise.config import Model, divisors
 from shardwise.cost import compute
-from shardwise.cost.collectives import group_of, seconds
+from shardwise.cost.axes import devices
+from shardwise.cost.collectives import group_of, seconds, wire_factor
+from shardwise.cost.first_rank import device_type
 from shardwise.cost.footprint import hold
 from shardwise.cost.predict import Prediction, predict
+from shardwise.cost.price import axis_of
 from shardwise.cost.space import Space
 from shardwise.cost.stack import SHARDWISE
-from shardwise.plan.engine import splits_backward
+from shardwise.cost.traffic import flows
+from shardwise.plan.engine import engine_of
 from shardwise.plan.parameters import parameter_shapes
-from shardwise.search.requirements import wire_bytes
 from shardwise.search.search import SearchResult
 
 WORTHWHILE = 0.1
@@ -167,7 +170,7 @@ def factor_bytes(model: Model, tensor: int = 1) -> float:
 def _compressed(result: SearchResult, one: Space, how: _Compression) -> Alternative:
     parameters = float(hold(result.work, one, SHARDWISE).parameters[0])
     width = _width(one, how)
-    passes = float(compute.streamed(np.asarray([how.traffic * parameters]), one, result.cluster)[0]) * _reductions(one)
+    passes = float(compute.streamed(np.asarray([how.traffic * parameters]), one, result.cluster)[0]) * _reductions(result, one)
     found = predict(result.work, one, result.cluster, replace(SHARDWISE, reduce_bytes=width))
     extra = how.error * parameters
     return Alternative(
@@ -205,25 +208,20 @@ def _width(one: Space, how: _Compression) -> float:
     return twice / 2 * how.bytes_per_value * int(one.shards[0] * one.replica[0])
 
 
-def _reductions(one: Space) -> int:
+def _reductions(result: SearchResult, one: Space) -> int:
     """How often a step reduces its gradients: once, or for each micro-batch where no device keeps them whole."""
-    split = bool(splits_backward(one)[0])
-    return int(one.accumulation[0]) if int(one.zero[0]) >= 2 and not split else 1
+    return int(one.accumulation[0]) if engine_of(one, result.work.model.experts).reduces_each[0] else 1
 
 
 def _sent(result: SearchResult, one: Space, width: float) -> float:
-    """Bytes that one device sends a step to agree on gradients of so many bytes a value."""
-    held = hold(result.work, one, SHARDWISE)
-    experts = float(held.blocks[0] * held.block_experts[0])
-    dense = float(held.parameters[0]) - experts
-    shards, copies = int(one.shards[0]), int(one.replica[0])
-    of_experts = int(one.expert_shards[0])
-    if int(one.zero[0]) == 0 or shards == 1:
-        whole = wire_bytes("all_reduce", width * dense, shards * copies)
-        return float(whole + wire_bytes("all_reduce", width * experts, of_experts * copies))
-    scattered = wire_bytes("reduce_scatter", width * dense, shards) + wire_bytes("reduce_scatter", width * experts, of_experts)
-    joined = wire_bytes("all_reduce", width * (dense / shards + experts / of_experts), copies)
-    return float(_reductions(one) * scattered + joined)
+    """Bytes that one device sends a step to agree on gradients of so many bytes a value: the reductions among its flows."""
+    stack = replace(SHARDWISE, reduce_bytes=width)
+    sums = [
+        flow.bytes * wire_factor(flow.kind, devices(flow.axis, one).astype(float))
+        for flow in flows(result.work, one, stack, device_type(result.cluster))
+        if flow.kind in ("reduce_scatter", "all_reduce") and axis_of(flow) in _DATA and flow.when != "step"
+    ]
+    return float(sum(sums, np.zeros(1))[0])
 
 
 # -- local training -----------------------------------------------------------------------------------------------------
@@ -239,7 +237,7 @@ def _local(result: SearchResult, one: Space) -> Iterator[Alternative]:
     share = _share(result, worker)
     group = group_of("replica", replace(worker, replica=np.asarray([count])), result.cluster)
     outer = float(seconds("all_reduce", np.asarray([4.0 * share]), group, result.cluster)[0]) / OUTER_EVERY
-    averaged = float(wire_bytes("all_reduce", 4.0 * share, count)) / OUTER_EVERY
+    averaged = float(4.0 * share * wire_factor("all_reduce", np.asarray(count))) / OUTER_EVERY
     yield Alternative(
         f"DiLoCo, {count} workers",
         bytes_per_step=_sent(result, worker, SHARDWISE.reduce_bytes) + averaged,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from shardwise.config import Model
 from shardwise.cost.clusters import CLUSTERS, named
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import Space, Work, space_of
+from shardwise.cost.space import AT_ONCE, Space, Work, space_of
 from shardwise.cost.stack import SHARDWISE, Stack
-from shardwise.cost.traffic import AT_ONCE, flows
+from shardwise.cost.traffic import flows
 
 TIED = EVEN.model_copy(update={"tied": True, "kv_heads": 2})
 CUDA, CPU = named("h100x64"), CLUSTERS["cpu"]

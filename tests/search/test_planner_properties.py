@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shardwise.config import SPLIT_BACKWARD, Config, Layout, from_tables, problems_of_layout
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import CLUSTERS, named
-from shardwise.cost.footprint import footprint, hold, states
+from shardwise.cost.footprint import footprint, hold
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import RECOMPUTE, Space, space_of
 from shardwise.cost.stack import SHARDWISE
@@ -188,7 +188,7 @@ def test_states_of_every_candidate_are_those_of_its_layout(family: str, dtypes: 
         space = candidates(config, devices, {}).space
         space = space.take(np.unique(rng.integers(0, len(space), 400)))
         work = work_of(config)
-        found = states(work, space, SHARDWISE, hold(work, space, SHARDWISE).fullest)
+        found = hold(work, space, SHARDWISE).states
         for place in range(len(space)):
             expected = state_bytes(config, space.layout(place), int(space.accumulation[place]))
             assert {name: value[place] for name, value in found.items()} == asdict(expected), space.row(place)
@@ -200,7 +200,7 @@ def test_states_are_part_of_the_footprint_and_leave_the_device_when_offloaded() 
     work, space = work_of(config), space_of(rows)
     held = hold(work, space, SHARDWISE)
     memory = footprint(work, space, cluster, SHARDWISE, held)
-    for name, value in states(work, space, SHARDWISE, held.fullest).items():
+    for name, value in held.states.items():
         assert list(memory[name]) == [value[0], 0.0]
 
 
