@@ -110,9 +110,16 @@ def visit(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) 
         ends = counts.cumsum(0, dtype=torch.int32)
         inner = F.silu(_grouped(rows, gate, ends)) * _grouped(rows, up, ends)
         return _grouped(inner, down, ends)
+    one_by_one: Tensor = _visit_one_by_one(rows, counts, gate, up, down)
+    return one_by_one
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _visit_one_by_one(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Expert after expert, each on the rows that it gets. Their numbers are others each time: the compiler would begin anew."""
     # unbind and not an index for each expert: the backward of an index is as large as all experts together.
-    parts = zip(rows.split_with_sizes(counts.tolist()), gate.unbind(), up.unbind(), down.unbind(), strict=True)
-    return torch.cat([F.linear(F.silu(F.linear(part, g)) * F.linear(part, u), d) for part, g, u, d in parts])
+    experts = zip(rows.split_with_sizes(counts.tolist()), gate.unbind(), up.unbind(), down.unbind(), strict=True)
+    return torch.cat([F.linear(F.silu(F.linear(own, g)) * F.linear(own, u), d) for own, g, u, d in experts])
 
 
 def _can_group(rows: Tensor, gate: Tensor, down: Tensor) -> bool:

@@ -74,6 +74,7 @@ def split_sequences(model: nn.Module, comm: Comm, axes: Sequence[str] = ("contex
     if not several:
         return
 
+    @eager
     def over_axes(x: Tensor) -> Tensor:
         for axis in several:
             x = total(x, comm, axis)

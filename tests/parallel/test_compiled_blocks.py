@@ -12,13 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks.jobs import FAMILIES, Tables, Trained, job, on_one_device, train, worst_difference
+from ranks.jobs import FAMILIES, Tables, Trained, job, on_one_device, start, train, worst_difference
 from ranks.pool import Pool
 from ranks.truth import EXACT
 from torch._dynamo.utils import counters
 
 from shardwise.mesh import Worker
 from shardwise.models import MixtureOfExperts
+from shardwise.train.evaluate import held_out_loss
 
 SMALL = {"recompute": "full", "compile": True, "global_batch": 4, "micro_batch": 2, "steps": 2}
 LAYOUTS = [
@@ -67,3 +68,23 @@ def train_compiled(worker: Worker, tables: Tables) -> Compiled:
         mock.patch.object(MixtureOfExperts, "take_load", taken),
     ):
         return Compiled(train(worker, tables), counters["stats"]["unique_graphs"], loads)
+
+
+def test_all_blocks_run_what_the_first_compiled(ranks: Callable[[int], Pool], corpus: str) -> None:
+    """The compiler allows few versions of a function: blocks for which it made one each would not all be compiled."""
+    train = {"compile": True, "micro_batch": 2, "evaluate_sequences": 2}
+    tables = job(corpus, model={**FAMILIES["llama"], "layers": 2}, train=train, layout={"data": 1, "tensor": 2})
+    for first, second in ranks(2).run(graphs_after_blocks, tables):
+        assert second == first > 0
+
+
+def graphs_after_blocks(worker: Worker, tables: Tables) -> list[int]:
+    torch._dynamo.reset()
+    counters.clear()
+    graphs: list[int] = []
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        training = start(worker, tables)
+        for block in training.parallel.model.get_submodule("blocks").children():
+            block.register_forward_hook(lambda *call: graphs.append(counters["stats"]["unique_graphs"]))
+        held_out_loss(training)
+    return graphs
