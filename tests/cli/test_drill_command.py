@@ -14,10 +14,15 @@ from typing import Any
 
 import psutil
 import pytest
+import typer
 from warm import Command
 
+from shardwise.cli import drill as command
 from shardwise.cli.drill import _drill
 from shardwise.errors import UserError
+from shardwise.verify.compare_runs import RunComparison
+from shardwise.verify.disturbed_run import Baseline
+from shardwise.verify.drill import DrillResult
 
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
@@ -91,6 +96,30 @@ def test_a_run_that_does_not_survive_fails_the_drill_with_its_last_words(shardwi
     assert "kill after step" in found["failure"]
     assert "SIGKILL" in found["failure"]
     assert "SIGKILL" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("failure", "losses", "status"),
+    [(None, [], 0), (None, [7], 1), ("kill after step 3: no step was done after it", None, 1)],
+    ids=["the same run", "another run", "no end"],
+)
+def test_only_a_drill_that_was_survived_without_a_difference_is_status_0(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failure: str | None,
+    losses: list[int] | None,
+    status: int,
+) -> None:
+    same = None if losses is None else RunComparison(9, None, [], [], losses, 0.0, [], [], [], {}, 0.0, 4)
+    baseline = Baseline(training=1.0, start=0.1, step=0.1, slowest=0.1)
+    found = DrillResult((), (), failure, (), same, False, {}, 2, baseline, drilled_seconds=2.0, seconds=4.0)
+    monkeypatch.setattr(command, "_drill", lambda *arguments: found)
+    with pytest.raises(typer.Exit) as left:
+        command.drill(Path("job.toml"), faults="kill", count=1, seed=0, json=True)
+    assert left.value.exit_code == status
+    told = capsys.readouterr()
+    assert json.loads(told.out)["pass"] is (status == 0)
+    assert told.err.strip() == (failure or "")
 
 
 @pytest.fixture
