@@ -95,6 +95,26 @@ def test_what_one_worker_lost_comes_back_from_its_neighbour(
         assert again == losses[4:]
 
 
+def break_off_last_exchange(worker: Worker) -> None:
+    """As when a peer dies while copies are on their way: the neighbour's last one came in part only."""
+    last = KEPT[0]._kept[-1]
+    assert last.thread is not None
+    last.thread.join()
+    last.theirs.content[len(last.theirs.content) // 2 :] = 0
+    last.complete = False
+
+
+def test_a_copy_that_came_in_part_is_not_used_but_the_one_before_it(
+    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path
+) -> None:
+    tables = job(corpus, train={"steps": 5}, layout={"data": 2, "zero": 3}, run={"folder": str(tmp_path)})
+    before = ranks(2).run(train_with_copies, tables)
+    ranks(2).run(break_off_last_exchange)
+    for (losses, _), (recalled, _, again) in zip(before, ranks(2).run(come_back, tables, [1]), strict=True):
+        assert recalled
+        assert again == losses[2:], "copies were kept of steps 2 and 4"
+
+
 @pytest.mark.parametrize(("lost", "whole"), [([0, 1], True), ([0, 2], False)])
 def test_two_may_be_lost_unless_one_had_the_others_copy(
     ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, lost: list[int], whole: bool
