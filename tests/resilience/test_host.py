@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -19,6 +20,8 @@ from shardwise.errors import RunFailed, UserError
 from shardwise.resilience import host as host_module
 from shardwise.resilience.host import INTERRUPTED, RESUME_ME, Host
 from shardwise.resilience.host_link import HostLink
+from shardwise.resilience.messages import Done, Progress, Waiting
+from shardwise.resilience.process import WorkerProcess
 from shardwise.resilience.server import start_server
 from shardwise.resilience.team import Bounds, Lead
 
@@ -147,6 +150,38 @@ def _cannot_start(error: str, slot: int, pipe: Any) -> None:
     link = HostLink(pipe, str, lambda worker: None)
     link.failed(UserError("the data is gone") if error == "user" else ValueError("the data is gone"))
     os._exit(1)
+
+
+@pytest.mark.parametrize(("generation", "step", "status"), [(1, 0, None), (2, 9, 0)])
+def test_a_late_word_of_an_earlier_team_says_nothing_about_the_present_one(
+    tmp_path: Path, generation: int, step: int, status: int | None
+) -> None:
+    host, _ = a_host(tmp_path, {}, workers=1)
+    host._generation, host._members = 2, {0: 0}
+    worker = WorkerProcess(0, multiprocessing.Process(), multiprocessing.Pipe()[0], "working", generation, step=8, phase="step")
+    host._hear(worker, Progress("step", 9))
+    host._hear(worker, Done(0))
+    report = host._report()
+    assert (report.generation, report.step, report.done) == (2, step, status)
+
+
+def test_a_worker_ends_when_its_host_is_gone() -> None:
+    start_server(["shardwise.resilience.host_link"])
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=_wait_for_a_team, args=(theirs,), daemon=True)
+    worker.start()
+    theirs.close()
+    assert ours.recv() == Waiting()
+    ours.close()  # as the system does when a host is killed
+    worker.join(10)
+    left = worker.is_alive()
+    worker.kill()
+    assert not left
+
+
+def _wait_for_a_team(pipe: Any) -> None:
+    HostLink(pipe, str, lambda worker: None).next_team()
 
 
 def test_a_run_that_waits_for_workers_says_so(

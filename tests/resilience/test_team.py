@@ -71,6 +71,14 @@ def test_an_elastic_run_waits_a_while_for_the_rest_and_then_starts_without_them(
     assert len(team_of(decide(judge, PATIENCE_SECONDS + 1, host("a", 2)))) == 2
 
 
+def test_a_layout_that_leaves_fewer_workers_than_the_minimum_at_work_is_not_begun() -> None:
+    judge = lead(3, 4, even_numbers)
+    assert decide(judge, PATIENCE_SECONDS + 1, host("a", 3)).team is None
+    assert decide(judge, 3 * PATIENCE_SECONDS, host("a", 3)).team is None, "of three workers two would train"
+    assert judge.lacks is not None
+    assert len(team_of(decide(judge, 3 * PATIENCE_SECONDS + 1, host("a", 4)))) == 4
+
+
 def test_a_worker_that_died_is_replaced_at_once_in_the_next_generation() -> None:
     judge = lead(2, 2)
     decide(judge, 0, host("a", 2))
