@@ -69,6 +69,17 @@ def test_a_fault_costs_the_work_after_the_last_save_and_the_time_until_a_step_co
     assert found["recoveries"][0]["lost_steps"] == 2
 
 
+def test_pauses_between_steps_that_count_are_not_lost_in_a_later_fault() -> None:
+    """Half a second before step 2 is nobody's, whatever happens later; lost is what comes after step 2."""
+    events = [
+        event(0, "start"),
+        event(5, "fault", **FAULT),
+        event(8, "recovery", step=2, lost_steps=2, lost_seconds=2.5, seconds=3.0, generation=2),
+    ]
+    steps = [step(1, 1), step(2, 2.5), step(3, 8)]
+    parts(goodput(events, steps), productive=3.0, other=0.5, lost=2.5, recovery=2.0)
+
+
 def test_a_second_fault_before_a_step_and_a_third_after_some_are_told_apart() -> None:
     events = [
         event(0, "start"),
