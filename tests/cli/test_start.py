@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from shardwise.cli import train as command
 from shardwise.cli.drill import _drill
 from shardwise.cli.probe import _probe
 from shardwise.cli.train import _train
 from shardwise.cli.verify import _prove
 from shardwise.errors import UserError
 from shardwise.mesh import local_gpus
+from shardwise.resilience.team import Bounds
+from shardwise.train import launch
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "examples/quickstart.toml"
@@ -82,3 +87,43 @@ def test_a_refused_job_starts_no_server(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError):
         call(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "workers", "least", "most", "here", "bounds"),
+    [
+        (4, None, None, None, 4, Bounds(4, 4)),
+        (4, None, 2, None, 4, Bounds(2, 4)),
+        (-1, 2, None, None, 2, Bounds(2, 2)),
+        (-1, None, 1, 3, 3, Bounds(1, 3)),
+        (-1, None, None, 3, 3, Bounds(3, 3)),
+    ],
+)
+def test_all_workers_are_needed_unless_fewer_are_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    data: int,
+    workers: int | None,
+    least: int | None,
+    most: int | None,
+    here: int,
+    bounds: Bounds,
+) -> None:
+    started: list[tuple[int, Bounds]] = []
+    monkeypatch.setattr(launch, "launch", lambda config, here, bounds, *_: started.append((here, bounds)) or 0)
+    monkeypatch.setattr(command, "_check_data", lambda config: None)
+    overrides = [f"layout.data={data}", "layout.tensor=1", "train.global_batch=12", f"run.folder={tmp_path}/run"]
+    assert _train(JOB, overrides, workers, (least, most)) == 0
+    assert started == [(here, bounds)]
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_command_that_is_stopped_before_its_workers_start_says_by_whom(
+    monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, status: int
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(command, "_train", lambda *_: os.kill(os.getpid(), sent))
+    with pytest.raises(typer.Exit) as left:
+        command.train(JOB)
+    assert left.value.exit_code == status
+    assert signal.getsignal(signal.SIGTERM) == before
