@@ -6,8 +6,11 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,12 +20,12 @@ from shardwise.cost.cluster import KINDS, Cluster, Device, Link, Measured
 from shardwise.cost.cluster_file import read_cluster
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Node, cache_folder
-from shardwise.probe import devices, local_workers, measure_here, quick_cluster
+from shardwise.probe import devices, links, local_workers, measure_here, quick_cluster
 from shardwise.probe import quick as quick_module
 from shardwise.probe.bench import Bench
 from shardwise.probe.budget import Budget
 from shardwise.probe.devices import data_sheet
-from shardwise.probe.fit import Speed
+from shardwise.probe.fit import Speed, fit_collective
 from shardwise.probe.links import between, inside
 from shardwise.probe.progress import Progress, silent
 from shardwise.probe.quick import save_cluster
@@ -242,3 +245,33 @@ def test_a_known_gpu_keeps_its_data_sheet_and_gets_the_shares_it_reached(monkeyp
     assert found.attention == pytest.approx(434 / 989.5)
     assert (found.bandwidth, found.stream) == (4.8e12, pytest.approx(4.1 / 4.8))
     assert (found.overlap, found.host_bandwidth, found.launch) == (1.0, 50e9, 4e-6)
+
+
+class Known(Bench):
+    """Takes what a machine of known speed would, given what a call did."""
+
+    def __init__(self, seconds: Callable[[Any], float]) -> None:
+        super().__init__(torch.device("cpu"), None, 0.0, 1)
+        object.__setattr__(self, "seconds", lambda run: seconds(run()))
+
+
+def test_memory_of_known_speed_is_found() -> None:
+    bench = Known(lambda made: 2 * made.nbytes / 20e9)  # what a kernel read, and as much that it wrote
+    assert devices._stream(bench, TINY["cpu"], Progress(1, silent)) == pytest.approx(20e9)
+
+
+def test_the_clock_and_the_width_of_an_h100_give_the_bandwidth_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = SimpleNamespace(memory_clock_rate=2_619_000, memory_bus_width=5120)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
+    assert devices._clocked_bandwidth(torch.device("cuda", 0)) == pytest.approx(3.35e12, rel=0.01)
+
+
+@pytest.mark.parametrize("members", [2, 4, 8])
+def test_a_ring_of_known_links_is_found_whatever_its_length(monkeypatch: pytest.MonkeyPatch, members: int) -> None:
+    """An all-reduce hands one member's part of 4-byte numbers on in each of 2 (n - 1) hops."""
+    monkeypatch.setattr(links, "_collective", lambda kind, part, group, device: lambda: part)
+    bench = Known(lambda part: 30e-6 + 2 * (members - 1) * 4 * part / 10e9)
+    group: Any = None
+    measured = links._times(bench, "all_reduce", group, members, (2**14, 2**18, 2**22), Progress(3, silent))
+    found = fit_collective("all_reduce", members, *measured)
+    assert (found.latency, found.bandwidth) == (pytest.approx(30e-6), pytest.approx(10e9))
