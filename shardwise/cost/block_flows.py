@@ -8,7 +8,7 @@ import numpy as np
 
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, calls
-from shardwise.plan.chunks import chunk_tokens
+from shardwise.plan.chunks import chunk_tokens, largest_part
 
 
 def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
@@ -45,7 +45,7 @@ def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
 def loss_flows(rank: FirstRank) -> Iterator[Flow]:
     """Of each token: the largest logit, then the sum of exponentials and the target's logit, chunk by chunk."""
     space, several = rank.space, (rank.space.tensor > 1) & rank.head
-    tokens, rows = space.micro_batch * rank.length, -(-rank.work.model.vocabulary // space.tensor)
+    tokens, rows = space.micro_batch * rank.length, largest_part(rank.work.model.vocabulary, space.tensor)
     chunks = -(-tokens // chunk_tokens(tokens, rows, rank.computed, rank.device))
     numbers = calls("all_reduce", "tensor", "ends", 2 * space.accumulation * several, tokens * 3 * rank.wide / 2)
     yield Flow("all_reduce", "tensor", "ends", numbers.count * chunks, numbers.bytes)

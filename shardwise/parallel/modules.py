@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Comm
 from shardwise.optim import local
+from shardwise.plan.chunks import largest_part
 from shardwise.plan.sharding import Role
 
 
@@ -49,7 +50,7 @@ class Share:
 
     def range_of(self, length: int) -> range:
         """This device's part of so many rows, dealt out as by torch.chunk: the last parts may be shorter, or empty."""
-        longest = -(-length // self.size)
+        longest = largest_part(length, self.size)
         return range(min(length, longest * self.index), min(length, longest * (self.index + 1)))
 
 

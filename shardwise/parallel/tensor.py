@@ -36,6 +36,7 @@ from shardwise.errors import UserError
 from shardwise.models import Sharding, VocabularyPart, linear_cross_entropy
 from shardwise.optim import local
 from shardwise.parallel.modules import ParallelModule, Share, make_parallel
+from shardwise.plan.chunks import largest_part
 from shardwise.plan.sharding import copies_parts, split_dim
 
 AXIS = "tensor"
@@ -283,8 +284,8 @@ class VocabularyLoss(ParallelModule):
         def maximum(numbers: Tensor) -> Tensor:
             return comm.all_reduce(numbers, AXIS, op=torch.distributed.ReduceOp.MAX)
 
-        first, most = self.share.range_of(rows).start, -(-rows // self.share.size)
-        return VocabularyPart(first, most, maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
+        first, most_rows = self.share.range_of(rows).start, largest_part(rows, self.share.size)
+        return VocabularyPart(first, most_rows, maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
 
     def describe(self) -> str:
         """This device's ids."""
@@ -293,8 +294,7 @@ class VocabularyLoss(ParallelModule):
 
 def _put_together(features: Tensor, rows: int, share: Share) -> Tensor:
     """The features of all devices, of so many rows of a matrix; the last parts may be shorter, so they are padded on the way."""
-    longest = -(-rows // share.size)
-    padded = F.pad(features, (0, longest - features.shape[-1]))
+    padded = F.pad(features, (0, largest_part(rows, share.size) - features.shape[-1]))
     return collect(padded, share.comm, AXIS, padded.ndim - 1)[..., :rows]  # only behind the last row is there padding
 
 

@@ -23,10 +23,16 @@ def chunk_bytes(device_type: str) -> int:
 def chunk_tokens(tokens: Count, vocabulary: Count, value_bytes: int, device_type: str) -> Count:
     """Tokens a chunk: as many as keep its logits within the budget, spread evenly over the chunks. For numbers and for arrays.
 
-    `vocabulary` is the largest part of it that a tensor device has, so that all of them cut alike.
+    `vocabulary` is the largest part of it that a tensor device has, so that all of them cut alike: a device that cut by
+    its own, fewer rows would be done with its chunks while the others wait for its sums.
     """
     at_most = _at_least_one(chunk_bytes(device_type) // (vocabulary * value_bytes))
     return _at_least_one(-(-tokens // _at_least_one(-(-tokens // at_most))))
+
+
+def largest_part(rows: Count, devices: Count) -> Count:
+    """Of rows that devices share as torch.chunk deals them out: the first devices have so many, the last ones fewer, or none."""
+    return -(-rows // devices)
 
 
 def _at_least_one(count: Count) -> Count:

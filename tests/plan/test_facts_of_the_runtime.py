@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from math import prod
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import SPLIT_BACKWARD, Layout, borrowed, can_borrow
 from shardwise.cost.space import Space, space_of
-from shardwise.plan.chunks import CHUNK_BYTES, chunk_tokens
+from shardwise.plan.chunks import CHUNK_BYTES, chunk_tokens, largest_part
 from shardwise.plan.engine import engine_of, shares_weights
 from shardwise.plan.grid import JOINED_AXES, RANK_AXES, devices, grid_dims, members
 from shardwise.plan.schedule import SCHEDULES, make_schedule
@@ -102,3 +103,22 @@ def test_chunks_of_the_loss_are_the_same_for_numbers_and_arrays(tokens: int, voc
     alone = chunk_tokens(tokens, vocabulary, width, "cpu")
     assert chunk_tokens(np.array([tokens]), np.array([vocabulary]), width, "cpu").tolist() == [alone]
     assert alone == 1 or alone * vocabulary * width <= CHUNK_BYTES["cpu"]
+
+
+@given(tokens=st.integers(1, 10**5), vocabulary=st.integers(1, 10**6), devices=st.integers(1, 64))
+def test_tensor_devices_cut_the_loss_by_the_largest_of_their_parts_so_that_all_have_as_many_chunks(
+    tokens: int, vocabulary: int, devices: int
+) -> None:
+    share = math.ceil(vocabulary / devices)
+    parts = [min(vocabulary, share * (rank + 1)) - min(vocabulary, share * rank) for rank in range(devices)]
+    assert (sum(parts), max(parts)) == (vocabulary, largest_part(vocabulary, devices))
+    chunk = chunk_tokens(tokens, largest_part(vocabulary, devices), 2, "cpu")
+    assert all(chunk == 1 or chunk * part * 2 <= CHUNK_BYTES["cpu"] for part in parts)
+
+
+def test_parts_that_cut_by_their_own_rows_would_have_different_numbers_of_chunks() -> None:
+    """259 ids on two devices: the case that once waited forever."""
+    tokens, budget = 48, CHUNK_BYTES["cpu"]
+    width = budget // (2 * 129)  # the budget is the logits of two tokens of the smaller part
+    chunks = {math.ceil(tokens / chunk_tokens(tokens, rows, width, "cpu")) for rows in (130, 129)}
+    assert len(chunks) == 2
