@@ -217,12 +217,9 @@ def _facts(address: str) -> dict[str, Any]:
 
 def _layout(layout: Mapping[str, Any]) -> str:
     """In words; an import has none."""
-    from shardwise.config import AXES
+    from shardwise.plan.grid import describe_degrees
 
-    if not layout:
-        return "weights alone"
-    axes = " x ".join(f"{axis} {layout[axis]}" for axis in AXES if layout.get(axis, 1) > 1)
-    return f"{axes or 'one device'}, zero {layout.get('zero')}"
+    return f"{describe_degrees(layout)}, zero {layout.get('zero')}" if layout else "weights alone"
 
 
 def _show(comparison: Comparison, first: str, second: str) -> None:

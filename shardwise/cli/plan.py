@@ -115,19 +115,22 @@ def _answer(
     config: Config, cluster: Cluster, job: str, everything: bool, storage: float, failures: float | None
 ) -> dict[str, Any]:
     from shardwise import __version__
+    from shardwise.cli.plan_drawings import drawings
+    from shardwise.cli.plan_show import advice_of
     from shardwise.errors import UserError
     from shardwise.search.answer import answer
     from shardwise.search.interval import DEVICE_HOURS
     from shardwise.search.search import search
-    from shardwise.search.whole_run import beyond, sentences
+    from shardwise.search.whole_run import beyond
 
     for option, value in (("--storage", storage), ("--failures", failures)):
         if value is not None and not (value > 0 and isfinite(value)):
             raise UserError(f"{option} {value:g}: give a number above 0")
     result = search(config, cluster, cluster.devices, config.cluster.margin)
     found = answer(config, result, everything)
+    found["best"] |= drawings(result)
     more = beyond(config, result, 1e9 * storage, failures or DEVICE_HOURS)
-    return {"version": __version__, **found, "job": job, "beyond": more, "advice": sentences(more)}
+    return {"version": __version__, **found, "job": job, "beyond": more, "advice": advice_of(more)}
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ Found = tuple[dict[str, Any], list[Any]]
 
 def scale(config: Config, cluster: Cluster, counts: str) -> Found:
     """Strong and weak scaling over these device counts."""
+    from shardwise.cli.plain import plain
     from shardwise.search.scaling import amdahl, strong, weak
 
     numbers = _counts(counts)
@@ -23,8 +24,16 @@ def scale(config: Config, cluster: Cluster, counts: str) -> Found:
     if bound:
         share = f"{bound.serial_share:.1%} of a step on {bound.devices} devices does not get shorter with more devices"
         shown.append(f"Amdahl's bound: {share}, so no number of them is more than {bound.most_speedup:.3g} times as fast")
-    found = {name: [point.to_json() for point in points] for name, points in curves.items()}
-    return {**found, "amdahl": bound.to_json() if bound else None}, shown
+    found = {name: [_point(point) for point in points] for name, points in curves.items()}
+    return {**found, "amdahl": plain(bound)}, shown
+
+
+def _point(point: Any) -> dict[str, Any]:
+    """Plain data; the term that breaks the curve by its name and in words."""
+    from shardwise.cli.plain import plain
+    from shardwise.search.reasons import describe_term
+
+    return {**plain(point), "breaks_in_words": describe_term(point.breaks) if point.breaks else None}
 
 
 def _counts(text: str) -> list[int]:
@@ -76,9 +85,9 @@ def _costs(found: dict[str, Any]) -> str:
 
 def fewest(config: Config, cluster: Cluster, days: float | None) -> Found:
     """The fewest devices that train the job in so many days; without days, on which it fits at all."""
+    from shardwise.cli.plain import plain
     from shardwise.cli.plan_show import table
     from shardwise.search.fewest import fewest_devices, smallest_that_fits
-    from shardwise.search.plain import plain
 
     if days is None:
         smallest = smallest_that_fits(config, cluster)
@@ -90,9 +99,9 @@ def fewest(config: Config, cluster: Cluster, days: float | None) -> Found:
 
 def maximise(config: Config, cluster: Cluster, what: str) -> Found:
     """The longest sequence, or the largest batch without accumulation, that fits."""
+    from shardwise.cli.plain import plain
     from shardwise.errors import UserError
     from shardwise.search.largest import largest_batch, longest_sequence
-    from shardwise.search.plain import plain
 
     if what == "sequence":
         longest = longest_sequence(config, cluster, cluster.devices)

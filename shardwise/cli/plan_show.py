@@ -67,6 +67,34 @@ def _bar(name: str, parts: Mapping[str, float], whole: float, unit: str, console
     console.print(Padding(legend, (0, 0, 0, 8)))
 
 
+def advice_of(beyond: Mapping[str, Any]) -> list[str]:
+    """What search/whole_run.py found beyond the step, in sentences."""
+    run, saves = beyond["whole_run"], beyond["checkpoints"]
+    hours = f"{run['days']:.3g} days, {run['device_hours']:,.0f} device hours"
+    text = f"all {run['steps']:,} steps ({run['tokens']:.3g} tokens) take {hours}"
+    if run["kwh"] is not None:
+        text += f", {run['kwh'] / 1000:,.3g} MWh"
+    if run["money"] is not None:
+        text += f", {run['money']:,.0f} in money"
+    advice = saves["advice"]
+    every = f"save every {advice['every_steps']:,} steps ({advice['every_seconds'] / 60:.3g} minutes)"
+    sentences = [
+        text,
+        f"{every}: {advice['expected_goodput']:.1%} of the time counts, {saves['storage_bytes'] / 1e9:,.0f} GB of storage",
+    ]
+    if (hide := beyond["to_hide"]) is not None:
+        where = "between nodes" if hide["link"] == "between" else "inside a node"
+        needed = "no bandwidth" if hide["needed_gb_s"] is None else f"{hide['needed_gb_s']:.3g} GB/s a device"
+        enough = hide["needed_gb_s"] is not None and hide["needed_gb_s"] <= hide["has_gb_s"]
+        rest = "; they still cost the memory and cores that they share with the computing" if enough else ""
+        sentences.append(f"to hide gathers and gradient sums {where} takes {needed}, and there are {hide['has_gb_s']:.3g}{rest}")
+    quicker = [choice for choice in beyond["slow_links"] if choice["fits"] and choice["step_seconds"] < beyond["step_seconds"]]
+    if quicker:
+        ways = ", ".join(f"{choice['name']} {choice['step_seconds']:.3g} s a step" for choice in quicker[:4])
+        sentences.append(f"sending less would be quicker, at the price of inexact gradients (planned, not run yet): {ways}")
+    return sentences
+
+
 def _rejected(answer: Mapping[str, Any], console: Console) -> None:
     reasons = "; ".join(f"{reason} {count:,}" for reason, count in answer["rejected"].items())
     fitting = f"{answer['considered']:,} candidates in {answer['seconds']:.1f} s"

@@ -103,6 +103,11 @@ class Cluster:
         """All of them."""
         return self.devices_per_node * self.nodes
 
+    @property
+    def device_type(self) -> str:
+        """Torch's name for the devices: on "cuda" blocks are compiled, and the loss has larger chunks than on a "cpu"."""
+        return "cpu" if self.shared else "cuda"
+
     def of(self, devices: int) -> Cluster:
         """The same kind of cluster with so many devices: whole nodes, or a part of one."""
         per_node = min(self.devices_per_node, devices)

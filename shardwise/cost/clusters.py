@@ -25,124 +25,57 @@ _T, _G, _US = 1e12, 1e9, 1e-6
 
 
 def _peaks(float32: float, half: float, float8: float | None = None, float4: float | None = None) -> dict[str, float]:
-    peaks = {"float32": float32, "float16": half, "bfloat16": half}
-    if float8 is not None:
-        peaks["float8"] = float8
-    if float4 is not None:
-        peaks["float4"] = float4
-    return {precision: peak * _T for precision, peak in peaks.items()}
+    """TFLOP/s by precision, where a device has it."""
+    peaks = {"float32": float32, "float16": half, "bfloat16": half, "float8": float8, "float4": float4}
+    return {precision: peak for precision, peak in peaks.items() if peak is not None}
+
+
+def _device(name: str, gib: float, gb_s: float, watts: float, tflops: dict[str, float], **figures: float) -> Device:
+    """A device: its memory, what that moves, its rated power and peaks; and where they differ from `Device`, other figures."""
+    peaks = {precision: peak * _T for precision, peak in tflops.items()}
+    return Device(name, gib * GIB, peaks, gb_s * _G, watts=watts, **figures)
 
 
 DEVICES: dict[str, Device] = {
-    "v100": Device(
-        "V100-SXM2-32GB",
-        31.7 * GIB,
-        {"float32": 15.7 * _T, "float16": 125 * _T},
-        900 * _G,
-        matmul=0.72,
-        attention=0.3,
-        host_bandwidth=12 * _G,
-        watts=300,
+    "v100": _device(
+        "V100-SXM2-32GB", 31.7, 900, 300, {"float32": 15.7, "float16": 125}, matmul=0.72, attention=0.3, host_bandwidth=12 * _G
     ),
-    "a100-40": Device(
-        "A100-SXM4-40GB",
-        39.4 * GIB,
-        _peaks(19.5, 312),
-        1555 * _G,
-        matmul=0.77,
-        matmul_knee=62,
-        attention=0.42,
-        attention_portable=0.42,
-        attention_knee=310,
-        host_bandwidth=25 * _G,
-        watts=400,
+    "a100-40": _device(
+        "A100-SXM4-40GB", 39.4, 1555, 400, _peaks(19.5, 312), matmul=0.77, matmul_knee=62,
+        attention=0.42, attention_portable=0.42, attention_knee=310, host_bandwidth=25 * _G,
     ),
-    "h100": Device(
-        "H100-SXM5-80GB",
-        79.1 * GIB,
-        _peaks(67, 989.5, 1979),
-        3350 * _G,
-        matmul=0.67,
-        matmul_knee=80,
-        attention=0.5,
-        attention_portable=0.21,
-        attention_knee=450,
-        watts=700,
+    "h100": _device(
+        "H100-SXM5-80GB", 79.1, 3350, 700, _peaks(67, 989.5, 1979), matmul=0.67, matmul_knee=80,
+        attention=0.5, attention_portable=0.21, attention_knee=450,
     ),
-    "h100-96": Device(
-        "H100-96GB-500W",
-        94.5 * GIB,
-        _peaks(67, 989.5, 1979),
-        2400 * _G,
-        matmul=0.52,
-        matmul_float8=0.53,
-        attention=0.4,
-        attention_portable=0.21,
-        attention_knee=450,
-        watts=500,
+    "h100-96": _device(
+        "H100-96GB-500W", 94.5, 2400, 500, _peaks(67, 989.5, 1979), matmul=0.52, matmul_float8=0.53,
+        attention=0.4, attention_portable=0.21, attention_knee=450,
     ),
-    "h200": Device(
-        "H200-SXM5-141GB",
-        139.8 * GIB,
-        _peaks(67, 989.5, 1979),
-        4800 * _G,
-        matmul=0.735,
-        attention=0.55,
-        attention_knee=450,
-        stream=0.8,
-        watts=700,
+    "h200": _device(
+        "H200-SXM5-141GB", 139.8, 4800, 700, _peaks(67, 989.5, 1979), matmul=0.735,
+        attention=0.55, attention_knee=450, stream=0.8,
     ),
-    "b200": Device(
-        "B200-180GB",
-        178.0 * GIB,
-        _peaks(80, 2250, 4500, 9000),
-        7700 * _G,
-        matmul=0.75,
-        matmul_float8=0.7,
-        attention=0.35,
-        watts=1000,
+    "b200": _device(
+        "B200-180GB", 178.0, 7700, 1000, _peaks(80, 2250, 4500, 9000), matmul=0.75, matmul_float8=0.7, attention=0.35
     ),
-    "gb200": Device(
-        "GB200-186GB",
-        184.0 * GIB,
-        _peaks(80, 2500, 5000, 10000),
-        8000 * _G,
-        matmul=0.75,
-        matmul_float8=0.73,
-        attention=0.28,
-        host_bandwidth=200 * _G,
-        watts=1200,
+    "gb200": _device(
+        "GB200-186GB", 184.0, 8000, 1200, _peaks(80, 2500, 5000, 10000), matmul=0.75, matmul_float8=0.73,
+        attention=0.28, host_bandwidth=200 * _G,
     ),
-    "gb300": Device(
-        "GB300-278GB",
-        276.0 * GIB,
-        _peaks(80, 2500, 5000, 15000),
-        8000 * _G,
-        matmul=0.77,
-        matmul_float8=0.78,
-        attention=0.4,
-        host_bandwidth=200 * _G,
-        watts=1400,
+    "gb300": _device(
+        "GB300-278GB", 276.0, 8000, 1400, _peaks(80, 2500, 5000, 15000), matmul=0.77, matmul_float8=0.78,
+        attention=0.4, host_bandwidth=200 * _G,
     ),
-    "mi300x": Device("MI300X-192GB", 191.5 * GIB, _peaks(163.4, 1307, 2615), 5300 * _G, matmul=0.5, attention=0.25, watts=750),
-    "cpu": Device(
-        "CPU",
-        16 * GIB,
-        {"float32": 0.1 * _T, "bfloat16": 0.1 * _T, "float16": 0.02 * _T, "float64": 0.05 * _T},
-        20 * _G,
-        matmul=1.0,
-        matmul_knee=16.0,
-        attention=0.3,
-        stream=0.7,
-        launch=10 * _US,
-        overhead=0.4 * GIB,
-        host_bandwidth=20 * _G,
-        overlap=0.0,
-        watts=100,
+    "mi300x": _device("MI300X-192GB", 191.5, 5300, 750, _peaks(163.4, 1307, 2615), matmul=0.5, attention=0.25),
+    "cpu": _device(
+        "CPU", 16, 20, 100, {"float32": 0.1, "bfloat16": 0.1, "float16": 0.02, "float64": 0.05}, matmul=1.0, matmul_knee=16.0,
+        attention=0.3, stream=0.7, launch=10 * _US, overhead=0.4 * GIB, host_bandwidth=20 * _G, overlap=0.0,
     ),
-}
+}  # fmt: skip
 DEVICES["a100-80"] = replace(DEVICES["a100-40"], name="A100-SXM4-80GB", memory=79.2 * GIB, bandwidth=2039 * _G)
-DEVICES["b300"] = replace(DEVICES["b200"], name="B300-270GB", memory=268.0 * GIB, peak=_peaks(80, 2250, 4500, 13500), watts=1200)
+_B300 = {**DEVICES["b200"].peak, "float4": 13500 * _T}
+DEVICES["b300"] = replace(DEVICES["b200"], name="B300-270GB", memory=268.0 * GIB, peak=_B300, watts=1200)
 
 
 def _nvlink(gb_s: float) -> Link:
@@ -196,14 +129,7 @@ CLUSTERS: dict[str, Cluster] = {
     "h100-gcp-a3-mega": Cluster("h100-gcp-a3-mega", DEVICES["h100"], 8, 1, _nvlink(450), _network(200, 25)),
     "mi300x-azure-nd": Cluster("mi300x-azure-nd", DEVICES["mi300x"], 8, 1, Link(0.8 * 448 * _G, 4 * _US), _network(400)),
     # The cluster of the Ultra-Scale Playbook's sweep, whose network was measured.
-    "h100-hf": Cluster(
-        "h100-hf",
-        DEVICES["h100"],
-        8,
-        1,
-        Link(360 * _G, 2.5 * _US),
-        replace(_network(400), measured=_hf_rows()),
-    ),
+    "h100-hf": Cluster("h100-hf", DEVICES["h100"], 8, 1, Link(360 * _G, 2.5 * _US), replace(_network(400), measured=_hf_rows())),
 }
 
 

@@ -24,9 +24,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.cost.axes import devices, distance
+from shardwise.config import borrowed
 from shardwise.cost.cluster import Cluster, Link
 from shardwise.cost.space import Array, Ints, Space
+from shardwise.plan.grid import EXPERT_SHARDS, RANK_AXES, devices
 
 COPIED = {"all_gather": 4.0, "reduce_scatter": 4.0, "all_to_all": 4.0}
 """Bytes read and written for each byte of the full tensor to bring it into a message's order and out of it again (profiles of
@@ -50,14 +51,24 @@ def group_of(axis: str, space: Space, cluster: Cluster) -> Group:
     """The group of an axis, named as in the ledger. Where groups do not divide the nodes evenly some lie across two, and the cost
     is theirs.
     """
-    return placed(devices(axis, space), distance(axis, space), cluster)
-
-
-def placed(size: Ints, apart: Ints, cluster: Cluster) -> Group:
-    """A group of so many devices, each so many ranks from the next."""
-    room = np.maximum(cluster.devices_per_node // apart, 1)  # members that one node has a place for
+    size = devices(axis, space)
+    room = np.maximum(cluster.devices_per_node // _distance(axis, space), 1)  # members that one node has a place for
     inside = np.where((room >= size) & (room % size == 0), size, np.gcd(room, size))
     return Group(size.astype(float), inside.astype(float))
+
+
+def _distance(axis: str, space: Space) -> Ints:
+    """Ranks from one device of an axis to the next, for every candidate. Ranks are laid out with tensor innermost, then context,
+    data, replica, pipeline. Experts borrow the innermost ranks, and those who hold the same experts are as far apart as there are
+    expert devices.
+    """
+    name, _, half = axis.split(" x ")[-1].partition(".")
+    if name in ("expert", EXPERT_SHARDS):
+        return space.expert if name == EXPERT_SHARDS else np.ones_like(space.expert)
+    apart = np.ones(len(space), dtype=np.int64)
+    for inner in RANK_AXES[RANK_AXES.index(name) + 1 :]:
+        apart = apart * getattr(space, inner)
+    return apart * borrowed(space)[name] if half == "outer" else apart
 
 
 def wire_factor(kind: str, members: Array) -> Array:
@@ -65,12 +76,6 @@ def wire_factor(kind: str, members: Array) -> Array:
     if kind in ("broadcast", "send"):
         return np.minimum(members - 1, 1.0)
     return (2 if kind == "all_reduce" else 1) * (members - 1) / members
-
-
-def seconds(kind: str, bytes: Array, group: Group, cluster: Cluster) -> Array:
-    """Of one call on a full tensor of so many bytes; nothing where the group has one member."""
-    start, per_byte = rates(kind, group, cluster)
-    return start + bytes * per_byte
 
 
 def rates(kind: str, group: Group, cluster: Cluster) -> tuple[Array, Array]:

@@ -87,19 +87,14 @@ def tokens_here(work: Work, space: Space) -> Array:
     return space.micro_batch * work.sequence_length / space.context
 
 
-def speed(device: Device, precision: str, sharing: Array | float = 1.0) -> Array | float:
-    """FLOP/s that large products reach, by each of `sharing` workers of one device."""
-    name = precision.split()[0]
-    share = device.matmul_float8 if name in ("float8", "float4") else device.matmul
-    return device.peak[name] * share / sharing
-
-
 def product(m: Array, n: Array, k: Array, device: Device, precision: str, sharing: Array | float) -> Array:
-    """Seconds of a matrix product (m x k) by (k x n)."""
-    if precision == "float4":
-        kept = product(m, n, k, device, "bfloat16", sharing)
-        return KEPT_WIDE * kept + (1 - KEPT_WIDE) * product(m, n, k, device, "float4 alone", sharing)
-    result: Array = 2 * m * n * k / speed(device, precision, sharing) * (1 + device.matmul_knee * (1 / m + 1 / n + 1 / k))
+    """Seconds of a matrix product (m x k) by (k x n) on one of `sharing` workers of a device."""
+    if precision == "float4":  # some products stay in 16 bits
+        wide = product(m, n, k, device, "bfloat16", sharing)
+        return KEPT_WIDE * wide + (1 - KEPT_WIDE) * product(m, n, k, device, "float4 alone", sharing)
+    name = precision.split()[0]
+    speed = device.peak[name] * (device.matmul_float8 if name in ("float8", "float4") else device.matmul) / sharing
+    result: Array = 2 * m * n * k / speed * (1 + device.matmul_knee * (1 / m + 1 / n + 1 / k))
     return result
 
 

@@ -8,21 +8,16 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from shardwise.config import Model
-from shardwise.cost.cluster import Cluster
 from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes
 from shardwise.cost.space import RECOMPUTE, Array, Bools, Ints, Space, Work, distinct, take
 from shardwise.cost.stack import Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.dtypes import BYTES, wide
 from shardwise.plan.engine import Engine, engine_of
+from shardwise.plan.grid import expert_shards
 from shardwise.plan.parameters import parameter_shapes
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.slices import sliced, split_dim
-
-
-def device_type(cluster: Cluster) -> str:
-    """Torch's name for the devices of a cluster: on a "cuda" device blocks are compiled, and the loss has larger chunks."""
-    return "cpu" if cluster.shared else "cuda"
 
 
 @dataclass(frozen=True)
@@ -44,18 +39,6 @@ class FirstRank:
     def of_candidates(self, space: Space, index: Ints) -> FirstRank:
         """Rank 0 of the candidates whose layouts these are: index[i] is the layout of candidate i."""
         return replace(self, space=space, engine=take(self.engine, index), cut=take(self.cut, index))
-
-    @property
-    def zero(self) -> Ints:
-        """As it will be: nothing is sharded where no other device holds the same weights."""
-        stage: Ints = self.engine.zero
-        return stage
-
-    @property
-    def alone(self) -> Bools:
-        """Weights are plain tensors that no other device has."""
-        single: Bools = self.engine.single
-        return single
 
     @cached_property
     def plain(self) -> Bools:
@@ -81,12 +64,12 @@ class FirstRank:
     @cached_property
     def shards(self) -> Ints:
         """Devices that the states outside of experts are sharded over."""
-        return np.where(self.zero > 0, self.space.shards, 1)
+        return np.where(self.engine.zero > 0, self.space.shards, 1)
 
     @cached_property
     def expert_shards(self) -> Ints:
         """The same for experts."""
-        return np.where(self.zero > 0, self.space.expert_shards, 1)
+        return np.where(self.engine.zero > 0, expert_shards(self.space), 1)
 
     @cached_property
     def selective(self) -> Bools:

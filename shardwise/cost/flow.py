@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +31,9 @@ class Flow:
     when: When
     count: Array
     bytes: Array
+
+    def __add__(self, other: Flow) -> Flow:
+        return replace(self, count=self.count + other.count, bytes=self.bytes + other.bytes)
 
 
 def calls(kind: str, axis: str, when: When, count: Any, bytes_of_one: Any) -> Flow:

@@ -28,23 +28,9 @@ from shardwise.cost.stages import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
 from shardwise.plan.dtypes import BYTES
 from shardwise.plan.engine import Engine, engine_of
+from shardwise.plan.grid import expert_shards
 from shardwise.plan.schedule import SCHEDULES
-from shardwise.plan.slices import Parts, parts_of
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """Numbers of weights on one device: `slices.Part` of every candidate."""
-
-    whole: Array
-    shard: Array
-    gathered: Array
-
-    def __add__(self, other: Numbers) -> Numbers:
-        return Numbers(self.whole + other.whole, self.shard + other.shard, self.gathered + other.gathered)
-
-    def __mul__(self, times: Array) -> Numbers:
-        return Numbers(times * self.whole, times * self.shard, times * self.gathered)
+from shardwise.plan.slices import Part, Parts, parts_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +39,7 @@ class Holdings:
 
     cut: Cut
     """The blocks of the pipeline ranks."""
-    fullest: Numbers
+    fullest: Part
     """Weights of the fullest device, experts included."""
     states: dict[str, Array]
     """Bytes of weights, gradients and optimizer state there, wherever they lie."""
@@ -66,12 +52,14 @@ class Holdings:
     @property
     def parameters(self) -> Array:
         """The fullest device's before ZeRO."""
-        return self.fullest.whole
+        whole: Array = self.fullest.whole
+        return whole
 
     @property
     def sharded(self) -> Array:
         """Those whose optimizer state it has."""
-        return self.fullest.shard
+        shard: Array = self.fullest.shard
+        return shard
 
 
 def hold(work: Work, space: Space, stack: Stack) -> Holdings:
@@ -98,26 +86,26 @@ def _hold_layouts(work: Work, layouts: Space, stack: Stack) -> Holdings:
     )  # (3, layouts) -> (layouts,)
     return Holdings(
         stages,
-        Numbers(*(np.choose(most, [getattr(rank, field.name) for rank in ranks]) for field in fields(Numbers))),
+        Part(*(np.choose(most, [getattr(rank, field.name) for rank in ranks]) for field in fields(Part))),
         {name: np.choose(most, [kinds[name] for kinds in states]) for name in states[0]},
         own.whole, parts["first"].whole, end.whole,
     )  # fmt: skip
 
 
-def _parts(model: Model, layouts: Space) -> dict[str, Numbers]:
+def _parts(model: Model, layouts: Space) -> dict[str, Part]:
     """The parts of the model on one device, worked out once for every way to slice it."""
     sharded = layouts.zero > 0
-    shards, expert_shards = np.where(sharded, layouts.shards, 1), np.where(sharded, layouts.expert_shards, 1)
-    columns = [layouts.tensor, shards, layouts.expert, expert_shards]
+    shards, of_experts = np.where(sharded, layouts.shards, 1), np.where(sharded, expert_shards(layouts), 1)
+    columns = [layouts.tensor, shards, layouts.expert, of_experts]
     first, index = distinct(columns)
     ways = [parts_of(model, *way) for way in zip(*(column[first].tolist() for column in columns), strict=True)]
 
-    def numbers(name: str) -> Numbers:
+    def part(name: str) -> Part:
         parts = [getattr(way, name) for way in ways]
         table = np.asarray([(part.whole, part.shard, part.gathered) for part in parts]).reshape(-1, 3)[index]  # (layouts, 3)
-        return Numbers(*table.T)
+        return Part(*table.T)
 
-    return {field.name: numbers(field.name) for field in fields(Parts)}
+    return {field.name: part(field.name) for field in fields(Parts)}
 
 
 def in_flight(space: Space) -> tuple[Array, Array]:
@@ -171,7 +159,7 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     edge = tokens * model.hidden * size / space.tensor
     logits = tokens * model.vocabulary / space.tensor * stack.logit_bytes
     if stack.logit_bytes == 0:
-        chunk = chunk_bytes("cpu" if cluster.shared else "cuda")
+        chunk = chunk_bytes(cluster.device_type)
         logits = np.minimum(tokens * model.vocabulary / space.tensor * size, chunk)
     first = flying * held.cut.first * stays + live + flying * edge
     last = flying_last * held.cut.last * stays + live + edge
@@ -217,7 +205,7 @@ def _without_the_hosts(work: Work, space: Space, states: dict[str, Array], held:
     return {name: np.where(offloaded, np.maximum(value - on_host[name], 0.0), value) for name, value in states.items()}
 
 
-def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Numbers) -> dict[str, Array]:
+def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) -> dict[str, Array]:
     """Weights, gradients and optimizer state: the table of plan/memory.py, with this stack's widths."""
     stored = float(BYTES[work.state_dtype])
     computed = compute.value_bytes(work) * stack.weight_bytes / SHARDWISE.weight_bytes
@@ -230,10 +218,10 @@ def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Number
     return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard}
 
 
-def _two_copies(space: Space, stack: Stack, engine: Engine, held: Numbers, stored: float) -> dict[str, Array]:
+def _two_copies(space: Space, stack: Stack, engine: Engine, held: Part, stored: float) -> dict[str, Array]:
     """The same for a program that computes with a copy of its weights whatever is sharded."""
     sharded, split = engine.zero > 0, engine.splits_backward
     weights = np.where(sharded & (space.zero == 3) & ~split, 0.0, stack.weight_bytes * held.whole) + stored * held.shard
     whole = (space.zero == 1) & (stack.keeps_gradients | (space.accumulation > 1)) | split
-    gradients = stack.gradient_bytes * np.where(sharded & ~whole, held.shard, held.whole)
+    gradients = np.where(sharded & ~whole, stack.gradient_bytes * held.shard, stack.gradient_bytes * held.whole)
     return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard}

@@ -37,12 +37,11 @@ import numpy as np
 from shardwise.config import Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.first_rank import FirstRank, device_type
 from shardwise.cost.footprint import Holdings, footprint, hold
 from shardwise.cost.price import Priced, price
 from shardwise.cost.space import Array, Bools, Space, Work, concatenate
 from shardwise.cost.stack import SHARDWISE, Stack
-from shardwise.cost.traffic import candidate_flows, layout_flows
+from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
 from shardwise.plan.schedule import SCHEDULES
 
@@ -99,7 +98,7 @@ def predict(work: Work, space: Space, cluster: Cluster, stack: Stack = SHARDWISE
 def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Prediction:
     held, block = hold(work, space, stack), compute.block(work, space, cluster, stack)
     products, loss = compute.head(work, space, cluster, stack)
-    links = _links(work, space, cluster, stack)
+    links = price(flows(work, space, stack, cluster.device_type), space, cluster)
     m, layers = space.accumulation.astype(float), float(work.model.layers)
     per_block = 1 / (m * held.cut.first)  # from a step of rank 0 to one pass through one block
 
@@ -141,14 +140,6 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     seconds_of = {name: value * cluster.corrections.get(name, 1.0) for name, value in seconds_of.items()}
     memory = footprint(work, space, cluster, stack, held)
     return Prediction(seconds_of, memory, layer, head, embedding, links.bytes)
-
-
-def _links(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Priced:
-    """All flows, priced: those that follow from the layout once for each layout, and looked up."""
-    layouts, index = space.layouts
-    rank = FirstRank.of(work, layouts, stack, device_type(cluster))
-    of_layouts = price(layout_flows(rank), layouts, cluster).of_candidates(space, index)
-    return of_layouts + price(candidate_flows(rank.of_candidates(space, index)), space, cluster)
 
 
 def _check_precision(work: Work, cluster: Cluster) -> None:

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config import Config, Layout, Model, context_attention
-from shardwise.plan.grid import expert_shards
 from shardwise.plan.schedule import SCHEDULES, stages_on_a_rank
 from shardwise.plan.stages import stage_blocks
 
@@ -115,12 +114,6 @@ class Space:
     def shards(self) -> Ints:
         """Devices that share sharded states."""
         return self.data * self.context
-
-    @property
-    def expert_shards(self) -> Ints:
-        """Devices that share the sharded states of the same experts."""
-        shared: Ints = expert_shards(self)
-        return shared
 
     def take(self, index: Any) -> Space:
         """The candidates at these indices."""

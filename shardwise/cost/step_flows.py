@@ -39,7 +39,7 @@ def _norm(rank: FirstRank) -> Iterator[Flow]:
     """One number for each axis of each way in which gradients are sharded: dense and split over tensor devices, dense and whole,
     experts. Plain tensors, which DistributedDataParallel sums, are whole everywhere."""
     space, experts, number = rank.space, rank.work.model.experts > 0, max(4, rank.stored)
-    columns = [rank.zero > 0, *(getattr(space, axis) for axis in _SHARING)]
+    columns = [rank.engine.zero > 0, *(getattr(space, axis) for axis in _SHARING)]
     first, index = distinct(columns)
     kinds = zip(*(column[first].tolist() for column in columns), strict=True)
     summed = [_axes_of_norm(experts, *kind) for kind in kinds]

@@ -52,25 +52,22 @@ def flows(work: Work, space: Space, stack: Stack = SHARDWISE, device: str = "cud
     device blocks are compiled and the loss has larger chunks than on a "cpu"."""
     layouts, index = space.layouts
     rank = FirstRank.of(work, layouts, stack, device)
-    of_layouts = [of_candidates(flow, space, index) for flow in layout_flows(rank)]
-    return _merged([*of_layouts, *candidate_flows(rank.of_candidates(space, index))])
+    of_layouts = _merged([*weight_flows(rank), *step_flows(rank)])  # as of one micro-batch
+    rank = rank.of_candidates(space, index)
+    of_candidates = (flow for family in _OF_CANDIDATES for flow in family(rank))
+    return _merged([*(_of_candidates(flow, space, index) for flow in of_layouts), *of_candidates])
 
 
-def layout_flows(rank: FirstRank) -> list[Flow]:
-    """Those that follow from the layout: of weights, with those of one micro-batch where each has its own, and once a step."""
-    return _merged([*weight_flows(rank), *step_flows(rank)])
+_OF_CANDIDATES = (tensor_flows, loss_flows, context_flows, expert_flows, stage_flows, gathered_ahead)
+"""Those that depend on the micro-batch or on recomputation, and not on the layout alone."""
 
 
-def of_candidates(flow: Flow, space: Space, index: Ints) -> Flow:
+def _of_candidates(flow: Flow, space: Space, index: Ints) -> Flow:
     """A flow of layouts as that of the candidates; index[i] is the layout of candidate i."""
-    times = space.accumulation if flow.when in EACH_MICRO_BATCH else 1
-    return replace(flow, count=flow.count[index] * times, bytes=flow.bytes[index] * times)
-
-
-def candidate_flows(rank: FirstRank) -> list[Flow]:
-    """Those that depend on the micro-batch or on recomputation: of activations."""
-    families = (tensor_flows, loss_flows, context_flows, expert_flows, stage_flows, gathered_ahead)
-    return _merged(flow for family in families for flow in family(rank))
+    count, size = flow.count[index], flow.bytes[index]
+    if flow.when in EACH_MICRO_BATCH:
+        count, size = count * space.accumulation, size * space.accumulation
+    return replace(flow, count=count, bytes=size)
 
 
 def _merged(sent: Iterable[Flow]) -> list[Flow]:
@@ -78,8 +75,8 @@ def _merged(sent: Iterable[Flow]) -> list[Flow]:
     merged: dict[tuple[str, str, When], Flow] = {}
     for flow in sent:
         if flow.count.any():
-            key, before = (flow.kind, flow.axis, flow.when), merged.get((flow.kind, flow.axis, flow.when))
-            merged[key] = replace(flow, count=before.count + flow.count, bytes=before.bytes + flow.bytes) if before else flow
+            key = flow.kind, flow.axis, flow.when
+            merged[key] = merged[key] + flow if key in merged else flow
     return list(merged.values())
 
 

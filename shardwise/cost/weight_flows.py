@@ -23,14 +23,13 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import Model
-from shardwise.cost.axes import devices
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, calls, units
 from shardwise.cost.space import Bools, Ints
 from shardwise.cost.stack import SHARDWISE
 from shardwise.cost.stages import gathered_in_vain
 from shardwise.plan.engine import has_schedule
-from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
+from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, devices
 from shardwise.plan.parameters import parameter_shapes
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
@@ -42,7 +41,7 @@ Units = tuple[Any, Any]
 def weight_flows(rank: FirstRank) -> Iterator[Flow]:
     """Of blocks, ends and experts, whatever engine holds them."""
     space, model, sizes = rank.space, rank.work.model, rank.sizes
-    sharded = ~(rank.alone | rank.plain)
+    sharded = ~(rank.engine.single | rank.plain)
     apart = (space.pipeline > 1) | (not model.tied)  # the embedding is a unit by itself
     positions, head = (1 if model.positions == "learned" else 0), rank.head.astype(np.int64)
     own_head = sizes.embedding if model.tied else sizes.head
@@ -87,8 +86,8 @@ def _sharded(
     ends = embedding[0] + root[0], embedding[1] + root[1]
     twice = embedding[0] + ends[0], embedding[1] + ends[1]
     everything = blocks[0] + ends[0], blocks[1] + ends[1]
-    three = (rank.zero == 3) & ~rank.engine.splits_backward
-    at_end = rank.engine.splits_backward | ((rank.zero == 1) & (not stack.reduce_each))
+    three = (rank.engine.zero == 3) & ~rank.engine.splits_backward
+    at_end = rank.engine.splits_backward | ((rank.engine.zero == 1) & (not stack.reduce_each))
     each_gather, each_sum = space.accumulation * (several & three), space.accumulation * (several & ~at_end)
     yield units("all_gather", axis, "forward", each_gather, blocks, rank.gathered)
     yield units("all_gather", axis, "backward", each_gather, blocks, rank.gathered)
@@ -98,9 +97,9 @@ def _sharded(
     weights = max(stack.gathers_after, 1) * everything[0], everything[1]  # gathered one by one, where a program does that
     yield units("all_gather", axis, "step" if stack.gathers_after else "once", several & ~three, weights, rank.gathered)
     yield units("reduce_scatter", axis, "once", several & at_end, everything, rank.reduced)
-    among_copies = here & (rank.zero == 0) & (space.replica * devices(axis, space) > 1)
+    among_copies = here & (rank.engine.zero == 0) & (space.replica * devices(axis, space) > 1)
     yield units("all_reduce", f"replica x {axis}", "once", among_copies, everything, rank.reduced)
-    among_replicas = here & (rank.zero > 0) & (space.replica > 1)
+    among_replicas = here & (rank.engine.zero > 0) & (space.replica > 1)
     yield units("all_reduce", "replica", "once", among_replicas, (everything[0], everything[1] // shards), rank.reduced)
 
 

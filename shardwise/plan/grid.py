@@ -11,6 +11,7 @@ the cost model's Space, whose numbers are arrays with one entry a candidate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any, Protocol
@@ -75,6 +76,13 @@ def label(axis: str, degrees: Degrees) -> str:
     if "expert" in axis:
         return axis
     return " x ".join(part for part in axis.split(" x ") if devices(part, degrees) > 1) or axis.split(" x ")[0]
+
+
+def describe_degrees(layout: Mapping[str, Any]) -> str:
+    """The degrees above one, in words: `data 4 x tensor 2, experts over 4 of them`."""
+    degrees = [f"{axis} {layout[axis]}" for axis in RANK_AXES if layout.get(axis, 1) > 1]
+    experts = f", experts over {layout['expert']} of them" if layout.get("expert", 1) > 1 else ""
+    return f"{' x '.join(degrees) or 'one device'}{experts}"
 
 
 def grid_dims(layout: Layout) -> Dims:

@@ -12,28 +12,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from shardwise.config import Model
 from shardwise.plan import sharding
 from shardwise.plan.parameters import Shape, parameter_shapes
 from shardwise.plan.sharding import transformer_sharding
 
+Count = Any
+"""A number of one device; an array of the cost model's candidates."""
+
 
 @dataclass(frozen=True)
 class Part:
     """Numbers of some weights on one device."""
 
-    whole: float = 0.0
+    whole: Count = 0.0
     """Before ZeRO: this tensor device's part."""
-    shard: float = 0.0
+    shard: Count = 0.0
     """What it keeps of that between uses, rows padded; all of it where nothing is sharded."""
-    gathered: float = 0.0
+    gathered: Count = 0.0
     """What it has when the shards are put together again, padding included."""
 
     def __add__(self, other: Part) -> Part:
         return Part(self.whole + other.whole, self.shard + other.shard, self.gathered + other.gathered)
 
-    def __mul__(self, times: float) -> Part:
+    def __mul__(self, times: Count) -> Part:
         return Part(times * self.whole, times * self.shard, times * self.gathered)
 
 

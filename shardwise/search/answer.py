@@ -6,36 +6,26 @@ search/reasons.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import tomli_w
 
-from shardwise.config import Config, Layout
-from shardwise.cost.axes import devices
+from shardwise.config import Config
 from shardwise.cost.cluster import GIB, Cluster
-from shardwise.cost.collectives import group_of
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import RECOMPUTE, Ints, Space, Work
-from shardwise.cost.traffic import flows
+from shardwise.cost.space import DEGREES, RECOMPUTE, Ints, Space, Work, take
+from shardwise.cost.traffic import flows, totals
 from shardwise.errors import ConfigError
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
-from shardwise.plan.grid import COPIES, SHARDS, label
 from shardwise.plan.parameters import active_count, count
 from shardwise.plan.schedule import SCHEDULES
-from shardwise.plan.timeline import simulate
 from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
-from shardwise.search.search import SearchResult, limit, schedule_of
+from shardwise.search.search import SearchResult, limit
 
 LISTED = 4000
 """Layouts in an answer, best first, unless all are asked for."""
-MAPPED = 4096
-"""Ranks of which a place on the cluster is given; on a larger one the pattern repeats."""
-DRAWN = 24
-"""Micro-batches of a timeline, or three for each pipeline rank where that is more; a longer middle looks like the middle."""
-_AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
 
 
 def answer(config: Config, result: SearchResult, everything: bool = False) -> dict[str, Any]:
@@ -45,7 +35,7 @@ def answer(config: Config, result: SearchResult, everything: bool = False) -> di
     best = int(result.order[0])
     second = runner_up(result)
     listed = result.order if everything else best_of_each(result)[:LISTED]
-    fits = result.fits
+    too_large = int((~result.fits).sum())
     return {
         "job": config.run.folder,
         "cluster": cluster_json(result.cluster, result.devices, result.margin),
@@ -60,15 +50,10 @@ def answer(config: Config, result: SearchResult, everything: bool = False) -> di
         "runner_up": None if second is None else {**candidate(result, second), "loses_on": loses_on(result, best, second)},
         "binding": binding(config, result, best),
         "candidates": _listed(result, listed),
-        "rejected": {**result.refused, **_too_large(fits)},
+        "rejected": result.refused | ({"does not fit in memory": too_large} if too_large else {}),
         "considered": len(result.space) + sum(result.refused.values()),
         "seconds": result.seconds,
     }
-
-
-def _too_large(fits: Any) -> dict[str, int]:
-    missed = int((~fits).sum())
-    return {"does not fit in memory": missed} if missed else {}
 
 
 def cluster_json(cluster: Cluster, count_of: int, margin: float) -> dict[str, Any]:
@@ -85,22 +70,11 @@ def cluster_json(cluster: Cluster, count_of: int, margin: float) -> dict[str, An
     }
 
 
-def _listed(result: SearchResult, places: Ints) -> list[dict[str, Any]]:
+def _listed(result: SearchResult, listed: Ints) -> list[dict[str, Any]]:
     """The numbers of these candidates, costed together; finalists as they were played through."""
-    together = predict(result.work, result.space.take(places), result.cluster)
-    return [
-        candidate(result, int(place), result.exact.get(int(place)) or _at(together, index)) for index, place in enumerate(places)
-    ]
-
-
-def _at(found: Prediction, place: int) -> Prediction:
-    one = slice(place, place + 1)
-    return replace(
-        found,
-        seconds={name: value[one] for name, value in found.seconds.items()},
-        memory={name: value[one] for name, value in found.memory.items()},
-        block_seconds=found.block_seconds[one],
-    )
+    together = predict(result.work, result.space.take(listed), result.cluster)
+    predictions = (result.exact.get(index) or take(together, [row]) for row, index in enumerate(listed.tolist()))
+    return [candidate(result, index, prediction) for index, prediction in zip(listed.tolist(), predictions, strict=True)]
 
 
 @lru_cache(maxsize=8)
@@ -135,65 +109,16 @@ def _best(config: Config, result: SearchResult, place: int) -> dict[str, Any]:
     return {
         **candidate(result, place, prediction),
         "bytes": traffic(result.work, result.cluster, one),
-        "links": links(result, one),
         "memory_limit_gib": result.limit / GIB,
         "config": to_paste(result, place),
-        "timeline": timeline(result, place, prediction),
-        "map": rank_map(one, result.cluster),
     }
 
 
 def traffic(work: Work, cluster: Cluster, one: Space) -> list[dict[str, Any]]:
     """Bytes and calls of each collective of one step on rank 0, in the ledger's convention."""
-    rows: dict[tuple[str, str], list[int]] = {}
-    for flow in flows(work, one, device="cpu" if cluster.shared else "cuda"):
-        if flow.count[0] and devices(flow.axis, one)[0] > 1:
-            entry = rows.setdefault((flow.kind, label(flow.axis, one.layout(0))), [0, 0])
-            entry[0], entry[1] = entry[0] + int(flow.count[0]), entry[1] + int(flow.bytes[0])
-    return [{"kind": kind, "axis": axis, "count": n, "bytes": size} for (kind, axis), (n, size) in sorted(rows.items())]
-
-
-def links(result: SearchResult, one: Space) -> list[dict[str, Any]]:
-    """Bytes of one step by axis, and whether they stay inside a node."""
-    sums: dict[tuple[str, str], int] = {}
-    for flow in flows(result.work, one, device="cpu" if result.cluster.shared else "cuda"):
-        if flow.axis not in (SHARDS, COPIES, *_AXES) or devices(flow.axis, one)[0] <= 1:
-            continue
-        where = "between" if group_of(flow.axis, one, result.cluster).nodes[0] > 1 else "inside"
-        sums[where, flow.axis] = sums.get((where, flow.axis), 0) + int(flow.bytes[0])
-    return [{"from": where, "axis": axis, "bytes": size} for (where, axis), size in sums.items() if size]
-
-
-def timeline(result: SearchResult, place: int, prediction: Prediction) -> dict[str, Any] | None:
-    """When each action of the pipeline runs, of its first micro-batches; None without a pipeline."""
-    row = result.space.row(place)
-    if row["pipeline"] == 1:
-        return None
-    few = min(row["accumulation"], max(DRAWN, 3 * row["pipeline"]))
-    schedule = schedule_of(row, few)
-    third = float(prediction.block_seconds[0]) * result.work.model.layers / schedule.stages / 3
-    played = simulate(schedule, third, third, third)
-    rows = [
-        [
-            {"stage": s.action.stage, "kind": s.action.kind, "micro_batch": s.action.micro_batch, "start": s.start, "end": s.end}
-            for s in spans
-        ]
-        for spans in played.spans
-    ]
-    return {"rank_rows": rows, "makespan": played.makespan, "micro_batches": few, "of": row["accumulation"]}
-
-
-def rank_map(one: Space, cluster: Cluster) -> list[dict[str, int]]:
-    """Where each rank sits, and its coordinate on every axis: tensor innermost, pipeline outermost."""
-    world = int(one.world[0])
-    sizes = {axis: int(getattr(one, axis)[0]) for axis in ("tensor", "context", "data", "replica", "pipeline")}
-    ranks = []
-    for rank in range(min(world, MAPPED)):
-        left, place = rank, {}
-        for axis, size in sizes.items():
-            place[axis], left = left % size, left // size
-        ranks.append({"rank": rank, "node": rank // cluster.devices_per_node, **place})
-    return ranks
+    sent = totals(flows(work, one, device=cluster.device_type), one, 0)
+    keys = [key.partition("/") for key in sent]
+    return [{"kind": kind, "axis": axis, **sent[f"{kind}/{axis}"]} for kind, _, axis in keys]
 
 
 def to_paste(result: SearchResult, place: int) -> str:
@@ -217,11 +142,8 @@ def chosen(config: Config, result: SearchResult) -> Config:
     row = result.space.row(best)
     recompute = config.train.recompute if "recompute" in result.fixed else RECOMPUTE[row["recompute"]]
     train = config.train.model_copy(update={"micro_batch": row["micro_batch"], "recompute": recompute})
-    return config.model_copy(update={"layout": _kept(config.layout, result.space.layout(best)), "train": train})
-
-
-def _kept(asked: Layout, found: Layout) -> Layout:
-    return found.model_copy(update={"stages": asked.stages})
+    layout = result.space.layout(best).model_copy(update={"stages": config.layout.stages})
+    return config.model_copy(update={"layout": layout, "train": train})
 
 
 # -- which candidates are listed ---------------------------------------------------------------------------------------
@@ -245,7 +167,7 @@ def _pattern(space: Space, places: Ints) -> Any:
 def best_of_each(result: SearchResult) -> Ints:
     """Every layout once, best first: the same axes, ZeRO stage and schedule count as one."""
     space, order = result.space, result.order
-    names = (*_AXES, "zero", "schedule", "stages_per_rank", "ring", "offload")
+    names = (*DEGREES, "zero", "schedule", "stages_per_rank", "ring", "offload")
     key = np.stack([getattr(space, name)[order] for name in names], axis=1)
     _, first = np.unique(key, axis=0, return_index=True)
     return order[np.sort(first)]

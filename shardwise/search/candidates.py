@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any
 
@@ -18,14 +18,14 @@ import numpy as np
 
 from shardwise.config import IN_A_V, SPLIT_BACKWARD, Config, Layout, divisors
 from shardwise.config.layouts import can_borrow
-from shardwise.cost.space import RECOMPUTE, Space, recompute_mode, space_of
+from shardwise.cost.space import RECOMPUTE, Space, recompute_mode
 from shardwise.plan.engine import shares_weights
+from shardwise.plan.grid import RANK_AXES
 from shardwise.plan.schedule import SCHEDULES
 
 LARGEST_MICRO_BATCH = 256
 STAGES_PER_RANK = (2, 3, 4, 5, 6, 8, 10)
 """Of the interleaved schedule, where the model has the blocks for it."""
-_AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def fixed_fields(config: Config) -> dict[str, Any]:
 
 def is_whole(fixed: Mapping[str, Any], devices: int) -> bool:
     """Whether the degrees given use all devices already, so that the others are 1."""
-    given = [fixed[axis] for axis in _AXES[:-1] if axis in fixed]
+    given = [fixed[axis] for axis in RANK_AXES if axis in fixed]
     return bool(given) and int(np.prod(given)) == devices
 
 
@@ -64,18 +64,16 @@ def candidates(config: Config, devices: int, fixed: Mapping[str, Any], offload: 
     """All layouts of this job on so many devices."""
     refused: Counter[str] = Counter()
     if is_whole(fixed, devices):
-        fixed = {**dict.fromkeys(_AXES[:-1], 1), **fixed}
+        fixed = {**dict.fromkeys(RANK_AXES, 1), **fixed}
     parts = [
         part
         for degrees in _degrees(devices, fixed)
         if not _refused(config, degrees, refused)
         for part in _expanded(config, degrees, fixed, offload, refused)
     ]
-    columns = {name: np.concatenate([part[name] for part in parts]) if parts else np.zeros(0, np.int64) for name in _COLUMNS}
+    names = [field.name for field in fields(Space)]
+    columns = {name: np.concatenate([part[name] for part in parts]) if parts else np.zeros(0, np.int64) for name in names}
     return Candidates(Space(**columns), dict(refused))
-
-
-_COLUMNS = tuple(space_of([{}]).row(0))
 
 
 def _degrees(devices: int, fixed: Mapping[str, Any]) -> Iterator[dict[str, int]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain, pairwise
 
 import numpy as np
@@ -24,11 +25,9 @@ from shardwise.cost.cluster import GIB, Cluster
 from shardwise.cost.predict import predict
 from shardwise.cost.stack import SHARDWISE
 from shardwise.errors import UserError
-from shardwise.plan.dtypes import BYTES
 from shardwise.plan.flops import flops_per_token
-from shardwise.plan.parameters import count
 from shardwise.search.fits import any_fits, any_fits_resident, spaces
-from shardwise.search.reasons import best_layout, count_devices, nothing_fits
+from shardwise.search.reasons import best_layout, count_devices, host_gib, nothing_fits
 from shardwise.search.search import MARGIN, SearchResult, limit, search, work_of
 
 MOST = 16_384
@@ -201,23 +200,15 @@ def smallest_that_fits(config: Config, cluster: Cluster, most: int = MOST) -> Sm
     peak, sentence = float(result.peak[best]), f"fits on {count_devices(devices)} ({best_layout(result)})"
     if result.space.offload[best]:
         resident = _smallest(config, cluster, most, any_fits_resident)
-        sentence += f" with {_host_gib(config, cluster.of(devices)):,.0f} GiB of each node's own memory"
+        sentence += f" with {host_gib(result):,.0f} GiB of each node's own memory"
         sentence += f"; without offloading it takes {count_devices(resident)}" if resident else "; only by offloading"
     return Smallest(devices, resident, best_layout(result), peak / GIB, result.limit / GIB, sentence, result)
 
 
-def _host_gib(config: Config, cluster: Cluster) -> float:
-    """Of a node's own memory that offloaded weights, gradients and moments take."""
-    return 4 * BYTES[work_of(config).state_dtype] * count(config.model) / cluster.nodes / GIB
-
-
 def _smallest(config: Config, cluster: Cluster, most: int, fits: Callable[[Config, Cluster, int], bool]) -> int | None:
-    known: dict[int, bool] = {}
-
+    @cache
     def works(devices: int) -> bool:
-        if devices not in known:
-            known[devices] = fits(config, cluster.of(devices), devices)
-        return known[devices]
+        return fits(config, cluster.of(devices), devices)
 
     doubling = _doubling(cluster, most)
     place = next((place for place, devices in enumerate(doubling) if works(devices)), None)

@@ -139,18 +139,13 @@ def plan_checkpoints(
     *,
     bytes_per_parameter: float = CHECKPOINT_BYTES,
     host_bandwidth: float = 50e9,
-    state_per_device: float | None = None,
     keep: int = 2,
     restart: float = RESTART,
 ) -> CheckpointPlan:
-    """What checkpoints of a model will cost on a cluster, and how often to make them; bandwidths in bytes/s.
-
-    `state_per_device` is what one device copies to its host, where that is more than an equal share (weights and moments that
-    every data-parallel device holds whole).
-    """
+    """What checkpoints of a model will cost on a cluster, and how often to make them; bandwidths in bytes/s."""
     size = parameters * bytes_per_parameter
     transfer = size / (storage_bandwidth_per_node * nodes)
-    copy = (size / devices if state_per_device is None else state_per_device) / host_bandwidth
+    copy = size / devices / host_bandwidth
     stall, save = (copy, copy + transfer) if background else (transfer, transfer)
     again = restart + transfer
     advice = advise(stall, save, step_seconds, devices, restart=again, device_hours=device_hours)

@@ -14,6 +14,7 @@ from shardwise.config import AXES, Config
 from shardwise.cost.cluster import GIB
 from shardwise.cost.space import RECOMPUTE
 from shardwise.plan.dtypes import BYTES
+from shardwise.plan.grid import describe_degrees
 from shardwise.plan.parameters import count
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.candidates import candidates
@@ -25,7 +26,6 @@ TRIED = 64
 
 def describe_layout(row: Mapping[str, int]) -> str:
     """A layout in a few words."""
-    axes = [f"{axis} {row[axis]}" for axis in AXES if row[axis] > 1] or ["one device"]
     more = [f"zero {row['zero']}"] if row["zero"] else []
     if row["pipeline"] > 1:
         name = SCHEDULES[row["schedule"]]
@@ -34,7 +34,7 @@ def describe_layout(row: Mapping[str, int]) -> str:
         more.append(f"{RECOMPUTE[row['recompute']]} recomputation")
     if row["offload"]:
         more.append("offloaded")
-    return " x ".join(axes) + "".join(f", {word}" for word in more)
+    return ", ".join([describe_degrees(row), *more])
 
 
 def loses_on(result: SearchResult, best: int, other: int) -> str:
@@ -101,16 +101,20 @@ def binding(config: Config, result: SearchResult, best: int) -> list[str]:
     if row["recompute"]:
         found.append(_needed(result, best, "recompute"))
     if row["offload"]:
-        found.append(_offloaded(config, result))
+        found.append(_offloaded(result))
     return [*found, *_refusals(config, row), _largest(result, best)]
 
 
-def _offloaded(config: Config, result: SearchResult) -> str:
-    """Why states are in the host's memory, and how much of it they take."""
+def host_gib(result: SearchResult) -> float:
+    """Of a node's own memory that offloaded weights, gradients and moments take."""
     nodes = -(-result.devices // result.cluster.devices_per_node)
-    host = 4.0 * BYTES[result.work.state_dtype] * count(config.model) / nodes / GIB
+    return 4.0 * BYTES[result.work.state_dtype] * count(result.work.model) / nodes / GIB
+
+
+def _offloaded(result: SearchResult) -> str:
+    """Why states are in the host's memory, and how much of it they take."""
     why = "is as asked" if "offload" in result.fixed else "is needed: nothing fits without it"
-    return f"offload {why}; it takes about {host:,.0f} GiB of each node's own memory, which the planner does not know"
+    return f"offload {why}; it takes about {host_gib(result):,.0f} GiB of each node's own memory, which the planner does not know"
 
 
 def _needed(result: SearchResult, best: int, field: str) -> str:

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from shardwise.config import Config
 from shardwise.cost.cluster import Cluster
 from shardwise.errors import UserError
-from shardwise.search import requirements
-from shardwise.search.reasons import describe_layout, describe_term, nothing_fits
+from shardwise.search.reasons import best_layout, nothing_fits
 from shardwise.search.search import search
 
 EXPOSED = ("tensor", "context", "expert", "data", "replica", "pipeline_sends")
@@ -57,21 +55,6 @@ class Point:
     def works(self) -> bool:
         """Whether a layout fits."""
         return self.reason is None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data; the term is given by its name and in words."""
-        return {
-            "devices": self.devices,
-            "global_batch": self.global_batch,
-            "step_seconds": self.step_seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "efficiency": self.efficiency,
-            "layout": self.layout,
-            "breaks": self.breaks,
-            "breaks_in_words": None if self.breaks is None else describe_term(self.breaks),
-            "reason": self.reason,
-            "seconds": dict(self.seconds),
-        }
 
 
 def strong(config: Config, cluster: Cluster, counts: Sequence[int]) -> list[Point]:
@@ -112,9 +95,7 @@ def _point(config: Config, cluster: Cluster, devices: int) -> Point:
     best = int(result.order[0])
     seconds = {name: float(value[0]) for name, value in result.prediction(best).seconds.items()}
     total = sum(seconds.values())
-    return Point(
-        devices, batch, total, result.work.tokens / total, layout=describe_layout(result.space.row(best)), seconds=seconds
-    )  # fmt: skip
+    return Point(devices, batch, total, result.work.tokens / total, layout=best_layout(result), seconds=seconds)
 
 
 def _curve(points: list[Point]) -> list[Point]:
@@ -142,6 +123,15 @@ def _grew_most(before: Mapping[str, float], after: Mapping[str, float]) -> str |
 
 
 @dataclass(frozen=True)
+class Speedup:
+    """How much faster than the smallest count so many devices are, and would be if the serial share were all that slowed them."""
+
+    devices: int
+    reached: float
+    bound: float
+
+
+@dataclass(frozen=True)
 class Bound:
     """How far a strong curve can go, if memory forces nothing on the smallest count that more devices would be rid of."""
 
@@ -151,19 +141,8 @@ class Bound:
     """Of its step, the part that more devices do not shorten."""
     most_speedup: float
     """1 / serial_share, however many devices."""
-    speedups: tuple[tuple[int, float, float], ...]
-    """For each count that works: devices, the speed-up reached, and the one that the share alone would allow."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        names = ("devices", "reached", "bound")
-        rows = [dict(zip(names, row, strict=True)) for row in self.speedups]
-        return {
-            "devices": self.devices,
-            "serial_share": self.serial_share,
-            "most_speedup": self.most_speedup,
-            "speedups": rows,
-        }
+    speedups: tuple[Speedup, ...]
+    """For each count that works."""
 
 
 def amdahl(points: Sequence[Point]) -> Bound | None:
@@ -177,11 +156,12 @@ def amdahl(points: Sequence[Point]) -> Bound | None:
     if share <= 0:
         return None
     rows = tuple(
-        (
-            point.devices,
-            total / sum(point.seconds.values()),
-            float(requirements.amdahl(share, point.devices / first.devices)),
-        )
+        Speedup(point.devices, total / sum(point.seconds.values()), speedup(share, point.devices / first.devices))
         for point in working
     )
     return Bound(first.devices, share, 1 / share, rows)
+
+
+def speedup(serial_share: float, devices: float) -> float:
+    """How many times faster the same work gets on so many devices if a share of it does not get faster (Amdahl, 1967)."""
+    return 1 / (serial_share + (1 - serial_share) / devices)

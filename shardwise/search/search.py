@@ -23,7 +23,7 @@ from shardwise.cost.space import Array, Ints, Space, Work, take
 from shardwise.cost.stack import SHARDWISE
 from shardwise.errors import UserError
 from shardwise.plan.dtypes import reduce_dtype, state_dtype
-from shardwise.plan.schedule import SCHEDULES, Schedule, make_schedule
+from shardwise.plan.schedule import SCHEDULES, make_schedule
 from shardwise.plan.timeline import Programme, programme
 from shardwise.plan.timeline import play as play_through
 from shardwise.search.candidates import candidates, fixed_fields
@@ -191,8 +191,3 @@ def _makespan(row: Mapping[str, int], stage: tuple[float, ...]) -> tuple[float, 
 @lru_cache(maxsize=256)
 def _programme(name: str, ranks: int, micro_batches: int, per_rank: int) -> Programme:
     return programme(make_schedule(name, ranks, micro_batches, per_rank, checked=False))
-
-
-def schedule_of(row: Mapping[str, int], micro_batches: int) -> Schedule:
-    """A candidate's schedule, of so many micro-batches."""
-    return make_schedule(SCHEDULES[row["schedule"]], row["pipeline"], micro_batches, row["stages_per_rank"])

@@ -29,9 +29,7 @@ import numpy as np
 
 from shardwise.config import Model, divisors
 from shardwise.cost import compute
-from shardwise.cost.axes import devices
-from shardwise.cost.collectives import group_of, seconds, wire_factor
-from shardwise.cost.first_rank import device_type
+from shardwise.cost.collectives import group_of, rates, wire_factor
 from shardwise.cost.footprint import hold
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.price import axis_of
@@ -39,7 +37,9 @@ from shardwise.cost.space import Space
 from shardwise.cost.stack import SHARDWISE
 from shardwise.cost.traffic import flows
 from shardwise.plan.engine import engine_of
+from shardwise.plan.grid import devices
 from shardwise.plan.parameters import parameter_shapes
+from shardwise.search.requirements import wire_bytes
 from shardwise.search.search import SearchResult
 
 WORTHWHILE = 0.1
@@ -218,7 +218,7 @@ def _sent(result: SearchResult, one: Space, width: float) -> float:
     stack = replace(SHARDWISE, reduce_bytes=width)
     sums = [
         flow.bytes * wire_factor(flow.kind, devices(flow.axis, one).astype(float))
-        for flow in flows(result.work, one, stack, device_type(result.cluster))
+        for flow in flows(result.work, one, stack, result.cluster.device_type)
         if flow.kind in ("reduce_scatter", "all_reduce") and axis_of(flow) in _DATA and flow.when != "step"
     ]
     return float(sum(sums, np.zeros(1))[0])
@@ -236,8 +236,9 @@ def _local(result: SearchResult, one: Space) -> Iterator[Alternative]:
     found = predict(result.work, worker, result.cluster, SHARDWISE)
     share = _share(result, worker)
     group = group_of("replica", replace(worker, replica=np.asarray([count])), result.cluster)
-    outer = float(seconds("all_reduce", np.asarray([4.0 * share]), group, result.cluster)[0]) / OUTER_EVERY
-    averaged = float(4.0 * share * wire_factor("all_reduce", np.asarray(count))) / OUTER_EVERY
+    alpha, beta = rates("all_reduce", group, result.cluster)
+    outer = float(alpha[0] + 4.0 * share * beta[0]) / OUTER_EVERY
+    averaged = wire_bytes("all_reduce", 4.0 * share, count) / OUTER_EVERY
     yield Alternative(
         f"DiLoCo, {count} workers",
         bytes_per_step=_sent(result, worker, SHARDWISE.reduce_bytes) + averaged,

@@ -19,7 +19,6 @@ from shardwise.plan.grid import COPIES, SHARDS
 from shardwise.plan.parameters import count
 from shardwise.search.budget import chinchilla, compute_of, cost, of_a_size, shape_for
 from shardwise.search.interval import DEVICE_HOURS, plan_checkpoints
-from shardwise.search.plain import plain
 from shardwise.search.reasons import describe_layout, nothing_fits
 from shardwise.search.requirements import least_bandwidth, ring_hops, wire_bytes
 from shardwise.search.search import SearchResult, search
@@ -38,7 +37,7 @@ def beyond(config: Config, result: SearchResult, storage: float = STORAGE, devic
         "whole_run": whole_run(config, result, best),
         "to_hide": to_hide(result, best),
         "checkpoints": checkpoints(config, result, best, storage, device_hours),
-        "slow_links": [plain(choice) for choice in alternatives(result)] if worthwhile(result) else [],
+        "slow_links": [asdict(choice) for choice in alternatives(result)] if worthwhile(result) else [],
     }
 
 
@@ -65,15 +64,14 @@ def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
         if flow.axis not in (SHARDS, COPIES, "replica", "data") or not flow.count[0]:
             continue
         group = group_of(flow.axis, one, result.cluster)
-        size = float(group.size[0])
-        wire += float(wire_bytes(flow.kind, float(flow.bytes[0]), size))
-        hops += float(flow.count[0]) * float(ring_hops(flow.kind, size))
+        wire += wire_bytes(flow.kind, float(flow.bytes[0]), int(group.size[0]))
+        hops += float(flow.count[0]) * ring_hops(flow.kind, int(group.size[0]))
         between = between or bool(group.nodes[0] > 1)
     if not wire:
         return None
     link = result.cluster.between if between else result.cluster.inside
     inside = float(group_of(SHARDS, one, result.cluster).inside[0]) if between else 1.0
-    needed = float(np.asarray(least_bandwidth(wire / inside, computing, hops / inside, link.latency)))
+    needed = least_bandwidth(wire / inside, computing, hops / inside, link.latency)
     return {
         "link": "between" if between else "inside",
         "bytes_on_the_wire": wire / inside,
@@ -96,34 +94,6 @@ def checkpoints(config: Config, result: SearchResult, best: int, storage: float,
         keep=config.checkpoint.keep,
     )  # fmt: skip
     return asdict(found)
-
-
-def sentences(found: dict[str, Any]) -> list[str]:
-    """The same in words."""
-    run, saves = found["whole_run"], found["checkpoints"]
-    hours = f"{run['days']:.3g} days, {run['device_hours']:,.0f} device hours"
-    text = f"all {run['steps']:,} steps ({run['tokens']:.3g} tokens) take {hours}"
-    if run["kwh"] is not None:
-        text += f", {run['kwh'] / 1000:,.3g} MWh"
-    if run["money"] is not None:
-        text += f", {run['money']:,.0f} in money"
-    advice = saves["advice"]
-    every = f"save every {advice['every_steps']:,} steps ({advice['every_seconds'] / 60:.3g} minutes)"
-    said = [
-        text,
-        f"{every}: {advice['expected_goodput']:.1%} of the time counts, {saves['storage_bytes'] / 1e9:,.0f} GB of storage",
-    ]
-    if (hide := found["to_hide"]) is not None:
-        where = "between nodes" if hide["link"] == "between" else "inside a node"
-        needed = "no bandwidth" if hide["needed_gb_s"] is None else f"{hide['needed_gb_s']:.3g} GB/s a device"
-        enough = hide["needed_gb_s"] is not None and hide["needed_gb_s"] <= hide["has_gb_s"]
-        rest = "; they still cost the memory and cores that they share with the computing" if enough else ""
-        said.append(f"to hide gathers and gradient sums {where} takes {needed}, and there are {hide['has_gb_s']:.3g}{rest}")
-    quicker = [one for one in found["slow_links"] if one["fits"] and one["step_seconds"] < found["step_seconds"]]
-    if quicker:
-        ways = ", ".join(f"{one['name']} {one['step_seconds']:.3g} s a step" for one in quicker[:4])
-        said.append(f"sending less would be quicker, at the price of inexact gradients (planned, not run yet): {ways}")
-    return said
 
 
 # -- compute-optimal training ---------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
 from shardwise.observe import peak_flops
 from shardwise.parallel import is_compiled
-from shardwise.plan import RANK_AXES, reduce_dtype, simulate, state_dtype
+from shardwise.plan import reduce_dtype, simulate, state_dtype
+from shardwise.plan.grid import describe_degrees
 from shardwise.train.build import Training
 
 
@@ -64,9 +65,7 @@ def _pipeline(training: Training) -> dict[str, str]:
 def describe_layout(training: Training) -> str:
     """The degrees above one, and the stage of sharding."""
     layout = training.plan.layout
-    degrees = [f"{axis} {getattr(layout, axis)}" for axis in RANK_AXES if getattr(layout, axis) > 1]
-    experts = f", experts over {layout.expert} of them" if layout.expert > 1 else ""
-    return f"{' x '.join(degrees) or 'one device'}{experts}, zero {layout.zero}"
+    return f"{describe_degrees(dict(layout))}, zero {layout.zero}"
 
 
 def _threads(device: torch.device) -> str:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.plain import plain
 from shardwise.config import Config, from_tables
 from shardwise.cost.cluster import GIB, Cluster
 from shardwise.cost.clusters import named
 from shardwise.errors import UserError
 from shardwise.search.fewest import fewest_devices, smallest_that_fits
 from shardwise.search.largest import largest_batch, longest_sequence
-from shardwise.search.plain import plain
 from shardwise.search.search import search
 
 DAY = 86_400.0

@@ -93,10 +93,6 @@ def test_saving_in_the_foreground_stops_for_the_whole_save_and_so_saves_less_oft
     assert front.advice.expected_goodput < behind.advice.expected_goodput
 
 
-def test_state_that_each_device_holds_whole_is_copied_whole() -> None:
-    assert plan_checkpoints(1e9, 8, 1e9, 1, 1.0, state_per_device=12e9).stall_seconds == pytest.approx(0.24)
-
-
 @settings(deadline=None)
 @given(st.floats(1e8, 1e12), st.integers(1, 2048), st.floats(1e8, 1e11), st.floats(1.1, 10))
 def test_faster_storage_or_rarer_failures_never_lower_goodput(size: float, nodes: int, bandwidth: float, more: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.plain import plain
 from shardwise.config import Config, from_tables
 from shardwise.cost.clusters import named
 from shardwise.errors import UserError
@@ -75,7 +76,7 @@ def test_a_batch_that_is_not_whole_is_a_point_with_a_reason() -> None:
     assert [point.works for point in points] == [True, False, True]
     assert points[1].reason is not None
     assert "not a whole number on 3" in points[1].reason
-    assert points[1].to_json()["step_seconds"] is None
+    assert plain(points[1])["step_seconds"] is None
 
 
 def test_what_cannot_be_divided_or_does_not_fit_is_a_point_with_a_reason() -> None:
@@ -97,9 +98,9 @@ def test_amdahls_share_is_what_the_first_count_spends_on_the_serial_terms(on_a_n
     assert bound.devices == 1
     assert bound.serial_share * sum(first.seconds.values()) == pytest.approx(sum(first.seconds[name] for name in SERIAL))
     assert bound.most_speedup == pytest.approx(1 / bound.serial_share)
-    for devices, reached, allowed in bound.speedups:
-        assert reached > 0
-        assert 1 <= allowed <= min(devices, bound.most_speedup) + 1e-9
+    for faster in bound.speedups:
+        assert faster.reached > 0
+        assert 1 <= faster.bound <= min(faster.devices, bound.most_speedup) + 1e-9
 
 
 def test_nothing_that_works_has_no_bound() -> None:

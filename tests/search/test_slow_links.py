@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.cli.plain import plain
 from shardwise.config import Config, Model, from_tables
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import named
-from shardwise.search.plain import plain
 from shardwise.search.search import SearchResult, search
 from shardwise.search.slow_links import alternatives, exposed_share, factor_bytes, gradient_bytes, worthwhile
 
