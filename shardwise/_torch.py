@@ -70,11 +70,18 @@ class LocalAdamW(torch.optim.AdamW):
     what the kernel is given in a private method.
     """
 
-    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        result = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        for tensors in lists:
+    def _init_group(self, group: dict[str, Any], parameters: list[Any], gradients: list[Any], *states: Any) -> Any:
+        result = super()._init_group(group, parameters, gradients, *states)  # type: ignore[no-untyped-call]
+        # torch 2.11 makes a sum of uneven pieces whole, on every rank; the kernel would take its first numbers for the piece.
+        gradients[:] = [_split_as(parameter, gradient) for parameter, gradient in zip(parameters, gradients, strict=True)]
+        for tensors in (parameters, gradients, *states):
             tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         return result
+
+
+def _split_as(parameter: Any, gradient: Any) -> Any:
+    same = not isinstance(gradient, DTensor) or gradient.placements == parameter.placements
+    return gradient if same else gradient.redistribute(placements=parameter.placements)
 
 
 def inside_backward() -> bool:

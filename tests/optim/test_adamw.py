@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from ranks.jobs import GPT, LLAMA
-from torch import nn
+from ranks.pool import Pool
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardwise.config import Model, Train
+from shardwise.config import Layout, Model, Train
+from shardwise.mesh import Worker, join
 from shardwise.models import Transformer, initialise
 from shardwise.optim import make_optimizer, update
 
@@ -93,3 +97,30 @@ def test_a_skipped_update_changes_no_bit(dtype: torch.dtype) -> None:
     assert all(torch.equal(state[index][key], value) for index in state for key, value in found[index].items())
     # Only the gradient that was bad is bad, so that it can be named.
     assert [bool(torch.isfinite(p.grad).all()) for p in model.parameters()].count(False) == 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_uneven_pieces_are_updated_as_the_whole_is_also_where_torch_has_put_the_gradient_together(
+    ranks: Callable[[int], Pool], whole: bool
+) -> None:
+    weight, gradient = matrices()
+    alone = nn.Parameter(weight.clone())
+    alone.grad = gradient.clone()
+    make_optimizer([("w", alone)], Train(weight_decay=0.3), ()).step()
+    for found in ranks(2).run(step_of_pieces, whole):
+        assert torch.equal(found, alone.detach())
+
+
+def matrices() -> tuple[Tensor, Tensor]:
+    weight, gradient = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return weight, gradient
+
+
+def step_of_pieces(worker: Worker, whole: bool) -> Tensor:
+    """Five columns on two ranks."""
+    device_mesh = join(worker, Layout(data=1, tensor=2)).sub("tensor")
+    weight, gradient = matrices()
+    parameter = nn.Parameter(distribute_tensor(weight, device_mesh, [Shard(1)]))
+    parameter.grad = distribute_tensor(gradient, device_mesh, [Replicate() if whole else Shard(1)])
+    make_optimizer([("w", parameter)], Train(weight_decay=0.3), ()).step()
+    return parameter.detach().full_tensor()
