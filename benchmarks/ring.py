@@ -39,7 +39,7 @@ from shardwise.mesh import Worker, join, leave
 from shardwise.models.attention import attention_backends
 from shardwise.models.dtypes import wide
 from shardwise.parallel.blockwise import CPU, CUDNN, EFFICIENT, FLASH, KERNELS, PLAIN, Attended, Kernel, attend, kernel_for
-from shardwise.parallel.ring import around, block_gradients, merge_block, ring_attention, zigzag_block, zigzag_places
+from shardwise.parallel.ring import around, block_gradients, merge_block, ring_attention, zigzag_block, zigzag_positions
 
 ON_DEVICE = {"cpu": (CPU, PLAIN), "cuda": (CUDNN, FLASH, EFFICIENT, PLAIN)}
 
@@ -81,7 +81,7 @@ def draw(shape: Shape, device: torch.device) -> list[Tensor]:
 def split(whole: list[Tensor], context: int, documents: Tensor | None = None) -> list[Rank]:
     ranks = []
     for rank in range(context):
-        places = zigzag_places(whole[0].shape[2], context, rank).to(whole[0].device)
+        places = zigzag_positions(whole[0].shape[2], context, rank).to(whole[0].device)
         query, key, value, gradient = (tensor.transpose(1, 2)[:, places] for tensor in whole)
         own = None if documents is None else documents[:, places]
         travelling = [key, value] if own is None else [key, value, own]
@@ -129,7 +129,7 @@ def backward(kernel: Kernel, ranks: list[Rank], merged: list[Attended], add: boo
 def assembled(context: int, merged: list[Attended], gradients: list[list[Tensor]]) -> Results:
     """Whole tensors from the ranks'."""
     length = context * merged[0][0].shape[2]
-    order = torch.cat([zigzag_places(length, context, rank) for rank in range(context)]).argsort().to(merged[0][0].device)
+    order = torch.cat([zigzag_positions(length, context, rank) for rank in range(context)]).argsort().to(merged[0][0].device)
     of_keys = [[total.transpose(1, 2) for total in totals[1:]] for totals in gradients]
     parts = zip([m[0] for m in merged], [t[0] for t in gradients], *zip(*of_keys, strict=True), strict=True)
     return [torch.cat(list(pieces), 2)[:, :, order] for pieces in zip(*parts, strict=True)]

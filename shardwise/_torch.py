@@ -127,5 +127,5 @@ def end_backward(root: FSDPModule) -> None:
 def float8_product(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A product `x @ weight.T` in float8 with one scale each, to be repeated; torch has no public name for it yet."""
     left, right = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).t()
-    one = torch.ones((), device=x.device)
-    return lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+    scale = torch.ones((), device=x.device)
+    return lambda: torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)

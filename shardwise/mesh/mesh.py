@@ -43,10 +43,10 @@ class Mesh:
 
     def coordinate(self, axis: str) -> int:
         """This worker's position along an axis, or along several as one."""
-        place = 0
+        index = 0
         for dim, size in members(self.layout, axis).items():
-            place = place * size + (0 if self.grid is None else self.grid.get_local_rank(dim))
-        return place
+            index = index * size + (0 if self.grid is None else self.grid.get_local_rank(dim))
+        return index
 
     def size(self, axis: str) -> int:
         """Devices along an axis, or along several as one."""
@@ -150,7 +150,7 @@ def peer_is_gone(error: BaseException | None) -> bool:
         inside = [repr(failure) for failure in getattr(error, "failures", {}).values()]
         if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
             return True
-        if (inside or isinstance(error, RuntimeError)) and any(words in f"{error}{inside}" for words in _GONE):
+        if (inside or isinstance(error, RuntimeError)) and any(text in f"{error}{inside}" for text in _GONE):
             return True
         error = error.__cause__ or error.__context__
     return False

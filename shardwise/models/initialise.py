@@ -66,8 +66,8 @@ def _first_value(model: nn.Module, name: str, shape: tuple[int, ...], seed: int)
         return initial_value(name, shape, model.config.layers if isinstance(model, Transformer) else None, seed)
     value = own(name, shape, seed)
     if not isinstance(value, Tensor) or tuple(value.shape) != shape or not bool(value.isfinite().all()):
-        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise UserError(f"initial_value({name!r}, {shape}, {seed}) gave {found}; it must give finite numbers of that shape")
+        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise UserError(f"initial_value({name!r}, {shape}, {seed}) gave {given}; it must give finite numbers of that shape")
     return value.to("cpu", torch.float32)
 
 

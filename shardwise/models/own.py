@@ -73,11 +73,11 @@ def _find(model: Model) -> Callable[[Model], Any]:
         loaded = _load(path)
     except Exception as error:
         raise UserError(f"{where}: {file} could not be run: {type(error).__name__}: {error} ({_line(error, model)})") from error
-    found = getattr(loaded, name, None)
-    if not callable(found):
-        made = [key for key, value in vars(loaded).items() if getattr(value, "__module__", None) == loaded.__name__]
-        raise UserError(f"{where}: {file} has no class or function {name}; it has {', '.join(made) or 'none at all'}")
-    return found  # type: ignore[no-any-return]
+    make = getattr(loaded, name, None)
+    if not callable(make):
+        names = [key for key, value in vars(loaded).items() if getattr(value, "__module__", None) == loaded.__name__]
+        raise UserError(f"{where}: {file} has no class or function {name}; it has {', '.join(names) or 'none at all'}")
+    return make  # type: ignore[no-any-return]
 
 
 @cache
@@ -97,7 +97,7 @@ def _load(path: Path) -> ModuleType:
 def _line(error: BaseException, model: Model) -> str:
     """Where an exception came from: the last line of the user's own file that was on the way to it."""
     file = str(Path(str(model.module).rpartition(":")[0]).resolve())
-    lines = [place.lineno for place in traceback.extract_tb(error.__traceback__) if place.filename == file]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f"{file}, line {lines[-1]}" if lines else file
 
 
@@ -148,8 +148,8 @@ def _mixed(device_type: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
 def _checked_loss(result: Any, name: str) -> Tensor:
     if isinstance(result, Tensor) and result.ndim == 0:
         return result
-    found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    returned = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
     raise UserError(
-        f"{name}.forward returned {found} where it got targets; it must return the loss, one number, summed over the targets "
+        f"{name}.forward returned {returned} where it got targets; it must return the loss, one number, summed over the targets "
         'that are not -100, for example F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")'
     )

@@ -101,9 +101,9 @@ class Transformer(nn.Module):
         """The loss of token ids (batch, sequence), summed over the targets that are not -100; without targets the logits at
         every position, or (batch, vocabulary) at the position `logits_at`. A stage without the head returns hidden states.
 
-        `documents` numbers the document of each token; a token then looks only at its own. `positions` are the tokens' places
-        in the sequence, where `inputs` are not all of it from the first on. They keep counting through the documents of a row,
-        which rotary attention cannot notice.
+        `documents` numbers the document of each token; a token then looks only at its own. `positions` are where the tokens
+        are in the sequence, where `inputs` are not all of it from the first on. They keep counting through the documents
+        of a row, which rotary attention cannot notice.
         """
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device)

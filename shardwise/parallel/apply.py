@@ -21,7 +21,7 @@ from shardwise.config import Config, Layout, sequence_multiple
 from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise
 from shardwise.models.dtypes import DTYPES
 from shardwise.optim import local
-from shardwise.parallel.context import places, split_over_context
+from shardwise.parallel.context import own_positions, split_over_context
 from shardwise.parallel.data import DataParallel, SingleDevice, replicate, shard
 from shardwise.parallel.expert import expert_modules, split_over_experts
 from shardwise.parallel.model import ParallelModel
@@ -38,11 +38,11 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
     layout = comm.mesh.layout
     check_module(config, layout)  # on a model of its own, because it calls forward, which may leave something in a user's module
     plain = build_plain(config)
-    table, tables = table_of(plain), _embeddings(plain)
-    where = lru_cache(maxsize=8)(partial(places, config.model, comm)) if layout.context > 1 else None
+    table, embeddings = table_of(plain), _embeddings(plain)
+    positions = lru_cache(maxsize=8)(partial(own_positions, config.model, comm)) if layout.context > 1 else None
     multiple = sequence_multiple(config.model, layout)
     if layout.pipeline == 1:
-        return ParallelModel(comm, [_part(config, plan, plain, table, comm)], table, where, multiple, tables)
+        return ParallelModel(comm, [_part(config, plan, plain, table, comm)], table, positions, multiple, embeddings)
     from shardwise.parallel.pipeline import Pipelined  # torch's pipelines take a second to import
 
     stages = own_stages(config, plan, comm)
@@ -51,7 +51,7 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
         model = build_plain(config) if index else plain
         cut_out(model, table, stage, stages)
         parts.append(_part(config, plan, model, table, comm))
-    return Pipelined(comm, parts, table, where, multiple, tables, stages=stages)
+    return Pipelined(comm, parts, table, positions, multiple, embeddings, stages=stages)
 
 
 def build_plain(config: Config) -> nn.Module:
@@ -81,8 +81,7 @@ def count_parameters(config: Config) -> int | None:
 
 def _embeddings(model: nn.Module) -> frozenset[str]:
     """Names of the weights that are looked up, not multiplied by."""
-    tables = [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    return frozenset(f"{path}.weight" for path in tables)
+    return frozenset(f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding))
 
 
 def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> DataParallel:
@@ -149,8 +148,8 @@ def is_compiled(config: Config, device: torch.device) -> bool:
 def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
     """What is gathered at once: each block; the embedding too, unless the head needs the same weights at the end."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    tables = [module for path, module in model.named_modules() if (role := table.role(path)) and role.kind == "vocabulary"]
-    unshared = [module for module in tables if all(uses[id(weight)] == 1 for weight in module.parameters())]
+    embeddings = [module for path, module in model.named_modules() if (role := table.role(path)) and role.kind == "vocabulary"]
+    unshared = [module for module in embeddings if all(uses[id(weight)] == 1 for weight in module.parameters())]
     return [*_blocks(model, table), *unshared]
 
 

@@ -1,7 +1,7 @@
 """Context parallelism: several devices share one sequence.
 
 Everything but attention looks at one token at a time, so a device simply gets fewer tokens: inputs, targets and document
-numbers are cut along the sequence, and rotary or learned positions are told which places they are. Attention alone mixes
+numbers are cut along the sequence, and rotary or learned positions are given which ones they are. Attention alone mixes
 tokens; its modules, named `mixing` in the sharding table, are given another way to compute:
 
 | layout.attention | tokens of a device        | moves a layer, forward (E values of queries, g = kv_heads / heads)        |
@@ -26,8 +26,8 @@ from shardwise.config import Model, context_attention
 from shardwise.errors import UserError
 from shardwise.models import Sharding, matches
 from shardwise.parallel.modules import ParallelModule, Share, make_parallel
-from shardwise.parallel.ring import ring_attention, zigzag_places
-from shardwise.parallel.ulysses import contiguous_places, ulysses_attention
+from shardwise.parallel.ring import ring_attention, zigzag_positions
+from shardwise.parallel.ulysses import contiguous_positions, ulysses_attention
 
 AXIS = "context"
 
@@ -45,10 +45,10 @@ def split_over_context(model: nn.Module, table: Sharding, comm: Comm, config: Mo
             make_parallel(module, Unused, Share.of(comm, AXIS))
 
 
-def places(model: Model, comm: Comm, length: int) -> Tensor:
-    """The places in a sequence of this length of the tokens that are this device's."""
+def own_positions(model: Model, comm: Comm, length: int) -> Tensor:
+    """The positions of this device's tokens in a sequence of this length."""
     mesh = comm.mesh
-    choose = zigzag_places if context_attention(model, mesh.layout) == "ring" else contiguous_places
+    choose = zigzag_positions if context_attention(model, mesh.layout) == "ring" else contiguous_positions
     return choose(length, mesh.size(AXIS), mesh.coordinate(AXIS)).to(comm.device)
 
 

@@ -41,9 +41,9 @@ def describe(holdings: Mapping[int, Mapping[str, Slices]], shapes: Mapping[str, 
     lines: list[str] = []
     for (shape, held_by), names in alike.items():
         lines += [f"{pattern} ({', '.join(map(str, shape))})" for pattern in _patterns(names)]
-        words = [(_words(bounds, shape), ranks) for bounds, ranks in held_by]
-        width = max(len(where) for where, _ in words)
-        lines += [f"  {where:<{width}}  ranks {ranks}" for where, ranks in words]
+        rows = [(_format(bounds, shape), ranks) for bounds, ranks in held_by]
+        width = max(len(slices) for slices, _ in rows)
+        lines += [f"  {slices:<{width}}  ranks {ranks}" for slices, ranks in rows]
     return lines
 
 
@@ -57,7 +57,7 @@ def _holders(name: str, holdings: Mapping[int, Mapping[str, Slices]]) -> Iterato
     return ((bounds, _ranges(holders)) for bounds, holders in sorted(ranks.items()))
 
 
-def _words(bounds: Bounds, shape: Shape) -> str:
+def _format(bounds: Bounds, shape: Shape) -> str:
     if any(start == stop for start, stop in bounds):
         return "nothing"
     split = [dim for dim, (start, stop) in enumerate(bounds) if (start, stop) != (0, shape[dim])]

@@ -27,8 +27,8 @@ class ParallelModel:
     comm: Comm
     parts: Sequence[DataParallel]
     table: Sharding
-    places: Callable[[int], Tensor] | None = None
-    """The places of this device's tokens in a sequence of that length; None: all of them."""
+    positions: Callable[[int], Tensor] | None = None
+    """The positions of this device's tokens in a sequence of that length; None: all of them."""
     multiple: int = 1
     """What the length of a sequence must be a multiple of, so that devices can share it."""
     embeddings: frozenset[str] = frozenset()
@@ -118,15 +118,15 @@ class ParallelModel:
         """What the model is called with: this device's part of the sequences."""
         own = self.own(batch)
         given = {"inputs": own.inputs, "targets": own.targets, "documents": own.documents}
-        return given if self.places is None else {**given, "positions": self.places(batch.inputs.shape[1])}
+        return given if self.positions is None else {**given, "positions": self.positions(batch.inputs.shape[1])}
 
     def own(self, batch: Batch) -> Batch:
         """The tokens of a batch that are this device's."""
-        if self.places is None:
+        if self.positions is None:
             return batch
-        places = self.places(batch.inputs.shape[1])
-        documents = None if batch.documents is None else batch.documents[:, places]
-        return replace(batch, inputs=batch.inputs[:, places], targets=batch.targets[:, places], documents=documents)
+        positions = self.positions(batch.inputs.shape[1])
+        documents = None if batch.documents is None else batch.documents[:, positions]
+        return replace(batch, inputs=batch.inputs[:, positions], targets=batch.targets[:, positions], documents=documents)
 
     def loss(self, batch: Batch) -> Tensor:
         """This rank's share of the summed loss, without gradients."""
@@ -138,11 +138,11 @@ class ParallelModel:
         """Logits (vocabulary) after the last of tokens (1, length), the same on every rank that computes alike."""
         last = tokens.shape[1] - 1
         padded = nn.functional.pad(tokens, (0, -tokens.shape[1] % self.multiple))
-        if self.places is None:
+        if self.positions is None:
             return self._logits(padded, last, None).reshape(-1)
-        places = self.places(padded.shape[1])
-        mine = (places == last).nonzero().flatten().tolist()
-        logits = self._logits(padded[:, places], mine[0] if mine else 0, places).reshape(-1)
+        positions = self.positions(padded.shape[1])
+        mine = (positions == last).nonzero().flatten().tolist()  # the index of the last token, on the device that has it
+        logits = self._logits(padded[:, positions], mine[0] if mine else 0, positions).reshape(-1)
         return self.comm.all_reduce(logits if mine else torch.zeros_like(logits), "context")
 
     def _logits(self, tokens: Tensor, at: int, positions: Tensor | None) -> Tensor:

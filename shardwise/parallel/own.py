@@ -139,7 +139,7 @@ def _context(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
     if table.mixing is None:
         yield f"layout.context = {layout.context}: the sharding table of {name} names no modules as `mixing`, where tokens meet"
     if "positions" not in accepted(model):
-        yield f"layout.context = {layout.context}: {name}.forward has no argument `positions`, the places of a device's tokens"
+        yield f"layout.context = {layout.context}: {name}.forward has no argument `positions`, those of a device's tokens"
 
 
 def _experts(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:

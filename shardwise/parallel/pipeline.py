@@ -187,7 +187,7 @@ class Pipelined(ParallelModel):
         return self._total
 
     def _tell_positions(self, length: int) -> None:
-        positions = torch.arange(length, device=self.comm.device) if self.places is None else self.places(length)
+        positions = torch.arange(length, device=self.comm.device) if self.positions is None else self.positions(length)
         for module in self._modules:
             module.positions = positions
 

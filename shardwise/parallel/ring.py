@@ -70,14 +70,14 @@ _GRADIENT_TAG = 3
 """Keys, values and documents have the tags 0 to 2; gradients are on their way at the same time."""
 
 
-def zigzag_places(length: int, size: int, rank: int) -> Tensor:
+def zigzag_positions(length: int, size: int, rank: int) -> Tensor:
     """Where in the whole sequence the tokens of this rank are: chunk `rank`, then chunk `2 size - 1 - rank`."""
     if length % (2 * size):
         raise UserError(
             f"ring attention over context = {size} cuts a sequence into {2 * size} equal chunks, and {length} tokens "
             f"cannot be cut so: make data.sequence_length a multiple of {2 * size}"
         )
-    chunks = torch.arange(length).view(2 * size, -1)
+    chunks = torch.arange(length).view(2 * size, -1)  # (chunks, tokens of a chunk)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
@@ -175,8 +175,8 @@ def backward_pass(
     ring: Neighbours, kernel: Kernel, gradient: Tensor, saved: Gradients, merged: Attended, documents: Tensor | None
 ) -> Gradients:
     """Once around the ring with keys and values, their gradients a step behind; `saved` is query, key and value."""
-    query, key, value = saved
-    here = _travelling(key, value, documents)
+    query, key, value = saved  # (batch, heads or kv_heads, tokens, head_dim)
+    here = _travelling(key, value, documents)  # (batch, tokens, kv_heads, head_dim)
     of_query, at_home, here = _own_gradients(ring, kernel, gradient, query, here, merged, documents)
     sums: list[Tensor] = []  # gradients of the keys and values that are here, as sent: (batch, tokens, kv_heads, head_dim), wide
     for step in range(1, ring.size):
@@ -188,6 +188,7 @@ def backward_pass(
         _add(block, added, of_query, sums)
         del added  # before the next block makes its own
         here = passing.arrived() if passing else []
+    # Home again after the last step: (batch, tokens, kv_heads, head_dim) as sent to (batch, kv_heads, tokens, head_dim).
     of_key, of_value = (
         total.transpose(1, 2).add_(own).to(key.dtype)
         for total, own in zip(ring.pass_on(sums, _GRADIENT_TAG).arrived(), at_home, strict=True)
@@ -225,16 +226,17 @@ def block_gradients(
     pair = _pair(block, documents, here)
     if _strangers(pair):
         return None
-    key, value = (tensor.transpose(1, 2)[:, :, block.keys] for tensor in here[:2])
-    rows, out, lse = (tensor[:, :, block.queries] for tensor in (query, *merged))
+    key, value = (tensor.transpose(1, 2)[:, :, block.keys] for tensor in here[:2])  # (batch, kv_heads, block's keys, head_dim)
+    rows, out, lse = (tensor[:, :, block.queries] for tensor in (query, *merged))  # of the block's queries; lse without head_dim
     return attend_backward(kernel, gradient[:, :, block.queries], rows, key, value, (out, lse), block.causal, pair)
 
 
 def _add(block: QueryKeySlices, added: Gradients | None, of_query: Tensor, sums: Sequence[Tensor]) -> None:
+    """Put a block's gradients into those of the queries, and into the sums that travel with its keys and values."""
     if added is not None:
         of_query[:, :, block.queries] += added[0]
         for total, part in zip(sums, added[1:], strict=True):
-            total.transpose(1, 2)[:, :, block.keys] += part
+            total.transpose(1, 2)[:, :, block.keys] += part  # a view of what will be sent: (batch, kv_heads, tokens, head_dim)
 
 
 def _travelling(key: Tensor, value: Tensor, documents: Tensor | None) -> list[Tensor]:
@@ -248,6 +250,7 @@ def _zeros(like: Tensor) -> Tensor:
 
 
 def _pair(block: QueryKeySlices, documents: Tensor | None, here: Sequence[Tensor]) -> Documents | None:
+    """Document numbers of the block's queries and keys: (batch, queries) and (batch, keys)."""
     return None if documents is None else (documents[:, block.queries], here[2][:, block.keys])
 
 
@@ -256,6 +259,7 @@ def _strangers(documents: Documents | None) -> bool:
     if documents is None:
         return False
     queries, keys = documents
+    # (batch): ranges of numbers that do not overlap have no document in common
     apart = (queries.amin(1) > keys.amax(1)) | (keys.amin(1) > queries.amax(1))
     return bool(apart.all())  # on a GPU this waits for the device; a block of masked attention takes far longer
 

@@ -28,7 +28,7 @@ from shardwise.parallel.blockwise import whole_attention
 AXIS = "context"
 
 
-def contiguous_places(length: int, size: int, rank: int) -> Tensor:
+def contiguous_positions(length: int, size: int, rank: int) -> Tensor:
     """Where in the whole sequence the tokens of this rank are: the `rank`-th of `size` equal chunks."""
     if length % size:
         raise UserError(

@@ -158,7 +158,7 @@ class ReferenceSlicer:
         return cls(
             first_row=training.first_row,
             micro_batch=training.plan.micro_batch,
-            positions=torch.arange(length) if parallel.places is None else parallel.places(length).cpu(),
+            positions=torch.arange(length) if parallel.positions is None else parallel.positions(length).cpu(),
             length=length,
             tensor=mesh.size("tensor"),
             coordinate=mesh.coordinate("tensor"),

@@ -19,7 +19,7 @@ from shardwise.config import Layout
 from shardwise.errors import UserError
 from shardwise.mesh import Worker, join
 from shardwise.parallel import blockwise
-from shardwise.parallel.ring import Neighbours, backward_pass, forward_pass, ring_attention, zigzag_block, zigzag_places
+from shardwise.parallel.ring import Neighbours, backward_pass, forward_pass, ring_attention, zigzag_block, zigzag_positions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from memory import LiveBytes
@@ -28,7 +28,7 @@ Ranks = Callable[[int], Pool]
 
 
 def split(worker: Worker, shape: Shape, **layout: int) -> tuple[Tensor, ...]:
-    return local(worker, shape, ring_attention, zigzag_places, {"context": worker.world, **layout})
+    return local(worker, shape, ring_attention, zigzag_positions, {"context": worker.world, **layout})
 
 
 SHAPES = [
@@ -90,10 +90,10 @@ def test_zig_zag_blocks_cover_the_causal_triangle_once_and_evenly(context: int) 
     seen = torch.zeros(length, length, dtype=torch.int64)
     work = []
     for rank in range(context):
-        mine, before = zigzag_places(length, context, rank), int(seen.sum())
+        mine, before = zigzag_positions(length, context, rank), int(seen.sum())
         for source in range(context):
             block = zigzag_block(rank, source, len(mine))
-            rows, columns = mine[block.queries], zigzag_places(length, context, source)[block.keys]
+            rows, columns = mine[block.queries], zigzag_positions(length, context, source)[block.keys]
             ones = torch.ones(len(rows), len(columns), dtype=torch.int64)
             seen[rows[:, None], columns] += ones.tril() if block.causal else ones
         work.append(int(seen.sum()) - before)
@@ -103,7 +103,7 @@ def test_zig_zag_blocks_cover_the_causal_triangle_once_and_evenly(context: int) 
 
 def test_a_length_that_cannot_be_cut_is_refused_with_one_that_can() -> None:
     with pytest.raises(UserError, match="multiple of 6"):
-        zigzag_places(20, 3, 0)
+        zigzag_positions(20, 3, 0)
 
 
 @pytest.mark.parametrize("context", [2, 4])
@@ -124,7 +124,7 @@ def ledger(worker: Worker, shape: Shape) -> Any:
         kept.append(comm)
         return ring_attention(query, key, value, comm, documents)
 
-    local(worker, shape, attend, zigzag_places, {"context": worker.world})
+    local(worker, shape, attend, zigzag_positions, {"context": worker.world})
     return kept[0].ledger.take()
 
 
@@ -151,7 +151,7 @@ def recomputed(worker: Worker, shape: Shape, mode: str) -> tuple[tuple[Tensor, .
             lambda *tensors: ring_attention(*tensors, comm, documents) * 1.0, query, key, value, use_reentrant=False, **more
         )
 
-    part = local(worker, shape, attend, zigzag_places, {"context": worker.world})
+    part = local(worker, shape, attend, zigzag_positions, {"context": worker.world})
     return part, kept[0].ledger.take()["send/context"]["count"]
 
 
@@ -162,7 +162,7 @@ def test_a_block_around_it_may_be_compiled_and_gradients_may_be_broadcast(ranks:
 
 def summed(worker: Worker, shape: Shape) -> list[list[Tensor]]:
     comm = Comm(join(worker, Layout(data=1, context=worker.world)))
-    mine = zigzag_places(shape.length, worker.world, worker.rank)
+    mine = zigzag_positions(shape.length, worker.world, worker.rank)
     whole = make(shape)
     leaves = [t[:, mine].transpose(1, 2).requires_grad_() for t in (whole.query, whole.key, whole.value)]
 
@@ -220,7 +220,7 @@ def test_buffers_do_not_grow_with_the_ring(ranks: Ranks, context: int) -> None:
 def live_bytes(worker: Worker, shape: Shape) -> tuple[int, int]:
     """The most bytes alive at once beyond the tensors given, in each pass."""
     comm = Comm(join(worker, Layout(data=1, context=worker.world)))
-    mine = zigzag_places(shape.length, worker.world, worker.rank)
+    mine = zigzag_positions(shape.length, worker.world, worker.rank)
     whole = make(shape)
     query, key, value, weight = (t[:, mine].transpose(1, 2) for t in (whole.query, whole.key, whole.value, whole.weight))
     del whole

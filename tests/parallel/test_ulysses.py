@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.comm import Comm
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
-from shardwise.parallel.ulysses import contiguous_places, ulysses_attention
+from shardwise.parallel.ulysses import contiguous_positions, ulysses_attention
 
 Ranks = Callable[[int], Pool]
 
 
 def split(worker: Worker, shape: Shape, **layout: int) -> tuple[Tensor, ...]:
-    return local(worker, shape, ulysses_attention, contiguous_places, {"context": worker.world, **layout})
+    return local(worker, shape, ulysses_attention, contiguous_positions, {"context": worker.world, **layout})
 
 
 # 12 query heads over 2, 3 and 4 ranks; of the kv heads, 12 and 6 divide by some, 4 are as many or fewer, 1 is everybody's.
@@ -67,7 +67,7 @@ def refusal(worker: Worker, shape: Shape) -> str:
 
 def test_a_length_that_cannot_be_cut_is_refused_with_one_that_can() -> None:
     with pytest.raises(UserError, match="multiple of 3"):
-        contiguous_places(20, 3, 0)
+        contiguous_positions(20, 3, 0)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
@@ -92,5 +92,5 @@ def recorded(worker: Worker, shape: Shape, recompute: bool) -> tuple[tuple[Tenso
             return ulysses_attention(query, key, value, comm, documents)
         return checkpoint(lambda *tensors: ulysses_attention(*tensors, comm, documents), query, key, value, use_reentrant=False)
 
-    part = local(worker, shape, attend, contiguous_places, {"context": worker.world})
+    part = local(worker, shape, attend, contiguous_positions, {"context": worker.world})
     return part, kept[0].ledger.take()
