@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported: threads that wait for each other keep both cores busy
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it runs in the background with it ignored
 
 import pytest
 from ranks.pool import Pool
