@@ -1,0 +1,67 @@
+"""Priced seconds of computing against counted FLOPs, on a device that reaches its peak and moves memory in no time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.config import Model
+from shardwise.cost.clusters import named
+from shardwise.cost.predict import predict
+from shardwise.cost.space import RECOMPUTE, Work, space_of
+from shardwise.plan.flops import flops_per_token, matmul_weights
+from shardwise.plan.parameters import count
+
+PEAK = 1e15
+H100S = named("h100x8")
+DEVICE = replace(
+    H100S.device,
+    peak={"bfloat16": PEAK},
+    matmul=1.0,
+    matmul_knee=0.0,
+    attention=1.0,
+    attention_knee=0.0,
+    bandwidth=1e30,
+    launch=0.0,
+)
+IDEAL = replace(H100S, device=DEVICE)
+
+DENSE = Model(layers=4, hidden=512, heads=8, kv_heads=2, head_dim=128, ffn=2048, vocabulary=1024)
+EXPERTS = Model(
+    layers=4, hidden=512, heads=8, kv_heads=2, head_dim=128, ffn=2048, vocabulary=1024,
+    experts=8, experts_per_token=2, expert_ffn=256, shared_experts=1,
+)  # fmt: skip
+LENGTH, BATCH = 256, 4
+TOKENS = LENGTH * BATCH
+
+
+def seconds(model: Model, **row: int) -> dict[str, float]:
+    space = space_of([{"micro_batch": BATCH, **row}])
+    return {name: float(value[0]) for name, value in predict(Work(model, LENGTH, BATCH), space, IDEAL).seconds.items()}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_matrices_take_what_their_flops_take_at_the_peak(model: Model, tensor: int) -> None:
+    assert seconds(model, tensor=tensor)["matmul"] * PEAK * tensor == pytest.approx(6 * matmul_weights(model) * TOKENS)
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_recomputing_blocks_takes_their_forward_again_but_for_the_last_product(model: Model) -> None:
+    """A third of all FLOPs are forward's; the head is not recomputed, nor what ends a block, whose output nobody asks for."""
+    head = model.vocabulary * model.hidden
+    last = model.layers * model.hidden * (model.experts_per_token * model.expert_width if model.experts else model.ffn)
+    forward = flops_per_token(model, LENGTH) / 3 - 2 * head
+    took = seconds(model, recompute=RECOMPUTE.index("full"))["recompute"]
+    assert took * PEAK == pytest.approx((forward - 2 * last) * TOKENS)
+    assert seconds(model)["recompute"] == 0
+
+
+def test_sharded_states_are_updated_in_parts() -> None:
+    device = replace(DEVICE, bandwidth=1e12, stream=1.0)
+    space = space_of([{"data": 4, "zero": zero} for zero in range(4)])
+    whole, *parts = predict(Work(DENSE, LENGTH, BATCH), space, replace(IDEAL, device=device)).seconds["optimizer"]
+    assert parts == pytest.approx([whole / 4] * 3)
+    least = (4 + 4 + 8) + (4 + 8)  # weight, gradient and two moments read, all but the gradient written
+    assert least <= whole * 1e12 / count(DENSE) <= 1.5 * least
