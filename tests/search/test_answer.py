@@ -67,6 +67,15 @@ def test_with_memory_and_links_to_spare_only_the_data_axis_is_used() -> None:
     assert "data 8" in reason(result, best)
 
 
+def test_workers_that_share_a_machine_fit_into_its_memory_together() -> None:
+    machine = replace(cluster(4, memory_gib=64), shared=True)
+    result = search(job(data=4), machine, 4)
+    together = 4 * result.peak / GIB
+    assert len(result.order), "sharded, 1.3 billion parameters take 21 GB in all"
+    assert together[result.order].max() <= 64
+    assert ((together > 64) & (together < 4 * 64)).any(), "some layout would fit, had each worker the machine for itself"
+
+
 def test_a_tiny_device_forces_weights_to_be_sharded_and_the_answer_says_by_how_much() -> None:
     config = job(data=8)  # no other axis may help
     result, best, row = solve(config, cluster(8, memory_gib=6.5))
