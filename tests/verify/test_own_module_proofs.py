@@ -20,7 +20,7 @@ from shardwise.verify.diagnose import diagnose
 from shardwise.verify.job import prepare_proof
 from shardwise.verify.prove import prove
 from shardwise.verify.reports import ModuleDifference, RankReport, RankTrace, Reference, SliceComparison
-from shardwise.verify.verdict import Verdict, judge
+from shardwise.verify.verdict import QuantityError, Verdict, judge
 
 ROOT = Path(__file__).parents[2]
 OWN = (ROOT / "examples" / "own_model.py").read_text()
@@ -111,3 +111,13 @@ def test_axes_of_one_size_are_all_named() -> None:
     assert (cause.axis, cause.ratio, cause.ranks) == ("tensor or data", 3.0, (0, 1))
     (cause,) = diagnose(Verdict((), ()), [], traces, {"tensor": 2}).causes
     assert (cause.what, cause.axis) == ("scaled by 3", None)
+
+
+def test_of_two_copies_of_a_tied_weight_on_one_rank_the_wrong_one_is_explained() -> None:
+    key = ("embedding.weight", "gradient", 1)
+    right, doubled = SliceComparison(key, (), 0.0, 1.0, 1.0, 1.0), SliceComparison(key, (), 1.0, 1.0, 4.0, 2.0)
+    error = QuantityError(*key[:2], relative_error=1.0, limit=1e-9, step=1, ranks=(0,))
+    for slices in ([right, doubled], [doubled, right]):
+        report = RankReport(0, {"data": 0}, slices, [1.0], [], {"embedding.weight": {"data": 2}}, None)
+        (cause,) = diagnose(Verdict((error,), ()), [report], [RankTrace(0, None, None, {})]).causes
+        assert (cause.what, cause.ratio) == ("reduced twice, or not divided, over data", 2.0)
