@@ -246,15 +246,15 @@ def _link_table(link: Link) -> dict[str, Any]:
 
 def _in_file_units(value: Device | Link | Measured, table: type[Section]) -> dict[str, Any]:
     """The figures and names of a value under a table's keys; what is unknown is left out."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key in table.model_fields:
         name, factor = _UNITS.get(key, (key, 1.0))
         field = getattr(value, name)
         if isinstance(field, str | int):
-            found[key] = field
+            entries[key] = field
         elif isinstance(field, float):
-            found[key] = _six_digits(field / factor)
-    return found
+            entries[key] = _six_digits(field / factor)
+    return entries
 
 
 def _six_digits(value: float) -> float:

@@ -107,13 +107,14 @@ def block(work: Work, space: Space, cluster: Cluster, stack: Stack) -> BlockSeco
     """A transformer block on one device."""
     device, sharing = cluster.device, workers_sharing(space, cluster)
     products = _products(work, space)
-    each = [one.count * product(one.m, one.n, one.k, device, work.precision, sharing) for one in products]
+    # (candidates,) for each matrix: forward multiplies by it once
+    times = [matrix.count * product(matrix.m, matrix.n, matrix.k, device, work.precision, sharing) for matrix in products]
     forward, backward, scores = _attention(work, space, device, stack, sharing)
     fused = stack.elementwise if device.overlap else HOST_ELEMENTWISE
     moved = tokens_here(work, space) * _streamed(work, space, stack) * value_bytes(work) * fused
     elementwise = (moved + scores / 3) / _stream(device, sharing)
-    last = next(seconds for one, seconds in zip(products, each, strict=True) if one.is_last)
-    return BlockSeconds(sum(each, np.zeros(len(space))), forward, backward, elementwise, last)
+    last = next(seconds for matrix, seconds in zip(products, times, strict=True) if matrix.is_last)
+    return BlockSeconds(sum(times, np.zeros(len(space))), forward, backward, elementwise, last)
 
 
 @dataclass(frozen=True)
@@ -129,24 +130,24 @@ class _Product:
 
 
 def _products(work: Work, space: Space) -> list[_Product]:
-    """The matrices of a block, as one device multiplies by them."""
+    """The matrices of a block, as one device multiplies by them: (tokens x k) by (k x n), with k or n cut by `tensor`."""
     model, tokens = work.model, tokens_here(work, space)
     hidden, queries = np.full_like(tokens, model.hidden), model.heads * model.head_dim / space.tensor
-    keys = np.maximum(model.kv_heads / space.tensor, 1) * model.head_dim
-    found = [_Product(tokens, queries, hidden), _Product(tokens, keys, hidden, 2), _Product(tokens, hidden, queries)]
+    keys = np.maximum(model.kv_heads / space.tensor, 1) * model.head_dim  # a device has at least one key head
+    products = [_Product(tokens, queries, hidden), _Product(tokens, keys, hidden, 2), _Product(tokens, hidden, queries)]
     wide = 2 if model.activation == "swiglu" else 1
     if not model.experts:
         inner = model.ffn / space.tensor
-        return [*found, _Product(tokens, inner, hidden, wide), _Product(tokens, hidden, inner, is_last=True)]
+        return [*products, _Product(tokens, inner, hidden, wide), _Product(tokens, hidden, inner, is_last=True)]
     inner, experts = np.full_like(tokens, model.expert_width), np.full_like(tokens, model.experts)
     rows = tokens * model.experts_per_token / space.tensor * space.expert / model.experts  # that come to one expert
-    held = model.experts / space.expert
-    found += [_Product(rows, inner, hidden, wide * held), _Product(rows, hidden, inner, held, is_last=True)]
-    found.append(_Product(tokens / space.tensor, experts, hidden))
+    held = model.experts / space.expert  # experts of one device, whole: `tensor` cuts tokens here, not matrices
+    products += [_Product(rows, inner, hidden, wide * held), _Product(rows, hidden, inner, held, is_last=True)]
+    products.append(_Product(tokens / space.tensor, experts, hidden))
     if model.shared_experts:
         shared = model.shared_experts * model.expert_width / space.tensor
-        found += [_Product(tokens, shared, hidden, wide), _Product(tokens, hidden, shared)]
-    return found
+        products += [_Product(tokens, shared, hidden, wide), _Product(tokens, hidden, shared)]
+    return products
 
 
 def _streamed(work: Work, space: Space, stack: Stack) -> Array:
@@ -171,20 +172,20 @@ def _streamed(work: Work, space: Space, stack: Stack) -> Array:
 def _attention(work: Work, space: Space, device: Device, stack: Stack, sharing: Array | float) -> tuple[Array, Array, Array]:
     """Forward and backward seconds of the attention core, and the bytes of scores moved (none in flash attention)."""
     model, length = work.model, work.sequence_length
+    # scores of a query with a key, (candidates,); a causal mask needs half of them, 4 FLOPs a value of a head each
     pairs = space.micro_batch * float(length) ** 2 / space.context * model.heads / space.tensor
     precision = "bfloat16" if work.precision in ("float8", "float4") else work.precision
     if not stack.flash:
         heads = space.micro_batch * model.heads / space.tensor
-        side = np.full_like(pairs, length)
-        inner = np.full_like(pairs, model.head_dim)
+        side, inner = np.full_like(pairs, length), np.full_like(pairs, model.head_dim)
         once = 2 * heads * product(side, side, inner, device, precision, sharing)
         return once, 2 * once, pairs * SCORE_BYTES
     flops = 4 * pairs / 2 * model.head_dim
     knee = HEAD_DIM_KNEE[stack.native_attention] if device.overlap else HOST_HEAD_DIM_KNEE
-    narrow = (model.head_dim / (model.head_dim + knee)) / (128 / (128 + knee))
+    narrow = (model.head_dim / (model.head_dim + knee)) / (128 / (128 + knee))  # shares of the peak are of heads of 128
     share = device.attention if stack.native_attention else device.attention_portable
     reached = device.peak[precision] * share * narrow / sharing
-    chunk = length / np.where(space.ring == 1, space.context, 1)
+    chunk = length / np.where(space.ring == 1, space.context, 1)  # a ring attends to one device's keys at a time
     once = flops / reached * (1 + device.attention_knee / chunk)
     backward = ATTENTION_BACKWARD / BACKWARD_SHARE if device.overlap else HOST_ATTENTION_BACKWARD
     return once, once * backward, np.zeros_like(pairs)

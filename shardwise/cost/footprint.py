@@ -16,6 +16,7 @@ single micro-batch, gradients take the place of the activations that backward fr
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -39,8 +40,10 @@ class Holdings:
 
     cut: Cut
     """The blocks of the pipeline ranks."""
-    fullest: Part
-    """Weights of the fullest device, experts included."""
+    parameters: Array
+    """Of the fullest device before ZeRO, experts included."""
+    sharded: Array
+    """Those of them whose optimizer state it has."""
     states: dict[str, Array]
     """Bytes of weights, gradients and optimizer state there, wherever they lie."""
     block: Array
@@ -48,18 +51,6 @@ class Holdings:
     first_edge: Array
     """Parameters before the blocks (embedding), and behind them (norm, head)."""
     last_edge: Array
-
-    @property
-    def parameters(self) -> Array:
-        """The fullest device's before ZeRO."""
-        whole: Array = self.fullest.whole
-        return whole
-
-    @property
-    def sharded(self) -> Array:
-        """Those whose optimizer state it has."""
-        shard: Array = self.fullest.shard
-        return shard
 
 
 def hold(work: Work, space: Space, stack: Stack) -> Holdings:
@@ -81,15 +72,11 @@ def _hold_layouts(work: Work, layouts: Space, stack: Stack) -> Holdings:
         own * np.where(folded, 0.0, stages.last) + end * (~folded).astype(float),
     ]
     states = [_states(work, layouts, stack, engine, rank) for rank in ranks]
-    most = np.stack([sum(kinds.values(), np.zeros(len(layouts))) for kinds in states]).argmax(
-        axis=0
-    )  # (3, layouts) -> (layouts,)
-    return Holdings(
-        stages,
-        Part(*(np.choose(most, [getattr(rank, field.name) for rank in ranks]) for field in fields(Part))),
-        {name: np.choose(most, [kinds[name] for kinds in states]) for name in states[0]},
-        own.whole, parts["first"].whole, end.whole,
-    )  # fmt: skip
+    totals = np.stack([sum(kinds.values(), np.zeros(len(layouts))) for kinds in states])  # (3, layouts)
+    most = totals.argmax(axis=0)
+    whole, shard = (np.choose(most, [getattr(rank, name) for rank in ranks]) for name in ("whole", "shard"))
+    chosen = {name: np.choose(most, [kinds[name] for kinds in states]) for name in states[0]}
+    return Holdings(stages, whole, shard, chosen, own.whole, parts["first"].whole, end.whole)
 
 
 def _parts(model: Model, layouts: Space) -> dict[str, Part]:
@@ -109,90 +96,99 @@ def _parts(model: Model, layouts: Space) -> dict[str, Part]:
 
 
 def in_flight(space: Space) -> tuple[Array, Array]:
-    """Micro-batches (of a whole rank's blocks) whose activations the first and the last pipeline rank hold at once."""
+    """Micro-batches (of a whole rank's blocks) whose activations the first and the last pipeline rank hold at once. There are
+    never more than a step has; plan/schedule.py has the table, and a schedule that is not named here holds one for each rank.
+    """
     m, p, v = space.accumulation, space.pipeline, space.stages_per_rank
-    one = np.ones(len(space))
     first = {"gpipe": m, "interleaved": (p * (v + 1) - 1) / v, "dualpipev": p + 0.5}
-    last = {"gpipe": m, "1f1b": one, "interleaved": (p * (v - 1) + 1) / v, "dualpipev": p + 0.5}
-    return tuple(  # type: ignore[return-value]
-        np.where(p == 1, 1.0, np.minimum(m, np.choose(space.schedule, [held.get(name, p) for name in SCHEDULES])))
-        for held in (first, last)
-    )
+    last = {"gpipe": m, "1f1b": np.ones(len(space)), "interleaved": (p * (v - 1) + 1) / v, "dualpipev": p + 0.5}
+
+    def most(held: dict[str, Any]) -> Array:
+        of_schedules = [held.get(name, p) for name in SCHEDULES]  # (candidates,) for each schedule
+        return np.where(p == 1, 1.0, np.minimum(m, np.choose(space.schedule, of_schedules)))
+
+    return most(first), most(last)
 
 
 def kept(work: Work, space: Space, stack: Stack) -> tuple[Array, Array]:
     """Bytes of activations of one micro-batch in one block: kept until backward, and while the block runs backward."""
-    model, size = work.model, compute.value_bytes(work)
-    tokens, tensor = compute.tokens_here(work, space), space.tensor
+    model, tokens, tensor = work.model, compute.tokens_here(work, space), space.tensor
+    # Values a token, (candidates,) each: the module's table.
     wide = 2 if model.activation == "swiglu" else 1
     queries, keys = model.heads * model.head_dim / tensor, 2 * np.maximum(model.kv_heads / tensor, 1) * model.head_dim
     residual = model.hidden / (tensor if stack.sequence_parallel else 1)
-    inner = (1 + wide) * model.ffn / tensor
-    products = wide * model.ffn / tensor
-    if model.experts:
-        rows = model.experts_per_token / tensor
-        inner = rows * ((1 + wide) * model.expert_width + 2 * model.hidden) + (1 + wide) * model.shared_experts * (
-            model.expert_width / tensor
-        )
-        products = inner
+    inner, products = (1 + wide) * model.ffn / tensor, wide * model.ffn / tensor
+    if model.experts:  # a token's row is copied to each of its experts and comes back; shared experts see it where it is
+        width, rows = (1 + wide) * model.expert_width, model.experts_per_token / tensor
+        inner = products = rows * (width + 2 * model.hidden) + model.shared_experts * width / tensor
     gathered = np.where(tensor > 1, stack.inputs_kept * model.hidden, 0.0)
     scores = 0.0 if stack.flash else 2.5 * work.sequence_length * model.heads / tensor
-    none = stack.activation * (4 * residual + 2 * queries + keys + inner) + scores + gathered
-    selective = residual + queries + stack.selective_kept * (2 * residual + queries + keys + products)
-    if not stack.flash:
-        selective = stack.activation * (4 * residual + 2 * queries + keys + inner)
+    block = stack.activation * (4 * residual + 2 * queries + keys + inner)
+    none = block + scores + gathered
+    # Without flash attention, "selective" means that the scores alone are computed again (Korthikanti et al. 2022).
+    selective = residual + queries + stack.selective_kept * (2 * residual + queries + keys + products) if stack.flash else block
     full = residual if stack.sequence_parallel else model.hidden / (tensor if stack.shard_inputs else 1)
-    choices = [np.broadcast_to(value, tokens.shape) for value in (none, selective, full)]
-    stays = np.choose(space.recompute, choices)
+    stays = np.choose(space.recompute, [np.broadcast_to(value, tokens.shape) for value in (none, selective, full)])
+    # What is computed again lives beside what stayed: all of the block, or what selective recomputation let go.
     live = np.where(space.recompute == 2, none, np.where(space.recompute == 1, none - selective, 0.0))
+    size = compute.value_bytes(work)
     return tokens * size * stays, tokens * size * live
 
 
 def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> dict[str, Array]:
-    """Bytes of the fullest device, by kind: the first pipeline rank, which has most in flight, or the last, which has the
-    logits."""
-    model, size = work.model, compute.value_bytes(work)
-    stays, live = kept(work, space, stack)
-    tokens = compute.tokens_here(work, space)
-    alone = space.pipeline == 1
-    flying, flying_last = in_flight(space)
-    edge = tokens * model.hidden * size / space.tensor
-    logits = tokens * model.vocabulary / space.tensor * stack.logit_bytes
-    if stack.logit_bytes == 0:
-        chunk = chunk_bytes(cluster.device_type)
-        logits = np.minimum(tokens * model.vocabulary / space.tensor * size, chunk)
-    first = flying * held.cut.first * stays + live + flying * edge
-    last = flying_last * held.cut.last * stays + live + edge
-    fuller = alone | held.cut.folded | (first >= last + logits)
-    activations = np.where(fuller, first, last)
-    logits = np.where(alone | held.cut.folded | ~fuller, logits, 0.0)
-    unit = held.block
-    offloaded = space.offload == 1
-    three = (space.zero == 3) & ((space.shards > 1) | offloaded)
-    largest = np.maximum(unit, np.where(alone, np.maximum(held.first_edge, held.last_edge), 0.0))
-    weight, gradient = compute.weight_bytes(work, stack), compute.reduce_bytes(work, stack)
-    gathered = np.where(three, weight * (2 * unit + largest), 0.0)
-    reducing = np.where((space.zero >= 2) & ((space.shards > 1) | offloaded), (gradient + weight) * largest, 0.0)
-    held_copies = stack.cast_held if compute.casts(work) else 0.0
-    casts = held_copies * np.where(space.recompute == 2, model.vocabulary * model.hidden / space.tensor, held.parameters)
-    casts = np.where((space.zero == 0) | (space.shards == 1), casts, 0.0)
-    whole_inputs = np.where(space.tensor > 1, stack.whole_inputs * tokens * model.hidden * size, 0.0)
-    once = alone & (space.accumulation == 1) & ((space.zero == 0) | (space.shards == 1)) & (not stack.keeps_gradients)
+    """Bytes of the fullest device, by kind. States are the fullest rank's; activations those of the first pipeline rank, which
+    has most in flight, or of the last, which has the logits."""
+    model, alone, offloaded = work.model, space.pipeline == 1, space.offload == 1
+    activations, logits = _activations(work, space, cluster, stack, held)
+    gathered, reducing = _units(work, space, stack, held)
+    unsharded = (space.zero == 0) | (space.shards == 1)
+    # Weights that are never gathered are cast for each use; backward needs the copies, but for those of recomputed blocks.
+    copies = stack.cast_held if compute.casts(work) else 0.0
+    head = model.vocabulary * model.hidden / space.tensor
+    casts = np.where(unsharded, copies * np.where(space.recompute == 2, head, held.parameters), 0.0)
+    whole_inputs = stack.whole_inputs * compute.tokens_here(work, space) * model.hidden * compute.value_bytes(work)
+    # With a single micro-batch each gradient takes the place of activations that backward has freed by then.
+    in_place = alone & (space.accumulation == 1) & unsharded & (not stack.keeps_gradients)
     gradients = held.states["gradients"]
-    states = {**held.states, "gradients": np.where(once, np.maximum(0.0, gradients - activations), gradients)}
-    result = {
-        **_without_the_hosts(work, space, states, held),
+    states = {**held.states, "gradients": np.where(in_place, np.maximum(0.0, gradients - activations), gradients)}
+    alive = {
         "activations": activations,
         "logits": logits,
         "gathered": gathered + casts,
-        "buffers": reducing + whole_inputs + np.where(logits > 0, 4.0 * model.vocabulary * model.hidden / space.tensor, 0.0),
+        "buffers": reducing + np.where(space.tensor > 1, whole_inputs, 0.0) + np.where(logits > 0, 4.0 * head, 0.0),
+    }
+    return {
+        **(_without_the_hosts(work, space, states, held) if offloaded.any() else states),
+        **{kind: value * stack.fragmentation for kind, value in alive.items()},
         "overhead": np.full_like(activations, cluster.device.overhead),
     }
-    slack = stack.fragmentation
-    return {
-        name: value * (slack if name in ("activations", "logits", "gathered", "buffers") else 1.0)
-        for name, value in result.items()
-    }
+
+
+def _activations(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> tuple[Array, Array]:
+    """Bytes of activations and of logits on the fuller of the first and the last pipeline rank."""
+    model, size, tokens = work.model, compute.value_bytes(work), compute.tokens_here(work, space)
+    stays, live = kept(work, space, stack)
+    flying, flying_last = in_flight(space)
+    edge = tokens * model.hidden * size / space.tensor  # a stage's input, for each micro-batch in flight
+    logits = tokens * model.vocabulary / space.tensor * stack.logit_bytes
+    if stack.logit_bytes == 0:  # the loss is computed in chunks
+        logits = np.minimum(tokens * model.vocabulary / space.tensor * size, chunk_bytes(cluster.device_type))
+    first = flying * held.cut.first * stays + live + flying * edge
+    last = flying_last * held.cut.last * stays + live + edge
+    both = (space.pipeline == 1) | held.cut.folded  # the first rank has the head too
+    fuller = both | (first >= last + logits)
+    return np.where(fuller, first, last), np.where(both | ~fuller, logits, 0.0)
+
+
+def _units(work: Work, space: Space, stack: Stack, held: Holdings) -> tuple[Array, Array]:
+    """Bytes of what FSDP2 has gathered at once (the block in use, the next one, the largest unit), and of the buffers in which it
+    reduces: the largest unit's gradients as they were made, and as they are summed."""
+    shared = (space.shards > 1) | (space.offload == 1)
+    edges = np.where(space.pipeline == 1, np.maximum(held.first_edge, held.last_edge), 0.0)
+    largest = np.maximum(held.block, edges)
+    weight, gradient = compute.weight_bytes(work, stack), compute.reduce_bytes(work, stack)
+    gathered = np.where((space.zero == 3) & shared, weight * (2 * held.block + largest), 0.0)
+    return gathered, np.where((space.zero >= 2) & shared, (gradient + weight) * largest, 0.0)
 
 
 def _without_the_hosts(work: Work, space: Space, states: dict[str, Array], held: Holdings) -> dict[str, Array]:

@@ -102,6 +102,7 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     m, layers = space.accumulation.astype(float), float(work.model.layers)
     per_block = 1 / (m * held.cut.first)  # from a step of rank 0 to one pass through one block
 
+    # One micro-batch in one block, (candidates,) each: what is computed, what is exposed, and what starting kernels adds.
     repeated = _repeated(block, space, stack)
     tensor = _Tensor.of(links, per_block, space, cluster, stack)
     context = _context(work, space, cluster, block, links.inside_blocks("context") * per_block)
@@ -112,13 +113,17 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     layer = layer + launch
     data_once, replica_once = _data_once(space, cluster, stack, held, links, layer)
 
-    # In a pipeline one rank has the embedding and another the head; there they hide in the waits for the ranks between.
+    # One micro-batch at the ends of the model. In a pipeline one rank has the embedding and another the head, and what they send
+    # hides in the waits for the ranks between.
     both = np.where(held.cut.folded | (space.pipeline == 1), 1.0, 0.0)
     tensor_ends = both * tensor.ends / m
     data_ends = both * _exposed(links.seconds("data", "ends") / m, products, cluster.device.overlap * stack.overlap_data)
     lookup = compute.embedding(work, space, cluster)
     embedding, head = lookup + tensor_ends + data_ends, products + loss
+
+    # The whole step on an average pipeline rank; what the slowest takes longer is `imbalance`, and what it waits is `bubble`.
     passes, edges = m * layers / space.pipeline, m / space.pipeline
+    slowest, average = _slowest(layer, embedding, head, held, space, layers)
     seconds_of = {
         "matmul": passes * 3 * block.matmul + edges * products,
         "attention": passes * (block.attention + block.attention_backward),
@@ -131,12 +136,11 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
         "expert": passes * expert + links.seconds("expert", "step"),
         "data": passes * data + edges * data_ends + data_once + links.seconds("data", "step"),
         "replica": replica_once + links.seconds("replica", "step"),
+        "imbalance": m * (slowest - average),
+        "bubble": _bubble(space, slowest),
+        "pipeline_sends": _sends(space, cluster, stack, links),
+        "offload": _offload(space, cluster, held),
     }
-    slowest, average = _slowest(layer, embedding, head, held, space, layers)
-    seconds_of["imbalance"] = m * (slowest - average)
-    seconds_of["bubble"] = _bubble(space, slowest)
-    seconds_of["pipeline_sends"] = _sends(space, cluster, stack, links)
-    seconds_of["offload"] = _offload(space, cluster, held)
     seconds_of = {name: value * cluster.corrections.get(name, 1.0) for name, value in seconds_of.items()}
     memory = footprint(work, space, cluster, stack, held)
     return Prediction(seconds_of, memory, layer, head, embedding, links.bytes)
@@ -233,6 +237,7 @@ def _data_once(space: Space, cluster: Cluster, stack: Stack, held: Holdings, lin
 
 
 def _exposed(communication: Array, work: Array, overlap: float) -> Array:
+    """What is left of communication beside so much work, and what it slows that work by."""
     hidden = overlap * np.minimum(communication, work)
     return communication - hidden + CONTENTION * hidden
 

@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import Group, group_of, rates
 from shardwise.cost.flow import Flow, When
-from shardwise.cost.space import Array, Space
+from shardwise.cost.space import Array, Space, take
 
 AXES = ("tensor", "context", "expert", "data", "replica", "pipeline")
 """Whose time a prediction tells apart."""
@@ -56,7 +56,7 @@ def price(sent: Sequence[Flow], space: Space, cluster: Cluster) -> Priced:
         if flow.axis not in groups:
             groups[flow.axis] = group_of(flow.axis, grids, cluster)
         alpha, beta = rates(flow.kind, groups[flow.axis], cluster)  # (grids,) each
-        seconds = flow.count * alpha[index] + flow.bytes * beta[index]
+        seconds = flow.count * take(alpha, index) + flow.bytes * take(beta, index)
         if flow.when == "pipeline":
             message = seconds / np.maximum(flow.count, 1.0)
         axis = axis_of(flow)

@@ -40,7 +40,7 @@ from dataclasses import replace
 from shardwise.cost.block_flows import context_flows, expert_flows, loss_flows, stage_flows, tensor_flows
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import EACH_MICRO_BATCH, Flow, When
-from shardwise.cost.space import Ints, Space, Work
+from shardwise.cost.space import Ints, Space, Work, take
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.step_flows import step_flows
 from shardwise.cost.weight_flows import gathered_ahead, weight_flows
@@ -64,7 +64,7 @@ _OF_CANDIDATES = (tensor_flows, loss_flows, context_flows, expert_flows, stage_f
 
 def _of_candidates(flow: Flow, space: Space, index: Ints) -> Flow:
     """A flow of layouts as that of the candidates; index[i] is the layout of candidate i."""
-    count, size = flow.count[index], flow.bytes[index]
+    count, size = take(flow.count, index), take(flow.bytes, index)
     if flow.when in EACH_MICRO_BATCH:
         count, size = count * space.accumulation, size * space.accumulation
     return replace(flow, count=count, bytes=size)

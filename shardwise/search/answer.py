@@ -82,49 +82,50 @@ def _flops(work: Work) -> float:
     return flops_per_token(work.model, work.sequence_length)
 
 
-def candidate(result: SearchResult, place: int, prediction: Prediction | None = None) -> dict[str, Any]:
+def candidate(result: SearchResult, index: int, prediction: Prediction | None = None) -> dict[str, Any]:
     """One candidate's numbers."""
-    found, row = prediction or result.prediction(place), result.space.row(place)
-    total = float(found.total[0])
+    predicted, row = prediction or result.prediction(index), result.space.row(index)
+    total = float(predicted.total[0])
     tokens = result.work.tokens / total / result.devices
     peak = result.cluster.device.peak.get(result.work.precision)
     sharing = min(result.devices, result.cluster.devices_per_node) if result.cluster.shared else 1
     return {
         "kind": describe_layout(row),
-        "layout": result.space.layout(place).model_dump(exclude={"stages"}),
+        "layout": result.space.layout(index).model_dump(exclude={"stages"}),
         "micro_batch": row["micro_batch"],
         "accumulation": row["accumulation"],
         "schedule": SCHEDULES[row["schedule"]] if row["pipeline"] > 1 else None,
         "recompute": RECOMPUTE[row["recompute"]],
-        "memory_gib": {name: float(v[0]) / GIB for name, v in found.memory.items()} | {"total": float(found.peak[0]) / GIB},
-        "step_seconds": {name: float(value[0]) for name, value in found.seconds.items()} | {"total": total},
+        "memory_gib": {name: float(v[0]) / GIB for name, v in predicted.memory.items()}
+        | {"total": float(predicted.peak[0]) / GIB},
+        "step_seconds": {name: float(value[0]) for name, value in predicted.seconds.items()} | {"total": total},
         "tokens_per_second_per_device": tokens,
         "mfu": tokens * _flops(result.work) / (peak / sharing) if peak else None,
-        "fits": bool(found.peak[0] <= result.limit),
+        "fits": bool(predicted.peak[0] <= result.limit),
     }
 
 
-def _best(config: Config, result: SearchResult, place: int) -> dict[str, Any]:
-    prediction, one = result.prediction(place), result.space.take([place])
+def _best(config: Config, result: SearchResult, index: int) -> dict[str, Any]:
+    prediction, winner = result.prediction(index), result.space.take([index])
     return {
-        **candidate(result, place, prediction),
-        "bytes": traffic(result.work, result.cluster, one),
+        **candidate(result, index, prediction),
+        "bytes": traffic(result.work, result.cluster, winner),
         "memory_limit_gib": result.limit / GIB,
-        "config": to_paste(result, place),
+        "config": to_paste(result, index),
     }
 
 
-def traffic(work: Work, cluster: Cluster, one: Space) -> list[dict[str, Any]]:
+def traffic(work: Work, cluster: Cluster, space: Space) -> list[dict[str, Any]]:
     """Bytes and calls of each collective of one step on rank 0, in the ledger's convention."""
-    sent = totals(flows(work, one, device=cluster.device_type), one, 0)
+    sent = totals(flows(work, space, device=cluster.device_type), space, 0)
     keys = [key.partition("/") for key in sent]
     return [{"kind": kind, "axis": axis, **sent[f"{kind}/{axis}"]} for kind, _, axis in keys]
 
 
-def to_paste(result: SearchResult, place: int) -> str:
+def to_paste(result: SearchResult, index: int) -> str:
     """The winner as lines of a job file."""
-    row = result.space.row(place)
-    layout = result.space.layout(place).model_dump(exclude_defaults=True, exclude_none=True)
+    row = result.space.row(index)
+    layout = result.space.layout(index).model_dump(exclude_defaults=True, exclude_none=True)
     layout["data"] = row["data"]
     if row["pipeline"] > 1:
         layout["schedule"] = SCHEDULES[row["schedule"]]
@@ -159,9 +160,9 @@ def runner_up(result: SearchResult) -> int | None:
     return int(result.order[other[0]]) if len(other) else None
 
 
-def _pattern(space: Space, places: Ints) -> Any:
-    columns = [getattr(space, axis)[places] > 1 for axis in ("pipeline", "replica", "context", "tensor", "expert")]
-    return np.stack([*columns, space.zero[places] == 3], axis=1)
+def _pattern(space: Space, indices: Ints) -> Any:
+    columns = [getattr(space, axis)[indices] > 1 for axis in ("pipeline", "replica", "context", "tensor", "expert")]
+    return np.stack([*columns, space.zero[indices] == 3], axis=1)
 
 
 def best_of_each(result: SearchResult) -> Ints:

@@ -72,7 +72,7 @@ def _ratios(
     measured: Mapping[tuple[str, ...], float], predicted: Mapping[str, float], step: float
 ) -> list[tuple[tuple[str, ...], float | None]]:
     """For each set of terms, measured over predicted; None where nothing can be learned."""
-    found: list[tuple[tuple[str, ...], float | None]] = []
+    ratios: list[tuple[tuple[str, ...], float | None]] = []
     computing: float | None = None
     for terms, seconds in measured.items():
         links, idle = (tuple(name for name in terms if name in group) for group in (EXPOSED, _IDLE))
@@ -80,10 +80,10 @@ def _ratios(
         if rest:  # computing, and on devices that cannot tell them apart what it waits for, which is taken to be as predicted
             ratio = _ratio(seconds - _total(predicted, links), _total(predicted, (*rest, *idle)))
             computing = ratio if "matmul" in rest else computing
-            found.append(((*rest, *idle), ratio))
+            ratios.append(((*rest, *idle), ratio))
         elif max(seconds, _total(predicted, terms)) >= LEAST_SHARE * step:
-            found += _waits(links, idle, seconds, predicted, 1.0 if computing is None else computing)
-    return found
+            ratios += _waits(links, idle, seconds, predicted, 1.0 if computing is None else computing)
+    return ratios
 
 
 def _waits(

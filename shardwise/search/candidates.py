@@ -188,7 +188,7 @@ def _schedules(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, A
     if degrees["pipeline"] == 1:
         return [("1f1b", 1)]
     most = config.model.layers // degrees["pipeline"]
-    found: list[tuple[str, int]] = []
+    schedules: list[tuple[str, int]] = []
     for schedule in SCHEDULES:
         if "schedule" in fixed and schedule != fixed["schedule"]:
             continue
@@ -197,10 +197,10 @@ def _schedules(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, A
         per_rank = [2] if schedule in IN_A_V else STAGES_PER_RANK if schedule == "interleaved" else [1]
         if schedule == "interleaved" and "stages_per_rank" in fixed:
             per_rank = [fixed["stages_per_rank"]]
-        found += [(schedule, count) for count in per_rank if count <= most]
+        schedules += [(schedule, count) for count in per_rank if count <= most]
     if "stages" in fixed:  # cut by hand, into so many
-        found = [(schedule, count) for schedule, count in found if count * degrees["pipeline"] == len(fixed["stages"])]
-    return found
+        schedules = [(schedule, count) for schedule, count in schedules if count * degrees["pipeline"] == len(fixed["stages"])]
+    return schedules
 
 
 def _experts(config: Config, degrees: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[int]:
@@ -215,9 +215,9 @@ def _attentions(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, 
     model, context, tensor = config.model, degrees["context"], degrees["tensor"]
     if context == 1:
         return [0]
-    found = []
+    ways = []
     if model.heads // tensor % context == 0 and fixed.get("attention") != "ring":
-        found.append(0)
+        ways.append(0)
     if config.data.sequence_length % (2 * context) == 0 and fixed.get("attention") != "ulysses":
-        found.append(1)
-    return found
+        ways.append(1)
+    return ways

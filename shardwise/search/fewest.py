@@ -74,13 +74,13 @@ def fewest_devices(
     steps = config.train.steps if tokens is None else tokens / (config.train.global_batch * config.data.sequence_length)
     attempts = _Attempts(config, cluster, days, steps)
     doubling = _doubling(cluster, most)
-    place = next((place for place, devices in enumerate(doubling) if attempts.in_time(devices)), None)
-    if place is None:
+    index = next((index for index, devices in enumerate(doubling) if attempts.in_time(devices)), None)
+    if index is None:
         return _too_slow(attempts, doubling[-1])
-    between = _between(config, cluster, doubling[place - 1] if place else 0, doubling[place])
+    between = _between(config, cluster, doubling[index - 1] if index else 0, doubling[index])
     least = _least(between, attempts.in_time)
-    later = (each for low, high in pairwise(doubling[place:]) for each in _between(config, cluster, low, high))
-    for devices in chain((each for each in between if each >= least), later):
+    later = (count for low, high in pairwise(doubling[index:]) for count in _between(config, cluster, low, high))
+    for devices in chain((count for count in between if count >= least), later):
         if attempts.in_time(devices) and (result := attempts.searched(devices)) is not None:
             return _in_time(attempts, devices, result)
     return _too_slow(attempts, doubling[-1])
@@ -132,8 +132,8 @@ def _in_time(attempts: _Attempts, devices: int, result: SearchResult) -> Fewest:
 
 def _too_slow(attempts: _Attempts, most: int) -> Fewest:
     """Nothing is enough: the quickest of what was tried, searched in full."""
-    timed = [one for one in attempts.all() if one.days is not None]
-    quickest = min(timed, key=lambda one: one.days or 0.0).devices if timed else most
+    timed = [attempt for attempt in attempts.all() if attempt.days is not None]
+    quickest = min(timed, key=lambda attempt: attempt.days or 0.0).devices if timed else most
     result = attempts.searched(quickest, whatever=True)
     if result is None:
         sentence = f"no number of devices up to {most:,} trains this: {attempts.tried[quickest].reason}"
@@ -211,10 +211,10 @@ def _smallest(config: Config, cluster: Cluster, most: int, fits: Callable[[Confi
         return fits(config, cluster.of(devices), devices)
 
     doubling = _doubling(cluster, most)
-    place = next((place for place, devices in enumerate(doubling) if works(devices)), None)
-    if place is None:
+    index = next((index for index, devices in enumerate(doubling) if works(devices)), None)
+    if index is None:
         return None
-    return _least(_between(config, cluster, doubling[place - 1] if place else 0, doubling[place]), works)
+    return _least(_between(config, cluster, doubling[index - 1] if index else 0, doubling[index]), works)
 
 
 # -- counts ----------------------------------------------------------------------------------------------------------------

@@ -32,16 +32,16 @@ def is_open(layout: Layout) -> bool:
 
 def forecast(config: Config, layout: Layout, micro_batch: int, accumulation: int, cluster: Cluster) -> dict[str, Any]:
     """Seconds by term, bytes of memory by kind, and of every collective, of one step under this layout."""
-    one = space_of_layout(config, layout, micro_batch, accumulation)
+    space = space_of_layout(config, layout, micro_batch, accumulation)
     work = work_of(config)
-    found = play(work, one, cluster)[0]
-    total = float(found.total[0])
+    prediction = play(work, space, cluster)[0]
+    total = float(prediction.total[0])
     return {
         "cluster": cluster.name,
         "device": cluster.device.name,
-        "step_seconds": {name: float(value[0]) for name, value in found.seconds.items()} | {"total": total},
-        "memory_gib": {name: float(value[0]) / GIB for name, value in found.memory.items()}
-        | {"total": float(found.peak[0]) / GIB},
+        "step_seconds": {name: float(value[0]) for name, value in prediction.seconds.items()} | {"total": total},
+        "memory_gib": {name: float(value[0]) / GIB for name, value in prediction.memory.items()}
+        | {"total": float(prediction.peak[0]) / GIB},
         "tokens_per_second": work.tokens / total,
-        "bytes": traffic(work, cluster, one),
+        "bytes": traffic(work, cluster, space),
     }

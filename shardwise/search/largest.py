@@ -160,12 +160,12 @@ def _largest_sizes(fits: Callable[[Ints], Any], layouts: int) -> Ints:
     return low
 
 
-def _largest(config: Config, work: Work, one: Space, cluster: Cluster, batch: int) -> Largest:
-    found, row = play(work, one, cluster)[0], one.row(0)
-    seconds, copies, layout = float(found.total[0]), row["replica"] * row["data"], describe_layout(row)
+def _largest(config: Config, work: Work, space: Space, cluster: Cluster, batch: int) -> Largest:
+    prediction, row = play(work, space, cluster)[0], space.row(0)
+    seconds, copies, layout = float(prediction.total[0]), row["replica"] * row["data"], describe_layout(row)
     changes = {"global_batch": batch, "micro_batch": row["micro_batch"], "recompute": RECOMPUTE[row["recompute"]]}
-    job = config.model_copy(update={"layout": one.layout(0), "train": config.train.model_copy(update=changes)})
+    job = config.model_copy(update={"layout": space.layout(0), "train": config.train.model_copy(update=changes)})
     sentence = f"{batch:,} sequences a step fit without accumulation, in micro-batches of {row['micro_batch']:,} ({layout})"
     return Largest(
-        batch, row["micro_batch"], copies, seconds, work.tokens / seconds, float(found.peak[0]) / GIB, layout, sentence, job
+        batch, row["micro_batch"], copies, seconds, work.tokens / seconds, float(prediction.peak[0]) / GIB, layout, sentence, job
     )  # fmt: skip

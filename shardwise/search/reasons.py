@@ -39,10 +39,10 @@ def describe_layout(row: Mapping[str, int]) -> str:
 
 def loses_on(result: SearchResult, best: int, other: int) -> str:
     """What the other candidate takes longer for, in a sentence."""
-    one, two = result.prediction(best), result.prediction(other)
-    more = {name: float(two.seconds[name][0] - one.seconds[name][0]) for name in one.seconds}
+    winner, rival = result.prediction(best), result.prediction(other)
+    more = {name: float(rival.seconds[name][0] - winner.seconds[name][0]) for name in winner.seconds}
     worst = sorted((name for name in more if more[name] > 0), key=lambda name: -more[name])[:2]
-    slower = float(two.total[0] / one.total[0] - 1)
+    slower = float(rival.total[0] / winner.total[0] - 1)
     parts = " and ".join(f"{describe_term(name)} (+{format_seconds(more[name])})" for name in worst)
     if slower < 0.0005:
         return f"moving parts: it is {-slower:.1%} quicker, less than the model is accurate, and has more that can go wrong"
@@ -80,8 +80,8 @@ def format_seconds(value: float) -> str:
 
 def reason(result: SearchResult, best: int) -> str:
     """Why the winner, in one line."""
-    row, found = result.space.row(best), result.prediction(best)
-    peak, total = float(found.peak[0]) / GIB, float(found.total[0])
+    row, prediction = result.space.row(best), result.prediction(best)
+    peak, total = float(prediction.peak[0]) / GIB, float(prediction.total[0])
     text = f"{describe_layout(row)}: {format_seconds(total)} a step and {peak:.3g} of {result.limit / GIB:.3g} GiB"
     if len(result.order) == 1:
         return f"{text}, the only layout that fits" if len(result.space) > 1 else f"{text}, the only layout there is"
@@ -95,14 +95,14 @@ def reason(result: SearchResult, best: int) -> str:
 def binding(config: Config, result: SearchResult, best: int) -> list[str]:
     """What holds the winner where it is: why each axis is there, what memory forces, which degrees are refused."""
     row = result.space.row(best)
-    found = [_needed(result, best, axis) for axis in ("pipeline", "context", "tensor", "expert", "replica") if row[axis] > 1]
+    sentences = [_needed(result, best, axis) for axis in ("pipeline", "context", "tensor", "expert", "replica") if row[axis] > 1]
     if row["zero"]:
-        found.append(_needed(result, best, "zero"))
+        sentences.append(_needed(result, best, "zero"))
     if row["recompute"]:
-        found.append(_needed(result, best, "recompute"))
+        sentences.append(_needed(result, best, "recompute"))
     if row["offload"]:
-        found.append(_offloaded(result))
-    return [*found, *_refusals(config, row), _largest(result, best)]
+        sentences.append(_offloaded(result))
+    return [*sentences, *_refusals(config, row), _largest(result, best)]
 
 
 def host_gib(result: SearchResult) -> float:
@@ -151,11 +151,11 @@ def _refusals(config: Config, row: Mapping[str, int]) -> list[str]:
 
 def _largest(result: SearchResult, best: int) -> str:
     """What the step spends most on beside its products, and how full memory is."""
-    found = result.prediction(best)
-    total, peak = float(found.total[0]), float(found.peak[0])
-    others = {name: float(value[0]) for name, value in found.seconds.items() if name not in ("matmul", "attention")}
+    prediction = result.prediction(best)
+    total, peak = float(prediction.total[0]), float(prediction.peak[0])
+    others = {name: float(value[0]) for name, value in prediction.seconds.items() if name not in ("matmul", "attention")}
     worst = max(others, key=lambda name: others[name])
-    kinds = {name: float(value[0]) for name, value in found.memory.items()}
+    kinds = {name: float(value[0]) for name, value in prediction.memory.items()}
     fullest = max(kinds, key=lambda name: kinds[name])
     return (
         f"beside products and attention most time goes to {describe_term(worst)} ({others[worst] / total:.1%} of the step); "
@@ -189,16 +189,16 @@ def nothing_fits(config: Config, result: SearchResult) -> list[str]:
         return [f"no layout is possible: {_impossible(result)}; {_other_devices(config, result)}"]
     least = int(np.argmin(result.peak))
     peak, allowed = float(result.peak[least]), result.limit
-    found = result.prediction(least)
-    kinds = {name: float(value[0]) for name, value in found.memory.items()}
+    prediction = result.prediction(least)
+    kinds = {name: float(value[0]) for name, value in prediction.memory.items()}
     fullest = max(kinds, key=lambda name: kinds[name])
-    devices_of = result.devices
+    devices = result.devices
     missing = f"{peak / GIB:,.1f} GiB, {(peak - allowed) / GIB:,.1f} GiB more than the {allowed / GIB:,.1f} GiB a plan may use"
     smallest = f"the smallest of {len(result.space):,} layouts ({describe_layout(result.space.row(least))}) takes {missing}"
     states = sum(kinds[name] for name in ("weights", "gradients", "optimizer"))
     room = allowed - (peak - states)
     if fullest in ("weights", "gradients", "optimizer") and room > 0:
-        more = devices_of * 2 ** int(np.ceil(np.log2(max(states / room, 1.01))))
+        more = devices * 2 ** int(np.ceil(np.log2(max(states / room, 1.01))))
         advice = f"most of it is model states: use about {more:,} devices, train.state_dtype=bfloat16, or layout.offload=true"
     elif fullest in ("activations", "logits"):
         advice = "most of it is activations: use a shorter data.sequence_length, train.recompute=full, or more devices"

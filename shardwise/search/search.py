@@ -89,11 +89,11 @@ def search(config: Config, cluster: Cluster, devices: int, margin: float = MARGI
             "leave it out to plan for a transformer of that size, or choose a [layout] yourself"
         )
     fixed, work = fixed_fields(config), work_of(config)
-    found = candidates(config, devices, fixed, bool(fixed.get("offload")))
-    result = _costed(work, cluster, found.space, margin, found.refused, fixed, devices)
+    proposed = candidates(config, devices, fixed, bool(fixed.get("offload")))
+    result = _costed(work, cluster, proposed.space, margin, proposed.refused, fixed, devices)
     if not len(result.order) and "offload" not in fixed and cluster.device.overlap:
-        found = candidates(config, devices, fixed, offload=True)
-        offloaded = _costed(work, cluster, found.space, margin, found.refused, fixed, devices)
+        proposed = candidates(config, devices, fixed, offload=True)
+        offloaded = _costed(work, cluster, proposed.space, margin, proposed.refused, fixed, devices)
         result = offloaded if len(offloaded.order) else result
     return replace(result, seconds=time.perf_counter() - started)
 
@@ -125,13 +125,13 @@ def _finalists(space: Space, total: Array, order: Ints, exact: Mapping[int, Pred
     """The best that were not played yet, and at first the best of every kind of layout near them, so that no schedule is judged
     by its closed form alone.
     """
-    chosen = [int(place) for place in order[: 4 * FINALISTS] if int(place) not in exact][:FINALISTS]
+    chosen = [int(index) for index in order[: 4 * FINALISTS] if int(index) not in exact][:FINALISTS]
     if exact:
         return chosen
     near = order[: np.searchsorted(total[order], 1.3 * total[order[0]])] if len(order) else order
     kind = np.stack([space.pipeline[near], space.schedule[near], space.tensor[near]], axis=1)
     _, first = np.unique(kind, axis=0, return_index=True)
-    return sorted({*chosen, *(int(place) for place in near[np.sort(first)][:FINALISTS])})
+    return sorted({*chosen, *(int(index) for index in near[np.sort(first)][:FINALISTS])})
 
 
 def _simplest_first(space: Space, total: Array, order: Ints, exact: Mapping[int, Prediction]) -> Ints:

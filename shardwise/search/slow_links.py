@@ -80,8 +80,8 @@ def exposed_share(result: SearchResult) -> float:
     """Of the winner's step, what it waits for the data axis; 0 where nothing fits."""
     if not len(result.order):
         return 0.0
-    found = result.prediction(int(result.order[0]))
-    return float(sum(found.seconds[name][0] for name in _DATA) / found.total[0])
+    prediction = result.prediction(int(result.order[0]))
+    return float(sum(prediction.seconds[name][0] for name in _DATA) / prediction.total[0])
 
 
 def worthwhile(result: SearchResult) -> bool:
@@ -93,12 +93,12 @@ def alternatives(result: SearchResult) -> list[Alternative]:
     """Each way to send less with the winner's layout, the quickest first; none where there is no data axis."""
     if not len(result.order):
         return []
-    one = result.space.take([int(result.order[0])])
-    if int(one.shards[0] * one.replica[0]) == 1:
+    winner = result.space.take([int(result.order[0])])
+    if int(winner.shards[0] * winner.replica[0]) == 1:
         return []
     planned = gradient_bytes(result)
-    found = [*(_compressed(result, one, how) for how in _compressions(result, one)), *_local(result, one)]
-    return sorted((each for each in found if each.bytes_per_step <= planned), key=lambda each: each.step_seconds)
+    choices = [*(_compressed(result, winner, how) for how in _compressions(result, winner)), *_local(result, winner)]
+    return sorted((choice for choice in choices if choice.bytes_per_step <= planned), key=lambda choice: choice.step_seconds)
 
 
 def gradient_bytes(result: SearchResult) -> float:
@@ -125,7 +125,7 @@ class _Compression:
     changes: str
 
 
-def _compressions(result: SearchResult, one: Space) -> Iterator[_Compression]:
+def _compressions(result: SearchResult, winner: Space) -> Iterator[_Compression]:
     yield _Compression(
         "bfloat16 gradients", 2.0, "same", 0.0, 0.0,
         "Gradients are summed over devices with 8 bits of mantissa: not exact, and rounded more the more devices there are.",
@@ -145,7 +145,7 @@ def _compressions(result: SearchResult, one: Space) -> Iterator[_Compression]:
         "convergence, and the share must start higher.",
     )  # fmt: skip
     yield _Compression(
-        f"PowerSGD rank {RANK}", factor_bytes(result.work.model, int(one.tensor[0])), "all_reduce", 24.0, 4.0,
+        f"PowerSGD rank {RANK}", factor_bytes(result.work.model, int(winner.tensor[0])), "all_reduce", 24.0, 4.0,
         f"Each matrix's gradient becomes a product of rank {RANK}, with error feedback: not exact; too low a rank costs "
         "quality, so it must be tuned.",
     )  # fmt: skip
@@ -167,58 +167,59 @@ def factor_bytes(model: Model, tensor: int = 1) -> float:
     return sent / sum(prod(shape) / tensor for shape in parameter_shapes(model).values())
 
 
-def _compressed(result: SearchResult, one: Space, how: _Compression) -> Alternative:
-    parameters = float(hold(result.work, one, SHARDWISE).parameters[0])
-    width = _width(one, how)
-    passes = float(compute.streamed(np.asarray([how.traffic * parameters]), one, result.cluster)[0]) * _reductions(result, one)
-    found = predict(result.work, one, result.cluster, replace(SHARDWISE, reduce_bytes=width))
+def _compressed(result: SearchResult, winner: Space, how: _Compression) -> Alternative:
+    parameters = float(hold(result.work, winner, SHARDWISE).parameters[0])
+    width = _width(winner, how)
+    moved = np.asarray([how.traffic * parameters])  # (1,): one candidate
+    passes = float(compute.streamed(moved, winner, result.cluster)[0]) * _reductions(result, winner)
+    prediction = predict(result.work, winner, result.cluster, replace(SHARDWISE, reduce_bytes=width))
     extra = how.error * parameters
     return Alternative(
         how.name,
-        bytes_per_step=_sent(result, one, width),
-        exposed_seconds=_waiting(found) + passes,
-        step_seconds=_step(result, one, found) + passes,
+        bytes_per_step=_sent(result, winner, width),
+        exposed_seconds=_waiting(prediction) + passes,
+        step_seconds=_step(result, winner, prediction) + passes,
         extra_memory=extra,
         fits=bool(result.peak[result.order[0]] + extra <= result.limit),
         changes=f"{how.changes} {_PLANNED}",
     )
 
 
-def _step(result: SearchResult, one: Space, found: Prediction) -> float:
+def _step(result: SearchResult, winner: Space, prediction: Prediction) -> float:
     """The winner's step, with what the closed forms say that another prediction changes."""
-    plain = predict(result.work, one, result.cluster, SHARDWISE)
-    return float(result.total[result.order[0]] + found.total[0] - plain.total[0])
+    plain = predict(result.work, winner, result.cluster, SHARDWISE)
+    return float(result.total[result.order[0]] + prediction.total[0] - plain.total[0])
 
 
-def _waiting(found: Prediction) -> float:
+def _waiting(prediction: Prediction) -> float:
     """Exposed seconds of the data axis in a step."""
-    return float(sum(found.seconds[name][0] for name in _DATA))
+    return float(sum(prediction.seconds[name][0] for name in _DATA))
 
 
-def _width(one: Space, how: _Compression) -> float:
+def _width(space: Space, how: _Compression) -> float:
     """Bytes a value at which the layout's own collective sends as much: a sum that every device gets whole is twice what one that
     leaves each its shard is, and a gather is a message from each.
     """
-    sharded = bool(one.zero[0]) and int(one.shards[0]) > 1
+    sharded = bool(space.zero[0]) and int(space.shards[0]) > 1
     if how.collective == "same":
         return how.bytes_per_value
     twice = 2.0 if sharded else 1.0
     if how.collective == "all_reduce":
         return twice * how.bytes_per_value
-    return twice / 2 * how.bytes_per_value * int(one.shards[0] * one.replica[0])
+    return twice / 2 * how.bytes_per_value * int(space.shards[0] * space.replica[0])
 
 
-def _reductions(result: SearchResult, one: Space) -> int:
+def _reductions(result: SearchResult, space: Space) -> int:
     """How often a step reduces its gradients: once, or for each micro-batch where no device keeps them whole."""
-    return int(one.accumulation[0]) if engine_of(one, result.work.model.experts).reduces_each[0] else 1
+    return int(space.accumulation[0]) if engine_of(space, result.work.model.experts).reduces_each[0] else 1
 
 
-def _sent(result: SearchResult, one: Space, width: float) -> float:
+def _sent(result: SearchResult, space: Space, width: float) -> float:
     """Bytes that one device sends a step to agree on gradients of so many bytes a value: the reductions among its flows."""
     stack = replace(SHARDWISE, reduce_bytes=width)
     sums = [
-        flow.bytes * wire_factor(flow.kind, devices(flow.axis, one).astype(float))
-        for flow in flows(result.work, one, stack, result.cluster.device_type)
+        flow.bytes * wire_factor(flow.kind, devices(flow.axis, space).astype(float))
+        for flow in flows(result.work, space, stack, result.cluster.device_type)
         if flow.kind in ("reduce_scatter", "all_reduce") and axis_of(flow) in _DATA and flow.when != "step"
     ]
     return float(sum(sums, np.zeros(1))[0])
@@ -227,13 +228,13 @@ def _sent(result: SearchResult, one: Space, width: float) -> float:
 # -- local training -----------------------------------------------------------------------------------------------------
 
 
-def _local(result: SearchResult, one: Space) -> Iterator[Alternative]:
+def _local(result: SearchResult, winner: Space) -> Iterator[Alternative]:
     """DiLoCo with the smallest workers that hold the model, if any that are less than all devices do."""
-    worker = _smallest_worker(result, one)
+    worker = _smallest_worker(result, winner)
     if worker is None:
         return
-    count = int(one.data[0] * one.replica[0] // worker.data[0])
-    found = predict(result.work, worker, result.cluster, SHARDWISE)
+    count = int(winner.data[0] * winner.replica[0] // worker.data[0])
+    prediction = predict(result.work, worker, result.cluster, SHARDWISE)
     share = _share(result, worker)
     group = group_of("replica", replace(worker, replica=np.asarray([count])), result.cluster)
     alpha, beta = rates("all_reduce", group, result.cluster)
@@ -242,22 +243,23 @@ def _local(result: SearchResult, one: Space) -> Iterator[Alternative]:
     yield Alternative(
         f"DiLoCo, {count} workers",
         bytes_per_step=_sent(result, worker, SHARDWISE.reduce_bytes) + averaged,
-        exposed_seconds=_waiting(found) + outer,
-        step_seconds=_step(result, one, found) + outer,
-        extra_memory=max(0.0, float(found.peak[0] - result.peak[result.order[0]]) + _OUTER_BYTES * share),
+        exposed_seconds=_waiting(prediction) + outer,
+        step_seconds=_step(result, winner, prediction) + outer,
+        extra_memory=max(0.0, float(prediction.peak[0] - result.peak[result.order[0]]) + _OUTER_BYTES * share),
         fits=True,
         changes=f"{count} workers train alone and average parameters every {OUTER_EVERY} steps: another algorithm, with an outer "
         f"momentum to tune; many workers or long rounds end at a higher loss. {_PLANNED}",
     )
 
 
-def _smallest_worker(result: SearchResult, one: Space) -> Space | None:
+def _smallest_worker(result: SearchResult, winner: Space) -> Space | None:
     """The winner's layout on as few data-parallel devices as hold it: at least those that share a node, less than all."""
-    copies, inner, node = int(one.data[0] * one.replica[0]), int(one.tensor[0] * one.context[0]), result.cluster.devices_per_node
+    copies, inner = int(winner.data[0] * winner.replica[0]), int(winner.tensor[0] * winner.context[0])
+    node = result.cluster.devices_per_node
     for size in divisors(copies)[:-1]:
         if size * inner < node < copies * inner:
             continue  # inside a node links are quick: no need to do without
-        worker = replace(one, data=np.asarray([size]), replica=np.asarray([1]))
+        worker = replace(winner, data=np.asarray([size]), replica=np.asarray([1]))
         if int(worker.shards[0]) == 1:
             worker = replace(worker, zero=np.asarray([0]))
         peak = float(predict(result.work, worker, result.cluster, SHARDWISE).peak[0])

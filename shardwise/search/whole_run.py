@@ -56,21 +56,21 @@ def whole_run(config: Config, result: SearchResult, best: int) -> dict[str, Any]
 
 def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
     """The bandwidth a device needs so that gathers and gradient sums hide behind the computing, at the link's own latency."""
-    one = result.space.take([best])
-    found = result.prediction(best)
-    computing = sum(float(found.seconds[name][0]) for name in ("matmul", "attention", "elementwise", "recompute"))
+    winner = result.space.take([best])
+    prediction = result.prediction(best)
+    computing = sum(float(prediction.seconds[name][0]) for name in ("matmul", "attention", "elementwise", "recompute"))
     wire, hops, between = 0.0, 0.0, False
-    for flow in flows(result.work, one):
+    for flow in flows(result.work, winner):
         if flow.axis not in (SHARDS, COPIES, "replica", "data") or not flow.count[0]:
             continue
-        group = group_of(flow.axis, one, result.cluster)
+        group = group_of(flow.axis, winner, result.cluster)
         wire += wire_bytes(flow.kind, float(flow.bytes[0]), int(group.size[0]))
         hops += float(flow.count[0]) * ring_hops(flow.kind, int(group.size[0]))
         between = between or bool(group.nodes[0] > 1)
     if not wire:
         return None
     link = result.cluster.between if between else result.cluster.inside
-    inside = float(group_of(SHARDS, one, result.cluster).inside[0]) if between else 1.0
+    inside = float(group_of(SHARDS, winner, result.cluster).inside[0]) if between else 1.0
     needed = least_bandwidth(wire / inside, computing, hops / inside, link.latency)
     return {
         "link": "between" if between else "inside",
@@ -88,12 +88,12 @@ def checkpoints(config: Config, result: SearchResult, best: int, storage: float,
     cluster = result.cluster
     nodes = -(-result.devices // cluster.devices_per_node)
     width = {"bfloat16": 6.0, "float64": 24.0}.get(result.work.state_dtype, 12.0)
-    found = plan_checkpoints(
+    saves = plan_checkpoints(
         count(config.model), result.devices, storage, nodes, float(result.prediction(best).total[0]), device_hours,
         config.checkpoint.background, bytes_per_parameter=width, host_bandwidth=cluster.device.host_bandwidth,
         keep=config.checkpoint.keep,
     )  # fmt: skip
-    return asdict(found)
+    return asdict(saves)
 
 
 # -- compute-optimal training ---------------------------------------------------------------------------------------------
@@ -118,13 +118,13 @@ def budget(config: Config, cluster: Cluster, flops: float | None, days: float | 
         for _ in range(4):  # the model's size decides its speed, and its speed the size
             rate = _rate(config, cluster, chinchilla(flops).parameters)[1]
             flops = compute_of(days, cluster.devices, rate)
-    found = chinchilla(flops)
-    model, rate, layout = _rate(config, cluster, found.parameters)
+    optimum = chinchilla(flops)
+    model, rate, layout = _rate(config, cluster, optimum.parameters)
     bill = cost(flops, rate, cluster.devices, cluster.device.watts, cluster.price)
     own = of_a_size(float(count(config.model)), flops)
     return {
-        "flops": flops, "parameters": found.parameters, "tokens": found.tokens, "loss": found.loss,
-        "fitted": asdict(found.fitted), "replicated": asdict(found.replicated), "model": model, "layout": layout,
+        "flops": flops, "parameters": optimum.parameters, "tokens": optimum.tokens, "loss": optimum.loss,
+        "fitted": asdict(optimum.fitted), "replicated": asdict(optimum.replicated), "model": model, "layout": layout,
         "flops_per_second_per_device": rate, **asdict(bill), "days": bill.seconds / _DAY, "this_model": asdict(own),
     }  # fmt: skip
 
