@@ -12,7 +12,7 @@ from shardwise.config import Config, from_tables
 from shardwise.cost.cluster import GIB, Cluster
 from shardwise.cost.clusters import named
 from shardwise.errors import UserError
-from shardwise.search.fewest import fewest_devices, smallest_that_fits
+from shardwise.search.fewest import _least, fewest_devices, smallest_that_fits
 from shardwise.search.largest import largest_batch, longest_sequence
 from shardwise.search.search import search
 
@@ -50,6 +50,15 @@ def days_on(config: Config, devices: int) -> float:
 
 
 # -- devices ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 9, 64, 100])
+def test_the_least_of_many_counts_that_works_is_found_in_few_tries(nodes: int) -> None:
+    counts = [8 * node for node in range(1, nodes + 1)]
+    for least in counts:
+        tried: list[int] = []
+        assert _least(counts, lambda devices: tried.append(devices) or devices >= least) == least  # noqa: B023
+        assert len(tried) <= nodes.bit_length() + 4, "a bisection, and the few right below"
 
 
 def test_the_fewest_devices_are_in_time_and_what_was_tried_below_is_not() -> None:
