@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported: threads that wait for each other keep both cores busy
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it runs in the background with it ignored
 
 import pytest
 from ranks.pool import Pool
 from ranks.trained import Runs
 from warm import Server
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it runs in the background with it ignored
 
 LONGEST = ("docs", "cli", "parallel", "checkpoint", "resilience", "verify")
 """Folders whose files take longest, to be given out first: the two test processes then end together."""
