@@ -7,6 +7,7 @@ run folder is touched, so a missing one costs nothing but the message.
 
 from __future__ import annotations
 
+import json
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -149,5 +150,11 @@ def _missing(setting: str, extra: str) -> UserError:
 
 
 def _job(folder: Path) -> dict[str, Any]:
-    path = folder / "config.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """The job as it was asked for, and what the plan settled of it."""
+    job, plan = folder / "config.toml", folder / "plan.json"
+    tables: dict[str, Any] = tomllib.loads(job.read_text(encoding="utf-8")) if job.exists() else {}
+    decisions = json.loads(plan.read_text(encoding="utf-8"))["decisions"] if plan.exists() else {}
+    for setting, decision in decisions.items():
+        table, _, name = setting.partition(".")
+        tables.setdefault(table, {})[name] = decision["value"]
+    return tables

@@ -164,11 +164,12 @@ def test_wandb_gets_the_job_and_the_records_and_a_resume_continues_its_run(tmp_p
     fake = types.SimpleNamespace(init=init, util=types.SimpleNamespace(generate_id=lambda: next(names)))
     monkeypatch.setitem(sys.modules, "wandb", fake)
     (tmp_path / "config.toml").write_text("[train]\nsteps = 7\n")
+    (tmp_path / "plan.json").write_text('{"decisions": {"layout.zero": {"value": 1, "asked": false, "why": "it fits"}}}')
     for resume in (0, 1):
         sinks = open_sinks(tmp_path, Observe(wandb="project"), resume)
         sinks.metrics({"step": resume + 1, "loss": 0.5})
         sinks.close()
     assert [settings["id"] for settings in started] == ["first", "first"]
     assert started[0]["project"] == "project"
-    assert started[0]["config"] == {"train": {"steps": 7}}
+    assert started[0]["config"] == {"train": {"steps": 7}, "layout": {"zero": 1}}
     assert logged == [(1, {"loss": 0.5}), (2, {"loss": 0.5})]
