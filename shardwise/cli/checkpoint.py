@@ -32,7 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 @checkpoint.command("list")
 def list_(folder: Many, json: Json = False) -> None:
     """The checkpoints of a run: step, when, size, layout, and whether all files are there. Reads manifests only."""
-    rows = [_facts(address) for address in _found(folder)]
+    rows = [_row(address) for address in _checkpoints_of(folder)]
     if json:
         _print_json({"checkpoints": rows})
         return
@@ -51,15 +51,15 @@ def list_(folder: Many, json: Json = False) -> None:
 def check(folder: Many, json: Json = False) -> None:
     """Read every byte and compare it with what was saved; a damaged file is named, with status 1."""
     _need_torch()
-    found = []
-    for address in _found(folder):
+    rows = []
+    for address in _checkpoints_of(folder):
         problems = list(_faults(address))
-        found.append({"path": address, "whole": not problems, "problems": problems})
+        rows.append({"path": address, "whole": not problems, "problems": problems})
         if not json:
             print(f"{address}: {'damaged' if problems else 'whole'}", *(f"  {problem}" for problem in problems), sep="\n")
-    whole = all(row["whole"] for row in found)
+    whole = all(row["whole"] for row in rows)
     if json:
-        _print_json({"whole": whole, "checkpoints": found})
+        _print_json({"whole": whole, "checkpoints": rows})
     raise typer.Exit(0 if whole else 1)
 
 
@@ -71,12 +71,12 @@ def diff(first: Checkpoint, second: Checkpoint, json: Json = False) -> None:
     from shardwise.checkpoint.contents import Contents
 
     with _bar("comparing", in_bytes=False) as progress:
-        one, other = (Contents.open(_newest(address)) for address in (first, second))
-        comparison = compare(one, other, lambda done, total: progress(done, total, done, total))
+        left, right = (Contents.open(_newest(address)) for address in (first, second))
+        comparison = compare(left, right, lambda done, total: progress(done, total, done, total))
     if json:
-        _print_json({"first": one.address, "second": other.address, **comparison.to_json()})
+        _print_json({"first": left.address, "second": right.address, **comparison.to_json()})
     else:
-        _show(comparison, one.address, other.address)
+        _show(comparison, left.address, right.address)
     raise typer.Exit(0 if comparison.equal else 1)
 
 
@@ -98,8 +98,8 @@ def export(
     with _bar("exporting") as progress:
         done = export_checkpoint(address, folder, dtype, limit, progress)
     if json:
-        facts = {"architecture": done.architecture, "tensors": done.tensors, "bytes": done.bytes, "files": done.files}
-        _print_json({"checkpoint": address, "folder": str(folder), **facts, "note": done.note})
+        written = {"architecture": done.architecture, "tensors": done.tensors, "bytes": done.bytes, "files": done.files}
+        _print_json({"checkpoint": address, "folder": str(folder), **written, "note": done.note})
         return
     files = "1 file" if done.files == 1 else f"{done.files} files"
     print(f"{folder}: {done.architecture}, {done.tensors} tensors, {_size(done.bytes)} in {files}, from {address}")
@@ -118,14 +118,14 @@ def import_(
     from shardwise.checkpoint.pretrained import import_folder
 
     with _bar("importing") as progress:
-        found = import_folder(folder, checkpoint, progress)
-    tables: dict[str, dict[str, Any]] = {"model": _set_fields(found.model)}
-    if found.tokenizer is not None:
-        tables["data"] = {"tokenizer": str(found.tokenizer)}
+        imported = import_folder(folder, checkpoint, progress)
+    tables: dict[str, dict[str, Any]] = {"model": _set_fields(imported.model)}
+    if imported.tokenizer is not None:
+        tables["data"] = {"tokenizer": str(imported.tokenizer)}
     if json:
-        _print_json({"checkpoint": checkpoint, "tensors": found.tensors, "bytes": found.bytes, "job": tables})
+        _print_json({"checkpoint": checkpoint, "tensors": imported.tensors, "bytes": imported.bytes, "job": tables})
         return
-    typer.echo(f"{checkpoint}: {found.tensors} tensors, {_size(found.bytes)}; the job says", err=True)
+    typer.echo(f"{checkpoint}: {imported.tensors} tensors, {_size(imported.bytes)}; the job says", err=True)
     print("\n\n".join(_table(name, values) for name, values in tables.items()))
     typer.echo(f"and `shardwise train JOB checkpoint.resume={checkpoint}` starts from it", err=True)
 
@@ -146,7 +146,7 @@ def _need_torch() -> None:
         raise UserError(problem)
 
 
-def _found(folder: str) -> list[str]:
+def _checkpoints_of(folder: str) -> list[str]:
     """The checkpoints that a run folder, a folder of checkpoints or a checkpoint stands for, oldest first."""
     from shardwise.checkpoint.folder import MANIFEST, checkpoints
     from shardwise.checkpoint.storage import storage
@@ -158,9 +158,9 @@ def _found(folder: str) -> list[str]:
     if not names:
         raise UserError(f"{folder}: no such folder, or nothing in it; give a run folder or a step-N folder")
     inside = _run_checkpoints(Path(folder) / "config.toml") if "config.toml" in names else None
-    for place in (inside, where.inside("checkpoints").address, where.address):
-        if place and (found := checkpoints(place)):
-            return found
+    for folder_of_steps in (inside, where.inside("checkpoints").address, where.address):
+        if folder_of_steps and (addresses := checkpoints(folder_of_steps)):
+            return addresses
     raise UserError(f"{folder} holds no checkpoint; a checkpoint is a folder step-N with a {MANIFEST}")
 
 
@@ -169,10 +169,10 @@ def _run_checkpoints(config: Path) -> str | None:
     import tomllib
 
     try:
-        place = tomllib.loads(config.read_text()).get("checkpoint", {}).get("folder")
+        folder = tomllib.loads(config.read_text()).get("checkpoint", {}).get("folder")
     except (OSError, ValueError):
         return None
-    return str(place) if place else None
+    return str(folder) if folder else None
 
 
 def _faults(address: str) -> Iterator[str]:
@@ -187,17 +187,18 @@ def _faults(address: str) -> Iterator[str]:
         return
     done = 0
     with _bar("checking", "files") as progress:
-        for count, (name, facts) in enumerate(manifest.files.items()):
+        for count, (name, file) in enumerate(manifest.files.items()):
             progress(count, len(manifest.files), done, manifest.total_bytes)
             yield from damaged_files(storage(address), manifest, [name])
-            done += facts["bytes"]
+            done += file["bytes"]
 
 
 def _newest(folder: str) -> str:
-    return _found(folder)[-1]
+    return _checkpoints_of(folder)[-1]
 
 
-def _facts(address: str) -> dict[str, Any]:
+def _row(address: str) -> dict[str, Any]:
+    """What `list` says of a checkpoint, read from its manifest."""
     from datetime import datetime
 
     from shardwise.checkpoint import read_manifest
@@ -206,13 +207,13 @@ def _facts(address: str) -> dict[str, Any]:
     path = Path(address) / MANIFEST
     time = datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds") if path.is_file() else None
     name = re.search(r"step-(\d+)$", address)
-    facts = {"path": address, "step": int(name[1]) if name else None, "saved": time, "bytes": None, "layout": "", "world": None}
+    row = {"path": address, "step": int(name[1]) if name else None, "saved": time, "bytes": None, "layout": "", "world": None}
     try:
         manifest = read_manifest(address)
     except UserError as error:
-        return {**facts, "whole": False, "problem": str(error).partition(". Remove")[0]}
-    facts |= {"step": manifest.step, "bytes": manifest.total_bytes, "layout": _layout(manifest.layout), "world": manifest.world}
-    return {**facts, "whole": True, "problem": None}
+        return {**row, "whole": False, "problem": str(error).partition(". Remove")[0]}
+    row |= {"step": manifest.step, "bytes": manifest.total_bytes, "layout": _layout(manifest.layout), "world": manifest.world}
+    return {**row, "whole": True, "problem": None}
 
 
 def _layout(layout: Mapping[str, Any]) -> str:
@@ -223,23 +224,24 @@ def _layout(layout: Mapping[str, Any]) -> str:
 
 
 def _show(comparison: Comparison, first: str, second: str) -> None:
-    lines = [f"{key}: {one!r} and {other!r}" for key, (one, other) in comparison.facts.items()]
-    _lines("the manifests differ in", lines)
-    _lines("not compared:", [f"{kind}.*: {why}" for kind, why in comparison.left_out.items()])
-    _lines(f"only in {first}:", comparison.only_first)
-    _lines(f"only in {second}:", comparison.only_second)
-    gaps = [
-        f"{one.tensor}: {one.reason}" + ("" if one.max_abs is None else f" differ, by {one.max_abs:.3g} at most")
-        for one in comparison.differences
+    lines = [f"{key}: {left!r} and {right!r}" for key, (left, right) in comparison.facts.items()]
+    _print_list("the manifests differ in", lines)
+    _print_list("not compared:", [f"{kind}.*: {why}" for kind, why in comparison.left_out.items()])
+    _print_list(f"only in {first}:", comparison.only_first)
+    _print_list(f"only in {second}:", comparison.only_second)
+    differences = [
+        f"{gap.tensor}: {gap.reason}" + ("" if gap.max_abs is None else f" differ, by {gap.max_abs:.3g} at most")
+        for gap in comparison.differences
     ]
-    _lines("tensors that differ, weights first:", gaps)
+    _print_list("tensors that differ, weights first:", differences)
     if comparison.equal:
         print(f"equal to the bit: {comparison.compared} tensors")
     else:
-        print(f"different: {len(gaps)} of the {comparison.compared} tensors that both have")
+        print(f"different: {len(differences)} of the {comparison.compared} tensors that both have")
 
 
-def _lines(title: str, lines: list[str]) -> None:
+def _print_list(title: str, lines: list[str]) -> None:
+    """The first lines under a title, and how many more there are; nothing where there are none."""
     rest = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     if lines:
         print("\n  ".join([title, *lines[:SHOWN], *rest]))
@@ -277,7 +279,7 @@ def _print_plain(table: Any) -> None:
 
 
 @contextmanager
-def _bar(title: str, what: str = "tensors", in_bytes: bool = True) -> Iterator[Callable[[int, int, int, int], None]]:
+def _bar(title: str, unit: str = "tensors", in_bytes: bool = True) -> Iterator[Callable[[int, int, int, int], None]]:
     """How many and how much is done, how fast, how long it will take; on standard error, and on a terminal only."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -290,7 +292,7 @@ def _bar(title: str, what: str = "tensors", in_bytes: bool = True) -> Iterator[C
 
     def show(count: int, of: int, done: int, total: int) -> None:
         bar.start()
-        bar.update(task, completed=done, total=total, counted=f"{count}/{of} {what}")
+        bar.update(task, completed=done, total=total, counted=f"{count}/{of} {unit}")
 
     try:
         yield show

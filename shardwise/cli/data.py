@@ -30,8 +30,8 @@ def prepare(
 
     with preparing() as progress:
         index = prepare_shards(source, tokenizer, folder, text_field, progress=progress)
-    facts = {"folder": folder, "tokens": index.tokens, "documents": index.documents, "shards": len(index.shards)}
+    prepared = {"folder": folder, "tokens": index.tokens, "documents": index.documents, "shards": len(index.shards)}
     if json:
-        print(json_module.dumps(facts))
+        print(json_module.dumps(prepared))
     else:
         typer.echo(f"{index.tokens:,} tokens of {index.documents:,} documents in {len(index.shards)} shards: {folder}", err=True)

@@ -88,12 +88,12 @@ def verdict(findings: list[Finding]) -> str:
 def torch_problem() -> str | None:
     """What is wrong with the installed torch and the line that mends it; None where it will do."""
     installed = _version("torch")
-    range_words = f"{_dotted(TORCH_OLDEST)} up to, not including, {_dotted(TORCH_BELOW)}"
+    supported = f"{_dotted(TORCH_OLDEST)} up to, not including, {_dotted(TORCH_BELOW)}"
     if installed is None:
-        return f"torch is not installed; shardwise needs {range_words}. {_install_lines()}"
-    found = re.match(r"(\d+)\.(\d+)", installed)
-    if not found or not TORCH_OLDEST <= (int(found[1]), int(found[2])) < TORCH_BELOW:
-        return f"torch {installed} is not supported; shardwise needs {range_words}. {_install_lines()}"
+        return f"torch is not installed; shardwise needs {supported}. {_install_lines()}"
+    version = re.match(r"(\d+)\.(\d+)", installed)
+    if not version or not TORCH_OLDEST <= (int(version[1]), int(version[2])) < TORCH_BELOW:
+        return f"torch {installed} is not supported; shardwise needs {supported}. {_install_lines()}"
     return None
 
 
@@ -139,26 +139,26 @@ def _gpu(gpus: list[Gpu]) -> Finding:
 
 def _disk() -> Finding:
     free = shutil.disk_usage(".").free / _GIB
-    words = f"{free:.1f} GiB free in this folder"
-    return Finding("disk", "good", words) if free >= 1 else Finding("disk", "bad", f"{words}; checkpoints will not fit")
+    space = f"{free:.1f} GiB free in this folder"
+    return Finding("disk", "good", space) if free >= 1 else Finding("disk", "bad", f"{space}; checkpoints will not fit")
 
 
 def _cache() -> Finding:
     """The folder itself, or the nearest one above it that exists: that is where it would be made."""
-    place = Path(_CACHE).absolute()
-    while not place.exists():
-        place = place.parent
-    if os.access(place, os.W_OK):
+    folder = Path(_CACHE).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if os.access(folder, os.W_OK):
         return Finding("cache", "good", f"{_CACHE} can be written")
     return Finding(
-        "cache", "bad", f"{place} cannot be written: work in another folder, or give data.cache=PATH and run.folder=PATH"
+        "cache", "bad", f"{folder} cannot be written: work in another folder, or give data.cache=PATH and run.folder=PATH"
     )
 
 
 def _compiler() -> Finding:
-    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    if found:
-        return Finding("C compiler", "good", found)
+    compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
+    if compiler:
+        return Finding("C compiler", "good", compiler)
     return Finding("C compiler", "optional", "none; torch.compile needs one: install gcc, or train with train.compile=false")
 
 

@@ -21,16 +21,17 @@ WIDEST = 1600
 def summary(timeline: Timeline) -> str:
     """One line: what it is, its bubble, and the activations it keeps."""
     schedule = timeline.schedule
-    peak = _many(max(peak_in_flight(schedule)), "activation")
+    peak = _plural(max(peak_in_flight(schedule)), "activation")
     return f"{schedule.name}: {_size(timeline)}; bubble {timeline.bubble:.1%}, at most {peak} on a rank"
 
 
 def _size(timeline: Timeline) -> str:
     schedule = timeline.schedule
-    return f"{_many(schedule.ranks, 'rank')}, {_many(schedule.stages, 'stage')}, {_many(schedule.micro_batches, 'micro-batch')}"
+    counts = {"rank": schedule.ranks, "stage": schedule.stages, "micro-batch": schedule.micro_batches}
+    return ", ".join(_plural(count, word) for word, count in counts.items())
 
 
-def _many(count: int, word: str) -> str:
+def _plural(count: int, word: str) -> str:
     plural = f"{word}es" if word.endswith("ch") else f"{word}s"
     return f"{count} {word if count == 1 else plural}"
 
@@ -102,8 +103,8 @@ def _heading(timeline: Timeline) -> list[str]:
 def _box(span: Span, timeline: Timeline, top: int, unit: float) -> str:
     action = span.action
     left, width = LEFT + unit * span.start, unit * (span.end - span.start)
-    held = timeline.schedule.stages_of(timeline.schedule.rank_of_stage[action.stage])
-    opacity = 1 - 0.6 * held.index(action.stage) / len(held)
+    stages = timeline.schedule.stages_of(timeline.schedule.rank_of_stage[action.stage])
+    opacity = 1 - 0.6 * stages.index(action.stage) / len(stages)
     label = (
         f'<text x="{left + width / 2:.1f}" y="{top + 17}" text-anchor="middle">{action.micro_batch}</text>' if width >= 9 else ""
     )

@@ -61,19 +61,19 @@ def _drill(job: Path, overrides: list[str], faults: str, count: int, seed: int, 
 
     devices = _workers(config, workers)
     choose(config, devices)
-    with _Stage(config.train.steps, count) as stage:
-        return run(config, devices, kinds, count, seed, stage)
+    with _DrillBar(config.train.steps, count) as progress:
+        return run(config, devices, kinds, count, seed, progress)
 
 
 def _kinds(faults: str) -> list[Kind]:
     from shardwise.errors import UserError
     from shardwise.verify.faults import KINDS
 
-    given = list(dict.fromkeys(word.strip() for word in faults.split(",") if word.strip()))
-    unknown = [word for word in given if word not in KINDS]
-    if unknown or not given:
+    kinds = list(dict.fromkeys(word.strip() for word in faults.split(",") if word.strip()))
+    unknown = [word for word in kinds if word not in KINDS]
+    if unknown or not kinds:
         raise UserError(f"--faults {faults}: {', '.join(unknown) or 'none'} is not known; use some of {', '.join(KINDS)}")
-    return cast("list[Kind]", given)
+    return cast("list[Kind]", kinds)
 
 
 def _workers(config: Config, workers: int | None) -> int:
@@ -81,12 +81,12 @@ def _workers(config: Config, workers: int | None) -> int:
     from shardwise.config import fewest_devices
     from shardwise.mesh import local_gpus
 
-    asked = workers or (config.layout.world if config.layout.data > 0 else None)
-    return asked or local_gpus() or fewest_devices(config.layout)
+    requested = workers or (config.layout.world if config.layout.data > 0 else None)
+    return requested or local_gpus() or fewest_devices(config.layout)
 
 
-class _Stage:
-    """What a person sees meanwhile, on standard error: one line that is redrawn on a terminal, and what happened above it."""
+class _DrillBar:
+    """What a person sees of a drill on standard error: a bar that is redrawn on a terminal, and what happened above it."""
 
     def __init__(self, steps: int, faults: int) -> None:
         from rich.console import Console
@@ -104,7 +104,7 @@ class _Stage:
         self._task = self._bar.add_task("starting", total=steps, faults=f"0 of {faults}")
         self._count, self._phase = faults, ""
 
-    def __enter__(self) -> _Stage:
+    def __enter__(self) -> _DrillBar:
         self._bar.start()
         return self
 
@@ -128,7 +128,7 @@ def _show(result: DrillResult) -> None:
     same = result.comparison
     for line in (
         *(same.sentences() if same else ()),
-        *(f"among more faults than the drill did: {one}" for one in result.unexpected),
+        *(f"among more faults than the drill did: {event}" for event in result.unexpected),
     ):
         print(line)
     steps = f"the steps took {result.baseline.training:.1f} s undisturbed, {result.drilled_seconds:.1f} s with faults"
@@ -143,8 +143,8 @@ def _verdict(result: DrillResult) -> str:
         return f"{len(result.faults)} of {of} faults were survived; the run did not reach its end"
     alike = "to the last bit" if same.tolerance is None else f"to rounding (relative {same.tolerance:g}: the layout changed)"
     if result.passes:
-        told = f"the losses of {same.steps} steps, their data and {same.tensors} tensors at the end"
-        return f"{survived} on {result.workers} workers; {told} equal the undisturbed run's {alike}"
+        compared = f"the losses of {same.steps} steps, their data and {same.tensors} tensors at the end"
+        return f"{survived} on {result.workers} workers; {compared} equal the undisturbed run's {alike}"
     return f"{survived} survived, but the run is not the undisturbed one {alike}"
 
 

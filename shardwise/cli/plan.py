@@ -59,18 +59,18 @@ def plan(
     if scale or fewest or maximise or flops is not None or days is not None:
         _print(*_goal(config, cluster, scale, fewest, maximise, flops, days), json)
         return
-    found = _answer(config, cluster, str(job), everything, storage, failures)
+    answer = _answer(config, cluster, str(job), everything, storage, failures)
     if html is not None:
         from shardwise.cli.plan_page import render_page
 
-        html.write_text(render_page(found), encoding="utf-8")
+        html.write_text(render_page(answer), encoding="utf-8")
         typer.echo(f"written to {html}", err=True)
     if json:
         from json import dumps
 
-        print(dumps(found))
+        print(dumps(answer))
     elif html is None:
-        _show(found)
+        _show(answer)
 
 
 def _goal(
@@ -86,9 +86,9 @@ def _goal(
     from shardwise.cli import plan_goals
     from shardwise.errors import UserError
 
-    asked = [name for name, given in (("--scale", scale), ("--fewest", fewest), ("--maximise", maximise)) if given]
-    if len(asked) > 1 or (asked and flops is not None) or (asked and days is not None and not fewest):
-        raise UserError(f"{' and '.join(asked)}: one question at a time; --days goes with --fewest or alone")
+    questions = [name for name, value in (("--scale", scale), ("--fewest", fewest), ("--maximise", maximise)) if value]
+    if len(questions) > 1 or (questions and flops is not None) or (questions and days is not None and not fewest):
+        raise UserError(f"{' and '.join(questions)}: one question at a time; --days goes with --fewest or alone")
     if scale:
         return plan_goals.scale(config, cluster, scale)
     if fewest:
@@ -98,11 +98,11 @@ def _goal(
     return plan_goals.budget(config, cluster, flops, days)
 
 
-def _print(found: dict[str, Any], shown: list[Any], json: bool) -> None:
+def _print(answer: dict[str, Any], shown: list[Any], json: bool) -> None:
     if json:
         from json import dumps
 
-        print(dumps(found))
+        print(dumps(answer))
         return
     from rich.console import Console
 
@@ -127,18 +127,18 @@ def _answer(
         if value is not None and not (value > 0 and isfinite(value)):
             raise UserError(f"{option} {value:g}: give a number above 0")
     result = search(config, cluster, cluster.devices, config.cluster.margin)
-    found = answer(config, result, everything)
-    found["best"] |= drawings(result)
+    content = answer(config, result, everything)
+    content["best"] |= drawings(result)
     more = beyond(config, result, 1e9 * storage, failures or DEVICE_HOURS)
-    return {"version": __version__, **found, "job": job, "beyond": more, "advice": advice_of(more)}
+    return {"version": __version__, **content, "job": job, "beyond": more, "advice": advice_of(more)}
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(answer: dict[str, Any]) -> None:
     from rich.console import Console
 
     from shardwise.cli.plan_show import show
 
-    show(found, Console(highlight=False))
+    show(answer, Console(highlight=False))
 
 
 def _cluster(config: Config) -> Cluster:

@@ -1,4 +1,4 @@
-"""What pictures of the winner are drawn from: its timeline, its place on the cluster, and what crosses which links."""
+"""What pictures of the winner are drawn from: its timeline, where its ranks sit on the cluster, and what crosses which links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.plan.timeline import simulate
 from shardwise.search.search import SearchResult
 
 MAPPED = 4096
-"""Ranks of which a place on the cluster is given; on a larger one the pattern repeats."""
+"""Ranks whose node is given; on a larger cluster the pattern repeats."""
 DRAWN = 24
 """Micro-batches of a timeline, or three for each pipeline rank where that is more; a longer middle looks like the middle."""
 
@@ -22,17 +22,17 @@ DRAWN = 24
 def drawings(result: SearchResult) -> dict[str, Any]:
     """All of them as plain data, of a search that found a layout."""
     best = int(result.order[0])
-    one = result.space.take([best])
-    return {"links": _links(result, one), "timeline": _timeline(result, best), "map": _map(one, result.cluster)}
+    winner = result.space.take([best])
+    return {"links": _links(result, winner), "timeline": _timeline(result, best), "map": _map(winner, result.cluster)}
 
 
-def _links(result: SearchResult, one: Space) -> list[dict[str, Any]]:
+def _links(result: SearchResult, winner: Space) -> list[dict[str, Any]]:
     """Bytes of one step by axis, and whether they stay inside a node."""
     sums: dict[tuple[str, str], int] = {}
-    for flow in flows(result.work, one, device=result.cluster.device_type):
-        if flow.axis not in (SHARDS, COPIES, *DEGREES) or devices(flow.axis, one)[0] <= 1:
+    for flow in flows(result.work, winner, device=result.cluster.device_type):
+        if flow.axis not in (SHARDS, COPIES, *DEGREES) or devices(flow.axis, winner)[0] <= 1:
             continue
-        where = "between" if group_of(flow.axis, one, result.cluster).nodes[0] > 1 else "inside"
+        where = "between" if group_of(flow.axis, winner, result.cluster).nodes[0] > 1 else "inside"
         sums[where, flow.axis] = sums.get((where, flow.axis), 0) + int(flow.bytes[0])
     return [{"from": where, "axis": axis, "bytes": size} for (where, axis), size in sums.items() if size]
 
@@ -42,8 +42,8 @@ def _timeline(result: SearchResult, best: int) -> dict[str, Any] | None:
     row = result.space.row(best)
     if row["pipeline"] == 1:
         return None
-    few = min(row["accumulation"], max(DRAWN, 3 * row["pipeline"]))
-    schedule = make_schedule(SCHEDULES[row["schedule"]], row["pipeline"], few, row["stages_per_rank"])
+    micro_batches = min(row["accumulation"], max(DRAWN, 3 * row["pipeline"]))
+    schedule = make_schedule(SCHEDULES[row["schedule"]], row["pipeline"], micro_batches, row["stages_per_rank"])
     third = float(result.prediction(best).block_seconds[0]) * result.work.model.layers / schedule.stages / 3
     played = simulate(schedule, third, third, third)
     rows = [
@@ -53,17 +53,17 @@ def _timeline(result: SearchResult, best: int) -> dict[str, Any] | None:
         ]
         for spans in played.spans
     ]
-    return {"rank_rows": rows, "makespan": played.makespan, "micro_batches": few, "of": row["accumulation"]}
+    return {"rank_rows": rows, "makespan": played.makespan, "micro_batches": micro_batches, "of": row["accumulation"]}
 
 
-def _map(one: Space, cluster: Cluster) -> list[dict[str, int]]:
+def _map(winner: Space, cluster: Cluster) -> list[dict[str, int]]:
     """Where each rank sits, and its coordinate on every axis: tensor innermost, pipeline outermost."""
-    world = int(one.world[0])
-    sizes = {axis: int(getattr(one, axis)[0]) for axis in reversed(RANK_AXES)}
+    world = int(winner.world[0])
+    sizes = {axis: int(getattr(winner, axis)[0]) for axis in reversed(RANK_AXES)}
     ranks = []
     for rank in range(min(world, MAPPED)):
-        left, coordinates = rank, {}
+        remainder, coordinates = rank, {}
         for axis, size in sizes.items():
-            coordinates[axis], left = left % size, left // size
+            coordinates[axis], remainder = remainder % size, remainder // size
         ranks.append({"rank": rank, "node": rank // cluster.devices_per_node, **coordinates})
     return ranks

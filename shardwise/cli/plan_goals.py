@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from shardwise.config import Config
     from shardwise.cost.cluster import Cluster
 
-Found = tuple[dict[str, Any], list[Any]]
+Answer = tuple[dict[str, Any], list[Any]]
 """The answer as data, and what to print of it: text and tables."""
 
 
-def scale(config: Config, cluster: Cluster, counts: str) -> Found:
+def scale(config: Config, cluster: Cluster, counts: str) -> Answer:
     """Strong and weak scaling over these device counts."""
     from shardwise.cli.plain import plain
     from shardwise.search.scaling import amdahl, strong, weak
@@ -24,8 +24,8 @@ def scale(config: Config, cluster: Cluster, counts: str) -> Found:
     if bound:
         share = f"{bound.serial_share:.1%} of a step on {bound.devices} devices does not get shorter with more devices"
         shown.append(f"Amdahl's bound: {share}, so no number of them is more than {bound.most_speedup:.3g} times as fast")
-    found = {name: [_point(point) for point in points] for name, points in curves.items()}
-    return {**found, "amdahl": plain(bound)}, shown
+    data = {name: [_point(point) for point in points] for name, points in curves.items()}
+    return {**data, "amdahl": plain(bound)}, shown
 
 
 def _point(point: Any) -> dict[str, Any]:
@@ -59,31 +59,31 @@ def _curve(title: str, points: Any) -> Any:
     return table(title, ["devices", "step", "tokens/s", "efficiency", "layout", "what breaks it"], rows)
 
 
-def budget(config: Config, cluster: Cluster, flops: float | None, days: float | None) -> Found:
+def budget(config: Config, cluster: Cluster, flops: float | None, days: float | None) -> Answer:
     """The compute-optimal model for a budget."""
     from shardwise.search.whole_run import budget as spend
 
-    found = spend(config, cluster, flops, days)
-    shape = found["model"]
-    size = f"{found['parameters'] / 1e9:,.4g} B parameters on {found['tokens'] / 1e9:,.4g} B tokens"
+    answer = spend(config, cluster, flops, days)
+    shape = answer["model"]
+    size = f"{answer['parameters'] / 1e9:,.4g} B parameters on {answer['tokens'] / 1e9:,.4g} B tokens"
     lines = [
-        f"{found['flops']:.3g} FLOPs are best spent on {size}; predicted loss {found['loss']:.3f} nats a token",
+        f"{answer['flops']:.3g} FLOPs are best spent on {size}; predicted loss {answer['loss']:.3f} nats a token",
         f"a shape near it: layers {shape['layers']}, hidden {shape['hidden']}, heads {shape['heads']}, ffn {shape['ffn']}",
-        f"on {cluster.devices:,} x {cluster.device.name} with {found['layout']}: {found['days']:.3g} days, "
-        f"{found['device_hours']:,.0f} device hours{_costs(found)}",
-        f"this job's own model would see {found['this_model']['tokens'] / 1e9:,.4g} B tokens "
-        f"({found['this_model']['tokens_per_parameter']:.3g} a parameter): predicted loss {found['this_model']['loss']:.3f}",
+        f"on {cluster.devices:,} x {cluster.device.name} with {answer['layout']}: {answer['days']:.3g} days, "
+        f"{answer['device_hours']:,.0f} device hours{_costs(answer)}",
+        f"this job's own model would see {answer['this_model']['tokens'] / 1e9:,.4g} B tokens "
+        f"({answer['this_model']['tokens_per_parameter']:.3g} a parameter): predicted loss {answer['this_model']['loss']:.3f}",
         "law: Hoffmann et al. 2022 with 20 tokens a parameter; its own fit and the replication of 2024 are in --json",
     ]
-    return found, lines
+    return answer, lines
 
 
-def _costs(found: dict[str, Any]) -> str:
-    energy = "" if found["kwh"] is None else f", {found['kwh'] / 1000:,.3g} MWh"
-    return energy + ("" if found["money"] is None else f", {found['money']:,.0f} in money")
+def _costs(answer: dict[str, Any]) -> str:
+    energy = "" if answer["kwh"] is None else f", {answer['kwh'] / 1000:,.3g} MWh"
+    return energy + ("" if answer["money"] is None else f", {answer['money']:,.0f} in money")
 
 
-def fewest(config: Config, cluster: Cluster, days: float | None) -> Found:
+def fewest(config: Config, cluster: Cluster, days: float | None) -> Answer:
     """The fewest devices that train the job in so many days; without days, on which it fits at all."""
     from shardwise.cli.plain import plain
     from shardwise.cli.plan_show import table
@@ -92,12 +92,12 @@ def fewest(config: Config, cluster: Cluster, days: float | None) -> Found:
     if days is None:
         smallest = smallest_that_fits(config, cluster)
         return plain(smallest), [smallest.sentence]
-    found = fewest_devices(config, cluster, days)
-    rows = [[f"{t.devices:,}", f"{t.days:,.3g}" if t.days is not None else "", t.reason or ""] for t in found.tried]
-    return plain(found), [found.sentence, table("tried", ["devices", "days", "why"], rows)]
+    answer = fewest_devices(config, cluster, days)
+    rows = [[f"{t.devices:,}", f"{t.days:,.3g}" if t.days is not None else "", t.reason or ""] for t in answer.tried]
+    return plain(answer), [answer.sentence, table("tried", ["devices", "days", "why"], rows)]
 
 
-def maximise(config: Config, cluster: Cluster, what: str) -> Found:
+def maximise(config: Config, cluster: Cluster, what: str) -> Answer:
     """The longest sequence, or the largest batch without accumulation, that fits."""
     from shardwise.cli.plain import plain
     from shardwise.errors import UserError

@@ -99,13 +99,13 @@ def render_page(answer: Mapping[str, Any]) -> str:
 def _cluster_line(answer: Mapping[str, Any]) -> str:
     cluster, model = answer["cluster"], answer.get("model", {})
     nodes = f"{cluster['nodes']:,} node{'s' * (cluster['nodes'] != 1)} of {cluster['devices_per_node']}"
-    words = [f"{cluster['name']}: {cluster['devices']:,} x {cluster['device']} in {nodes}"]
+    parts = [f"{cluster['name']}: {cluster['devices']:,} x {cluster['device']} in {nodes}"]
     if parameters := model.get("parameters"):
         active = model.get("active_parameters", parameters)
-        words.append(f"{_short(parameters)} parameters" + (f" ({_short(active)} active)" if active != parameters else ""))
+        parts.append(f"{_short(parameters)} parameters" + (f" ({_short(active)} active)" if active != parameters else ""))
     if tokens := answer.get("tokens_per_step"):
-        words.append(f"{tokens:,} tokens a step")
-    return "; ".join(words)
+        parts.append(f"{tokens:,} tokens a step")
+    return "; ".join(parts)
 
 
 def _winner_line(best: Mapping[str, Any]) -> str:
@@ -121,7 +121,7 @@ def _tiles(answer: Mapping[str, Any]) -> str:
         ("n/a" if best["mfu"] is None else f"{best['mfu']:.1%}", "MFU"),
         (f"{total:.1f} of {limit:.1f} GiB", "peak memory" if best.get("fits", True) else "peak memory: does not fit"),
     ]
-    return "\n".join(f"<div><dt>{words}</dt><dd>{figure}</dd></div>" for figure, words in figures)
+    return "\n".join(f"<div><dt>{label}</dt><dd>{figure}</dd></div>" for figure, label in figures)
 
 
 def _short(count: float) -> str:
@@ -153,15 +153,17 @@ def _sentences(sentences: Sequence[str], otherwise: str) -> str:
 
 
 def _footer(answer: Mapping[str, Any]) -> str:
-    words = f"{answer['considered']:,} layouts considered in {answer['seconds']:.2g} s"
+    searched = f"{answer['considered']:,} layouts considered in {answer['seconds']:.2g} s"
     convention = answer.get("model", {}).get("flop_convention")
-    return f"{words}; shardwise {answer['version']}" + (f"; MFU counts {convention}" if convention else "")
+    return f"{searched}; shardwise {answer['version']}" + (f"; MFU counts {convention}" if convention else "")
 
 
 def _drawn(answer: Mapping[str, Any]) -> dict[str, Any]:
     """What the script draws."""
     best, runner_up = answer["best"], answer.get("runner_up")
-    candidates = sorted(answer.get("candidates", ()), key=lambda one: (not one["fits"], one["step_seconds"]["total"]))
+    candidates = sorted(
+        answer.get("candidates", ()), key=lambda candidate: (not candidate["fits"], candidate["step_seconds"]["total"])
+    )
     return {
         "colours": {"memory": MEMORY_COLOURS, "seconds": TERM_COLOURS, "axis": AXIS_COLOURS, "action": ACTION_COLOURS},
         "meaning": MEANING,
@@ -174,7 +176,7 @@ def _drawn(answer: Mapping[str, Any]) -> dict[str, Any]:
         "links": [dict(link) for link in best.get("links") or ()],
         "bytes": [dict(flow) for flow in best.get("bytes") or ()],
         "found": len(candidates),
-        "candidates": _columns([_flat(one) for one in candidates[:CANDIDATES]]),
+        "candidates": _columns([_flat(candidate) for candidate in candidates[:CANDIDATES]]),
     }
 
 
@@ -203,17 +205,17 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _column(values: list[Any]) -> Any:
-    """A list; one value where all are alike; words as places in a list of words."""
+    """A list; one value where all are alike; texts as indices into a list of the different ones."""
     distinct = dict.fromkeys(values)
     if len(distinct) == 1:
         return values[0]
     if any(isinstance(value, str) for value in distinct):
-        place = {word: number for number, word in enumerate(distinct)}
-        return {"words": list(distinct), "at": [place[value] for value in values]}
-    return [_whole(value) for value in values]
+        index = {text: number for number, text in enumerate(distinct)}
+        return {"words": list(distinct), "at": [index[value] for value in values]}
+    return [_as_integer(value) for value in values]
 
 
-def _whole(value: Any) -> Any:
+def _as_integer(value: Any) -> Any:
     return int(value) if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()) else value
 
 
@@ -239,22 +241,22 @@ def _span(span: Mapping[str, Any]) -> list[Any]:
 
 def _cells(ranks: Sequence[Mapping[str, int]]) -> dict[str, Any]:
     """A cell a rank; on large clusters a cell a node, or some nodes, with the first and last coordinate in it on each axis."""
-    ordered = sorted(ranks, key=lambda one: (one["node"], one["rank"]))
+    ordered = sorted(ranks, key=lambda entry: (entry["node"], entry["rank"]))
     if len(ordered) <= CELLS:
-        groups = [[one] for one in ordered]
+        groups = [[entry] for entry in ordered]
         nodes_of_a_cell = 0
     else:
-        nodes_of_a_cell = ceil(len({one["node"] for one in ordered}) / CELLS)
-        groups = [list(group) for _, group in groupby(ordered, key=lambda one: one["node"] // nodes_of_a_cell)]
+        nodes_of_a_cell = ceil(len({entry["node"] for entry in ordered}) / CELLS)
+        groups = [list(group) for _, group in groupby(ordered, key=lambda entry: entry["node"] // nodes_of_a_cell)]
     return {
         "nodes_of_a_cell": nodes_of_a_cell,
-        "sizes": {axis: 1 + max((one[axis] for one in ordered), default=0) for axis in AXES},
+        "sizes": {axis: 1 + max((entry[axis] for entry in ordered), default=0) for axis in AXES},
         "cells": [[group[0]["node"], group[-1]["node"], group[0]["rank"], group[-1]["rank"], _ranges(group)] for group in groups],
     }
 
 
 def _ranges(group: Sequence[Mapping[str, int]]) -> list[list[int]]:
-    return [[min(one[axis] for one in group), max(one[axis] for one in group)] for axis in AXES]
+    return [[min(entry[axis] for entry in group), max(entry[axis] for entry in group)] for axis in AXES]
 
 
 def _script_safe(data: Mapping[str, Any]) -> str:

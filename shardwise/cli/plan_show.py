@@ -57,8 +57,8 @@ def _bar(name: str, parts: Mapping[str, float], whole: float, unit: str, console
     """A bar of all parts, and below it what each colour is."""
     shown = {part: value for part, value in parts.items() if part != "total" and value > _SMALL * whole}
     bar, legend = Text(f"{name:<8}"), Text()
-    for place, (part, value) in enumerate(sorted(shown.items(), key=lambda item: -item[1])):
-        colour = _COLOURS[place % len(_COLOURS)]
+    for index, (part, value) in enumerate(sorted(shown.items(), key=lambda item: -item[1])):
+        colour = _COLOURS[index % len(_COLOURS)]
         bar.append("█" * max(1, round(WIDTH * value / max(whole, parts["total"]))), style=colour)
         legend.append("■ ", style=colour)
         legend.append(f"{part if name == 'memory' else describe_term(part)} {value:.3g}  ")
@@ -104,8 +104,8 @@ def _rejected(answer: Mapping[str, Any], console: Console) -> None:
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A plain table; numbers to the right."""
     result = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for place, column in enumerate(columns):
-        result.add_column(column, justify="left" if place == 0 or column in _WORDS else "right")
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index == 0 or column in _WORDS else "right")
     for row in rows:
         result.add_row(*row)
     return result

@@ -61,17 +61,19 @@ def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
 
     if problem := torch_problem():
         raise UserError(problem)
-    how, budgets = launched(), QUICK if quick else FULL
-    if isinstance(how, Worker):
+    launch, budgets = launched(), QUICK if quick else FULL
+    if isinstance(launch, Worker):
         if workers is not None:
-            raise UserError(f"--workers {workers}: {how.launcher} has started the workers, {how.world} of them; leave it out")
-        return _be_worker(how, output, budgets)
-    node = how if isinstance(how, Node) else None
+            raise UserError(
+                f"--workers {workers}: {launch.launcher} has started the workers, {launch.world} of them; leave it out"
+            )
+        return _be_worker(launch, output, budgets)
+    node = launch if isinstance(launch, Node) else None
     leads = node is None or node.node_rank == 0
     if leads:
         _check(output)
-        if words := others_busy():
-            typer.echo(words, err=True)
+        if busy := others_busy():
+            typer.echo(busy, err=True)
     count = local_workers(workers, node)
     with _shown(leads) as tell:
         cluster = measure_here(count, budgets, tell, node)
@@ -124,7 +126,7 @@ def _shown(leads: bool) -> Iterator[Tell]:
 
     console = Console(stderr=True, highlight=False)
     if not leads or not console.is_terminal:
-        yield _lines() if leads else _nothing
+        yield _tell_in_lines() if leads else _tell_nothing
         return
     columns = (TextColumn("measuring"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bar:
@@ -132,18 +134,18 @@ def _shown(leads: bool) -> Iterator[Tell]:
         yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
-def _lines() -> Tell:
-    said: list[str] = []
+def _tell_in_lines() -> Tell:
+    shown: list[str] = []
 
     def tell(what: str, share: float) -> None:
-        if what not in said and share < 1:
-            said.append(what)
+        if what not in shown and share < 1:
+            shown.append(what)
             typer.echo(f"measuring {what}", err=True)
 
     return tell
 
 
-def _nothing(what: str, share: float) -> None:
+def _tell_nothing(what: str, share: float) -> None:
     pass
 
 
@@ -156,13 +158,13 @@ def _as_text(cluster: Cluster) -> list[str]:
         **{f"{precision} products": _speed(peak, _share(device, precision)) for precision, peak in device.peak.items()},
         "short sides": f"cost as much as the work at {device.matmul_knee:.0f}",
         "attention": f"{device.attention:.0%} of the peak, knee at {device.attention_knee:.0f} tokens",
-        "memory moves": _of(device.bandwidth, device.stream, "GB/s", 1e9),
+        "memory moves": _reached(device.bandwidth, device.stream, "GB/s", 1e9),
         "to the host": f"{device.host_bandwidth / 1e9:.1f} GB/s",
         "starting a kernel": f"{device.launch * 1e6:.1f} us",
         "memory": f"{device.memory / gib:.1f} GiB, of which the runtime takes {device.overhead / gib:.2f}",
     }
     margin = max(map(len, rows))
-    lines = [f"{name:<{margin}}  {words}" for name, words in rows.items()]
+    lines = [f"{name:<{margin}}  {value}" for name, value in rows.items()]
     return [*lines, *_link_rows("inside a node", cluster.inside), *_link_rows("between nodes", cluster.between)]
 
 
@@ -179,9 +181,9 @@ def _share(device: Device, precision: str) -> float:
 
 
 def _speed(peak: float, share: float) -> str:
-    return _of(peak, share, "TFLOP/s", 1e12)
+    return _reached(peak, share, "TFLOP/s", 1e12)
 
 
-def _of(whole: float, share: float, unit: str, scale: float) -> str:
-    reached = f"{whole * share / scale:.3g} {unit}"
-    return reached if share == 1 else f"{reached}, {share:.0%} of {whole / scale:.4g}"
+def _reached(peak: float, share: float, unit: str, scale: float) -> str:
+    amount = f"{peak * share / scale:.3g} {unit}"
+    return amount if share == 1 else f"{amount}, {share:.0%} of {peak / scale:.4g}"

@@ -127,10 +127,10 @@ def _step_seconds(config: Config, summary: dict[str, Any], cluster: Cluster) -> 
 
     layout = Layout.model_validate(summary["layout"], strict=False)
     try:
-        found = forecast(config, layout, summary["micro_batch"], summary["accumulation"], cluster.of(layout.world))
+        predicted = forecast(config, layout, summary["micro_batch"], summary["accumulation"], cluster.of(layout.world))
     except (KeyError, ValueError) as error:
         raise UserError(f"--calibrate: no prediction for this job on the cluster {cluster.name} ({error})") from None
-    return dict(found["step_seconds"])
+    return dict(predicted["step_seconds"])
 
 
 def _write(path: Path, cluster: Cluster) -> None:
@@ -158,7 +158,7 @@ def _as_text(learned: dict[str, Any]) -> Iterator[str]:
     yield f"{learned['file']} corrected; factors on predicted seconds:"
     alike = groupby(learned["changes"], lambda change: (change["ratio"], change["before"], change["after"], change["held"]))
     for (ratio, before, after, stopped), changes in alike:
-        held = f"; held there, though the run took {ratio:.3g} times what was predicted" if stopped else ""
-        yield f"  {before:.3g} to {after:.3g} on {', '.join(change['term'] for change in changes)}{held}"
+        limited = f"; held there, though the run took {ratio:.3g} times what was predicted" if stopped else ""
+        yield f"  {before:.3g} to {after:.3g} on {', '.join(change['term'] for change in changes)}{limited}"
     step = learned["step_seconds"]
     yield f"the same step is now predicted to take {step['predicted']:.3g} s; it took {step['measured']:.3g} s"

@@ -55,21 +55,21 @@ def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits)
         raise UserError(problem)
     from shardwise.mesh import Node, Worker, launched
 
-    how = launched()
-    with _holding(config) if _leads(how) else nullcontext():
-        if isinstance(how, Worker):
-            return _be_worker(config, how)
+    launch = launched()
+    with _holding(config) if _leads(launch) else nullcontext():
+        if isinstance(launch, Worker):
+            return _be_worker(config, launch)
         _check_data(config)
-        return _start(config, how if isinstance(how, Node) else None, workers, limits)
+        return _start(config, launch if isinstance(launch, Node) else None, workers, limits)
 
 
-def _leads(how: Launched) -> bool:
+def _leads(launch: Launched) -> bool:
     """Whether this process answers for the run: the command itself, the first of several nodes, or a launcher's first worker."""
     from shardwise.mesh import Node, Worker
 
-    if isinstance(how, Node):
-        return how.node_rank == 0
-    return not isinstance(how, Worker) or how.rank == 0
+    if isinstance(launch, Node):
+        return launch.node_rank == 0
+    return not isinstance(launch, Worker) or launch.rank == 0
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     from shardwise.train.launch import launch
 
     nodes = node.nodes if node else 1
-    here = workers or (node.workers if node else None) or _asked(config, limits, nodes) or local_gpus()
+    here = workers or (node.workers if node else None) or _requested_workers(config, limits, nodes) or local_gpus()
     here = here or fewest_devices(config.layout)
     least, most = limits[0] or limits[1] or here * nodes, limits[1] or here * nodes
     if least > most:
@@ -164,7 +164,7 @@ def _check(planner: Planner) -> None:
         check_module(planner.config, plan.layout)
 
 
-def _asked(config: Config, limits: Limits, nodes: int) -> int | None:
+def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None:
     """How many workers each node is to have, as far as the command or the layout say."""
     from shardwise.errors import UserError
 

@@ -57,20 +57,20 @@ def _prove(job: Path, overrides: list[str], steps: int, dtype: str, sabotage: st
     from shardwise.verify.job import Dtype, Sabotage
     from shardwise.verify.prove import prove
 
-    _one_of("--dtype", dtype, get_args(Dtype))
+    _check_choice("--dtype", dtype, get_args(Dtype))
     if sabotage is not None:
-        _one_of("--sabotage", sabotage, get_args(Sabotage))
+        _check_choice("--sabotage", sabotage, get_args(Sabotage))
     config = read(job, overrides)
     if problem := torch_problem():
         raise UserError(problem)
     return prove(config, steps, cast(Dtype, dtype), cast("Sabotage | None", sabotage), preparing, error_console().print)
 
 
-def _one_of(option: str, given: str, known: tuple[Any, ...]) -> None:
+def _check_choice(option: str, value: str, choices: tuple[Any, ...]) -> None:
     from shardwise.errors import UserError
 
-    if given not in known:
-        raise UserError(f"{option} {given}: not known; use one of {', '.join(known)}")
+    if value not in choices:
+        raise UserError(f"{option} {value}: not known; use one of {', '.join(choices)}")
 
 
 def _show(result: ProofResult) -> None:
@@ -79,19 +79,19 @@ def _show(result: ProofResult) -> None:
         print(f"shrunk: {key} from {before} to {after}")
     print("\n".join(_table(result)))
     if result.sabotaged:
-        print("broken on purpose: " + ", ".join(f"{key} {_words(value)}" for key, value in result.sabotaged.items()))
-    found = result.diagnosis.sentences() if result.diagnosis else []
-    for line in (*verdict.faults, *found):
+        print("broken on purpose: " + ", ".join(f"{key} {_short_list(value)}" for key, value in result.sabotaged.items()))
+    diagnosis = result.diagnosis.sentences() if result.diagnosis else []
+    for line in (*verdict.faults, *diagnosis):
         print(line)
     layout = " x ".join(f"{axis} {size}" for axis, size in _axes(result).items()) or "one device"
-    what = f"{layout}, zero {proof.plan.layout.zero}, on {proof.world} processes, {proof.steps} steps in {proof.dtype}"
+    run = f"{layout}, zero {proof.plan.layout.zero}, on {proof.world} processes, {proof.steps} steps in {proof.dtype}"
     meaning = f"{'computes' if verdict.passes else 'does not compute'} what one device computes"
     worst, rounded = verdict.errors[0], "" if proof.dtype == "float64" else ", but for rounding"
-    print(f"{'PASS' if verdict.passes else 'FAIL'}: {what}: {meaning}{rounded}.")
+    print(f"{'PASS' if verdict.passes else 'FAIL'}: {run}: {meaning}{rounded}.")
     print(f"worst relative error {worst.relative_error:.2g}, limit {worst.limit:.2g}; {result.seconds:.1f} s")
 
 
-def _words(value: Any) -> str:
+def _short_list(value: Any) -> str:
     several = isinstance(value, list)
     return f"{', '.join(value[:3])}{f' and {len(value) - 3} more' if len(value) > 3 else ''}" if several else str(value)
 
