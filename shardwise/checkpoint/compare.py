@@ -61,16 +61,18 @@ class Comparison:
 def compare(first: Contents, second: Contents, progress: Callable[[int, int], None] = lambda done, total: None) -> Comparison:
     """Compare all tensors; `progress` is told how many are done, of how many."""
     left_out = _left_out(first, second)
-    one, other = ([name for name in held.tensors if name.partition(".")[0] not in left_out] for held in (first, second))
-    both = [name for name in one if name in second.tensors]
+    names_first, names_second = (
+        [name for name in contents.tensors if name.partition(".")[0] not in left_out] for contents in (first, second)
+    )
+    both = [name for name in names_first if name in second.tensors]
     differences = []
     for done, name in enumerate(both):
         progress(done, len(both))
         differences += _difference(name, first, second)
     return Comparison(
         facts=dict(_manifest_differences(first, second)),
-        only_first=[name for name in one if name not in second.tensors],
-        only_second=[name for name in other if name not in first.tensors],
+        only_first=[name for name in names_first if name not in second.tensors],
+        only_second=[name for name in names_second if name not in first.tensors],
         left_out=left_out,
         compared=len(both),
         differences=sorted(differences, key=_rank),
@@ -84,42 +86,42 @@ def _rank(difference: TensorDifference) -> tuple[bool, float]:
 
 
 def _left_out(first: Contents, second: Contents) -> dict[str, str]:
-    found = {}
-    kinds = [{name.partition(".")[0] for name in held.tensors} for held in (first, second)]
+    reasons = {}
+    kinds = [{name.partition(".")[0] for name in contents.tensors} for contents in (first, second)]
     if {"model"} in kinds:
-        found = dict.fromkeys(sorted(kinds[0] ^ kinds[1]), "one of the two holds weights alone")
+        reasons = dict.fromkeys(sorted(kinds[0] ^ kinds[1]), "one of the two holds weights alone")
     if first.manifest.world != second.manifest.world:
-        found["random"] = f"written by {first.manifest.world} and by {second.manifest.world} processes"
-    return found
+        reasons["random"] = f"written by {first.manifest.world} and by {second.manifest.world} processes"
+    return reasons
 
 
 def _manifest_differences(first: Contents, second: Contents) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for key in COMPARED_KEYS:
-        one, other = getattr(first.manifest, key), getattr(second.manifest, key)
-        if not isinstance(one, dict):
-            pairs = {key: (one, other)}
-        elif not one or not other:  # an import knows of no run
+        left, right = getattr(first.manifest, key), getattr(second.manifest, key)
+        if not isinstance(left, dict):
+            pairs = {key: (left, right)}
+        elif not left or not right:  # an import knows of no run
             pairs = {}
         else:
-            pairs = {f"{key}.{name}": (one.get(name), other.get(name)) for name in dict.fromkeys((*one, *other))}
+            pairs = {f"{key}.{name}": (left.get(name), right.get(name)) for name in dict.fromkeys((*left, *right))}
         yield from ((name, pair) for name, pair in pairs.items() if pair[0] != pair[1])
 
 
 def _difference(name: str, first: Contents, second: Contents) -> list[TensorDifference]:
-    """None or one."""
-    one, other = first.tensors[name], second.tensors[name]
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return [TensorDifference(name, None, 0, f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}")]
+    """A list of none where the tensors are equal, of one where they differ."""
+    left, right = first.tensors[name], second.tensors[name]
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return [TensorDifference(name, None, 0, f"{left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}")]
     largest, numbers = distance(first.read(name), second.read(name))
-    return [TensorDifference(name, largest, numbers, f"{numbers:,} of {math.prod(one.shape):,} numbers")] if numbers else []
+    return [TensorDifference(name, largest, numbers, f"{numbers:,} of {math.prod(left.shape):,} numbers")] if numbers else []
 
 
-def distance(one: Tensor, other: Tensor) -> tuple[float, int]:
+def distance(left: Tensor, right: Tensor) -> tuple[float, int]:
     """The largest absolute difference, and how many numbers have other bits."""
     largest, numbers = 0.0, 0
-    one, other = one.reshape(-1), other.reshape(-1)
-    for begin in range(0, len(one), CHUNK):
-        a, b = one[begin : begin + CHUNK], other[begin : begin + CHUNK]
+    left, right = left.reshape(-1), right.reshape(-1)
+    for begin in range(0, len(left), CHUNK):
+        a, b = left[begin : begin + CHUNK], right[begin : begin + CHUNK]
         unlike = (a.view(torch.uint8) != b.view(torch.uint8)).view(len(a), -1).any(1)
         if unlike.any():
             numbers += int(unlike.sum())

@@ -155,12 +155,12 @@ class _InvalidTensorList(Exception):
 
 def _parse(content: bytes, manifest: Manifest) -> dict[str, StoredTensor]:
     try:
-        found = json.loads(content)
+        tensors = json.loads(content)
     except (ValueError, RecursionError):
         raise _InvalidTensorList("it is not JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(tensors, dict):
         raise _InvalidTensorList("it is not an object")
-    return {name: _stored(name, value, manifest) for name, value in found.items()}
+    return {name: _stored(name, value, manifest) for name, value in tensors.items()}
 
 
 def _stored(name: str, value: Any, manifest: Manifest) -> StoredTensor:
@@ -229,7 +229,7 @@ class DataFile:
             self._stream.write(block)
             self._size += len(block)
 
-    def facts(self) -> dict[str, int]:
+    def size_and_crc(self) -> dict[str, int]:
         """Size and CRC-32 of all that was written."""
         return {"bytes": self._size, "crc32": self._crc.result()}
 
@@ -263,8 +263,8 @@ def commit(where: Storage, manifest: Manifest, tensors: dict[str, StoredTensor],
     with where.create(f"tensors-{identity}.json") as stream:
         stream.write(index)
     files = {**files, f"tensors-{identity}.json": {"bytes": len(index), "crc32": zlib.crc32(index)}}
-    for file, facts in files.items():
-        if where.size(file) != facts["bytes"]:  # another run cleaned up here: a manifest would promise what is gone
+    for file, written in files.items():
+        if where.size(file) != written["bytes"]:  # another run cleaned up here: a manifest would promise what is gone
             raise OSError(f"{where.address}/{file} was removed while the checkpoint was being written")
     complete = replace(manifest, files=files)
     where.put(MANIFEST, complete.encode())
@@ -284,8 +284,8 @@ def write_checkpoint(folder: str | Path, manifest: Manifest, tensors: Iterable[t
                 start = data.append(tensor)
                 pieces = (TensorPiece((0,) * len(shape), shape, file, start),) if tensor.numel() else ()
                 stored[name] = StoredTensor(str(tensor.dtype).removeprefix("torch."), shape, pieces)
-            facts = data.facts()
-        commit(where, manifest, stored, {file: facts}, identity)
+            size_and_crc = data.size_and_crc()
+        commit(where, manifest, stored, {file: size_and_crc}, identity)
     except OSError as error:
         with contextlib.suppress(OSError):
             where.remove(file)

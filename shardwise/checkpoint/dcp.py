@@ -56,7 +56,7 @@ class _Written(NamedTuple):
 
     file: str
     start: int
-    facts: dict[str, int]
+    size_and_crc: dict[str, int]
 
 
 Commit = Callable[[Callable[[], Manifest]], Manifest]
@@ -87,9 +87,10 @@ class DcpWriter(StorageWriter):
             with data_file(storage(self.address), file) as data:
                 tensors = [planner.resolve_data(item) for item in plan.items]
                 starts = [data.append(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
-                facts = data.facts()
+                size_and_crc = data.size_and_crc()
             results = [
-                WriteResult(item.index, 0, _Written(file, start, facts)) for item, start in zip(plan.items, starts, strict=True)
+                WriteResult(item.index, 0, _Written(file, start, size_and_crc))
+                for item, start in zip(plan.items, starts, strict=True)
             ]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -100,14 +101,14 @@ class DcpWriter(StorageWriter):
         files: Files = {}
         pieces: dict[str, list[TensorPiece]] = defaultdict(list)
         shapes = _chunk_shapes(metadata)
-        for result in (one for part in results for one in part):
+        for result in (result for part in results for result in part):
             written: _Written = result.storage_data
-            files[written.file] = written.facts
+            files[written.file] = written.size_and_crc
             offset = tuple(result.index.offset or ())
             shape = shapes[result.index.fqn, offset]
             if 0 not in shape:  # shards past the end of a short dim are empty
                 pieces[result.index.fqn].append(TensorPiece(offset, shape, written.file, written.start))
-        tensors = {name: _stored(facts, pieces[name]) for name, facts in sorted(metadata.state_dict_metadata.items())}
+        tensors = {name: _stored(described, pieces[name]) for name, described in sorted(metadata.state_dict_metadata.items())}
         identity = self.identity
         assert identity, "rank 0 planned before it finishes"
         self.manifest = self.guard(lambda: commit(storage(self.address), self.manifest, tensors, files, identity))
@@ -130,15 +131,15 @@ class DcpWriter(StorageWriter):
 
 def _chunk_shapes(metadata: Metadata) -> dict[tuple[str, tuple[int, ...]], tuple[int, ...]]:
     shapes = {}
-    for name, facts in metadata.state_dict_metadata.items():
-        assert isinstance(facts, TensorStorageMetadata), f"{name} is no tensor"
-        shapes.update({(name, tuple(chunk.offsets)): tuple(chunk.sizes) for chunk in facts.chunks})
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata), f"{name} is no tensor"
+        shapes.update({(name, tuple(chunk.offsets)): tuple(chunk.sizes) for chunk in tensor.chunks})
     return shapes
 
 
-def _stored(facts: Any, pieces: list[TensorPiece]) -> StoredTensor:
-    dtype = str(facts.properties.dtype).removeprefix("torch.")
-    return StoredTensor(dtype, tuple(facts.size), tuple(sorted(pieces, key=lambda piece: piece.offset)))
+def _stored(tensor: Any, pieces: list[TensorPiece]) -> StoredTensor:
+    dtype = str(tensor.properties.dtype).removeprefix("torch.")
+    return StoredTensor(dtype, tuple(tensor.size), tuple(sorted(pieces, key=lambda piece: piece.offset)))
 
 
 @dataclass

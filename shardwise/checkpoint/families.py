@@ -268,15 +268,15 @@ FAMILIES = {family.model_type: family for family in (LLAMA, QWEN3, GPT2, MIXTRAL
 
 def tensor_matches(family: Family, model: Model, fused: bool = False) -> list[TensorMatch]:
     """Every tensor of this model with its counterparts; the blocks in order."""
-    held, table = shapes(model), family.fused if fused else family.weights
+    ours, table = shapes(model), family.fused if fused else family.weights
     inside = [match for match in table if "{layer}" in match.ours[0]]
     outside = [match for match in table if match not in inside]
-    found = [*outside, *(match.of_layer(layer, model.experts) for layer in range(model.layers) for match in inside)]
-    found = [
-        match for match in found if match.ours[0] in held
+    matches = [*outside, *(match.of_layer(layer, model.experts) for layer in range(model.layers) for match in inside)]
+    matches = [
+        match for match in matches if match.ours[0] in ours
     ]  # biases, norms of queries, a head of its own: only where the model has them
-    assert sorted(name for match in found for name in match.ours) == sorted(held), "a tensor without a counterpart"
-    return found
+    assert sorted(name for match in matches for name in match.ours) == sorted(ours), "a tensor without a counterpart"
+    return matches
 
 
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
@@ -285,7 +285,7 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
 
 
-def their_shapes(match: TensorMatch, held: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def their_shapes(match: TensorMatch, ours: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The shapes of a match's tensors on the other side, from ours."""
-    found = match.conversion.to_theirs([torch.empty(held[name], device="meta") for name in match.ours])
-    return {name: tuple(tensor.shape) for name, tensor in zip(match.theirs, found, strict=True)}
+    theirs = match.conversion.to_theirs([torch.empty(ours[name], device="meta") for name in match.ours])
+    return {name: tuple(tensor.shape) for name, tensor in zip(match.theirs, theirs, strict=True)}

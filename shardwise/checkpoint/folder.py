@@ -58,7 +58,7 @@ class Manifest:
     @property
     def total_bytes(self) -> int:
         """Size of all files but the manifest."""
-        return sum(facts["bytes"] for facts in self.files.values())
+        return sum(file["bytes"] for file in self.files.values())
 
     def encode(self) -> bytes:
         """As JSON whose last key is the CRC-32 of all that stands before it."""
@@ -80,10 +80,10 @@ def read_manifest(folder: str | Path) -> Manifest:
     manifest = _decode(_content(where), where.address)
     if ".metadata" in where.names():
         raise UserError(f"{where.address}/.metadata is a pickle, which may run code: it is no part of a checkpoint. Remove it.")
-    for name, facts in manifest.files.items():
-        found = where.size(name)
-        if found != facts["bytes"]:
-            state = "is missing" if found is None else f"has {found} bytes instead of {facts['bytes']}"
+    for name, file in manifest.files.items():
+        size = where.size(name)
+        if size != file["bytes"]:
+            state = "is missing" if size is None else f"has {size} bytes instead of {file['bytes']}"
             raise UserError(f"{where.address}/{name} {state}. {_advice(where)}")
     return manifest
 
@@ -108,21 +108,21 @@ def _decode(content: bytes, address: str) -> Manifest:
         if older not in (None, FORMAT):
             raise UserError(f"{address} has checkpoint format {older}; this version of shardwise reads {FORMAT}")
         raise UserError(f"{address}/{MANIFEST} is damaged. Remove {address} to resume from an older checkpoint.")
-    held = _object(body + b"\n}") or {}
-    if held.get("format") != FORMAT:
-        raise UserError(f"{address} has checkpoint format {held.get('format')}; this version of shardwise reads {FORMAT}")
-    problem = _problem(held)
+    fields = _object(body + b"\n}") or {}
+    if fields.get("format") != FORMAT:
+        raise UserError(f"{address} has checkpoint format {fields.get('format')}; this version of shardwise reads {FORMAT}")
+    problem = _problem(fields)
     if problem:
         raise UserError(f"{address}/{MANIFEST} does not belong to a checkpoint: {problem}")
-    return Manifest(**held)
+    return Manifest(**fields)
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _format_of(content: bytes) -> Any:
@@ -136,20 +136,20 @@ _KINDS = {
 }
 
 
-def _problem(held: dict[str, Any]) -> str | None:
+def _problem(manifest: dict[str, Any]) -> str | None:
     """What is wrong with a manifest that is undamaged, but perhaps not ours."""
-    if held.keys() != _KINDS.keys():
-        return f"its keys are {', '.join(sorted(held))}"
+    if manifest.keys() != _KINDS.keys():
+        return f"its keys are {', '.join(sorted(manifest))}"
     for key, kind in _KINDS.items():
-        if type(held[key]) is not kind:
-            return f"{key} is {held[key]!r}"
-    if held["step"] < 0 or held["world"] < 1:
-        return f"step is {held['step']} and world {held['world']}"
-    for name, facts in held["files"].items():
+        if type(manifest[key]) is not kind:
+            return f"{key} is {manifest[key]!r}"
+    if manifest["step"] < 0 or manifest["world"] < 1:
+        return f"step is {manifest['step']} and world {manifest['world']}"
+    for name, file in manifest["files"].items():
         if not _FILE.fullmatch(name):
             return f"it names a file {name!r}"
-        if not (isinstance(facts, dict) and facts.keys() == {"bytes", "crc32"} and all(is_count(one) for one in facts.values())):
-            return f"of {name} it says {facts!r}"
+        if not (isinstance(file, dict) and file.keys() == {"bytes", "crc32"} and all(is_count(value) for value in file.values())):
+            return f"of {name} it says {file!r}"
     return None
 
 
@@ -173,8 +173,8 @@ def step_of(address: str) -> int:
 def checkpoints(folder: str | Path) -> list[str]:
     """The checkpoints in a folder, oldest first: those that were saved to the end, whether or not damaged since."""
     where = storage(folder)
-    found = [(int(match[1]), where.inside(name)) for name in where.names() if (match := _STEP.fullmatch(name))]
-    return [inside.address for _, inside in sorted(found, key=lambda one: one[0]) if inside.size(MANIFEST) is not None]
+    steps = [(int(match[1]), where.inside(name)) for name in where.names() if (match := _STEP.fullmatch(name))]
+    return [inside.address for _, inside in sorted(steps, key=lambda pair: pair[0]) if inside.size(MANIFEST) is not None]
 
 
 def to_resume(config: Config) -> str | None:
@@ -214,19 +214,19 @@ def resume_candidates(config: Config) -> list[str]:
 
 def none_is_whole(folder: str, reasons: list[str]) -> UserError:
     """What to say where every checkpoint is damaged: to start afresh is the user's decision, not ours."""
-    told = "\n  ".join(reasons)
+    problems = "\n  ".join(reasons)
     return UserError(
-        f"{folder} has checkpoints, but none that is whole:\n  {told}\n"
+        f"{folder} has checkpoints, but none that is whole:\n  {problems}\n"
         "Mend one, give another with checkpoint.resume=PATH, or start afresh with checkpoint.resume=never."
     )
 
 
 def check_same_model(address: str, manifest: Manifest, model: Model) -> None:
     """Refuse the checkpoint of another model, with what differs."""
-    asked = model.model_dump(exclude={"preset"})
+    wanted = model.model_dump(exclude={"preset"})
     # A key that the checkpoint does not know came later, and its default is what was done before.
-    held = {key: manifest.model.get(key, Model.model_fields[key].default) for key in asked}
-    differing = [f"{key} (checkpoint {held[key]!r}, job {value!r})" for key, value in asked.items() if held[key] != value]
+    saved = {key: manifest.model.get(key, Model.model_fields[key].default) for key in wanted}
+    differing = [f"{key} (checkpoint {saved[key]!r}, job {value!r})" for key, value in wanted.items() if saved[key] != value]
     if differing:
         raise UserError(
             f"{address} holds another model: model.{', model.'.join(differing)}. "
@@ -287,8 +287,8 @@ def hold(folder: str | Path) -> Iterator[None]:
     in_use = f"{where.address}: another run is saving its checkpoints there now; give another checkpoint.folder"
     try:
         where.make()
-        held = take_lock(Path(where.address), in_use)
+        lock = take_lock(Path(where.address), in_use)
     except OSError as error:
         raise UserError(f"checkpoints cannot be written to {where.address} ({error.strerror}). Give another folder.") from None
-    with held:
+    with lock:
         yield

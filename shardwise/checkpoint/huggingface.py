@@ -141,15 +141,15 @@ def _aside(folder: Path) -> Iterator[Path]:
 
 
 def _entries(source: ExportSource, plan: list[TensorMatch], dtype: str | None) -> list[TensorEntry]:
-    held, found = shapes(source.model), []
-    if absent := [name for name in held if name not in source.dtypes]:
+    ours, entries = shapes(source.model), []
+    if absent := [name for name in ours if name not in source.dtypes]:
         raise UserError(f"the checkpoint lacks {listed(absent)} of the model that it says it holds")
     for match in plan:
-        kept = dtype or source.dtypes[match.ours[0]]
-        found += [TensorEntry(name, shape, kept) for name, shape in their_shapes(match, held).items()]
-    if unknown := {entry.dtype for entry in found} - DTYPES.keys():
+        stored_as = dtype or source.dtypes[match.ours[0]]
+        entries += [TensorEntry(name, shape, stored_as) for name, shape in their_shapes(match, ours).items()]
+    if unknown := {entry.dtype for entry in entries} - DTYPES.keys():
         raise UserError(f"dtype {', '.join(sorted(unknown))}: not known here; use one of {', '.join(DTYPES)}")
-    return found
+    return entries
 
 
 def _commonest(entries: list[TensorEntry]) -> str:
@@ -184,8 +184,8 @@ def _write_weights(
                 progress(count, len(entries), done, total)
             _flush(stream.fileno())
     if len(shards) > 1:
-        places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return len(shards)
 
 
@@ -242,13 +242,13 @@ def _write_tokenizer(folder: Path, source: ExportSource) -> tuple[int | None, st
         return None, f"{error} The folder has no tokenizer."
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     tokenizer.save(folder)
-    facts = {
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": tokenizer.decode([tokenizer.end]),
         "model_max_length": source.model.max_positions,
         "clean_up_tokenization_spaces": False,
     }
-    _write_json(folder / "tokenizer_config.json", facts)
+    _write_json(folder / "tokenizer_config.json", settings)
     return tokenizer.end, None
 
 

@@ -52,8 +52,8 @@ def _family_of(model: Model) -> Family:
 
 def _differences(family: Family, model: Model) -> Iterator[str]:
     for key, wanted in family.fixed.items():
-        if (given := getattr(model, key)) != wanted:
-            yield f"model.{key} = {given!r}: such a model has {wanted!r}"
+        if (value := getattr(model, key)) != wanted:
+            yield f"model.{key} = {value!r}: such a model has {wanted!r}"
     if family is GPT2 and model.kv_heads != model.heads:
         yield f"model.kv_heads = {model.kv_heads}: such a model has as many as model.heads = {model.heads}"
     if family is GPT2 and model.heads * model.head_dim != model.hidden:
@@ -80,17 +80,17 @@ def to_model(config: dict[str, Any], source: str) -> tuple[Family, Model]:
     if family is None:
         raise UserError(f"{source}: model_type = {config.get('model_type')!r} is not known; {', '.join(FAMILIES)} are")
     problems = [*_refused(family, config)]
-    given = _read_fields(family, config, problems)
+    fields = _read_fields(family, config, problems)
     if family is not GPT2 and not problems:
-        given |= _from_rope(config, problems)
+        fields |= _from_rope(config, problems)
     if problems:
         raise _unreadable(source, problems)
     if family is GPT2:
-        given |= {"kv_heads": given["heads"], "head_dim": given["hidden"] // given["heads"]}
-    if "experts" in given:
-        given["balance_loss"] = (config.get("router_aux_loss_coef") or 0.0) * given["experts_per_token"]
+        fields |= {"kv_heads": fields["heads"], "head_dim": fields["hidden"] // fields["heads"]}
+    if "experts" in fields:
+        fields["balance_loss"] = (config.get("router_aux_loss_coef") or 0.0) * fields["experts_per_token"]
     try:
-        model = Model.model_validate({**family.fixed, **given})
+        model = Model.model_validate({**family.fixed, **fields})
     except ValidationError as error:
         raise _unreadable(
             source, [f"{detail['loc'][0]} = {detail['input']!r}: {detail['msg']}" for detail in error.errors()]
@@ -106,8 +106,8 @@ def _unreadable(source: str, problems: Iterable[str]) -> UserError:
 
 def _refused(family: Family, config: dict[str, Any]) -> Iterator[str]:
     for key, values in {**family.demands, **{key: (value,) for key, value in _NEVER.items()}}.items():
-        if (given := config.get(key, values[0])) not in values:
-            yield f"{key} = {given!r}: only {' or '.join(map(repr, values))} is known"
+        if (value := config.get(key, values[0])) not in values:
+            yield f"{key} = {value!r}: only {' or '.join(map(repr, values))} is known"
     if others := set(config.get("layer_types") or ()) - {"full_attention"}:
         yield f"layer_types holds {', '.join(sorted(others))}: only full_attention is known"
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
@@ -116,7 +116,7 @@ def _refused(family: Family, config: dict[str, Any]) -> Iterator[str]:
 
 
 def _read_fields(family: Family, config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for ours, keys in family.fields.items():
         values = {key: config[key] for key in keys if config.get(key) is not None}
         if wrong := [f"{key} = {value!r}: not a number above 0" for key, value in values.items() if not _is_sound(value)]:
@@ -126,12 +126,12 @@ def _read_fields(family: Family, config: dict[str, Any], problems: list[str]) ->
                 " and ".join(f"{key} = {value!r}" for key, value in values.items()) + ": only the same for all is known"
             )
         elif values:
-            found[ours] = next(iter(values.values()))
+            fields[ours] = next(iter(values.values()))
         elif ours not in family.defaults:
             problems.append(f"{' or '.join(keys)} is missing")
     if not problems:
-        found |= {ours: make(config) for ours, make in family.defaults.items() if ours in family.fields and ours not in found}
-    return found
+        fields |= {ours: make(config) for ours, make in family.defaults.items() if ours in family.fields and ours not in fields}
+    return fields
 
 
 def _is_sound(value: Any) -> bool:
@@ -146,16 +146,16 @@ def _from_rope(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     if not isinstance(scaling, dict):
         problems.append(f"{key} = {scaling!r}: not an object")
         return {}
-    found: dict[str, Any] = {"rope_theta": scaling.get("rope_theta") or config.get("rope_theta") or 10000.0}
+    fields: dict[str, Any] = {"rope_theta": scaling.get("rope_theta") or config.get("rope_theta") or 10000.0}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    wanted: dict[str, Any] = {"partial_rotary_factor": 1.0}
+    required: dict[str, Any] = {"partial_rotary_factor": 1.0}
     if kind == "llama3":
-        wanted |= {"low_freq_factor": LOW_FREQUENCY_FACTOR, "high_freq_factor": HIGH_FREQUENCY_FACTOR}
-        found |= {"rope_scale": scaling.get("factor"), "rope_original": scaling.get("original_max_position_embeddings")}
+        required |= {"low_freq_factor": LOW_FREQUENCY_FACTOR, "high_freq_factor": HIGH_FREQUENCY_FACTOR}
+        fields |= {"rope_scale": scaling.get("factor"), "rope_original": scaling.get("original_max_position_embeddings")}
     elif kind != "default":
         problems.append(f"{key}.rope_type = {kind!r}: only 'default' and 'llama3' are known")
-    for name, value in wanted.items():
+    for name, value in required.items():
         if scaling.get(name, value) != value:
             problems.append(f"{key}.{name} = {scaling[name]!r}: only {value!r} is known")
-    problems.extend(f"{key}: the {name.removeprefix('rope_')} is missing" for name, value in found.items() if value is None)
-    return found
+    problems.extend(f"{key}: the {name.removeprefix('rope_')} is missing" for name, value in fields.items() if value is None)
+    return fields

@@ -69,7 +69,7 @@ class Pretrained:
     folder: Path
     model: Model
     plan: list[TensorMatch]
-    held: Mapping[str, FolderTensor]
+    stored: Mapping[str, FolderTensor]
     tokenizer: Path | None
 
     @property
@@ -81,7 +81,7 @@ class Pretrained:
     def bytes(self) -> int:
         """Size of the weights."""
         names = [name for match in self.plan for name in match.theirs]
-        return sum(self.held[name].bytes for name in names)
+        return sum(self.stored[name].bytes for name in names)
 
     def read(self, progress: Progress = no_progress) -> Iterator[tuple[str, Tensor]]:
         """Our names and their values, in turn."""
@@ -89,7 +89,7 @@ class Pretrained:
         if self.model.tied:
             self._check_tied()
         for match in self.plan:
-            read = [self.held[name].read() for name in match.theirs]
+            read = [self.stored[name].read() for name in match.theirs]
             done += sum(tensor.nbytes for tensor in read)
             for name, tensor in zip(match.ours, match.conversion.to_ours(read), strict=True):
                 count += 1
@@ -98,12 +98,12 @@ class Pretrained:
 
     def _check_tied(self) -> None:
         """A head beside a tied embedding must be the same numbers; else one of the two is not what was trained."""
-        if head := self.held.get(HEAD):
+        if head := self.stored.get(HEAD):
             table = next(match.theirs[0] for match in self.plan if match.ours == ("embedding.weight",))
-            if not torch.equal(head.read(), self.held[table].read()):
+            if not torch.equal(head.read(), self.stored[table].read()):
                 raise UserError(
-                    f"{self.folder / CONFIG} has tie_word_embeddings = true, but {head.name} and {self.held[table].name} differ; "
-                    "write false there if the model has a head of its own"
+                    f"{self.folder / CONFIG} has tie_word_embeddings = true, but {head.name} and {self.stored[table].name} "
+                    "differ; write false there if the model has a head of its own"
                 )
 
 
@@ -113,40 +113,40 @@ def open_folder(folder: Path) -> Pretrained:
     if not path.is_file():
         raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}")
     family, model = to_model(_read_json(path), str(path))
-    held = _held(folder, family)
-    fused = _is_fused(family, model, held)
+    stored = _stored_tensors(folder, family)
+    fused = _is_fused(family, model, stored)
     plan = tensor_matches(family, model, fused)
-    _check_tensors(folder, model, plan, held)
+    _check_tensors(folder, model, plan, stored)
     tokenizer = folder / FILE
-    return Pretrained(folder, model, plan, held, tokenizer if tokenizer.is_file() else None)
+    return Pretrained(folder, model, plan, stored, tokenizer if tokenizer.is_file() else None)
 
 
 def import_folder(folder: Path, checkpoint: str, progress: Progress = no_progress) -> Pretrained:
     """Write the weights of a Hugging Face folder as a checkpoint of step 0, without optimizer state."""
     if storage(checkpoint).names():
         raise UserError(f"{checkpoint} is there already and not empty; give another folder, or remove it")
-    found = open_folder(folder)
-    data = {} if found.tokenizer is None else {"tokenizer": str(found.tokenizer.absolute())}
-    model = found.model.model_dump(exclude={"preset"})
+    pretrained = open_folder(folder)
+    data = {} if pretrained.tokenizer is None else {"tokenizer": str(pretrained.tokenizer.absolute())}
+    model = pretrained.model.model_dump(exclude={"preset"})
     manifest = Manifest(0, model, {}, data, {}, {}, world=1, torch=str(torch.__version__), files={})
-    write_checkpoint(checkpoint, manifest, ((PREFIX + name, tensor) for name, tensor in found.read(progress)))
-    return found
+    write_checkpoint(checkpoint, manifest, ((PREFIX + name, tensor) for name, tensor in pretrained.read(progress)))
+    return pretrained
 
 
-def _held(folder: Path, family: Family) -> dict[str, FolderTensor]:
+def _stored_tensors(folder: Path, family: Family) -> dict[str, FolderTensor]:
     """Every tensor in the folder by its full name, constants left out."""
-    found: dict[str, FolderTensor] = {}
-    for file, wanted in _files(folder).items():
+    tensors: dict[str, FolderTensor] = {}
+    for file, promised in _files(folder).items():
         with _opened(folder / file) as stream:
             present = set(stream.keys())
-            if absent := sorted((wanted or set()) - present):
+            if absent := sorted((promised or set()) - present):
                 raise UserError(f"{folder / file} lacks {listed(absent)}, which {INDEX} says it holds")
-            for name in sorted(wanted or present):
+            for name in sorted(promised or present):
                 if not _BUFFERS.search(name):
                     part = stream.get_slice(name)
-                    held = FolderTensor(folder / file, name, tuple(part.get_shape()), part.get_dtype())
-                    found[_full_name(name, family)] = held
-    return found
+                    tensor = FolderTensor(folder / file, name, tuple(part.get_shape()), part.get_dtype())
+                    tensors[_full_name(name, family)] = tensor
+    return tensors
 
 
 def _full_name(name: str, family: Family) -> str:
@@ -156,10 +156,12 @@ def _full_name(name: str, family: Family) -> str:
 def _files(folder: Path) -> dict[str, set[str] | None]:
     """The files with weights, and the tensors that the index promises in each; None: whatever is there."""
     if (folder / INDEX).is_file():
-        places = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(file, str) and _is_plain(file) for file in places.values()):
+        weight_map = _read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) and _is_plain(file) for file in weight_map.values()):
             raise UserError(f"{folder / INDEX} has no weight_map from tensors to files of this folder")
-        files: dict[str, set[str] | None] = {file: {name for name in places if places[name] == file} for file in places.values()}
+        files: dict[str, set[str] | None] = {
+            file: {name for name in weight_map if weight_map[name] == file} for file in weight_map.values()
+        }
         if absent := [file for file in files if not (folder / file).is_file()]:
             raise UserError(f"{folder} lacks {listed(sorted(absent))}, which {INDEX} names; download it again")
         return files
@@ -177,29 +179,31 @@ def _is_plain(file: str) -> bool:
     return Path(file).name == file and file.endswith(".safetensors")
 
 
-def _is_fused(family: Family, model: Model, held: Mapping[str, FolderTensor]) -> bool:
+def _is_fused(family: Family, model: Model, stored: Mapping[str, FolderTensor]) -> bool:
     if not family.fused:
         return False
-    found = [
-        len(held.keys() & {name for match in tensor_matches(family, model, fused) for name in match.theirs})
+    present = [
+        len(stored.keys() & {name for match in tensor_matches(family, model, fused) for name in match.theirs})
         for fused in (False, True)
     ]
-    return found[1] > found[0]
+    return present[1] > present[0]
 
 
-def _check_tensors(folder: Path, model: Model, plan: list[TensorMatch], held: Mapping[str, FolderTensor]) -> None:
+def _check_tensors(folder: Path, model: Model, plan: list[TensorMatch], stored: Mapping[str, FolderTensor]) -> None:
     """Name all that is missing, left over, of another shape, or of a dtype that is not plain numbers."""
     ours = shapes(model)
-    wanted = {name: shape for match in plan for name, shape in their_shapes(match, ours).items()}
+    expected = {name: shape for match in plan for name, shape in their_shapes(match, ours).items()}
     spare = {HEAD} if model.tied else set()
     wrong = [
-        f"{held[name].name} has shape {held[name].shape} instead of {shape}"
-        for name, shape in wanted.items() if name in held and held[name].shape != shape
+        f"{stored[name].name} has shape {stored[name].shape} instead of {shape}"
+        for name, shape in expected.items() if name in stored and stored[name].shape != shape
     ]  # fmt: skip
-    coded = [f"{tensor.name} is {tensor.dtype}" for name, tensor in held.items() if name in wanted and tensor.dtype not in _KNOWN]
+    coded = [
+        f"{tensor.name} is {tensor.dtype}" for name, tensor in stored.items() if name in expected and tensor.dtype not in _KNOWN
+    ]
     problems = {
-        "missing": [name for name in wanted if name not in held],
-        "not part of such a model": [held[name].name for name in held if name not in wanted and name not in spare],
+        "missing": [name for name in expected if name not in stored],
+        "not part of such a model": [stored[name].name for name in stored if name not in expected and name not in spare],
         "of another shape": wrong,
         f"of a dtype other than {', '.join(_KNOWN)}": coded,
     }

@@ -228,7 +228,7 @@ class Checkpointer:
 
     def newest_step(self, config: Config) -> int:
         """Of the checkpoints in the run's folder, whole or not, as rank 0 sees them; -1 if there is none."""
-        return self._from_main(lambda: max((step_of(one) for one in checkpoints(checkpoint_folder(config))), default=-1))
+        return self._from_main(lambda: max((step_of(address) for address in checkpoints(checkpoint_folder(config))), default=-1))
 
     def load(self, folder: str, state: State, same_world: bool) -> None:
         """Fill `state` in place, once every byte is known to be what was saved. A checkpoint of weights only leaves the optimizer
@@ -296,16 +296,16 @@ class Checkpointer:
         """The manifest of a checkpoint of which the ranks have read every byte, each its share of the files."""
         manifest = self._from_main(lambda: Contents.open(address).manifest)
         share = sorted(manifest.files)[self.mesh.worker.rank :: self.mesh.worker.world]
-        found = self._together(lambda: list(damaged_files(storage(address), manifest, share)))
-        for problem in (problem for part in found for problem in part):
+        problems = self._together(lambda: list(damaged_files(storage(address), manifest, share)))
+        for problem in (problem for part in problems for problem in part):
             raise UserError(f"{problem}. Remove {address} to resume from an older checkpoint.")
         self._checked = address
         return manifest
 
     def _from_main(self, action: Callable[[], T]) -> T:
         """What rank 0 finds, on every rank."""
-        found: list[Any] = self._together(action if self.mesh.is_main else lambda: None)
-        result: T = found[0]
+        results: list[Any] = self._together(action if self.mesh.is_main else lambda: None)
+        result: T = results[0]
         return result
 
     def _together(self, action: Callable[[], T]) -> list[T]:

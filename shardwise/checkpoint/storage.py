@@ -89,11 +89,11 @@ def parent(address: str) -> str:
     return address.rstrip("/").rpartition("/")[0] or "."
 
 
-def same_place(one: str, other: str) -> bool:
+def same_folder(first: str, second: str) -> bool:
     """Whether two addresses are of the same folder."""
-    if "://" in one or "://" in other:
-        return one.rstrip("/") == other.rstrip("/")
-    return Path(one).resolve() == Path(other).resolve()
+    if "://" in first or "://" in second:
+        return first.rstrip("/") == second.rstrip("/")
+    return Path(first).resolve() == Path(second).resolve()
 
 
 class _Local(Storage):
@@ -212,19 +212,19 @@ class _Remote(Storage):
     def size(self, name: str) -> int | None:
         self._system.invalidate_cache()
         try:
-            facts = self._system.info(f"{self._path}/{name}")
+            file = self._system.info(f"{self._path}/{name}")
         except FileNotFoundError:
             return None
-        return int(facts["size"]) if facts["type"] == "file" else None
+        return int(file["size"]) if file["type"] == "file" else None
 
     def read(self, name: str) -> bytes:
         return bytes(self._system.cat_file(f"{self._path}/{name}"))
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        found = self._system.cat_file(f"{self._path}/{name}", start=start, end=start + len(buffer)) if len(buffer) else b""
-        if len(found) != len(buffer):
+        content = self._system.cat_file(f"{self._path}/{name}", start=start, end=start + len(buffer)) if len(buffer) else b""
+        if len(content) != len(buffer):
             raise OSError(f"{self.address}/{name} ends before byte {start + len(buffer)}")
-        buffer[:] = found
+        buffer[:] = content
 
     def blocks(self, name: str) -> Iterator[bytes | memoryview]:
         with self._system.open(f"{self._path}/{name}", "rb") as stream:

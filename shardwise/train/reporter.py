@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest, set_aside
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
-from shardwise.checkpoint.storage import parent, same_place
+from shardwise.checkpoint.storage import parent, same_folder
 from shardwise.comm import EXPOSED
 from shardwise.config import Config, to_toml
 from shardwise.data import unigram_loss
@@ -112,7 +112,7 @@ class RunReporter(Reporter):
             self.sinks.event("skip_checkpoint", checkpoint=skipped, reason=reason)
             self.progress.message(f"warning: skipped {skipped}: {reason.partition('. Remove ')[0]}")
         folder = checkpoint_folder(training.config)
-        ours = beginning.again or (resumed_from is not None and same_place(parent(resumed_from), folder))
+        ours = beginning.again or (resumed_from is not None and same_folder(parent(resumed_from), folder))
         if moved := set_aside(folder, after=training.step if ours else -1):
             self.progress.message(f"checkpoints later than step {training.step}, which this run does again, are now in {moved}")
         if resumed_from:
