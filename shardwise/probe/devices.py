@@ -31,7 +31,7 @@ from shardwise.observe import peak_flops
 from shardwise.probe.bench import Bench
 from shardwise.probe.budget import MIB, Budget
 from shardwise.probe.fit import Shape, Speed, attention_flops, fit_attention, fit_products, product_flops, speed_with_knee
-from shardwise.probe.progress import Progress
+from shardwise.probe.progress import ProbeProgress
 
 PRECISIONS = {"cpu": ("float32", "bfloat16", "float64"), "cuda": ("bfloat16", "float16", "float32", "float8")}
 """The first is the main one, whose knee is found; of the others only the speed."""
@@ -82,7 +82,7 @@ def cells(budget: Budget, device_type: str) -> int:
     return len(budget.shapes) + others + len(budget.lengths) + 4
 
 
-def measure_device(bench: Bench, worker: Worker, budget: Budget, progress: Progress) -> Device:
+def measure_device(bench: Bench, worker: Worker, budget: Budget, progress: ProbeProgress) -> Device:
     """The device of each worker, or the CPU that they share. What a GPU's runtime takes of its memory is looked at later."""
     device = bench.device
     launch = _launch(bench, progress)
@@ -92,12 +92,12 @@ def measure_device(bench: Bench, worker: Worker, budget: Budget, progress: Progr
     streamed = _stream(bench, budget, progress)
     if device.type == "cuda":
         return _gpu(bench, products, attending, streamed, launch, progress)
-    here = worker.local_world
+    workers = worker.local_world
     return Device(
         name=device_name(device),
-        memory=here * device_memory(here),
-        peak={name: here * speed for name, speed in products.flops.items()},
-        bandwidth=here * streamed,
+        memory=workers * device_memory(workers),
+        peak={name: workers * speed for name, speed in products.flops.items()},
+        bandwidth=workers * streamed,
         matmul=1.0,
         matmul_knee=products.main.knee,
         attention=min(1.0, attending.flops / products.main.flops),
@@ -106,12 +106,12 @@ def measure_device(bench: Bench, worker: Worker, budget: Budget, progress: Progr
         stream=1.0,
         launch=launch,
         overhead=resident,
-        host_bandwidth=here * streamed,
+        host_bandwidth=workers * streamed,
         overlap=0.0,
     )
 
 
-def _gpu(bench: Bench, products: _Products, attending: Speed, streamed: float, launch: float, progress: Progress) -> Device:
+def _gpu(bench: Bench, products: _Products, attending: Speed, streamed: float, launch: float, progress: ProbeProgress) -> Device:
     name, main, memory = device_name(bench.device), products.precision, device_memory(1)
     sheet = data_sheet(name, memory)
     peak = peak_flops(name, main) or max(products.main.flops, products.sustained)
@@ -162,37 +162,37 @@ def gpu_overhead(device: torch.device) -> float:
 # -- one thing each -----------------------------------------------------------------------------------------------------
 
 
-def _launch(bench: Bench, progress: Progress) -> float:
+def _launch(bench: Bench, progress: ProbeProgress) -> float:
     """Seconds the host takes to start a kernel: of a tiny one, in which the kernel itself is no time, or runs meanwhile."""
     progress.next("starting kernels")
     tiny = torch.ones(16, device=bench.device)
     return bench.seconds(lambda: tiny + tiny)
 
 
-def _products(bench: Bench, budget: Budget, launch: float, progress: Progress) -> _Products:
+def _products(bench: Bench, budget: Budget, launch: float, progress: ProbeProgress) -> _Products:
     main, *rest = precisions(bench.device)
     sustained = _sustained(bench, main, budget.sustained, progress) if budget.sustained else None
-    known = launch if bench.device.type == "cpu" else None  # on a GPU kernels follow each other without it
+    launch_seconds = launch if bench.device.type == "cpu" else None  # on a GPU kernels follow each other without it
     times = _product_times(bench, main, budget.shapes, progress)
-    speed = fit_products(budget.shapes, times, known)
+    speed = fit_products(budget.shapes, times, launch_seconds)
     if sustained is not None:  # the large product too has short sides, if hardly
         sustained *= BETWEEN_OTHERS * (1 + speed.knee * sum(1 / side for side in SUSTAINED))
     others = {}
     for precision in rest:
-        found = _other(bench, precision, budget, speed, known or 0.0, progress)
-        if found is not None:
-            others[precision] = found
+        flops = _other(bench, precision, budget, speed, launch_seconds or 0.0, progress)
+        if flops is not None:
+            others[precision] = flops
     return _Products(main, speed, sustained or speed.flops, others)
 
 
-def _sustained(bench: Bench, precision: str, seconds: float, progress: Progress) -> float:
+def _sustained(bench: Bench, precision: str, seconds: float, progress: ProbeProgress) -> float:
     progress.next("a large product without pause")
     run = _product(SUSTAINED, precision, bench.device)
     hot = Bench(bench.device, bench.everyone, window=seconds / 2, windows=2)
     return float(product_flops([SUSTAINED])[0]) / hot.seconds(run)
 
 
-def _other(bench: Bench, precision: str, budget: Budget, main: Speed, launch: float, progress: Progress) -> float | None:
+def _other(bench: Bench, precision: str, budget: Budget, main: Speed, launch: float, progress: ProbeProgress) -> float | None:
     """FLOP/s in another precision, if the device does it to any use."""
     expected = float(product_flops([TRIAL])[0]) / main.flops * (1 + main.knee * sum(1 / side for side in TRIAL)) + launch
     try:
@@ -205,7 +205,7 @@ def _other(bench: Bench, precision: str, budget: Budget, main: Speed, launch: fl
     return speed_with_knee(budget.few_shapes, times, main.knee, launch)
 
 
-def _product_times(bench: Bench, precision: str, shapes: Sequence[Shape], progress: Progress) -> list[float]:
+def _product_times(bench: Bench, precision: str, shapes: Sequence[Shape], progress: ProbeProgress) -> list[float]:
     times = []
     for shape in shapes:
         progress.next(f"{precision} products")
@@ -226,7 +226,7 @@ def _random(rows: int, columns: int, precision: str, device: torch.device) -> Te
     return torch.randn(rows, columns, device=device).to(getattr(torch, precision))
 
 
-def _attention(bench: Bench, budget: Budget, launch: float, progress: Progress) -> Speed:
+def _attention(bench: Bench, budget: Budget, launch: float, progress: ProbeProgress) -> Speed:
     dtype = getattr(torch, precisions(bench.device)[0])
     flops, times = [], []
     for length in budget.lengths:
@@ -240,7 +240,7 @@ def _attention(bench: Bench, budget: Budget, launch: float, progress: Progress) 
     return fit_attention(budget.lengths, flops, times, launch if bench.device.type == "cpu" else 0.0)
 
 
-def _stream(bench: Bench, budget: Budget, progress: Progress) -> float:
+def _stream(bench: Bench, budget: Budget, progress: ProbeProgress) -> float:
     """Bytes a second that an elementwise kernel reads and writes."""
     progress.next("memory")
     size = int(min(budget.stream_bytes, device_memory(1) / 64)) // PARTS
@@ -248,21 +248,21 @@ def _stream(bench: Bench, budget: Budget, progress: Progress) -> float:
     return 2 * size / bench.seconds(lambda: next(parts) * 2.0)
 
 
-def _to_host_and_back(bench: Bench, progress: Progress) -> float:
+def _to_host_and_back(bench: Bench, progress: ProbeProgress) -> float:
     progress.next("host memory")
     size = 128 * MIB
-    there = torch.empty(size, dtype=torch.uint8, device=bench.device)
-    here = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(size, dtype=torch.uint8, device=bench.device)
+    on_host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def both_ways() -> None:
-        there.copy_(here, non_blocking=True)
-        here.copy_(there, non_blocking=True)
+        on_device.copy_(on_host, non_blocking=True)
+        on_host.copy_(on_device, non_blocking=True)
 
     return 2 * size / bench.seconds(both_ways)
 
 
 def _clocked_bandwidth(device: torch.device) -> float | None:
     """Bytes/s of a GPU's memory by its clock and the width of its bus, which moves data twice a cycle; None where untold."""
-    facts = torch.cuda.get_device_properties(device)
-    clock, width = getattr(facts, "memory_clock_rate", 0), getattr(facts, "memory_bus_width", 0)
+    properties = torch.cuda.get_device_properties(device)
+    clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
     return 2 * clock * 1e3 * width / 8 or None  # kHz, bits

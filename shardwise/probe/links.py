@@ -23,7 +23,7 @@ from shardwise.mesh import Worker
 from shardwise.probe.bench import TIMEOUT, Bench
 from shardwise.probe.budget import Budget
 from shardwise.probe.fit import fit_collective
-from shardwise.probe.progress import Progress
+from shardwise.probe.progress import ProbeProgress
 
 UNKNOWN = Link(bandwidth=25e9, latency=10e-6)
 """Stands for the links of a single device, over which nothing goes."""
@@ -56,9 +56,9 @@ def between(world: int, per_node: int, every: bool = True) -> list[Grouping]:
         Grouping(
             members,
             tuple(
-                tuple(range(node * per_node + place, (node + members) * per_node + place, per_node))
+                tuple(range(node * per_node + local_rank, (node + members) * per_node + local_rank, per_node))
                 for node in range(0, world // per_node, members)
-                for place in range(per_node)
+                for local_rank in range(per_node)
             ),
         )
         for members in _sizes(world // per_node, every)
@@ -76,12 +76,12 @@ def cells(budget: Budget, worker: Worker) -> int:
     return len(groupings) * len(KINDS) * len(budget.sizes)
 
 
-def measure_links(bench: Bench, worker: Worker, budget: Budget, progress: Progress) -> tuple[Link, Link]:
+def measure_links(bench: Bench, worker: Worker, budget: Budget, progress: ProbeProgress) -> tuple[Link, Link]:
     """The links inside a node, and those between nodes."""
     near = _measure(bench, worker.rank, inside(worker.world, worker.local_world, budget.every_group), budget, progress)
     far = _measure(bench, worker.rank, between(worker.world, worker.local_world, budget.every_group), budget, progress)
-    own = _link(near) or UNKNOWN
-    return own, _link(far) or Link(own.bandwidth, own.latency)
+    node = _link(near) or UNKNOWN
+    return node, _link(far) or Link(node.bandwidth, node.latency)
 
 
 def _link(rows: Sequence[Measured]) -> Link | None:
@@ -93,25 +93,26 @@ def _link(rows: Sequence[Measured]) -> Link | None:
     return Link(widest.bandwidth, widest.latency / (2 * (widest.members - 1)), tuple(rows))
 
 
-def _measure(bench: Bench, rank: int, groupings: list[Grouping], budget: Budget, progress: Progress) -> list[Measured]:
+def _measure(bench: Bench, rank: int, groupings: list[Grouping], budget: Budget, progress: ProbeProgress) -> list[Measured]:
     rows = []
     for grouping in groupings:
-        made = [dist.new_group(list(ranks), timeout=TIMEOUT) for ranks in grouping.groups]  # each rank takes part in each
-        own = next(index for index, ranks in enumerate(grouping.groups) if rank in ranks)
+        # Every rank takes part in making every group.
+        process_groups = [dist.new_group(list(ranks), timeout=TIMEOUT) for ranks in grouping.groups]
+        own = process_groups[next(index for index, ranks in enumerate(grouping.groups) if rank in ranks)]
         for kind in KINDS:
-            sizes, times = _times(bench, kind, made[own], grouping.members, budget.sizes, progress)
-            found = fit_collective(kind, grouping.members, sizes, times)
-            rows.append(Measured(kind, grouping.members, found.latency, found.bandwidth))
-        dist.destroy_process_group(made[own])
+            sizes, times = _times(bench, kind, own, grouping.members, budget.sizes, progress)
+            fitted = fit_collective(kind, grouping.members, sizes, times)
+            rows.append(Measured(kind, grouping.members, fitted.latency, fitted.bandwidth))
+        dist.destroy_process_group(own)
     return rows
 
 
 def _times(
-    bench: Bench, kind: str, group: dist.ProcessGroup, members: int, wanted: Sequence[int], progress: Progress
+    bench: Bench, kind: str, group: dist.ProcessGroup, members: int, full_sizes: Sequence[int], progress: ProbeProgress
 ) -> tuple[list[int], list[float]]:
     sizes: list[int] = []
     times: list[float] = []
-    for bytes in wanted:
+    for bytes in full_sizes:
         progress.next(f"{kind} over {members}")
         if times and times[-1] > LONG_CALL and len(times) >= ENOUGH:
             continue
@@ -123,15 +124,15 @@ def _times(
 
 def _collective(kind: str, part: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
     """One call of this kind on a full tensor of `part` elements for each member."""
-    members, place = group.size(), group.rank()
+    members, rank = group.size(), group.rank()
     full, result = torch.zeros(members * part, device=device), torch.zeros(members * part, device=device)
     piece = torch.zeros(part, device=device)
     turns: Iterator[int] = count()
 
     def shift() -> None:
-        there = dist.P2POp(dist.isend, full, group=group, group_peer=(place + 1) % members)
-        back = dist.P2POp(dist.irecv, result, group=group, group_peer=(place - 1) % members)
-        for work in dist.batch_isend_irecv([there, back]):
+        sent = dist.P2POp(dist.isend, full, group=group, group_peer=(rank + 1) % members)
+        received = dist.P2POp(dist.irecv, result, group=group, group_peer=(rank - 1) % members)
+        for work in dist.batch_isend_irecv([sent, received]):
             work.wait()
 
     calls: dict[str, Callable[[], object]] = {

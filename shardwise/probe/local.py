@@ -21,7 +21,7 @@ from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Node, Worker, cores
 from shardwise.probe.budget import Budget
 from shardwise.probe.progress import Tell, silent
-from shardwise.resilience.forked import Died, Forked, end, fork, free_port, last_words, ready
+from shardwise.resilience.forked import Died, Forked, end, fork, free_port, last_messages, ready
 from shardwise.resilience.server import start_server
 
 PRELOAD = ["shardwise.probe.measure"]
@@ -32,32 +32,38 @@ BUSY = 0.3
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Measuring:
+    """Sent by the first worker: what is being timed, and the share of the probe that is done."""
+
     what: str
     share: float
 
 
 @dataclass(frozen=True)
 class _Answer:
+    """Sent by a worker that has measured all: the last of its messages."""
+
     cluster: Cluster
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _MeasurementFailed:
+    """Sent by a worker that could not: the last of its messages."""
+
     rank: int
     echo: bool
     """Whether it only tells that another worker is gone."""
     message: str
 
 
-def local_workers(asked: int | None, node: Node | None = None) -> int:
+def local_workers(requested: int | None, node: Node | None = None) -> int:
     """How many workers this machine is measured with: as asked, or one a GPU, or as many as cores, from 2 to 4."""
     from shardwise.mesh import local_gpus
 
     gpus = local_gpus()
-    if asked is not None and 0 < gpus < asked:
-        raise UserError(f"--workers {asked}: this machine has {gpus} GPU{'s'[: gpus > 1]}; give at most {gpus}")
-    return asked or (node.workers if node else None) or gpus or min(4, max(2, cores()))
+    if requested is not None and 0 < gpus < requested:
+        raise UserError(f"--workers {requested}: this machine has {gpus} GPU{'s'[: gpus > 1]}; give at most {gpus}")
+    return requested or (node.workers if node else None) or gpus or min(4, max(2, cores()))
 
 
 def others_busy() -> str | None:
@@ -72,7 +78,7 @@ def measure_here(workers: int, budgets: Mapping[str, Budget], tell: Tell = silen
     """Measure with so many workers on this machine, and those of the other nodes where there are several."""
     start_server(PRELOAD)
     with _started(_numbered(workers, node), budgets) as processes:
-        return _heard(processes, tell)
+        return _listen(processes, tell)
 
 
 def _numbered(workers: int, node: Node | None) -> list[Worker]:
@@ -93,29 +99,30 @@ def _started(workers: list[Worker], budgets: Mapping[str, Budget]) -> Iterator[l
             end(processes)
 
 
-def _heard(processes: list[Forked], tell: Tell) -> Cluster:
-    """Listen until all have answered; what the first of them found."""
+def _listen(processes: list[Forked], tell: Tell) -> Cluster:
+    """Take messages until all workers have answered; the cluster as the first of them measured it."""
     answers: dict[int, Cluster] = {}
     waiting = list(processes)
     while waiting:
         speaking = ready(waiting, SILENCE)
         if not speaking:
-            raise RunFailed(f"probe: no word from workers {[one.rank for one in waiting]} for {SILENCE:.0f} s; try again")
-        for one in speaking:
-            word = one.hear()
-            if isinstance(word, _Told):
-                tell(word.what, word.share)
+            raise RunFailed(f"probe: no word from workers {[process.rank for process in waiting]} for {SILENCE:.0f} s; try again")
+        for process in speaking:
+            message = process.hear()
+            if isinstance(message, _Measuring):
+                tell(message.what, message.share)
                 continue
-            waiting.remove(one)
-            if not isinstance(word, _Answer):
-                others = last_words(waiting, lambda word: not isinstance(word, _Told))
-                raise _cause([word, *(other for other in others if not isinstance(other, _Answer))], len(processes))
-            answers[one.rank] = word.cluster
+            waiting.remove(process)
+            if not isinstance(message, _Answer):
+                others = last_messages(waiting, lambda message: not isinstance(message, _Measuring))
+                raise _cause([message, *(other for other in others if not isinstance(other, _Answer))], len(processes))
+            answers[process.rank] = message.cluster
     return answers[processes[0].rank]
 
 
-def _cause(failures: list[_Failure | Died], count: int) -> RunFailed:
-    first = min(failures, key=lambda failure: isinstance(failure, _Failure) and failure.echo)  # the earliest that is no echo
+def _cause(failures: list[_MeasurementFailed | Died], count: int) -> RunFailed:
+    # The earliest that is no echo.
+    first = min(failures, key=lambda failure: isinstance(failure, _MeasurementFailed) and failure.echo)
     return RunFailed(f"probe: worker {first.rank} of {count} failed, nothing was written: {first.message}")
 
 
@@ -126,16 +133,16 @@ def _measured(pipe: Connection, worker: Worker, budgets: Mapping[str, Budget]) -
     pipe.send(_answer(pipe, worker, budgets))
 
 
-def _answer(pipe: Connection, worker: Worker, budgets: Mapping[str, Budget]) -> _Answer | _Failure:
+def _answer(pipe: Connection, worker: Worker, budgets: Mapping[str, Budget]) -> _Answer | _MeasurementFailed:
     from shardwise.mesh import peer_is_gone
     from shardwise.probe.measure import measure
 
     def tell(what: str, share: float) -> None:
-        pipe.send(_Told(what, share))
+        pipe.send(_Measuring(what, share))
 
     try:
         return _Answer(measure(worker, budgets, tell if worker.local_rank == 0 else silent))
     except UserError as error:
-        return _Failure(worker.rank, False, str(error))
+        return _MeasurementFailed(worker.rank, False, str(error))
     except BaseException as error:  # whatever it is, it belongs to whoever asked
-        return _Failure(worker.rank, peer_is_gone(error), "".join(traceback.format_exception(error)))
+        return _MeasurementFailed(worker.rank, peer_is_gone(error), "".join(traceback.format_exception(error)))

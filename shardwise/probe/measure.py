@@ -17,7 +17,7 @@ from shardwise.mesh import Worker, join, leave
 from shardwise.probe import devices, links
 from shardwise.probe.bench import TIMEOUT, Bench
 from shardwise.probe.budget import Budget
-from shardwise.probe.progress import Progress, Tell, silent
+from shardwise.probe.progress import ProbeProgress, Tell, silent
 
 
 def measure(worker: Worker, budgets: Mapping[str, Budget], tell: Tell = silent) -> Cluster:
@@ -27,14 +27,14 @@ def measure(worker: Worker, budgets: Mapping[str, Budget], tell: Tell = silent) 
         budget = budgets[mesh.device.type]
         everyone = dist.new_group(timeout=TIMEOUT) if worker.world > 1 else None
         bench = Bench(mesh.device, everyone, budget.window, budget.windows)
-        progress = Progress(devices.cells(budget, mesh.device.type) + links.cells(budget, worker), tell)
+        progress = ProbeProgress(devices.cells(budget, mesh.device.type) + links.cells(budget, worker), tell)
         device = devices.measure_device(bench, worker, budget, progress)
         inside, between = links.measure_links(bench, worker, budget, progress)
         if mesh.device.type == "cuda":  # only now are all its buffers there
             device = replace(device, overhead=bench.longest([devices.gpu_overhead(mesh.device)])[0])
-            known = devices.data_sheet(device.name, device.memory)
-            inside = known.inside if known and worker.local_world == 1 else inside
-            between = known.between if known and worker.world == worker.local_world else between
+            sheet = devices.data_sheet(device.name, device.memory)
+            inside = sheet.inside if sheet and worker.local_world == 1 else inside
+            between = sheet.between if sheet and worker.world == worker.local_world else between
     finally:
         leave()
     tell("done", 1.0)

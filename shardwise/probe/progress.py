@@ -14,7 +14,7 @@ def silent(what: str, share: float) -> None:
 
 
 @dataclass
-class Progress:
+class ProbeProgress:
     """Counts what has been measured, and tells."""
 
     total: int

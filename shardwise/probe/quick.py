@@ -37,14 +37,14 @@ log = logging.getLogger("shardwise")
 def quick_cluster(workers: int, tell: Tell = silent, warn: Callable[[str], None] = log.warning) -> Cluster:
     """This machine with so many workers: as remembered, or measured now. To be asked by the process that starts workers."""
     path = quick_file(workers)
-    found = _remembered(path, workers)
-    if found is None:
+    cluster = _remembered(path, workers)
+    if cluster is None:
         busy = others_busy()
         if busy:
             warn(busy)
-        found = measure_here(workers, QUICK, tell)
-        _remember(path, found, BUSY_LASTS if busy else LASTS, warn)
-    return found
+        cluster = measure_here(workers, QUICK, tell)
+        _remember(path, cluster, BUSY_LASTS if busy else LASTS, warn)
+    return cluster
 
 
 def quick_file(workers: int) -> Path:
@@ -77,10 +77,10 @@ def _remembered(path: Path, workers: int) -> Cluster | None:
     try:
         if time.time() - path.stat().st_mtime > LASTS:
             return None
-        found = read_cluster(path, {})
+        cluster = read_cluster(path, {})
     except (OSError, UserError, TypeError, ValueError, KeyError):  # whatever is in it, it can be made again
         return None
-    return found if found.devices == workers else None
+    return cluster if cluster.devices == workers else None
 
 
 def _remember(path: Path, cluster: Cluster, lasts: float, warn: Callable[[str], None]) -> None:

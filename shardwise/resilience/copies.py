@@ -30,16 +30,16 @@ TAG = 7
 
 @dataclass
 class _Snapshot:
-    """One rank's state at one step, as bytes; `facts` is what is not a tensor."""
+    """One rank's state at one step, as bytes; `extras` is what is not a tensor."""
 
     step: int
     rank: int
-    facts: dict[str, Any]
+    extras: dict[str, Any]
     content: Tensor
 
 
 @dataclass
-class _Exchange:
+class _SnapshotExchange:
     """A snapshot on its way to the neighbour, and the other neighbour's on its way here."""
 
     own: _Snapshot
@@ -53,7 +53,7 @@ class Copies:
     """What a worker's memory holds of its own state and a neighbour's. It outlives the teams that the worker is in."""
 
     every: int
-    _kept: deque[_Exchange] = field(default_factory=lambda: deque(maxlen=2))
+    _exchanges: deque[_SnapshotExchange] = field(default_factory=lambda: deque(maxlen=2))
     _layout: str = ""
     _peers: Peers | None = None
     _sizes: list[int] = field(default_factory=list)
@@ -72,21 +72,21 @@ class Copies:
         """Whether this step is to be kept."""
         return bool(self.every) and mesh.worker.world > 1 and step % self.every == 0
 
-    def take(self, mesh: Mesh, step: int, state: State, facts: dict[str, Any]) -> None:
+    def take(self, mesh: Mesh, step: int, state: State, extras: dict[str, Any]) -> None:
         """Keep this step's state, and swap it with the neighbours while training goes on."""
         world, rank = mesh.worker.world, mesh.worker.rank
         layout = _key(mesh)
-        if self._kept and self._kept[-1].thread is not None:
-            self._kept[-1].thread.join()
+        if self._exchanges and self._exchanges[-1].thread is not None:
+            self._exchanges[-1].thread.join()
         if layout != self._layout:
-            self._kept.clear()
+            self._exchanges.clear()
             self._layout = layout
         shift = world // 2
         sender = (rank - shift) % world
         own, theirs = self._buffers(self._sizes[rank], self._sizes[sender])
         _pack(state, own)
-        exchange = _Exchange(_Snapshot(step, rank, facts, own), _Snapshot(step, sender, facts, theirs))
-        self._kept.append(exchange)
+        exchange = _SnapshotExchange(_Snapshot(step, rank, extras, own), _Snapshot(step, sender, extras, theirs))
+        self._exchanges.append(exchange)
         assert self._peers is not None, "there are neighbours"
         work = (self._peers, exchange, (rank + shift) % world, sender)
         exchange.thread = threading.Thread(target=_swap, args=work, name="copy to a neighbour", daemon=True)
@@ -96,22 +96,22 @@ class Copies:
         """The last step of which this team, together, still has every rank's part; the same answer on all ranks."""
         if self._peers is None:
             return None
-        held = {(one.step, one.rank) for one in self._whole()} if self._layout == _key(mesh) else set()
+        held = {(snapshot.step, snapshot.rank) for snapshot in self._usable()} if self._layout == _key(mesh) else set()
         self._holders = {}
         for holder, parts in enumerate(self._peers.from_everyone(held)):
             for part in parts:
                 self._holders[part] = holder if part[1] == holder else self._holders.get(part, holder)
         steps = {step for step, _ in self._holders}
-        whole = [step for step in steps if all((step, rank) in self._holders for rank in range(mesh.worker.world))]
-        return max(whole, default=None)
+        complete = [step for step in steps if all((step, rank) in self._holders for rank in range(mesh.worker.world))]
+        return max(complete, default=None)
 
     def restore(self, mesh: Mesh, step: int, state: State) -> dict[str, Any]:
-        """Put this step back on every rank; returns the facts kept with it."""
+        """Put this step back on every rank; returns the extras kept with it."""
         mine, peers = mesh.worker.rank, self._peers
         assert peers is not None, "there are copies"
-        held = {(one.step, one.rank): one for one in self._whole()}
-        kept = next((one.facts for one in held.values() if one.step == step), {})
-        facts = peers.from_rank(kept, self._holders[step, 0])
+        held = {(snapshot.step, snapshot.rank): snapshot for snapshot in self._usable()}
+        extras_here = next((snapshot.extras for snapshot in held.values() if snapshot.step == step), {})
+        extras = peers.from_rank(extras_here, self._holders[step, 0])
         for rank in range(mesh.worker.world):
             holder = self._holders[step, rank]
             if holder != rank and holder == mine:
@@ -119,36 +119,40 @@ class Copies:
             elif holder != rank and rank == mine:
                 content = torch.empty(self._sizes[mine], dtype=torch.uint8)
                 peers.receive(content, holder, TAG)
-                held[step, rank] = _Snapshot(step, rank, facts, content)
+                held[step, rank] = _Snapshot(step, rank, extras, content)
         _unpack(held[step, mine].content, state)
         self._go_on_from(held[step, mine], mesh)
-        return dict(facts)
+        return dict(extras)
 
     def _go_on_from(self, own: _Snapshot, mesh: Mesh) -> None:
         """Later snapshots are of steps that will be done again; a worker that came new has one of its own now."""
-        self._kept = deque((one for one in self._kept if one.own.step <= own.step), maxlen=2)
-        if not self._kept:
+        self._exchanges = deque((exchange for exchange in self._exchanges if exchange.own.step <= own.step), maxlen=2)
+        if not self._exchanges:
             sender = (own.rank - mesh.worker.world // 2) % mesh.worker.world
-            nothing = _Snapshot(own.step, sender, own.facts, torch.empty(self._sizes[sender], dtype=torch.uint8))
-            self._kept.append(_Exchange(own, nothing))
+            nothing = _Snapshot(own.step, sender, own.extras, torch.empty(self._sizes[sender], dtype=torch.uint8))
+            self._exchanges.append(_SnapshotExchange(own, nothing))
             self._layout = _key(mesh)
 
-    def _whole(self) -> list[_Snapshot]:
+    def _usable(self) -> list[_Snapshot]:
         """Snapshots that can be relied on: one's own in any case, a neighbour's once all of it came."""
-        for one in self._kept:
-            if one.thread is not None:
-                one.thread.join(timeout=1.0)
-        return [part for one in self._kept for part in ([one.own, one.theirs] if one.complete else [one.own])]
+        for exchange in self._exchanges:
+            if exchange.thread is not None:
+                exchange.thread.join(timeout=1.0)
+        return [
+            snapshot
+            for exchange in self._exchanges
+            for snapshot in ([exchange.own, exchange.theirs] if exchange.complete else [exchange.own])
+        ]
 
     def _buffers(self, own: int, theirs: int) -> tuple[Tensor, Tensor]:
         """The oldest snapshot's memory, where there are two already."""
-        if len(self._kept) == self._kept.maxlen:
-            oldest = self._kept.popleft()
+        if len(self._exchanges) == self._exchanges.maxlen:
+            oldest = self._exchanges.popleft()
             return oldest.own.content, oldest.theirs.content
         return torch.empty(own, dtype=torch.uint8), torch.empty(theirs, dtype=torch.uint8)
 
 
-def _swap(peers: Peers, exchange: _Exchange, receiver: int, sender: int) -> None:
+def _swap(peers: Peers, exchange: _SnapshotExchange, receiver: int, sender: int) -> None:
     try:
         peers.exchange(exchange.own.content, receiver, exchange.theirs.content, sender, TAG)
         exchange.complete = True

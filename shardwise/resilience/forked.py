@@ -1,4 +1,4 @@
-"""Processes for a task of seconds: forked in a moment, heard through pipes, ended together whatever happens.
+"""Processes for a task of seconds: forked in a moment, answering through pipes, ended together whatever happens.
 
 They are forked from a server that has torch imported already (resilience/server.py). Ctrl-C is this process's to answer; should
 it be killed, they see it and end. What they print goes to a log, whose end tells why one died.
@@ -33,14 +33,14 @@ class Forked:
     log: Path
 
     def hear(self) -> Any:
-        """Its next word; that it died, where it can say no more."""
+        """Its next message; a `Died` where it ended without one."""
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            last = self.log.read_text(errors="replace")[-2000:].strip()
+            tail = self.log.read_text(errors="replace")[-2000:].strip()
             died = f"it died with exit status {self.process.exitcode}"
-            return Died(self.rank, f"{died}; its last words:\n{last}" if last else died)
+            return Died(self.rank, f"{died}; its last words:\n{tail}" if tail else died)
 
 
 @dataclass(frozen=True)
@@ -65,36 +65,36 @@ def fork(rank: int, target: Callable[..., None], arguments: Sequence[Any], folde
 def end(processes: Iterable[Forked]) -> None:
     """End them all, and wait until they are gone."""
     everyone = list(processes)
-    for one in everyone:
-        one.process.kill()
-    for one in everyone:
-        one.process.join()
-        one.pipe.close()
+    for process in everyone:
+        process.process.kill()
+    for process in everyone:
+        process.process.join()
+        process.pipe.close()
 
 
 def ready(waiting: Sequence[Forked], seconds: float) -> list[Forked]:
-    """Those that have something to say, as soon as one has; none if nobody says a word for so long."""
-    speaking = wait([one.pipe for one in waiting], timeout=max(0.0, seconds))
-    return [one for one in waiting if one.pipe in speaking]
+    """Those that have sent a message, as soon as one has; none if no message comes for so long."""
+    speaking = wait([process.pipe for process in waiting], timeout=max(0.0, seconds))
+    return [process for process in waiting if process.pipe in speaking]
 
 
-def last_words(waiting: Sequence[Forked], are_last: Callable[[Any], bool]) -> list[Any]:
-    """What the others say within the grace, after one has failed; each is heard until a word that is its last."""
-    found, left, deadline = [], list(waiting), time.monotonic() + GRACE
-    while left and (seconds := deadline - time.monotonic()) > 0:
-        for one in ready(left, seconds):
-            word = one.hear()
-            if are_last(word):
-                left.remove(one)
-                found.append(word)
-    return found
+def last_messages(waiting: Sequence[Forked], is_last: Callable[[Any], bool]) -> list[Any]:
+    """The last messages that the others send within the grace, after one has failed."""
+    answers, silent, deadline = [], list(waiting), time.monotonic() + GRACE
+    while silent and (seconds := deadline - time.monotonic()) > 0:
+        for process in ready(silent, seconds):
+            message = process.hear()
+            if is_last(message):
+                silent.remove(process)
+                answers.append(message)
+    return answers
 
 
 def free_port() -> int:
     """A port of this machine that nobody listens at."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def _inside(target: Callable[..., None], pipe: Connection, log: str, *arguments: Any) -> None:

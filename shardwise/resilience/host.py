@@ -74,7 +74,7 @@ class Host:
         """Each slot, and until when it rests."""
         self._stillborn = dict.fromkeys(self.slots, 0)
         self._processes: dict[int, WorkerProcess] = {}
-        self._generation, self._seen = 0, 0.0
+        self._generation, self._team_since = 0, 0.0
         self._faults: list[Fault] = []
         self._statuses: dict[int, int] = {}
         self._members: dict[int, int] = {}
@@ -85,7 +85,7 @@ class Host:
         self._signalled = 0.0
         self._recorded_faults = 0
         self._lacking_since, self._said_lacking = time.monotonic(), False
-        self._called, self._heard = 0.0, time.monotonic()
+        self._last_call, self._last_answer = 0.0, time.monotonic()
         """When the leader was last called, and when it last answered."""
         self._orders = Orders()
 
@@ -248,21 +248,21 @@ class Host:
         now = time.monotonic()
         if self.lead is not None:
             self.lead.hear(self._report(), now)  # first of all: rank 0 is to be here
-            for report, heard in self.rendezvous.heard() if self.rendezvous else []:
-                self.lead.hear(report, heard)
+            for report, arrived in self.rendezvous.new_reports() if self.rendezvous else []:
+                self.lead.hear(report, arrived)
             self._orders = self.lead.decide(now)
             self._record_faults(self.lead)
             self._say_what_lacks(self.lead, now)
             if self.rendezvous:
                 self.rendezvous.tell(self._orders)
             return self._orders
-        if now - self._called >= CALL_SECONDS:
+        if now - self._last_call >= CALL_SECONDS:
             assert self.client is not None, "a host leads, or calls its leader"
             orders = self.client.call(self._report())
-            self._called = time.monotonic()
-            self._heard = self._heard if orders is None else self._called
+            self._last_call = time.monotonic()
+            self._last_answer = self._last_answer if orders is None else self._last_call
             self._orders = orders or Orders()
-        return self._orders if self._heard == self._called else None
+        return self._orders if self._last_answer == self._last_call else None
 
     def _record_faults(self, lead: Lead) -> None:
         for fault in lead.faults[self._recorded_faults :]:
@@ -280,7 +280,7 @@ class Host:
 
     def _out_of_reach(self) -> None:
         """Workers that the leader takes for lost are of no use: the run goes on without them until it is found again."""
-        silence = time.monotonic() - self._heard
+        silence = time.monotonic() - self._last_answer
         if silence > LOST_SECONDS:
             for worker in self._at_work():
                 self._discard(worker)
@@ -290,20 +290,20 @@ class Host:
 
     def _gone(self, orders: Orders) -> bool:
         """Whether this host was asked to leave, and the run goes on without it."""
-        here = orders.team is not None and any(member.host == self.name for member in orders.team.members)
-        return bool(self._signals) and self.lead is None and not here
+        takes_part = orders.team is not None and any(member.host == self.name for member in orders.team.members)
+        return bool(self._signals) and self.lead is None and not takes_part
 
     def _obey(self, orders: Orders) -> None:
         team = orders.team
         if team is None:
             return self._fill()
         if team.generation > self._generation:
-            self._generation, self._seen = team.generation, time.monotonic()
+            self._generation, self._team_since = team.generation, time.monotonic()
             self._faults, self._statuses, self._step = [], {}, 0
             ranks = {member: rank for rank, member in enumerate(team.members)}
             self._members = {slot: ranks[Member(self.name, slot)] for slot in self.slots if Member(self.name, slot) in ranks}
         self._fill()
-        late = time.monotonic() - self._seen > PARTING_SECONDS
+        late = time.monotonic() - self._team_since > PARTING_SECONDS
         for worker in self._processes.values():
             if worker.state == "waiting" and worker.generation < team.generation and worker.slot in self._members:
                 self._enlist(worker, team)
@@ -334,10 +334,10 @@ class Host:
 
     def _write_down(self, team: Team) -> None:
         """Who is who, for people and for the drill."""
-        here = [{"rank": worker.rank, "slot": worker.slot, "pid": worker.pid} for worker in self._at_work()]
-        known = {"host": self.name, "generation": team.generation, "supervisor": os.getpid(), "workers": here}
+        workers = [{"rank": worker.rank, "slot": worker.slot, "pid": worker.pid} for worker in self._at_work()]
+        team_here = {"host": self.name, "generation": team.generation, "supervisor": os.getpid(), "workers": workers}
         path = self.logs / f"workers-{self.name}.json"
-        path.with_suffix(".part").write_text(json.dumps(known, indent=1) + "\n")
+        path.with_suffix(".part").write_text(json.dumps(team_here, indent=1) + "\n")
         path.with_suffix(".part").rename(path)
 
     def _end(self, orders: Orders) -> int:

@@ -25,7 +25,7 @@ class Rendezvous:
 
     def __init__(self, address: str, port: int, run: str) -> None:
         self._lock = threading.Lock()
-        self._heard: dict[str, tuple[Report, float]] = {}
+        self._reports: dict[str, tuple[Report, float]] = {}
         self._knowing: set[str] = set()
         self._newest: Orders | None = None
         self._orders = json.dumps(Orders().to_json()).encode() + b"\n"
@@ -34,8 +34,8 @@ class Rendezvous:
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                for line in self.rfile:
-                    self.wfile.write(rendezvous._answer(line))
+                for request in self.rfile:
+                    self.wfile.write(rendezvous._answer(request))
 
         try:
             self._server = _Server(("", port), Handler)
@@ -45,11 +45,11 @@ class Rendezvous:
             ) from None
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True).start()
 
-    def heard(self) -> list[tuple[Report, float]]:
-        """What came since the last call."""
+    def new_reports(self) -> list[tuple[Report, float]]:
+        """The newest report of each host that sent one since the last call, and when it came."""
         with self._lock:
-            heard, self._heard = list(self._heard.values()), {}
-        return heard
+            reports, self._reports = list(self._reports.values()), {}
+        return reports
 
     def tell(self, orders: Orders) -> None:
         """From now on, answer with these."""
@@ -71,16 +71,16 @@ class Rendezvous:
         self._server.shutdown()
         self._server.server_close()
 
-    def _answer(self, line: bytes) -> bytes:
+    def _answer(self, request: bytes) -> bytes:
         try:
-            message: Any = json.loads(line)
+            message: Any = json.loads(request)
             if message["run"] != self._run:
                 return json.dumps({"error": f"here meets run {self._run!r}, not {message['run']!r}"}).encode() + b"\n"
             report = Report.from_json(message["report"])
         except (ValueError, TypeError, KeyError):
             return b'{"error": "this is where nodes of a shardwise run meet"}\n'
         with self._lock:
-            self._heard[report.host] = (report, time.monotonic())
+            self._reports[report.host] = (report, time.monotonic())
             self._knowing.add(report.host)
             return self._orders
 
@@ -127,10 +127,10 @@ class RendezvousClient:
             self._socket.close()
         self._socket, self._received = None, b""
 
-    def _ask(self, line: bytes) -> bytes:
+    def _ask(self, request: bytes) -> bytes:
         if self._socket is None:
             self._socket = socket.create_connection((self.address, self.port), timeout=REPLY_SECONDS)
-        self._socket.sendall(line)
+        self._socket.sendall(request)
         while b"\n" not in self._received:
             received = self._socket.recv(1 << 16)
             if not received:

@@ -60,10 +60,10 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class Change:
-    """What a step changed in who is slow."""
+class StragglerChange:
+    """What a step changed in who is slow: stragglers named with it, and those that are let off."""
 
-    found: tuple[Straggler, ...] = ()
+    named: tuple[Straggler, ...] = ()
     gone: tuple[Straggler, ...] = ()
     latest: int | None = None
     """Who was the latest in this step, slow or not; not said of the first steps."""
@@ -95,11 +95,11 @@ class Watch:
         self._named: dict[int, Straggler] = {}
         self._world, self._seen = world, 0
 
-    def step(self, number: int, times: Sequence[tuple[float, float]], seconds: float) -> Change:
+    def step(self, number: int, times: Sequence[tuple[float, float]], seconds: float) -> StragglerChange:
         """Step `number` took `seconds`, and each rank (compute, data) seconds of its own."""
         self._seen += 1
         if self._seen <= WARM_UP:
-            return Change()
+            return StragglerChange()
         work = np.array(times, dtype=np.float64)
         known = bool(work[:, 0].any())
         if not known:  # all but reading is taken to be the same for everybody
@@ -111,8 +111,8 @@ class Watch:
         self._ratios.append(np.append(ratios, between))
         self._excesses.append(work - expected)
         late = (work - expected).sum(1)
-        found, gone = self._changed()
-        return Change(found, gone, int(late.argmax()), max(0.0, float(late.max())))
+        named, gone = self._changed()
+        return StragglerChange(named, gone, int(late.argmax()), max(0.0, float(late.max())))
 
     def _expected(self, work: Floats) -> Floats:
         """What each rank's work should have taken: (ranks, compute and data)."""
@@ -151,23 +151,23 @@ class Watch:
         ratios = np.stack(self._ratios)
         slow = ratios > self._threshold
         counts = slow.sum(0)
-        places = [place for place in np.flatnonzero(counts >= self._enough).tolist() if place not in self._named]
-        found = [self._name(place, slow[:, place], ratios[:, place]) for place in places]
-        gone = [one for place, one in self._named.items() if counts[place] <= FEW]
-        for one in gone:
-            del self._named[self._place(one)]
-        self._named |= {self._place(one): one for one in found}
-        return tuple(found), tuple(gone)
+        slow_indices = [index for index in np.flatnonzero(counts >= self._enough).tolist() if index not in self._named]
+        named = [self._name(index, slow[:, index], ratios[:, index]) for index in slow_indices]
+        gone = [straggler for index, straggler in self._named.items() if counts[index] <= FEW]
+        for straggler in gone:
+            del self._named[self._index(straggler)]
+        self._named |= {self._index(straggler): straggler for straggler in named}
+        return tuple(named), tuple(gone)
 
-    def _place(self, one: Straggler) -> int:
-        return self._world if one.rank is None else one.rank
+    def _index(self, straggler: Straggler) -> int:
+        return self._world if straggler.rank is None else straggler.rank
 
-    def _name(self, place: int, slow: NDArray[np.bool_], ratios: Floats) -> Straggler:
+    def _name(self, index: int, slow: NDArray[np.bool_], ratios: Floats) -> Straggler:
         since, factor = self._numbers[int(np.argmax(slow))], float(np.median(ratios[slow]))
-        if place == self._world:
+        if index == self._world:
             return Straggler(None, factor, "network", since)
-        compute, data = np.stack(self._excesses)[slow, place].sum(0)
-        return Straggler(place, factor, "data" if data > compute else "compute", since)
+        compute, data = np.stack(self._excesses)[slow, index].sum(0)
+        return Straggler(index, factor, "data" if data > compute else "compute", since)
 
 
 class _Past:
@@ -191,9 +191,9 @@ def _median_of_others(values: Floats) -> Floats:
     """For each value, the median of all but it."""
     order = np.argsort(values, kind="stable")
     ranked, others = values[order], len(values) - 1
-    places = np.arange(len(values))
+    positions = np.arange(len(values))
     low, high = (others - 1) // 2, others // 2
-    middle = (ranked[low + (low >= places)] + ranked[high + (high >= places)]) / 2
+    middle = (ranked[low + (low >= positions)] + ranked[high + (high >= positions)]) / 2
     result = np.empty_like(values)
     result[order] = middle
     return result

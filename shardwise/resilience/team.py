@@ -190,14 +190,14 @@ class Lead:
         hosts = {member.host for member in team.members}
         faults = [fault for report in reports.values() for fault in report.faults if fault.generation == team.generation]
         faults += [_lost(team, name, self._reached) for name in hosts - reports.keys()]
-        there = [reports[name] for name in hosts & reports.keys() if reports[name].generation == team.generation]
-        done = [report.done for report in there if report.done is not None]
+        present = [reports[name] for name in hosts & reports.keys() if reports[name].generation == team.generation]
+        done = [report.done for report in present if report.done is not None]
         if faults:
             self._broken(faults, now)
         elif len(done) == len(hosts):
             self.orders = replace(self.orders, wish="end", status=max(done))
         elif self.orders.wish == "regroup":
-            if len(there) == len(hosts) and all(report.idle for report in there):
+            if len(present) == len(hosts) and all(report.idle for report in present):
                 self._form(now, None)
         elif self.orders.wish == "work":
             self._reconsider(team, now)

@@ -189,7 +189,7 @@ class RunReporter(Reporter):
     def _stragglers(self, done: Step) -> None:
         """Who began or ceased to hold the others up."""
         team = self.beginning.team
-        for straggler in done.stragglers.found:
+        for straggler in done.stragglers.named:
             self.sinks.event(
                 "straggler", rank=straggler.rank, factor=straggler.factor, cause=straggler.cause, step=straggler.since_step
             )

@@ -28,7 +28,7 @@ from shardwise.observe import StepClock, peak_memory
 from shardwise.optim import first_non_finite, global_norm, learning_rate, update
 from shardwise.parallel import build_plain
 from shardwise.plan import RANK_AXES, reduce_dtype
-from shardwise.resilience.stragglers import Change, Watch
+from shardwise.resilience.stragglers import StragglerChange, Watch
 from shardwise.train.build import Training
 from shardwise.train.guard import check_copies, check_gradients
 
@@ -58,7 +58,7 @@ class Step:
     """When it was done, in seconds since 1970."""
     rank_seconds: tuple[tuple[float, float], ...] = ()
     """(compute, data) seconds of each rank in the step before, without waits; none after the first step, nor on one device."""
-    stragglers: Change = field(default_factory=Change)
+    stragglers: StragglerChange = field(default_factory=StragglerChange)
     """Who began or ceased to be slow, by the step before; on the main rank only."""
     expert_imbalance: float | None = None
     """Load of the busiest expert of any layer, relative to an even load."""

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from shardwise.errors import RunFailed, UserError
-from shardwise.resilience.forked import Died, Forked, end, fork, free_port, last_words, ready
+from shardwise.resilience.forked import Died, Forked, end, fork, free_port, last_messages, ready
 from shardwise.resilience.server import start_server
 
 PRELOAD = ["shardwise.verify.measure", "shardwise.verify.localise"]
@@ -36,7 +36,7 @@ SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _TaskFailed:
     rank: int
     at: float
     message: str
@@ -86,9 +86,9 @@ class Workers:
             for process in speaking:
                 waiting.remove(process)
                 answer = process.hear()
-                if isinstance(answer, _Failure | Died):
-                    others = last_words(waiting, lambda word: True)
-                    raise self._cause([answer, *(other for other in others if isinstance(other, _Failure | Died))])
+                if isinstance(answer, _TaskFailed | Died):
+                    others = last_messages(waiting, lambda word: True)
+                    raise self._cause([answer, *(other for other in others if isinstance(other, _TaskFailed | Died))])
                 answers[process.rank] = answer
         return [answers[process.rank] for process in chosen]
 
@@ -96,15 +96,15 @@ class Workers:
         end(self._started)
         self._folder.cleanup()
 
-    def _cause(self, failures: Sequence[_Failure | Died]) -> Exception:
+    def _cause(self, failures: Sequence[_TaskFailed | Died]) -> Exception:
         """The user's to mend before all else; then a death, then the first to fail."""
         for failure in failures:
-            if isinstance(failure, _Failure) and failure.status is not None:
+            if isinstance(failure, _TaskFailed) and failure.status is not None:
                 return RunFailed(failure.message) if failure.status == RunFailed.status else UserError(failure.message)
         dead = [failure for failure in failures if isinstance(failure, Died)]
         if dead:
             return RunFailed(f"rank {dead[0].rank} of {self.count} failed:\n{dead[0].message}")
-        first = min((failure for failure in failures if isinstance(failure, _Failure)), key=lambda failure: failure.at)
+        first = min((failure for failure in failures if isinstance(failure, _TaskFailed)), key=lambda failure: failure.at)
         return RunFailed(f"rank {first.rank} of {self.count} failed:\n{first.trace}")
 
     def _no_answer(self, ranks: list[int]) -> str:
@@ -139,7 +139,7 @@ def _answer(rank: int, world: int, port: int, task: str, arguments: Sequence[Any
     except BaseException as error:  # whatever it is, it belongs to whoever asked
         trace = "".join(traceback.format_exception(error))
         status = error.status if isinstance(error, UserError) else None
-        return _Failure(rank, time.time(), str(error), trace, status)
+        return _TaskFailed(rank, time.time(), str(error), trace, status)
     finally:
         leave()  # peers that wait for this rank then fail at once
 

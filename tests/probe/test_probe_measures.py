@@ -27,7 +27,7 @@ from shardwise.probe.budget import Budget
 from shardwise.probe.devices import data_sheet
 from shardwise.probe.fit import Speed, fit_collective
 from shardwise.probe.links import between, inside
-from shardwise.probe.progress import Progress, silent
+from shardwise.probe.progress import ProbeProgress, silent
 from shardwise.probe.quick import save_cluster
 
 TINY = {
@@ -238,7 +238,7 @@ def test_a_known_gpu_keeps_its_data_sheet_and_gets_the_shares_it_reached(monkeyp
     monkeypatch.setattr(devices, "_to_host_and_back", lambda bench, progress: 50e9)
     bench = Bench(torch.device("cuda", 0), None, 0.1, 1)
     reached = devices._Products("bfloat16", Speed(820e12, 70.0), 700e12, {"float16": 690e12, "float8": 1262e12})
-    found = devices._gpu(bench, reached, Speed(434e12, 300.0), 4.1e12, 4e-6, Progress(1, silent))
+    found = devices._gpu(bench, reached, Speed(434e12, 300.0), 4.1e12, 4e-6, ProbeProgress(1, silent))
     assert found.peak == {"bfloat16": 989.5e12, "float16": 989.5e12, "float8": 1979e12}
     assert found.matmul == pytest.approx(700 / 989.5)
     assert found.matmul_float8 == pytest.approx(1262 / 1979)
@@ -257,7 +257,7 @@ class Known(Bench):
 
 def test_memory_of_known_speed_is_found() -> None:
     bench = Known(lambda made: 2 * made.nbytes / 20e9)  # what a kernel read, and as much that it wrote
-    assert devices._stream(bench, TINY["cpu"], Progress(1, silent)) == pytest.approx(20e9)
+    assert devices._stream(bench, TINY["cpu"], ProbeProgress(1, silent)) == pytest.approx(20e9)
 
 
 def test_the_clock_and_the_width_of_an_h100_give_the_bandwidth_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +272,6 @@ def test_a_ring_of_known_links_is_found_whatever_its_length(monkeypatch: pytest.
     monkeypatch.setattr(links, "_collective", lambda kind, part, group, device: lambda: part)
     bench = Known(lambda part: 30e-6 + 2 * (members - 1) * 4 * part / 10e9)
     group: Any = None
-    measured = links._times(bench, "all_reduce", group, members, (2**14, 2**18, 2**22), Progress(3, silent))
+    measured = links._times(bench, "all_reduce", group, members, (2**14, 2**18, 2**22), ProbeProgress(3, silent))
     found = fit_collective("all_reduce", members, *measured)
     assert (found.latency, found.bandwidth) == (pytest.approx(30e-6), pytest.approx(10e9))

@@ -97,7 +97,7 @@ def test_what_one_worker_lost_comes_back_from_its_neighbour(
 
 def break_off_last_exchange(worker: Worker) -> None:
     """As when a peer dies while copies are on their way: the neighbour's last one came in part only."""
-    last = KEPT[0]._kept[-1]
+    last = KEPT[0]._exchanges[-1]
     assert last.thread is not None
     last.thread.join()
     last.theirs.content[len(last.theirs.content) // 2 :] = 0

@@ -25,8 +25,8 @@ def test_a_report_arrives_and_orders_come_back() -> None:
         assert not rendezvous.all_know({"b"})
         assert client.call(REPORT) == ORDERS
         assert rendezvous.all_know({"b"})
-        assert [report for report, _ in rendezvous.heard()] == [REPORT], "only the newest of each host"
-        assert rendezvous.heard() == []
+        assert [report for report, _ in rendezvous.new_reports()] == [REPORT], "only the newest of each host"
+        assert rendezvous.new_reports() == []
         assert client.own_address() == "127.0.0.1"
     finally:
         client.close()
@@ -71,6 +71,6 @@ def test_strangers_are_answered_and_do_no_harm() -> None:
         with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
             assert b"nodes of a shardwise run meet" in stranger.recv(1000)
-        assert rendezvous.heard() == []
+        assert rendezvous.new_reports() == []
     finally:
         rendezvous.close()

@@ -14,7 +14,7 @@ from ranks.pool import Pool
 
 from shardwise.comm import EXPOSED
 from shardwise.mesh import Worker
-from shardwise.resilience.stragglers import Change, Straggler
+from shardwise.resilience.stragglers import Straggler, StragglerChange
 from shardwise.train.reporter import RunReporter
 from shardwise.train.steps import Step, steps
 
@@ -49,8 +49,8 @@ def test_the_main_rank_names_the_slow_one_and_the_cause(
     ranks: Callable[[int], Pool], corpus: str, rank: int, span: str, cause: str
 ) -> None:
     main, other = ranks(2).run(with_a_slow_clock, tables(corpus, {"data": 2, "zero": 3}, 15), rank, span)
-    assert [(one.rank, one.cause) for done in main for one in done.stragglers.found] == [(rank, cause)]
-    assert all(not done.stragglers.found for done in other)
+    assert [(one.rank, one.cause) for done in main for one in done.stragglers.named] == [(rank, cause)]
+    assert all(not done.stragglers.named for done in other)
 
 
 @pytest.mark.parametrize("layout", [{"data": 2, "tensor": 2}, {"pipeline": 2, "context": 2}], ids=str)
@@ -75,7 +75,7 @@ def test_the_voice_writes_down_who_is_slow_and_says_where_it_runs() -> None:
         progress=SimpleNamespace(message=said.append),
     )
     slow, between = Straggler(3, 2.12, "compute", 120), Straggler(None, 1.8, "network", 130)
-    done: Any = SimpleNamespace(step=150, stragglers=Change((slow, between), (slow,)))
+    done: Any = SimpleNamespace(step=150, stragglers=StragglerChange((slow, between), (slow,)))
     RunReporter._stragglers(reporter, done)
     assert events == [
         ("straggler", {"rank": 3, "factor": 2.12, "cause": "compute", "step": 120}),

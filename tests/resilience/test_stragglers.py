@@ -22,7 +22,7 @@ def play(watch: Watch, world: int, steps: int, alter: Alter, base: np.ndarray | 
         work = (np.array([[1.0, 0.05]] * world) if base is None else base.copy()) * draw.normal(1.0, noise, (world, 2)).clip(0.2)
         between = 0.2 + alter(number, work)
         change = watch.step(number, [(float(c), float(d)) for c, d in work], float(work.sum(1).max()) + between)
-        found += change.found
+        found += change.named
         gone += [(number, one) for one in change.gone]
     return found, gone
 
