@@ -19,7 +19,7 @@ from shardwise.config.read import from_tables, read
 from shardwise.config.schema import (
     AXES,
     Checkpoint,
-    Cluster,
+    ClusterSection,
     Config,
     Data,
     Layout,
@@ -39,7 +39,7 @@ __all__ = [
     "PRESETS",
     "SPLIT_BACKWARD",
     "Checkpoint",
-    "Cluster",
+    "ClusterSection",
     "Config",
     "Data",
     "Layout",

@@ -8,26 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from shardwise.config.schema import Cluster, Data, Layout, Model, Section, Train
+from shardwise.config.schema import ClusterSection, Data, Layout, Model, Section, Train
 
 
 def problems_across(sections: Mapping[str, Section]) -> list[str]:
     """Every broken rule among the sections that are valid in themselves."""
     model, data, train, layout = (sections.get(name) for name in ("model", "data", "train", "layout"))
-    found: list[str] = []
+    problems: list[str] = []
     if isinstance(model, Model):
-        found += _model(model)
+        problems += _model(model)
     if isinstance(data, Data):
-        found += _data(data)
+        problems += _data(data)
     if isinstance(train, Train):
-        found += _train(train)
+        problems += _train(train)
     if isinstance(layout, Layout):
-        found += _layout(layout)
-    if isinstance(cluster := sections.get("cluster"), Cluster) and cluster.preset and cluster.file:
-        found.append("cluster.preset and cluster.file are both given; keep one (a file may itself start from a preset)")
+        problems += _layout(layout)
+    if isinstance(cluster := sections.get("cluster"), ClusterSection) and cluster.preset and cluster.file:
+        problems.append("cluster.preset and cluster.file are both given; keep one (a file may itself start from a preset)")
     if isinstance(model, Model) and isinstance(data, Data):
-        found += _positions(model, data)
-    return found
+        problems += _positions(model, data)
+    return problems
 
 
 def _model(model: Model) -> Iterator[str]:

@@ -170,9 +170,9 @@ def nearest_layout(model: Model, data: Data, train: Train, layout: Layout, devic
     if best is None:
         return None
     changed = {field: value for field, value in best.model_dump().items() if value != getattr(layout, field)}
-    words = [f"layout.{field}={value}" for field, value in changed.items() if value is not None]
+    settings = [f"layout.{field}={value}" for field, value in changed.items() if value is not None]
     left_out = [f"without layout.{field}" for field, value in changed.items() if value is None]
-    return " ".join([*words, *left_out])
+    return " ".join([*settings, *left_out])
 
 
 def nearest_to(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> Layout | None:
@@ -206,10 +206,12 @@ def _others(model: Model, layout: Layout, world: int | None) -> Iterator[Layout]
             yield other if fits else other.model_copy(update={"stages": None})
 
 
-def _distance(asked: Layout, other: Layout) -> tuple[float, ...]:
+def _distance(layout: Layout, other: Layout) -> tuple[float, ...]:
     """How far the degrees are from those asked for: first the axes, then the data axis, then the rest of the choices."""
-    axes = sum(abs(log2(getattr(other, axis) / getattr(asked, axis))) for axis in ("pipeline", "context", "tensor", "expert"))
-    above = sum(getattr(other, axis) > getattr(asked, axis) for axis in ("pipeline", "context", "tensor", "expert"))
-    added = sum(getattr(asked, axis) == 1 < getattr(other, axis) for axis in ("pipeline", "context", "tensor", "expert"))
-    choices = sum(getattr(other, name) != getattr(asked, name) for name in ("schedule", "attention", "stages_per_rank", "stages"))
+    axes = sum(abs(log2(getattr(other, axis) / getattr(layout, axis))) for axis in ("pipeline", "context", "tensor", "expert"))
+    above = sum(getattr(other, axis) > getattr(layout, axis) for axis in ("pipeline", "context", "tensor", "expert"))
+    added = sum(getattr(layout, axis) == 1 < getattr(other, axis) for axis in ("pipeline", "context", "tensor", "expert"))
+    choices = sum(
+        getattr(other, name) != getattr(layout, name) for name in ("schedule", "attention", "stages_per_rank", "stages")
+    )
     return (axes + added + choices / 4, above, other.tensor)

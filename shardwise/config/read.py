@@ -82,8 +82,8 @@ def _apply(override: str, tables: Tables, problems: list[str]) -> None:
 def _parse(text: str, section: str, field: str) -> Any:
     """A TOML value; what is not one, or stands where text is wanted, is a plain string, so that quotes are optional."""
     kind = SECTIONS.get(section)
-    wanted = kind.model_fields[field].annotation if kind and field in kind.model_fields else None
-    if wanted in (str, str | None) and not text.startswith(("'", '"')):
+    annotation = kind.model_fields[field].annotation if kind and field in kind.model_fields else None
+    if annotation in (str, str | None) and not text.startswith(("'", '"')):
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -126,20 +126,20 @@ def _with_preset(table: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def _explain(section: str, kind: type[Section], detail: ErrorDetails) -> str:
-    place = [str(part) for part in detail["loc"] if not str(part).startswith(("literal", "float", "constrained", "function"))]
-    key = ".".join([section, *_without_union_tags(place, kind)])
-    given = f"{key} = {detail['input']!r}"
+    location = [str(part) for part in detail["loc"] if not str(part).startswith(("literal", "float", "constrained", "function"))]
+    key = ".".join([section, *_without_union_tags(location, kind)])
+    setting = f"{key} = {detail['input']!r}"
     if detail["type"] == "extra_forbidden":
-        return f"{given}: unknown key{_suggest(place[-1], kind.model_fields, prefix=section + '.')}"
+        return f"{setting}: unknown key{_suggest(location[-1], kind.model_fields, prefix=section + '.')}"
     if detail["type"] == "missing":
         return f"{key}: missing"
-    return f"{given}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    return f"{setting}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
 
 
-def _without_union_tags(place: list[str], kind: type[Section]) -> list[str]:
+def _without_union_tags(location: list[str], kind: type[Section]) -> list[str]:
     """pydantic appends the tried type of a union to the location; a user wants only the key."""
     tags = {"int", "str", "bool", "float", "none"}
-    return [part for index, part in enumerate(place) if index == 0 or part not in tags]
+    return [part for index, part in enumerate(location) if index == 0 or part not in tags]
 
 
 def _suggest(word: str, known: Any, prefix: str = "") -> str:

@@ -67,20 +67,22 @@ def _default(field: FieldInfo) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    return " or ".join(_words(field.annotation)) + _range(field)
+    return " or ".join(_type_names(field.annotation)) + _range(field)
 
 
-def _words(annotation: Any) -> list[str]:
+def _type_names(annotation: Any) -> list[str]:
     """An annotation in words: the names of types, and allowed values in quotes."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _words(arguments[0])
+        return _type_names(arguments[0])
     if origin is Literal:
         return [f"`{value}`" for value in arguments]
     if origin in (Union, UnionType):
-        return [word for argument in arguments if argument is not NoneType for word in _words(argument)]
+        return [word for argument in arguments if argument is not NoneType for word in _type_names(argument)]
     if origin is tuple:
-        return ["list of " + " or ".join(dict.fromkeys(word for item in arguments if item is not ... for word in _words(item)))]
+        return [
+            "list of " + " or ".join(dict.fromkeys(word for item in arguments if item is not ... for word in _type_names(item)))
+        ]
     return [_TYPES.get(annotation, getattr(annotation, "__name__", str(annotation)))]
 
 
@@ -91,8 +93,8 @@ def _range(field: FieldInfo) -> str:
     bounds = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     inner = [item for argument in get_args(field.annotation) for item in getattr(argument, "__metadata__", ())]
     rules = [*field.metadata, *(rule for item in inner for rule in getattr(item, "metadata", ()))]
-    found = [f"{sign} {getattr(rule, name)}" for rule in rules for name, sign in bounds.items() if hasattr(rule, name)]
-    return ", " + ", ".join(found) if found else ""
+    limits = [f"{sign} {getattr(rule, name)}" for rule in rules for name, sign in bounds.items() if hasattr(rule, name)]
+    return ", " + ", ".join(limits) if limits else ""
 
 
 if __name__ == "__main__":

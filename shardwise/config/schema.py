@@ -226,7 +226,7 @@ class Layout(Section):
         return self.replica * self.data
 
 
-class Cluster(Section):
+class ClusterSection(Section):
     """What the job runs on, for the planner. Left out: this machine, measured once."""
 
     preset: str | None = Field(
@@ -302,7 +302,7 @@ class Config(Section):
     data: Data = Field(default_factory=Data, description="what to train on")  # type: ignore[arg-type]
     train: Train = Field(default_factory=Train, description="how to train")  # type: ignore[arg-type]
     layout: Layout = Field(default_factory=Layout, description="who computes what; left out: chosen")  # type: ignore[arg-type]
-    cluster: Cluster = Field(default_factory=Cluster, description="what it runs on; left out: this machine")  # type: ignore[arg-type]
+    cluster: ClusterSection = Field(default_factory=ClusterSection, description="what it runs on; left out: this machine")  # type: ignore[arg-type]
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")  # type: ignore[arg-type]
     recovery: Recovery = Field(default_factory=Recovery, description="surviving failures")  # type: ignore[arg-type]
     observe: Observe = Field(default_factory=Observe, description="what to show and keep")  # type: ignore[arg-type]

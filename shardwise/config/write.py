@@ -16,7 +16,7 @@ def to_toml(config: Config, *, as_asked: bool = False) -> str:
     """Every key of every section, defaults included; keys that are unset are left out. `as_asked`: of the settings that a plan
     decides only those that the job gives, so that reading it again leaves the same ones open.
     """
-    tables = {name: _given(getattr(config, name).model_dump()) for name in Config.model_fields}
+    tables = {name: _without_unset(getattr(config, name).model_dump()) for name in Config.model_fields}
     if config.train.clip is None:
         tables["train"]["clip"] = False
     for name, planned in PLANNED.items() if as_asked else ():
@@ -25,5 +25,5 @@ def to_toml(config: Config, *, as_asked: bool = False) -> str:
     return tomli_w.dumps(tables)
 
 
-def _given(section: dict[str, Any]) -> dict[str, Any]:
+def _without_unset(section: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if value is not None and value != ()}
