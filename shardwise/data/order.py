@@ -74,15 +74,15 @@ def _feistel(value: UnsignedIntegers, half: int, keys: UnsignedIntegers) -> Unsi
 
 def quotas(weights: Sequence[float], cycle: int = CYCLE) -> Integers:
     """Whole numbers in proportion to the weights that sum to the cycle: largest remainders first, at least 1 each."""
-    assert 0 < len(weights) <= cycle, "more sources than places in a cycle"
+    assert 0 < len(weights) <= cycle, "more sources than positions in a cycle"
     exact = np.asarray(weights, dtype=np.float64) / np.sum(weights) * cycle
-    whole: Integers = np.maximum(np.floor(exact), 1).astype(np.int64)
-    missing = cycle - int(whole.sum())
+    shares: Integers = np.maximum(np.floor(exact), 1).astype(np.int64)
+    missing = cycle - int(shares.sum())
     if missing > 0:
-        whole[np.argsort(whole - exact, kind="stable")[:missing]] += 1
+        shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
     for _ in range(-missing):  # raising tiny weights to 1 may overshoot: the largest source gives
-        whole[np.argmax(whole)] -= 1
-    return whole
+        shares[np.argmax(shares)] -= 1
+    return shares
 
 
 @dataclass(frozen=True)
@@ -109,19 +109,19 @@ class Order:
         if len(self.sizes) == 1:
             return np.zeros_like(positions), positions
         shares = quotas(self.weights)
-        cycles, places = positions // CYCLE, positions % CYCLE
+        cycles, within = positions // CYCLE, positions % CYCLE
         sources, index = np.empty_like(positions), np.empty_like(positions)
         for cycle in np.unique(cycles).tolist():
             mine = np.flatnonzero(cycles == cycle)
             pattern, ranks = _cycle(tuple(shares.tolist()), self.seed, cycle)
-            sources[mine] = pattern[places[mine]]
-            index[mine] = cycle * shares[sources[mine]] + ranks[places[mine]]
+            sources[mine] = pattern[within[mine]]
+            index[mine] = cycle * shares[sources[mine]] + ranks[within[mine]]
         return sources, index
 
 
 @lru_cache(maxsize=4)
 def _cycle(shares: tuple[int, ...], seed: int, cycle: int) -> tuple[Integers, Integers]:
-    """One cycle of a mixture: the source at each place, and how many of that source stand before it in the cycle."""
+    """One cycle of a mixture: the source at each position, and how many of that source stand before it in the cycle."""
     pattern = np.repeat(np.arange(len(shares)), shares)[permute(np.arange(CYCLE), CYCLE, key(seed, _MIX, cycle))]
     by_source = np.argsort(pattern, kind="stable")
     starts = np.cumsum([0, *shares[:-1]])

@@ -55,10 +55,10 @@ class _ResumePoint:
         """The point recorded in the folder if it belongs to the same work, else the beginning."""
         try:
             values = json.loads((folder / RECORD).read_bytes())
-            found = cls(**{**values, "shards": tuple(read_shard(shard) for shard in values["shards"])})
+            point = cls(**{**values, "shards": tuple(read_shard(shard) for shard in values["shards"])})
         except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
             return cls(fingerprint)
-        return found if found.fingerprint == fingerprint else cls(fingerprint)
+        return point if point.fingerprint == fingerprint else cls(fingerprint)
 
 
 def prepare(
@@ -73,8 +73,8 @@ def prepare(
     if not str(folder).strip():
         raise UserError("the folder for the prepared data is an empty path. Name a folder.")
     folder = Path(folder)
-    given = [sources] if isinstance(sources, str | Path) else list(sources)
-    files = [file for source in given for file in find_files(source)]
+    roots = [sources] if isinstance(sources, str | Path) else list(sources)
+    files = [file for source in roots for file in find_files(source)]
     fingerprint = fingerprint_of(files, tokenizer_fingerprint(tokenizer), text_field, shard_tokens)
     try:
         check_target(folder)
@@ -102,8 +102,8 @@ def prepared(data: Data, progress: Progress | None = None) -> list[tuple[Path, f
 
 def fingerprint_of(files: Sequence[SourceFile], tokenizer: str, text_field: str, shard_tokens: int) -> str:
     """Equal only for equal work: the same files, unchanged, cut and tokenised in the same way."""
-    names = [[str(file.path.resolve()), file.size, file.modified] for file in files]
-    work = json.dumps([VERSION, PIECE_BYTES, tokenizer, text_field, shard_tokens, names])
+    inputs = [[str(file.path.resolve()), file.size, file.modified] for file in files]
+    work = json.dumps([VERSION, PIECE_BYTES, tokenizer, text_field, shard_tokens, inputs])
     return hashlib.sha256(work.encode()).hexdigest()[:32]
 
 

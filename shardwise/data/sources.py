@@ -65,7 +65,7 @@ def find_files(source: str | Path) -> list[SourceFile]:
     elif path.exists():
         paths = [path]
     elif glob.has_magic(str(source)):
-        paths = [found for match in sorted(glob.glob(str(source), recursive=True)) for found in _matched(Path(match))]
+        paths = [file for match in sorted(glob.glob(str(source), recursive=True)) for file in _matched(Path(match))]
     else:
         raise UserError(f"data source {source}: no such file or folder. Check the path (it is relative to {Path.cwd()}).")
     if not paths:

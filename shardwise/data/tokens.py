@@ -67,8 +67,8 @@ class _MappedShard:
         if size != expected:
             raise self._damaged(name, f"it has {size} bytes, not {expected}")
 
-    def _damaged(self, name: str, what: str) -> UserError:
-        return UserError(f"{self._folder / name} is damaged: {what}. {prepare_again(self._folder)}")
+    def _damaged(self, name: str, reason: str) -> UserError:
+        return UserError(f"{self._folder / name} is damaged: {reason}. {prepare_again(self._folder)}")
 
 
 class Tokens:
@@ -99,15 +99,15 @@ class Tokens:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def boundaries(self, start: int, length: int) -> NDArray[np.int64]:
-        """Places in the window, counted from `start`, of the tokens that close a document."""
-        found = [np.zeros(0, dtype=np.int64)]
+        """Positions in the window, counted from `start`, of the tokens that close a document."""
+        ends = [np.zeros(0, dtype=np.int64)]
         for shard, base, first, last in self._overlaps(start, length):
             low, high = np.searchsorted(shard.ends, [first, last], side="right")
-            found.append(shard.ends[low:high] + (base - 1 - start))
-        return np.concatenate(found)
+            ends.append(shard.ends[low:high] + (base - 1 - start))
+        return np.concatenate(ends)
 
     def _overlaps(self, start: int, length: int) -> list[tuple[_MappedShard, int, int, int]]:
-        """For each shard under the window: the shard, its first token's place in the row, and the part of it covered."""
+        """For each shard under the window: the shard, its first token's position in the row, and the part of it covered."""
         stop = start + length
         assert 0 <= start < stop <= len(self), "window outside the tokens"
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
