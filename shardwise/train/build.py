@@ -77,8 +77,8 @@ def restore(training: Training, folder: str) -> None:
     _share_tied(training)
     training.step = manifest.step
     if training.scale.dynamic and manifest.train.get("precision") == "float16":
-        held = manifest.loss_scale
-        training.scale = replace(training.scale, value=float(held["value"]), clean_steps=int(held["clean_steps"]))
+        saved = manifest.loss_scale
+        training.scale = replace(training.scale, value=float(saved["value"]), clean_steps=int(saved["clean_steps"]))
 
 
 def save(training: Training, wait: bool = True) -> str:
@@ -92,8 +92,8 @@ def keep_copy(training: Training, copies: Copies) -> None:
     """Swap the state of the step reached with a neighbour, if it is time to."""
     if not copies.due(training.mesh, training.step):
         return
-    facts = {"step": training.step, "scale": asdict(training.scale)}
-    copies.take(training.mesh, training.step, _state_and_random(training), facts)
+    extras = {"step": training.step, "scale": asdict(training.scale)}
+    copies.take(training.mesh, training.step, _state_and_random(training), extras)
 
 
 def recall(training: Training, copies: Copies) -> bool:
@@ -105,10 +105,10 @@ def recall(training: Training, copies: Copies) -> bool:
     step = copies.newest(training.mesh)
     if step is None or step < training.checkpointer.newest_step(training.config):
         return False
-    facts = copies.restore(training.mesh, step, state)
+    extras = copies.restore(training.mesh, step, state)
     set_random_state(state, training.mesh.worker.rank, training.mesh.device)
     _share_tied(training)
-    training.step, training.scale = facts["step"], LossScale(**facts["scale"])
+    training.step, training.scale = extras["step"], LossScale(**extras["scale"])
     return True
 
 

@@ -19,10 +19,10 @@ def describe_run(training: Training) -> dict[str, str]:
     """The lines of the header that a run prints, by name."""
     config, plan, device = training.config, training.plan, training.mesh.device
     train = config.train
-    seen = training.dataset.describe()
+    data = training.dataset.describe()
     return {
         "model": f"{config.model.module or config.model.preset or 'custom'}, {plan.parameters:,} parameters",
-        "data": f"{seen.tokens:,} tokens, {seen.documents:,} documents, {seen.held_out:,} sequences held out",
+        "data": f"{data.tokens:,} tokens, {data.documents:,} documents, {data.held_out:,} sequences held out",
         "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
         "layout": describe_layout(training),
         "chosen": plan.chosen(),
@@ -57,7 +57,7 @@ def _pipeline(training: Training) -> dict[str, str]:
     stages = training.parallel.pipeline
     if stages is None:
         return {}
-    blocks = ", ".join(str(len(own)) for own in stages.blocks)
+    blocks = ", ".join(str(len(blocks_of_stage)) for blocks_of_stage in stages.blocks)
     bubble = simulate(stages.schedule).bubble
     return {"pipeline": f"{stages.schedule.name}, stages of {blocks} blocks, idle share {bubble:.2f} if they take equal time"}
 

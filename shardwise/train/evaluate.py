@@ -41,10 +41,10 @@ def _rows(dataset: Dataset, start: int, size: int, count: int) -> Rows:
     """
     first = min(start, count - 1)
     rows = dataset.held_out_rows(first, min(size, count - first))
-    places = np.minimum(np.arange(size), len(rows.inputs) - 1)
-    targets = rows.targets[places]
+    indices = np.minimum(np.arange(size), len(rows.inputs) - 1)
+    targets = rows.targets[indices]
     targets[max(0, count - start) :] = IGNORED
-    return Rows(rows.inputs[places], targets, None if rows.documents is None else rows.documents[places])
+    return Rows(rows.inputs[indices], targets, None if rows.documents is None else rows.documents[indices])
 
 
 @torch.no_grad()

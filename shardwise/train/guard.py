@@ -32,12 +32,13 @@ def check_gradients(training: Training) -> None:
     named = training.parallel.named_parameters()
     without = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
     everyone = _from_all(training, without)
-    found = {name: [rank for rank, names in enumerate(everyone) if name in names] for names in everyone for name in names}
-    if found:
-        name, ranks = next(iter(found.items()))
+    lacking = {name: [rank for rank, names in enumerate(everyone) if name in names] for names in everyone for name in names}
+    if lacking:
+        name, ranks = next(iter(lacking.items()))
+        others = f", and {len(lacking) - 1} other parameters neither" if len(lacking) > 1 else ""
         raise RunFailed(
-            f"step {training.step + 1}: {name} got no gradient on rank {_listed(ranks)}"
-            f"{f', and {len(found) - 1} other parameters neither' if len(found) > 1 else ''}. Is it used in the model's forward?"
+            f"step {training.step + 1}: {name} got no gradient on rank {_listed(ranks)}{others}. "
+            "Is it used in the model's forward?"
         )
 
 
@@ -64,7 +65,7 @@ def check_copies(training: Training) -> None:
 
 
 def check_joined(training: Training) -> None:
-    """Before the first step of a team: every rank is at the same place, in the same data, with the same weights.
+    """Before the first step of a team: every rank is at the same step, in the same data, with the same weights.
 
     A worker that came new or came back counts only once this holds. Our random numbers are drawn from seed, step and
     name; the generators that a module of the user's draws from differ by rank, and come back with the state.
@@ -73,16 +74,16 @@ def check_joined(training: Training) -> None:
         return
     step = training.step
     row = training.dataset.sequences(step, training.config.train.global_batch, 0, 1)
-    facts = {
+    mine = {
         "step": step,
         "seed": training.config.train.seed,
         "learning rate": learning_rate(training.config.train, step + 1),
         "loss scale": (training.scale.value, training.scale.clean_steps),
         "data": zlib.crc32(np.ascontiguousarray(row.inputs).tobytes()),
     }
-    everyone = _from_all(training, facts)
+    everyone = _from_all(training, mine)
     for what, usual in everyone[0].items():
-        others = [rank for rank, told in enumerate(everyone) if told[what] != usual]
+        others = [rank for rank, other in enumerate(everyone) if other[what] != usual]
         if others:
             raise RunFailed(
                 f"rank {_listed(others)} would go on with another {what} than rank 0 ({everyone[others[0]][what]}, not {usual}) "
@@ -92,7 +93,7 @@ def check_joined(training: Training) -> None:
 
 
 def _from_all(training: Training, mine: Any) -> list[Any]:
-    """What every rank has to say, in rank order."""
+    """This value of every rank, in rank order."""
     return training.checkpointer.peers.from_everyone(mine)
 
 
@@ -112,23 +113,23 @@ def _sums(training: Training) -> dict[int, tuple[str, int]]:
         labels.append(name)
         sums.append(bit_sum(buffer))
     values = torch.stack(sums).tolist() if sums else []
-    found: dict[int, tuple[str, int]] = {}
+    sums_by_key: dict[int, tuple[str, int]] = {}
     for label, value in zip(labels, values, strict=True):
         key = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little")
-        if key in found and found[key][1] != value:
+        if key in sums_by_key and sums_by_key[key][1] != value:
             raise RunFailed(f"step {training.step + 1}: the two copies of {label} on rank {training.mesh.worker.rank} differ")
-        found[key] = (label, value)
-    return found
+        sums_by_key[key] = (label, value)
+    return sums_by_key
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """A sum over the bits of a tensor that depends on every one of them and on its place."""
+    """A sum over the bits of a tensor that depends on every one of them and on its position."""
     bits = tensor.contiguous().view(INTEGERS[tensor.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), CHUNK):
         part = bits[start : start + CHUNK].to(torch.int64)
-        places = torch.arange(start + 1, start + 1 + part.numel(), device=tensor.device)
-        total += (part * (2 * places + 1)).sum()  # odd factors: no bit is lost to the wrap-around
+        positions = torch.arange(start + 1, start + 1 + part.numel(), device=tensor.device)
+        total += (part * (2 * positions + 1)).sum()  # odd factors: no bit is lost to the wrap-around
     return total
 
 

@@ -91,7 +91,7 @@ def _interface(node: Node) -> str | None:
     """The network interface that leads to the first node."""
     address = RendezvousClient(node.address, node.port, node.run_id).own_address()
     interfaces = psutil.net_if_addrs().items()
-    return next((name for name, known in interfaces if any(entry.address == address for entry in known)), None)
+    return next((name for name, addresses in interfaces if any(entry.address == address for entry in addresses)), None)
 
 
 def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connection) -> NoReturn:
@@ -119,7 +119,7 @@ def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connecti
 
 
 class Output:
-    """Where a worker's words go: each rank has a log; what others than rank 0 print goes there too."""
+    """Where a worker's output goes: each rank has a log; what ranks other than 0 print goes there too."""
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)

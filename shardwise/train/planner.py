@@ -44,13 +44,13 @@ class Planner:
     @cached_property
     def first(self) -> Plan:
         """The plan on all devices; a `ConfigError` says why there is none."""
-        config, asked = self._wanted
+        config, asked = self._job_to_plan
         return self._predicted(choose(config, self.devices, self.memory_bytes, self.parameters, asked))
 
     def on(self, devices: int, least: int) -> Plan | None:
         """The plan for as many of these devices as can be used; None if that is fewer than `least`."""
         if devices not in self._plans:
-            config, asked = self._wanted
+            config, asked = self._job_to_plan
             plan = fit(config, devices, least, self.memory_bytes, self.parameters, asked)
             self._plans[devices] = self._predicted(plan) if plan else None
         return self._plans[devices]
@@ -58,16 +58,16 @@ class Planner:
     @property
     def searched(self) -> str | None:
         """What a search found and why it is the best; None where there was none."""
-        asked = self._wanted[1]
+        asked = self._job_to_plan[1]
         return asked.why if asked else None
 
     @cached_property
-    def _wanted(self) -> tuple[Config, Asked | None]:
-        """The job with what a search decided put in, and then the job as it was."""
+    def _job_to_plan(self) -> tuple[Config, Asked | None]:
+        """The job that plans are made for: with what a search decided put in, and beside it the job as it was asked for."""
         if not self.searches or self.cluster is None:
             return self.config, None
-        found, why = plan_job(self.config, self.cluster.of(self.devices), self.devices)
-        return found, Asked(self.config, f"planned: {why}")
+        config, why = plan_job(self.config, self.cluster.of(self.devices), self.devices)
+        return config, Asked(self.config, f"planned: {why}")
 
     def _predicted(self, plan: Plan) -> Plan:
         """The plan with what a step will take, where the cluster is known. No run fails for want of a prediction."""

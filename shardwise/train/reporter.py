@@ -32,8 +32,8 @@ def changed_data(manifest: Manifest, config: Config) -> list[str]:
         return []  # weights from elsewhere, with no training behind them
     keys = [("train", key) for key in ("seed", "global_batch")]
     keys += [("data", key) for key in ("source", "sources", "tokenizer", "text_field", "sequence_length", "held_out")]
-    asked = config.model_dump(mode="json")
-    pairs = [(f"{section}.{key}", getattr(manifest, section).get(key), asked[section][key]) for section, key in keys]
+    wanted = config.model_dump(mode="json")
+    pairs = [(f"{section}.{key}", getattr(manifest, section).get(key), wanted[section][key]) for section, key in keys]
     return [f"{name} was {before!r} and is now {now!r}" for name, before, now in pairs if before != now]
 
 

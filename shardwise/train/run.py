@@ -193,15 +193,15 @@ def _agree_on_end(training: Training, reporter: Reporter, status: int | None) ->
 
 def _traced(training: Training, stop_asked: Callable[[], bool]) -> Iterator[Step]:
     """The steps, one of them under torch's profiler if asked for."""
-    wanted, generator = training.config.observe.trace, steps(training, stop_asked)
+    traced_step, generator = training.config.observe.trace, steps(training, stop_asked)
     while True:
-        if wanted and training.step + 1 == wanted:
+        if traced_step and training.step + 1 == traced_step:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             with profile(activities=activities) as profiler:
                 done = next(generator, None)
             folder = Path(training.config.run.folder) / "trace"
             folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(folder / f"step-{wanted}-rank-{training.mesh.worker.rank}.json"))
+            profiler.export_chrome_trace(str(folder / f"step-{traced_step}-rank-{training.mesh.worker.rank}.json"))
         else:
             done = next(generator, None)
         if done is None:

@@ -131,11 +131,11 @@ def _queue(training: Training, batch: list[Batch], stop_asked: bool, before: Ste
     """Hand all of a step's work to the device."""
     comm, clock = training.comm, training.comm.clock
     tokens = count_tokens(training, batch)
-    told = _told(training, batch, stop_asked, before)
+    message = _message_to_all(training, batch, stop_asked, before)
     with clock.span("forward_backward"):
         loss = forward_backward(training, batch, tokens)
         norm = global_norm((p for _, p in training.parallel.named_parameters(once=True)), comm) / training.scale.value
-        shared = share(training, torch.cat((loss.double().reshape(1), told)))
+        shared = share(training, torch.cat((loss.double().reshape(1), message)))
     train = training.config.train
     checked = train.check_every > 0 and (training.step + 1) % train.check_every == 0
     if checked or before is None:
@@ -151,9 +151,9 @@ def _queue(training: Training, batch: list[Batch], stop_asked: bool, before: Ste
     return _Queued(numbers, len(shared), lr)
 
 
-def _told(training: Training, batch: list[Batch], stop_asked: bool, before: Step | None) -> Tensor:
-    """What this rank tells the others beside its loss: its vote to stop, the checksum of its sequences, and its times of the step
-    before. Devices along pipeline and context read the same sequences, so the first of them speaks for all.
+def _message_to_all(training: Training, batch: list[Batch], stop_asked: bool, before: Step | None) -> Tensor:
+    """What this rank shares with all others beside its loss: its vote to stop, the checksum of its sequences, and its times of
+    the step before. Devices along pipeline and context read the same sequences, so the first of them gives the checksum for all.
     """
     mesh, rank, world = training.mesh, training.mesh.worker.rank, training.mesh.worker.world
     speaks = mesh.coordinate("pipeline") == mesh.coordinate("context") == 0
@@ -162,8 +162,8 @@ def _told(training: Training, batch: list[Batch], stop_asked: bool, before: Step
     if times and before is not None:
         times[rank] = _own_seconds(training, before)
     values = [float(stop_asked), high, low, *(seconds for pair in times for seconds in pair)]
-    told = torch.tensor(values, dtype=torch.float64, pin_memory=mesh.device.type == "cuda")
-    return told.to(mesh.device, non_blocking=True)  # from pinned memory, or the host would wait for the device
+    message = torch.tensor(values, dtype=torch.float64, pin_memory=mesh.device.type == "cuda")
+    return message.to(mesh.device, non_blocking=True)  # from pinned memory, or the host would wait for the device
 
 
 def _own_seconds(training: Training, done: Step) -> tuple[float, float]:
@@ -265,11 +265,11 @@ def _stop_non_finite(training: Training, step: int, loss: float) -> None:
     """Say where the first non-finite number is, over all ranks, and end the run with the weights as they were."""
     names = [name for name, _ in build_plain(training.config).named_parameters()]
     mine = first_non_finite(training.parallel.named_parameters())
-    place = torch.tensor(names.index(mine) if mine else len(names), device=training.mesh.device)
+    index = torch.tensor(names.index(mine) if mine else len(names), device=training.mesh.device)
     for axis in RANK_AXES:
-        training.comm.all_reduce(place, axis, op=torch.distributed.ReduceOp.MIN)
-    where = names[int(place)] if int(place) < len(names) else None
-    gradient = f"the gradient of {where} is the first that is not finite" if where else "all gradients are finite"
+        training.comm.all_reduce(index, axis, op=torch.distributed.ReduceOp.MIN)
+    name = names[int(index)] if int(index) < len(names) else None
+    gradient = f"the gradient of {name} is the first that is not finite" if name else "all gradients are finite"
     raise RunFailed(
         f"step {step}: the loss is {loss} and {gradient}. The weights were not touched, and checkpoints "
         "are kept. Lower train.learning_rate, add warm-up, or look at the data of this step, and run the command again."
