@@ -67,7 +67,7 @@ class RunComparison:
 
     def sentences(self) -> list[str]:
         """What differs, in words."""
-        told = {
+        differences = {
             "steps that are missing in the records": self.missing,
             "steps that are twice in the records": self.doubled,
             "steps whose loss differs": self.losses,
@@ -75,12 +75,12 @@ class RunComparison:
             "steps whose data was never read": self.data_skipped,
             "steps that read something else": self.data_differs,
         }
-        found = [f"{what}: {_few(which)}" for what, which in told.items() if which]
+        lines = [f"{what}: {_shortened(which)}" for what, which in differences.items() if which]
         names = [f"{name} (relative {gap:.2g})" for name, gap in self.weights.items()]
-        return [*found, *([f"tensors that differ at the end: {_few(names)}"] if names else [])]
+        return [*lines, *([f"tensors that differ at the end: {_shortened(names)}"] if names else [])]
 
 
-def _few(which: Sequence[Any]) -> str:
+def _shortened(which: Sequence[Any]) -> str:
     rest = f" and {len(which) - SHOWN} more" if len(which) > SHOWN else ""
     return ", ".join(map(str, which[:SHOWN])) + rest
 
@@ -124,22 +124,22 @@ def _losses(first: Records, second: Records, tolerance: float | None) -> tuple[l
     return sorted(differing), worst
 
 
-def _relative(expected: float, found: float) -> float:
-    if float.hex(float(expected)) == float.hex(float(found)):
+def _relative(expected: float, actual: float) -> float:
+    if float.hex(float(expected)) == float.hex(float(actual)):
         return 0.0
-    gap = abs(found - expected) / max(abs(expected), 1e-300)
+    gap = abs(actual - expected) / max(abs(expected), 1e-300)
     return gap if gap == gap else float("inf")
 
 
 def compare_data(first: Records, second: Records) -> tuple[list[int], list[int], list[int]]:
     """Steps of the second that repeat data, steps of the first whose data is missing there, steps that read something else."""
     truth = {record["step"]: record["data"] for record in first}
-    expected, found = Counter(truth.values()), Counter(record["data"] for record in second)
+    expected, actual = Counter(truth.values()), Counter(record["data"] for record in second)
     wrong = [record["step"] for record in second if truth.get(record["step"]) != record["data"]]
     twice = [step for step, times in Counter(record["step"] for record in second).items() if times > 1]
     data = {record["step"]: record["data"] for record in second}
-    repeated = sorted({step for step in wrong if found[data[step]] > expected[data[step]] > 0} | set(twice))
-    skipped = sorted(step for step, value in truth.items() if found[value] < expected[value] and data.get(step) != value)
+    repeated = sorted({step for step in wrong if actual[data[step]] > expected[data[step]] > 0} | set(twice))
+    skipped = sorted(step for step, value in truth.items() if actual[value] < expected[value] and data.get(step) != value)
     return repeated, skipped, sorted(set(wrong) - set(repeated))
 
 
@@ -150,27 +150,28 @@ def _weights(undisturbed: Path, drilled: Path, tolerance: float | None) -> tuple
     folders = [checkpoints(folder / "checkpoints")[-1:] for folder in (undisturbed, drilled)]
     if not all(folders):
         return {"the last checkpoint (missing)": float("inf")}, float("inf"), 0
-    one, other = (Contents.open(folder[0]) for folder in folders)
+    expected, actual = (Contents.open(folder[0]) for folder in folders)
     kinds = ("model.", "optimizer.") if tolerance is None else ("model.",)
-    names = [name for name in sorted({*one.tensors, *other.tensors}) if name.startswith(kinds)]
-    if one.manifest.step != other.manifest.step:
-        return {f"the last checkpoint (step {other.manifest.step})": float("inf")}, float("inf"), len(names)
-    gaps = {name: _gap(one, other, name) for name in names}
+    names = [name for name in sorted({*expected.tensors, *actual.tensors}) if name.startswith(kinds)]
+    if expected.manifest.step != actual.manifest.step:
+        return {f"the last checkpoint (step {actual.manifest.step})": float("inf")}, float("inf"), len(names)
+    gaps = {name: _gap(expected, actual, name) for name in names}
     worst = max(gap for name, gap in gaps.items() if name.startswith("model."))
     allowed = 0.0 if tolerance is None else tolerance * WEIGHT_FACTOR
     return {name: gap for name, gap in gaps.items() if gap > allowed}, worst, len(names)
 
 
-def _gap(one: Any, other: Any, name: str) -> float:
+def _gap(expected_in: Any, actual_in: Any, name: str) -> float:
     """The norm of the difference over the norm of the first; 0 only for the same bits, infinite where one is missing."""
     import torch
 
-    if name not in one.tensors or name not in other.tensors:
+    if name not in expected_in.tensors or name not in actual_in.tensors:
         return float("inf")
-    if (one.tensors[name].dtype, one.tensors[name].shape) != (other.tensors[name].dtype, other.tensors[name].shape):
+    left, right = expected_in.tensors[name], actual_in.tensors[name]
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
         return float("inf")
-    expected, found = one.read(name).reshape(-1), other.read(name).reshape(-1)
-    if torch.equal(expected.view(torch.uint8), found.view(torch.uint8)):
+    expected, actual = expected_in.read(name).reshape(-1), actual_in.read(name).reshape(-1)
+    if torch.equal(expected.view(torch.uint8), actual.view(torch.uint8)):
         return 0.0
-    gap = float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-300))
+    gap = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-300))
     return gap if gap > 0 else float("inf") if gap != gap else 5e-324

@@ -125,10 +125,12 @@ def _first(by_rank: dict[int, ModuleDifference], last: bool = False) -> FirstDif
     if not by_rank:
         return None
     position = (max if last else min)(difference.position for difference in by_rank.values())
-    own = {rank: difference for rank, difference in by_rank.items() if difference.position == position}
-    worst = max(own.values(), key=lambda difference: difference.error)
+    at_position = {rank: difference for rank, difference in by_rank.items() if difference.position == position}
+    worst = max(at_position.values(), key=lambda difference: difference.error)
     error = worst.error if math.isfinite(worst.error) else 1e308
-    return FirstDifference(worst.module, tuple(own), error, min(difference.micro_batch for difference in own.values()))
+    return FirstDifference(
+        worst.module, tuple(at_position), error, min(difference.micro_batch for difference in at_position.values())
+    )
 
 
 def _activation_causes(
@@ -185,9 +187,9 @@ def _joined(causes: Iterable[Cause]) -> Iterator[Cause]:
     groups: dict[tuple[str, tuple[int, ...]], list[Cause]] = defaultdict(list)
     for cause in causes:
         groups[cause.what, cause.ranks].append(cause)
-    for (what, ranks), own in groups.items():
-        names = tuple(name for cause in own for name in cause.parameters)
-        yield Cause(what, own[0].axis, names, ranks, own[0].ratio if len(own) == 1 else None)
+    for (what, ranks), group in groups.items():
+        names = tuple(name for cause in group for name in cause.parameters)
+        yield Cause(what, group[0].axis, names, ranks, group[0].ratio if len(group) == 1 else None)
 
 
 def _gradient_causes(
@@ -195,17 +197,17 @@ def _gradient_causes(
 ) -> Iterator[Cause]:
     for error in failing:
         summed = [axis for trace in traces for axis in trace.summed.get(error.parameter, [])]
-        yield _cause(error, _Copies(error, reports), summed)
+        yield _cause(error, _GradientCopies(error, reports), summed)
 
 
-class _Copies:
+class _GradientCopies:
     """One parameter's gradient on all ranks that hold some of it."""
 
     def __init__(self, error: QuantityError, reports: Sequence[RankReport]) -> None:
         key = (error.parameter, error.quantity, error.step)
-        own = [(report.rank, part) for report in reports for part in report.slices if part.key == key]
+        parts = [(report.rank, part) for report in reports for part in report.slices if part.key == key]
         # Both copies of a tied weight may be on one rank: the worse comes last, and stays.
-        self.slices: dict[int, SliceComparison] = dict(sorted(own, key=lambda pair: pair[1].difference))
+        self.slices: dict[int, SliceComparison] = dict(sorted(parts, key=lambda pair: pair[1].difference))
         self.coordinates = {report.rank: report.coordinates for report in reports}
         self.reductions: dict[str, int] = {}
         for report in reports:
@@ -226,11 +228,11 @@ class _Copies:
         return a.box == b.box and abs(a.product - b.product) > 1e-9 * max(a.reference, abs(a.product), 1e-300)
 
     def _between(self, a: int, b: int) -> list[str]:
-        here, there = self.coordinates[a], self.coordinates[b]
-        return [axis for axis in here if here[axis] != there[axis] and axis != "expert"]
+        first, second = self.coordinates[a], self.coordinates[b]
+        return [axis for axis in first if first[axis] != second[axis] and axis != "expert"]
 
 
-def _cause(error: QuantityError, copies: _Copies, summed: Sequence[str]) -> Cause:
+def _cause(error: QuantityError, copies: _GradientCopies, summed: Sequence[str]) -> Cause:
     ratio, exact = copies.ratio()
 
     def cause(what: str, axis: str | None = None) -> Cause:

@@ -55,9 +55,9 @@ class SurvivedFault:
 
     def to_json(self) -> dict[str, Any]:
         """As the command prints it."""
-        facts = asdict(self)
-        more = facts.pop("more")
-        return {**facts, **more}
+        fields = asdict(self)
+        more = fields.pop("more")
+        return {**fields, **more}
 
 
 @dataclass(frozen=True)

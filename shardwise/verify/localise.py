@@ -166,22 +166,23 @@ class ReferenceSlicer:
             skipped=frozenset(path for path, role in roles.items() if role is not None and role.kind in ("experts", "positions")),
         )
 
-    def match(self, path: str, call: int, whole: Tensor, own: Tensor) -> tuple[Tensor, Tensor, bool] | None:
+    def match(self, path: str, call: int, reference: Tensor, actual: Tensor) -> tuple[Tensor, Tensor, bool] | None:
         """The part of the reference that is this rank's, what this rank has, and whether `tensor` splits it; None: unclear."""
-        if path in self.skipped or own.ndim < 2 or whole.ndim != own.ndim:
+        if path in self.skipped or actual.ndim < 2 or reference.ndim != actual.ndim:
             return None
-        if own.ndim == 2:  # (tokens, features)
-            if own.shape[0] % self.micro_batch or whole.shape[0] % self.length:
+        if actual.ndim == 2:  # (tokens, features)
+            if actual.shape[0] % self.micro_batch or reference.shape[0] % self.length:
                 return None
-            own, whole = own.view(self.micro_batch, -1, own.shape[1]), whole.view(-1, self.length, whole.shape[1])
+            actual = actual.view(self.micro_batch, -1, actual.shape[1])
+            reference = reference.view(-1, self.length, reference.shape[1])
         start = self.first_row + call * self.micro_batch
-        part, sequence = whole[start : start + self.micro_batch], 2 if matches(self.mixing, path) else 1
-        part, split = self._of_sequence(part, sequence, own.shape[sequence])
-        for dim in range(1, own.ndim):
-            if dim != sequence and part.shape[dim] != own.shape[dim]:
-                part, in_full = self._of_features(part, dim, own.shape[dim])
+        part, sequence = reference[start : start + self.micro_batch], 2 if matches(self.mixing, path) else 1
+        part, split = self._of_sequence(part, sequence, actual.shape[sequence])
+        for dim in range(1, actual.ndim):
+            if dim != sequence and part.shape[dim] != actual.shape[dim]:
+                part, in_full = self._of_features(part, dim, actual.shape[dim])
                 split = split or in_full
-        return (part, own, split or self.tensor == 1) if part.shape == own.shape else None
+        return (part, actual, split or self.tensor == 1) if part.shape == actual.shape else None
 
     def _of_sequence(self, part: Tensor, dim: int, own: int) -> tuple[Tensor, bool]:
         if part.shape[dim] != self.length:
@@ -197,9 +198,9 @@ class ReferenceSlicer:
         parts = size // own if own and size % own == 0 else self.tensor
         if parts < self.tensor and self.tensor % parts == 0:
             return part.narrow(dim, self.coordinate * parts // self.tensor * own, own), False
-        each = -(-size // self.tensor)
-        begin = min(size, each * self.coordinate)
-        return part.narrow(dim, begin, min(each, size - begin)), True
+        size_of_part = -(-size // self.tensor)
+        begin = min(size, size_of_part * self.coordinate)
+        return part.narrow(dim, begin, min(size_of_part, size - begin)), True
 
 
 def _differences(

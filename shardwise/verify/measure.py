@@ -36,7 +36,7 @@ from shardwise.verify.sabotage import apply_sabotage
 def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
     """Train on one device, and write gradients and weights to a file."""
     training = build(proof.config, proof.plan, worker)
-    kept: dict[Key, Tensor] = {}
+    tensors: dict[Key, Tensor] = {}
 
     def keep(step: int) -> None:
         for name, parameter in training.parallel.named_parameters():
@@ -45,19 +45,19 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
                     f"{name} has no gradient on one device: is it used in forward? Use it, remove it, or make it a buffer, "
                     "which is not trained"
                 )
-            kept[name, "gradient", step] = parameter.grad.detach().clone()
+            tensors[name, "gradient", step] = parameter.grad.detach().clone()
 
     done = watch(training, proof.steps, keep)
     for name, quantity, tensor in _state(training):
-        kept[name, quantity, proof.steps] = tensor.detach().clone()
-    torch.save(kept, path)
+        tensors[name, quantity, proof.steps] = tensor.detach().clone()
+    torch.save(tensors, path)
     numbers = {key: value**2 for step in done for key, value in _numbers(step)}
     return Reference(
         losses=[step.loss for step in done],
         norms=[step.gradient_norm for step in done],
         shapes={name: tuple(parameter.shape) for name, parameter in training.parallel.named_parameters()},
         buffers={name: tuple(buffer.shape) for name, buffer in training.parallel.named_buffers()},
-        squares={**{key: _squares(tensor) for key, tensor in kept.items()}, **numbers},
+        squares={**{key: _squares(tensor) for key, tensor in tensors.items()}, **numbers},
         learning_rate=max(step.learning_rate for step in done),
     )
 
@@ -135,8 +135,8 @@ def _numbers(step: Step) -> Iterator[tuple[Key, float]]:
     yield ("", "gradient norm", step.step), step.gradient_norm
 
 
-def _compare_number(key: Key, own: float, known: Reference) -> SliceComparison:
-    reference = (known.losses if key[1] == "loss" else known.norms)[key[2] - 1]
+def _compare_number(key: Key, own: float, reference_run: Reference) -> SliceComparison:
+    reference = (reference_run.losses if key[1] == "loss" else reference_run.norms)[key[2] - 1]
     return SliceComparison(key, (), (own - reference) ** 2, reference**2, own**2, own * reference)
 
 

@@ -231,13 +231,13 @@ def _experts(given: Model, layout: Layout, model: Model, smaller: Layout) -> Mod
     numbers = range(smaller.expert, min(given.experts, MOST_EXPERTS) + 1, smaller.expert)
     pairs = [(number, chosen) for number in numbers for chosen in range(1, min(number, given.experts_per_token) + 1)]
     pairs.append((given.experts, given.experts_per_token))
-    found = _closest(
+    shrunk = _closest(
         [model.model_copy(update={"experts": number, "experts_per_token": chosen}) for number, chosen in pairs],
         lambda model: _expert_properties(model, smaller),
         _expert_properties(given, layout),
         lambda model: (model.experts, model.experts_per_token),
     )
-    return found.model_copy(update={"shared_experts": min(2, given.shared_experts)})
+    return shrunk.model_copy(update={"shared_experts": min(2, given.shared_experts)})
 
 
 def _borrowing_properties(layout: Layout) -> Properties:
@@ -276,20 +276,20 @@ def _cut_by_hand(blocks: tuple[int, ...], stages: int) -> tuple[int, ...]:
 
 def _batch(train: Train, layout: Layout, smaller: Layout) -> dict[str, Any]:
     """One or two sequences a micro-batch, and as few micro-batches as keep their relation to the length of the pipeline."""
-    asked = train.micro_batch is not None
-    sizes = product(range(1, 8 * smaller.pipeline + 1), (1, 2) if asked else (None,))
+    sized = train.micro_batch is not None
+    sizes = product(range(1, 8 * smaller.pipeline + 1), (1, 2) if sized else (None,))
     batches = [
         train.model_copy(update={"global_batch": share * smaller.data_parallel, "micro_batch": rows})
         for share, rows in sizes
         if rows is None or share % rows == 0
     ]
-    found = _closest(
+    smallest = _closest(
         [batch for batch in batches if batch.global_batch <= train.global_batch] or [train],
         lambda batch: _batch_properties(batch, smaller),
         _batch_properties(train, layout),
         lambda batch: batch.global_batch,
     )
-    return {"global_batch": found.global_batch, "micro_batch": found.micro_batch}
+    return {"global_batch": smallest.global_batch, "micro_batch": smallest.micro_batch}
 
 
 def _batch_properties(train: Train, layout: Layout) -> Properties:
