@@ -63,7 +63,7 @@ class _CudaTimer:
 
 
 @dataclass(frozen=True)
-class _Span:
+class _TimedSpan:
     name: str
     parent: str | None
     start: Any
@@ -81,7 +81,7 @@ class StepClock:
         self._host: _Timer = _HostTimer()
         self._device: _Timer = _CudaTimer() if device_type == "cuda" else self._host
         self._open: list[str] = []
-        self._closed: list[_Span] = []
+        self._closed: list[_TimedSpan] = []
         self._added: dict[str, float] = {}
         self._began = perf_counter()
 
@@ -95,7 +95,7 @@ class StepClock:
         try:
             yield
         finally:
-            self._closed.append(_Span(name, parent, start, timer.mark()))
+            self._closed.append(_TimedSpan(name, parent, start, timer.mark()))
             self._open.pop()
 
     def add(self, name: str, seconds: float) -> None:

@@ -52,7 +52,7 @@ _Timed = tuple[float, Record]
 class _Claim:
     """Something that took the time from `start` to `end`, in seconds since the epoch."""
 
-    what: str
+    part: str
     start: float
     end: float
     step: Record = field(default_factory=dict)
@@ -78,8 +78,8 @@ def goodput(events: Sequence[Record], steps: Sequence[Record]) -> dict[str, Any]
     events = [event for _, event in timed]
     for session in _sessions(timed, steps):
         wall += session.end - session.start
-        for what, seconds in _seconds_by_part(session):
-            parts[what] += seconds
+        for part, seconds in _seconds_by_part(session):
+            parts[part] += seconds
     return {
         "share": parts["productive"] / wall if wall > 0 else None,
         "wall_seconds": wall,
@@ -162,18 +162,20 @@ def _timestamp(event: Record) -> float:
 def _seconds_by_part(session: _Session) -> Iterator[tuple[str, float]]:
     """Seconds of each part: all time of a session goes to the first that claims it; then steps are split into work and waits."""
     claims = [claim for claim in _claims(session) if claim.end > claim.start]
-    claims.sort(key=lambda claim: _CLAIMS.index(claim.what))
+    claims.sort(key=lambda claim: _CLAIMS.index(claim.part))
     edges = sorted({session.start, session.end, *(edge for claim in claims for edge in (claim.start, claim.end))})
     edges = [edge for edge in edges if session.start <= edge <= session.end]
-    owners: dict[int, float] = {}
-    for claim, (start, end) in zip(_owner_of_each(claims, edges), pairwise(edges), strict=True):
-        owners[claim] = owners.get(claim, 0.0) + end - start
-    for index, seconds in owners.items():
+    seconds_of: dict[int, float] = {}
+    for claim, (start, end) in zip(_claim_of_each(claims, edges), pairwise(edges), strict=True):
+        seconds_of[claim] = seconds_of.get(claim, 0.0) + end - start
+    for index, seconds in seconds_of.items():
         yield from [("other", seconds)] if index < 0 else _split(claims[index], seconds)
 
 
-def _owner_of_each(claims: Sequence[_Claim], edges: Sequence[float]) -> list[int]:
-    """For each interval between two edges the first claim that covers it; -1: none. Claims are painted last to first."""
+def _claim_of_each(claims: Sequence[_Claim], edges: Sequence[float]) -> list[int]:
+    """For each interval between two edges the index of the first claim that covers it; -1: none. Later claims are overwritten by
+    earlier ones.
+    """
     index_of = {edge: index for index, edge in enumerate(edges)}
     owner = [-1] * (len(edges) - 1)
     for index in reversed(range(len(claims))):
@@ -185,8 +187,8 @@ def _owner_of_each(claims: Sequence[_Claim], edges: Sequence[float]) -> list[int
 
 def _split(claim: _Claim, seconds: float) -> Iterator[tuple[str, float]]:
     """A claim's time by part; a step's by its spans."""
-    if claim.what != "step":
-        yield claim.what, seconds
+    if claim.part != "step":
+        yield claim.part, seconds
         return
     whole, spans = claim.step["seconds"], claim.step.get("spans", {})
     # On a GPU a batch is fetched while the device computes; what is hidden there is no wait.
@@ -231,11 +233,13 @@ def _breaks(session: _Session, begins: Sequence[float], ends: Sequence[float]) -
     breaks = [(at, event) for at, event in session.events if event["event"] in _BREAK]
     for index, (at, event) in enumerate(breaks):
         # A fault is written down some time after it happened; its recovery knows when that was.
-        known = [recovery for recovery in recoveries if recovery[0] <= at <= recovery[1]][:1]
-        began, recovery_event = (known[0][0], known[0][2]) if known else (at, {})
+        own_recovery = [recovery for recovery in recoveries if recovery[0] <= at <= recovery[1]][:1]
+        began, recovery_event = (own_recovery[0][0], own_recovery[0][2]) if own_recovery else (at, {})
         next_break = [later for later, _ in breaks[index + 1 :] if later > at]
-        until = [over for _, over, _ in known] or [begin for begin in begins if begin >= at]
+        until = [over for _, over, _ in own_recovery] or [begin for begin in begins if begin >= at]
         yield _Claim("recovery", began, min([*until, *next_break], default=session.end))
         if event["event"] == "fault":
-            kept = [end for end in ends if end <= began] or [began - recovery_event.get("lost_seconds", began - session.start)]
-            yield _Claim("lost", max(session.start, kept[-1]), began)
+            ends_before = [end for end in ends if end <= began] or [
+                began - recovery_event.get("lost_seconds", began - session.start)
+            ]
+            yield _Claim("lost", max(session.start, ends_before[-1]), began)

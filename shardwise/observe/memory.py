@@ -32,8 +32,8 @@ def peak_memory(device_type: str) -> int:
 
 def _peak_resident() -> int:
     # getrusage would do on Linux too, but its peak survives exec: a worker would inherit its launcher's.
-    if _STATUS.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())):
-        return int(found.group(1)) * 1024
+    if _STATUS.exists() and (high_water := re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())):
+        return int(high_water.group(1)) * 1024
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource

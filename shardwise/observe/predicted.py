@@ -167,9 +167,9 @@ def largest(rows: Sequence[Row]) -> str:
     share, row = max(gaps, key=lambda gap: gap[0])
     if share < _CLOSE:
         return f"All that was measured is within {_CLOSE:.0%} of the prediction.".replace("%", " %")
-    much = f"{share:.0%} of ".replace("%", " %") + ("the step" if row["kind"] == "seconds" else "it")
+    portion = f"{share:.0%} of ".replace("%", " %") + ("the step" if row["kind"] == "seconds" else "it")
     values = f"{_value(row, 'predicted')} predicted, {_value(row, 'measured')} measured"
-    return f"Largest disagreement: {_label(row)}, {values} ({much})."
+    return f"Largest disagreement: {_label(row)}, {values} ({portion})."
 
 
 def _apart(row: Row, step: float) -> float:

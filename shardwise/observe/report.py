@@ -144,8 +144,8 @@ def _memory(summary: Summary) -> str:
     planned = summary["predicted_states_gib"]
     states = None if planned is None else f"of it {format_bytes(planned * 2**30)} of model states, as planned"
     notes = [summary["memory_kind"], states]
-    said = "; ".join(note for note in notes if note)
-    return format_bytes(summary["peak_memory_bytes"]) + (f" ({said})" if said else "")
+    remark = "; ".join(note for note in notes if note)
+    return format_bytes(summary["peak_memory_bytes"]) + (f" ({remark})" if remark else "")
 
 
 def _layout(layout: Mapping[str, Any]) -> str:
@@ -251,8 +251,8 @@ def _faults(goodput: Summary, console: Console) -> None:
         _heading(console, "slow ranks", "times the median of the ranks that do the same work")
         for slow in goodput["stragglers"]:
             until = "the end" if slow["until_step"] is None else f"step {slow['until_step']}"
-            who = "all ranks wait" if slow["rank"] is None else f"rank {slow['rank']}"
-            line = f"{who}, step {slow['step']} to {until}: {slow['factor']:.1f} times as long; {slow['cause']}"
+            subject = "all ranks wait" if slow["rank"] is None else f"rank {slow['rank']}"
+            line = f"{subject}, step {slow['step']} to {until}: {slow['factor']:.1f} times as long; {slow['cause']}"
             console.print(Padding(Text(line, overflow=_CROP), (0, 0, 0, 2), expand=False))
 
 

@@ -124,8 +124,8 @@ def _like_planned(steps: Sequence[Record], events: Sequence[Record]) -> Sequence
     for event in events:
         if event["event"] in ("start", "resume") and event.get("layout") != layout:
             since, layout = event.get("step", 0), event.get("layout")
-    own = [step for step in steps if step["step"] > since]
-    return own[WARM_UP:] or own
+    on_layout = [step for step in steps if step["step"] > since]
+    return on_layout[WARM_UP:] or on_layout
 
 
 def _predicted(plan: Record, steps: Sequence[Record], start: Record) -> list[Row] | None:
