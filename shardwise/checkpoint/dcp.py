@@ -117,10 +117,10 @@ class DcpWriter(StorageWriter):
         """A writer is used once."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """All is known already."""
+        """Nothing to set up: the constructor was given everything."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As planned."""
+        """The default plan, unchanged."""
         return plan
 
     @classmethod
@@ -177,14 +177,14 @@ class DcpReader(StorageReader):
         """A reader is used once."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """All is known already."""
+        """Nothing to set up: the constructor was given everything."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As planned."""
+        """The default plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As planned."""
+        """The default plan, unchanged."""
         return plans
 
     @classmethod

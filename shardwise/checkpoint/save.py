@@ -303,7 +303,7 @@ class Checkpointer:
         return manifest
 
     def _from_main(self, action: Callable[[], T]) -> T:
-        """What rank 0 finds, on every rank."""
+        """Run on rank 0 alone; its result, or its failure, on every rank."""
         results: list[Any] = self._together(action if self.mesh.is_main else lambda: None)
         result: T = results[0]
         return result

@@ -217,7 +217,7 @@ def _row(address: str) -> dict[str, Any]:
 
 
 def _layout(layout: Mapping[str, Any]) -> str:
-    """In words; an import has none."""
+    """The degrees of a layout and its sharding, in words; a checkpoint from an import has no layout."""
     from shardwise.plan.grid import describe_degrees
 
     return f"{describe_degrees(layout)}, zero {layout.get('zero')}" if layout else "weights alone"

@@ -112,14 +112,14 @@ class _DrillBar:
         self._bar.stop()
 
     def at(self, phase: str, step: int, faults: int) -> None:
-        """This far, with so many faults survived."""
+        """Show which phase the drill is in, at which step, and how many faults were survived."""
         self._bar.update(self._task, description=phase, completed=step, faults=f"{faults} of {self._count}")
         if phase != self._phase and not self._console.is_terminal:
             self._console.print(f"{phase} (step {step})", markup=False, soft_wrap=True)
         self._phase = phase
 
     def say(self, text: str) -> None:
-        """Something happened."""
+        """Print a line above the bar."""
         self._console.print(text, markup=False, soft_wrap=True)
 
 

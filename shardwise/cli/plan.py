@@ -155,7 +155,7 @@ def _cluster(config: Config) -> Cluster:
 
 
 def _check_writable(path: Path, option: str) -> None:
-    """Before the work, not after it."""
+    """Refuse a file that cannot be written, before the search and not after it."""
     from shardwise.errors import UserError
 
     if path.is_dir():

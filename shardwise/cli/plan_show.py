@@ -18,7 +18,7 @@ _SMALL = 0.005
 
 
 def show(answer: Mapping[str, Any], console: Console) -> None:
-    """Print all of it."""
+    """Print the whole answer."""
     best = answer["best"]
     _headline(answer, console)
     console.print()

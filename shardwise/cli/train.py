@@ -114,19 +114,19 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     from shardwise.train.launch import launch
 
     nodes = node.nodes if node else 1
-    here = workers or (node.workers if node else None) or _requested_workers(config, limits, nodes) or local_gpus()
-    here = here or fewest_devices(config.layout)
-    least, most = limits[0] or limits[1] or here * nodes, limits[1] or here * nodes
+    local_workers = workers or (node.workers if node else None) or _requested_workers(config, limits, nodes) or local_gpus()
+    local_workers = local_workers or fewest_devices(config.layout)
+    least, most = limits[0] or limits[1] or local_workers * nodes, limits[1] or local_workers * nodes
     if least > most:
         raise UserError(f"--min-workers {least}: more than the {most} workers that there can be")
     if most > 1 and (config.checkpoint.folder or "").startswith("memory:"):
         raise UserError(f"checkpoint.folder = {config.checkpoint.folder!r}: workers do not share their memory; give a folder")
-    planner = _planner(config, here, most, nodes)
+    planner = _planner(config, local_workers, most, nodes)
     _check(planner)
-    return launch(config, here, Bounds(least, most), node, planner)
+    return launch(config, local_workers, Bounds(least, most), node, planner)
 
 
-def _planner(config: Config, here: int, devices: int, nodes: int) -> Planner:
+def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Planner:
     """What plans this run: on the cluster that the job names, or on this machine where no other takes part."""
     from shardwise.cli.machine import this_machine
     from shardwise.cost.clusters import asked_for
@@ -137,19 +137,24 @@ def _planner(config: Config, here: int, devices: int, nodes: int) -> Planner:
     from shardwise.train.planner import Planner, left_to_the_planner
 
     if config.model.module is not None:
-        return Planner(config, devices, device_memory(here), _parameters(config))
+        return Planner(config, devices, device_memory(local_workers), _parameters(config))
     cluster, file = asked_for(config), config.cluster.file
     searches = left_to_the_planner(config, devices, cluster_is_named=cluster is not None)
     if cluster is None and nodes == 1:
-        path = remembered(here)
+        path = remembered(local_workers)
         if path is None and searches:
             start_server(WORKERS_IMPORT)  # the probe's workers are forked from the server that the run's are
-            cluster, path = this_machine(here)
+            cluster, path = this_machine(local_workers)
         if path is not None:
             file = str(path)
             cluster = asked_for(config.model_copy(update={"cluster": config.cluster.model_copy(update={"file": file})}))
     return Planner(
-        config, devices, device_memory(here), cluster=cluster, cluster_file=file, searches=searches and cluster is not None
+        config,
+        devices,
+        device_memory(local_workers),
+        cluster=cluster,
+        cluster_file=file,
+        searches=searches and cluster is not None,
     )
 
 

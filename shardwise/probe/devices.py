@@ -49,7 +49,7 @@ PARTS = 8
 
 @dataclass(frozen=True)
 class _Products:
-    """What products came to on one worker."""
+    """How fast one worker computed matrix products."""
 
     precision: str
     main: Speed

@@ -15,7 +15,7 @@ def silent(what: str, share: float) -> None:
 
 @dataclass
 class ProbeProgress:
-    """Counts what has been measured, and tells."""
+    """Counts what has been measured, and tells whoever shows it."""
 
     total: int
     tell: Tell

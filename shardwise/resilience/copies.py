@@ -69,7 +69,7 @@ class Copies:
         self._sizes = self._peers.from_everyone(sum(_bytes(tensor) for tensor in state.values()))
 
     def due(self, mesh: Mesh, step: int) -> bool:
-        """Whether this step is to be kept."""
+        """Whether a copy of this step is to be taken."""
         return bool(self.every) and mesh.worker.world > 1 and step % self.every == 0
 
     def take(self, mesh: Mesh, step: int, state: State, extras: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config import Recovery
-from shardwise.resilience.messages import WhereAreYou
+from shardwise.resilience.messages import ReportStacks
 from shardwise.resilience.process import WorkerProcess
 from shardwise.resilience.team import Fault
 
@@ -39,12 +39,12 @@ def find_hang(working: Sequence[WorkerProcess], recovery: Recovery, other_hosts:
     late = [worker for worker in working if now - worker.changed > worker.hang_limit(recovery)]
     if not late:
         return None
-    if late[0].asked_where is None:
+    if late[0].asked_for_stacks is None:
         for worker in working:
-            worker.asked_where, worker.stacks = now, None
-            worker.send(WhereAreYou())
+            worker.asked_for_stacks, worker.stacks = now, None
+            worker.send(ReportStacks())
         return None
-    waited = now - late[0].asked_where
+    waited = now - late[0].asked_for_stacks
     silent = [worker for worker in working if worker.stacks is None]
     if waited < ANSWER_SECONDS and silent:
         return None
@@ -65,7 +65,7 @@ def record_hang(hang: Hang, working: Sequence[WorkerProcess], logs: Path, genera
         time.sleep(0.1)
     first = hang.culprits[0]
     ranks = ", ".join(str(worker.rank) for worker in hang.culprits)
-    who = f"rank {ranks} does not answer" if silent else "every worker waits for another"
-    cause = f"no step was done for {hang.seconds:.0f} s, and {who}; the stacks are in {path}"
+    described = f"rank {ranks} does not answer" if silent else "every worker waits for another"
+    cause = f"no step was done for {hang.seconds:.0f} s, and {described}; the stacks are in {path}"
     rank = first.rank if silent else None
     return Fault("hung", rank, first.step + 1, cause, time.time(), generation, reads=first.reads)

@@ -72,7 +72,7 @@ class Host:
         self.address = client.own_address() if client else "127.0.0.1"
         self.slots = dict.fromkeys(range(slots), 0.0)
         """Each slot, and until when it rests."""
-        self._stillborn = dict.fromkeys(self.slots, 0)
+        self._failed_starts = dict.fromkeys(self.slots, 0)
         self._processes: dict[int, WorkerProcess] = {}
         self._generation, self._team_since = 0, 0.0
         self._faults: list[Fault] = []
@@ -84,7 +84,7 @@ class Host:
         self._signals: list[int] = []
         self._signalled = 0.0
         self._recorded_faults = 0
-        self._lacking_since, self._said_lacking = time.monotonic(), False
+        self._missing_since, self._said_missing = time.monotonic(), False
         self._last_call, self._last_answer = 0.0, time.monotonic()
         """When the leader was last called, and when it last answered."""
         self._orders = Orders()
@@ -103,18 +103,18 @@ class Host:
     def _run(self) -> int:
         while True:
             self._listen()
-            self._bury()
+            self._note_ended_workers()
             self._watch_for_hangs()
             self._answer_signals()
             orders = self._consult()
             if orders is None:
-                self._out_of_reach()
+                self._on_leader_unreachable()
             elif orders.wish == "end":
                 return self._end(orders)
-            elif self._gone(orders):
+            elif self._has_left(orders):
                 return RESUME_ME
             else:
-                self._obey(orders)
+                self._follow(orders)
 
     # Processes
 
@@ -137,7 +137,7 @@ class Host:
         """Take note of what a worker says."""
         match message:
             case messages.Waiting():
-                worker.state, worker.step, self._stillborn[worker.slot] = "waiting", 0, 0
+                worker.state, worker.step, self._failed_starts[worker.slot] = "waiting", 0, 0
             case messages.Progress(phase, step):
                 self._note_progress(worker, phase, step)
             case messages.Reads(rows):
@@ -158,9 +158,9 @@ class Host:
         if step > worker.step and worker.phase == phase == "step":
             worker.seconds.append(now - worker.changed)
             self._step = max(self._step, step) if worker.generation == self._generation else self._step
-        worker.phase, worker.step, worker.changed, worker.asked_where, worker.stacks = phase, step, now, None, None
+        worker.phase, worker.step, worker.changed, worker.asked_for_stacks, worker.stacks = phase, step, now, None, None
 
-    def _bury(self) -> None:
+    def _note_ended_workers(self) -> None:
         """Take note of workers that ended, and why."""
         for worker in [worker for worker in self._processes.values() if not worker.process.is_alive()]:
             self._take(worker)
@@ -169,26 +169,26 @@ class Host:
             if worker.state == "working" and not worker.discarded:
                 self._faults.append(worker.fault or died(worker, self.logs))
             elif worker.state == "starting" and not worker.discarded:
-                self._not_up(worker, worker.fault or died(worker, self.logs))
+                self._note_failed_start(worker, worker.fault or died(worker, self.logs))
 
-    def _not_up(self, worker: WorkerProcess, fault: Fault) -> None:
+    def _note_failed_start(self, worker: WorkerProcess, fault: Fault) -> None:
         """A worker ended before it was ready: the second time, its slot rests; if all do, so does the host."""
         if fault.status is not None:
             raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
         if worker.slot in self._members:  # its peers wait for it already
             self._faults.append(replace(fault, rank=self._members[worker.slot], step=0, generation=self._generation))
-        self._stillborn[worker.slot] += 1
-        if self._stillborn[worker.slot] < 2:
+        self._failed_starts[worker.slot] += 1
+        if self._failed_starts[worker.slot] < 2:
             return
         self.slots[worker.slot] = time.monotonic() + RETRY_SECONDS
         self.record("slot_rests", host=self.name, slot=worker.slot, cause=fault.cause)
-        if all(count >= 2 for count in self._stillborn.values()):
+        if all(count >= 2 for count in self._failed_starts.values()):
             trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
             raise RunFailed(f"{trace}no worker comes up on {self.name}: {fault.cause}")
 
-    def _fill(self) -> None:
+    def _start_missing_workers(self) -> None:
         """A process for every slot that does not rest."""
-        for slot in self._fit():
+        for slot in self._usable_slots():
             if slot not in self._processes and self._statuses.get(slot) is None:
                 self._processes[slot] = self._fork(slot)
 
@@ -200,7 +200,7 @@ class Host:
         theirs.close()
         return WorkerProcess(slot, process, ours)
 
-    def _fit(self) -> list[int]:
+    def _usable_slots(self) -> list[int]:
         now = time.monotonic()
         return [slot for slot, rests_until in self.slots.items() if rests_until <= now]
 
@@ -230,7 +230,7 @@ class Host:
         return Report(
             host=self.name,
             address=self.address,
-            slots=tuple(self._fit()),
+            slots=tuple(self._usable_slots()),
             generation=self._generation,
             idle=not self._working(),
             step=self._step,
@@ -252,7 +252,7 @@ class Host:
                 self.lead.hear(report, arrived)
             self._orders = self.lead.decide(now)
             self._record_faults(self.lead)
-            self._say_what_lacks(self.lead, now)
+            self._say_what_is_missing(self.lead, now)
             if self.rendezvous:
                 self.rendezvous.tell(self._orders)
             return self._orders
@@ -270,15 +270,15 @@ class Host:
             self.record("fault", **about, generation=fault.generation)
         self._recorded_faults = len(lead.faults)
 
-    def _say_what_lacks(self, lead: Lead, now: float) -> None:
+    def _say_what_is_missing(self, lead: Lead, now: float) -> None:
         """Once, if it lasts: a run that waits should not look like one that hangs."""
         if lead.lacks is None:
-            self._lacking_since, self._said_lacking = now, False
-        elif now - self._lacking_since > SAY_SECONDS and not self._said_lacking:
-            self._said_lacking = True
+            self._missing_since, self._said_missing = now, False
+        elif now - self._missing_since > SAY_SECONDS and not self._said_missing:
+            self._said_missing = True
             print(lead.lacks, file=sys.stderr, flush=True)
 
-    def _out_of_reach(self) -> None:
+    def _on_leader_unreachable(self) -> None:
         """Workers that the leader takes for lost are of no use: the run goes on without them until it is found again."""
         silence = time.monotonic() - self._last_answer
         if silence > LOST_SECONDS:
@@ -288,21 +288,21 @@ class Host:
             assert self.client is not None, "a host leads, or calls its leader"
             raise RunFailed(f"the run's first node, {self.client.address}:{self.client.port}, cannot be reached")
 
-    def _gone(self, orders: Orders) -> bool:
+    def _has_left(self, orders: Orders) -> bool:
         """Whether this host was asked to leave, and the run goes on without it."""
         takes_part = orders.team is not None and any(member.host == self.name for member in orders.team.members)
         return bool(self._signals) and self.lead is None and not takes_part
 
-    def _obey(self, orders: Orders) -> None:
+    def _follow(self, orders: Orders) -> None:
         team = orders.team
         if team is None:
-            return self._fill()
+            return self._start_missing_workers()
         if team.generation > self._generation:
             self._generation, self._team_since = team.generation, time.monotonic()
             self._faults, self._statuses, self._step = [], {}, 0
             ranks = {member: rank for rank, member in enumerate(team.members)}
             self._members = {slot: ranks[Member(self.name, slot)] for slot in self.slots if Member(self.name, slot) in ranks}
-        self._fill()
+        self._start_missing_workers()
         late = time.monotonic() - self._team_since > PARTING_SECONDS
         for worker in self._processes.values():
             if worker.state == "waiting" and worker.generation < team.generation and worker.slot in self._members:
@@ -330,9 +330,9 @@ class Host:
             generation=team.generation,
         )
         worker.send(messages.JoinTeam(identity, team))
-        self._write_down(team)
+        self._write_members(team)
 
-    def _write_down(self, team: Team) -> None:
+    def _write_members(self, team: Team) -> None:
         """Who is who, for people and for the drill."""
         workers = [{"rank": worker.rank, "slot": worker.slot, "pid": worker.pid} for worker in self._at_work()]
         team_here = {"host": self.name, "generation": team.generation, "supervisor": os.getpid(), "workers": workers}
@@ -342,7 +342,7 @@ class Host:
 
     def _end(self, orders: Orders) -> int:
         """The run has ended, well or not."""
-        self._let_others_know(orders)
+        self._tell_other_hosts(orders)
         if not orders.message:
             for worker in self._processes.values():
                 worker.send(messages.Leave())
@@ -353,7 +353,7 @@ class Host:
             return RESUME_ME if stopped else orders.status
         raise UserError(orders.message) if orders.status == UserError.status else RunFailed(orders.message)
 
-    def _let_others_know(self, orders: Orders) -> None:
+    def _tell_other_hosts(self, orders: Orders) -> None:
         """Answer until every host of the team has called once more, or does not call any more."""
         if self.rendezvous is None or orders.team is None:
             return

@@ -35,10 +35,10 @@ from shardwise.resilience.messages import (
     Progress,
     Reads,
     Regroup,
+    ReportStacks,
     Stacks,
     Stop,
     Waiting,
-    WhereAreYou,
 )
 from shardwise.resilience.team import Fault, Member, Team
 
@@ -56,7 +56,7 @@ class NoHost:
         self._only: tuple[Worker, Team] | None = (worker, team)
 
     def next_team(self) -> tuple[Worker, Team] | None:
-        """Who to train with next; None: nobody."""
+        """The team to train with next, and this worker's part in it; None: the run has ended."""
         only, self._only = self._only, None
         return only
 
@@ -75,7 +75,7 @@ class NoHost:
 
 
 class HostLink(NoHost):
-    """The link to a host of ours."""
+    """The link of a worker to the host that forked it: one pipe, read by a thread of its own."""
 
     recovers = True
 
@@ -107,7 +107,7 @@ class HostLink(NoHost):
         self._send(PeerGone(reason))
 
     def failed(self, error: BaseException) -> None:
-        """This worker ends, and why."""
+        """Tell the host that this worker ends, and why."""
         ours = isinstance(error, UserError)
         causes = [str(error) if ours else f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
         fault = Fault(
@@ -123,7 +123,7 @@ class HostLink(NoHost):
         self._send(Failed(fault))
 
     def done(self, status: int) -> None:
-        """This worker ends, having done what was asked."""
+        """Tell the host that this worker ends, having done what was asked."""
         self._send(Done(status))
 
     def wish(self) -> Wish | None:
@@ -146,7 +146,7 @@ class HostLink(NoHost):
                 case JoinTeam():
                     self._wish = None
                     self._teams.put(message)
-                case WhereAreYou():
+                case ReportStacks():
                     self._send(Stacks(f"last collective: {self._where()}\n{stacks()}"))
                 case Regroup():
                     self._wish = "regroup"

@@ -58,7 +58,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Stacks:
-    """Where every thread of a worker stands: the answer to `WhereAreYou`."""
+    """Where every thread of a worker stands: the answer to `ReportStacks`."""
 
     text: str
 
@@ -75,7 +75,7 @@ class JoinTeam:
 
 
 @dataclass(frozen=True)
-class WhereAreYou:
+class ReportStacks:
     """Answer with your stacks: no step was done for too long."""
 
 
@@ -94,4 +94,4 @@ class Leave:
     """The run has ended: there will be no next team."""
 
 
-FromHost = JoinTeam | WhereAreYou | Regroup | Stop | Leave
+FromHost = JoinTeam | ReportStacks | Regroup | Stop | Leave

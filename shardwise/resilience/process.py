@@ -34,7 +34,7 @@ class WorkerProcess:
     changed: float = field(default_factory=time.monotonic)
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     wished: str | None = None
-    asked_where: float | None = None
+    asked_for_stacks: float | None = None
     stacks: str | None = None
     """Its answer, once it was asked where it stands."""
     fault: Fault | None = None

@@ -26,7 +26,7 @@ class Rendezvous:
     def __init__(self, address: str, port: int, run: str) -> None:
         self._lock = threading.Lock()
         self._reports: dict[str, tuple[Report, float]] = {}
-        self._knowing: set[str] = set()
+        self._informed: set[str] = set()
         self._newest: Orders | None = None
         self._orders = json.dumps(Orders().to_json()).encode() + b"\n"
         self._run = run
@@ -52,22 +52,22 @@ class Rendezvous:
         return reports
 
     def tell(self, orders: Orders) -> None:
-        """From now on, answer with these."""
+        """Answer every host with these orders from now on."""
         if orders is self._newest:
             return
         self._newest = orders
         answer = json.dumps(orders.to_json()).encode() + b"\n"
         with self._lock:
             if answer != self._orders:
-                self._orders, self._knowing = answer, set()
+                self._orders, self._informed = answer, set()
 
     def all_know(self, hosts: set[str]) -> bool:
         """Whether the newest orders have reached all these hosts."""
         with self._lock:
-            return hosts <= self._knowing
+            return hosts <= self._informed
 
     def close(self) -> None:
-        """Nobody is answered any more."""
+        """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -81,7 +81,7 @@ class Rendezvous:
             return b'{"error": "this is where nodes of a shardwise run meet"}\n'
         with self._lock:
             self._reports[report.host] = (report, time.monotonic())
-            self._knowing.add(report.host)
+            self._informed.add(report.host)
             return self._orders
 
 
@@ -122,7 +122,7 @@ class RendezvousClient:
             return str(probe.getsockname()[0])
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection; the next call opens another."""
         if self._socket is not None:
             self._socket.close()
         self._socket, self._received = None, b""

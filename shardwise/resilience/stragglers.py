@@ -101,12 +101,12 @@ class Watch:
         if self._seen <= WARM_UP:
             return StragglerChange()
         work = np.array(times, dtype=np.float64)
-        known = bool(work[:, 0].any())
-        if not known:  # all but reading is taken to be the same for everybody
+        compute_is_known = bool(work[:, 0].any())
+        if not compute_is_known:  # all but reading is taken to be the same for everybody
             work[:, 0] = max(0.0, seconds - work[:, 1].max())
         expected = self._expected(work)
         ratios = work.sum(1) / np.maximum(expected.sum(1), 1e-9)
-        between = self._between(float(work.sum(1).max()), seconds) if known else 0.0
+        between = self._between(float(work.sum(1).max()), seconds) if compute_is_known else 0.0
         self._numbers.append(number)
         self._ratios.append(np.append(ratios, between))
         self._excesses.append(work - expected)

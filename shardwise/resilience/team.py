@@ -153,7 +153,7 @@ MakePlan = Callable[[int], Plan | None]
 
 
 class Lead:
-    """The leader's judgement: reports in, orders out."""
+    """What the leader decides: takes the reports of all hosts, and gives orders to all."""
 
     def __init__(self, bounds: Bounds, make_plan: MakePlan, attempts: int, port: int) -> None:
         self.bounds, self.make_plan, self.attempts, self.port = bounds, make_plan, attempts, port

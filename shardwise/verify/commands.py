@@ -53,7 +53,7 @@ class TrainCommands:
         self._hosts = [self._run(command) for command in self._starts]
 
     def start_again(self) -> None:
-        """The host that was lost comes back."""
+        """Start the host that was lost again."""
         self._hosts.append(self._run(self._starts[-1]))
 
     def _command(self, node: int, workers: Sequence[int], rendezvous: Sequence[str]) -> list[str]:

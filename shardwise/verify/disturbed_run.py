@@ -35,10 +35,10 @@ class DrillProgress(Protocol):
     """Shows how a drill goes."""
 
     def at(self, phase: str, step: int, faults: int) -> None:
-        """This far, with so many faults survived."""
+        """Show which phase the drill is in, at which step, and how many faults were survived."""
 
     def say(self, text: str) -> None:
-        """Something happened."""
+        """Print what happened."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Baseline:
 
 
 class NotSurvived(Exception):
-    """The drilled run did not go on."""
+    """The drilled run ended before its last step."""
 
 
 def job_file(folder: Path, config: Config) -> Path:

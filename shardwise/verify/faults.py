@@ -138,7 +138,7 @@ class FullDisk:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, self._before[1]))
 
     def lift(self) -> None:
-        """There is room again."""
+        """Let the worker write files of any size again."""
         import resource
 
         resource.prlimit(self._pid, resource.RLIMIT_FSIZE, self._before)

@@ -150,7 +150,7 @@ class ReferenceSlicer:
 
     @classmethod
     def of(cls, training: Training) -> ReferenceSlicer:
-        """This rank's."""
+        """The slicer for the part of a model and of its batches that this rank holds."""
         mesh, parallel, length = training.mesh, training.parallel, training.config.data.sequence_length
         table = parallel.table
         paths = [path for part in parallel.parts for path, _ in part.model.named_modules()]

@@ -126,7 +126,7 @@ class _UndoneAllReduce(CountedReduceScatter):
         return self.buffers[-1]
 
     def give_back(self, summed: Tensor) -> None:
-        """After the sum."""
+        """The hook that FSDP2 calls after its all-reduce: put back what this rank had before it."""
         summed.copy_(torch.stack(self.buffers[::2]).sum(0))
         self.buffers = []
 

@@ -69,7 +69,7 @@ class QuantityError:
 
 
 def finite(number: float) -> float:
-    """JSON has no infinity and no NaN."""
+    """The number as JSON can hold it, which has no infinity and no NaN."""
     return number if math.isfinite(number) else 1e308
 
 

@@ -125,12 +125,12 @@ def test_a_worker_that_does_not_let_go_of_a_broken_team_is_replaced(tmp_path: Pa
 def test_a_slot_in_which_no_worker_comes_up_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_module, "RETRY_SECONDS", 0.5)
     host, events = a_host(tmp_path, {})
-    host.start = partial(_stillborn_twice, str(tmp_path), host.start)
+    host.start = partial(_fails_to_start_twice, str(tmp_path), host.start)
     assert host.run() == 0
     assert [event for event, _ in events].count("slot_rests") == 1
 
 
-def _stillborn_twice(folder: str, real: Any, slot: int, pipe: Any) -> None:
+def _fails_to_start_twice(folder: str, real: Any, slot: int, pipe: Any) -> None:
     marks = list(Path(folder).glob("born-*"))
     if slot == 1 and len(marks) < 2:
         (Path(folder) / f"born-{len(marks)}").touch()
