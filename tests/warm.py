@@ -38,6 +38,8 @@ PRELOAD = (
 )  # fmt: skip
 LEFT_SECONDS = 10.0
 """How long what a command started may take to end after it."""
+LONGEST = 240.0
+"""Seconds that a command may take: a little less than a test may."""
 PR_SET_CHILD_SUBREAPER = 36
 _fork_exec = subprocess._fork_exec  # type: ignore[attr-defined]
 
@@ -64,12 +66,12 @@ class Command:
                 pass
         return self.returncode
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = LONGEST) -> int:
         if self.returncode is None:
             self.returncode = int(self._read(timeout))
         return self.returncode
 
-    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+    def communicate(self, timeout: float = LONGEST) -> tuple[str, str]:
         """Wait for its end; what it wrote. Nothing of it may be left running."""
         self.wait(timeout)
         left = json.loads(self._read(LEFT_SECONDS + 60))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,26 +58,26 @@ def test_a_run_with_a_killed_worker_and_a_spoilt_checkpoint_is_the_undisturbed_r
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
-def test_four_workers_survive_six_faults_of_four_kinds(shardwise_slowly: Shardwise, seed: str) -> None:
+def test_four_workers_survive_six_faults_of_four_kinds(shardwise: Shardwise, seed: str) -> None:
     arguments = ["examples/drill.toml", "--faults", "kill,hang,corrupt,term", "--count", "6", "--seed", seed, "--json"]
-    found = result(shardwise_slowly("drill", *arguments, "run.folder=run"))
+    found = result(shardwise("drill", *arguments, "run.folder=run"))
     assert found["pass"]
     assert {fault["kind"] for fault in found["faults"]} == {"kill", "hang", "corrupt", "term"}
     assert not found["layout_changed"]
 
 
 @pytest.mark.full
-def test_a_full_disk_and_a_request_to_leave_cost_no_step(shardwise_slowly: Shardwise) -> None:
+def test_a_full_disk_and_a_request_to_leave_cost_no_step(shardwise: Shardwise) -> None:
     arguments = ["examples/drill.toml", "--faults", "full,term", "--count", "2", "--json", "run.folder=run"]
-    found = result(shardwise_slowly("drill", *arguments))
+    found = result(shardwise("drill", *arguments))
     assert found["pass"]
     assert [fault["steps_lost"] for fault in found["faults"]] == [0, 0]
 
 
 @pytest.mark.full
-def test_workers_fall_from_four_to_three_and_come_back(shardwise_slowly: Shardwise, tmp_path: Path) -> None:
+def test_workers_fall_from_four_to_three_and_come_back(shardwise: Shardwise, tmp_path: Path) -> None:
     arguments = ["examples/drill.toml", "train.steps=300", "--faults", "lose", "--count", "1", "--json", "run.folder=run"]
-    found = result(shardwise_slowly("drill", *arguments))
+    found = result(shardwise("drill", *arguments))
     assert found["pass"]
     assert found["layout_changed"]
     events = [json.loads(line) for line in (tmp_path / "run/drilled/events.jsonl").read_text().splitlines()]
@@ -88,9 +86,9 @@ def test_workers_fall_from_four_to_three_and_come_back(shardwise_slowly: Shardwi
 
 
 @pytest.mark.full
-def test_a_run_that_does_not_survive_fails_the_drill_with_its_last_words(shardwise_slowly: Shardwise) -> None:
+def test_a_run_that_does_not_survive_fails_the_drill_with_its_last_words(shardwise: Shardwise) -> None:
     arguments = ["--faults", "kill", "--count", "1", "recovery.attempts=1", "--json"]
-    done = shardwise_slowly("drill", *JOB, *arguments)
+    done = shardwise("drill", *JOB, *arguments)
     found = result(done, status=1)
     assert (found["pass"], found["faults"], found["loss_equal"]) == (False, [], False)
     assert "kill after step" in found["failure"]
@@ -120,18 +118,6 @@ def test_only_a_drill_that_was_survived_without_a_difference_is_status_0(
     told = capsys.readouterr()
     assert json.loads(told.out)["pass"] is (status == 0)
     assert told.err.strip() == (failure or "")
-
-
-@pytest.fixture
-def shardwise_slowly(tmp_path: Path) -> Shardwise:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-m", "shardwise", *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
-
-    return call
 
 
 @pytest.mark.parametrize(
