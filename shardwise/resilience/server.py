@@ -15,7 +15,7 @@ from multiprocessing import forkserver
 
 def start_server(preload: Sequence[str]) -> None:
     """Start it, if it does not run yet. It inherits that Ctrl-C is ignored, also while it still imports torch."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["shardwise.resilience.preload", *preload])
     if threading.current_thread() is not threading.main_thread():  # others may not set signals
         return forkserver.ensure_running()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,34 @@
+"""The server that workers are forked from."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from test_server import garbage_collection
+from shardwise.resilience.forked import end, fork
+from shardwise.resilience.server import start_server
+
+start_server(["test_server"])
+worker = fork(0, garbage_collection, (), Path(sys.argv[1]))
+print(worker.hear())
+end([worker])
+"""
+
+
+def garbage_collection(pipe: Connection) -> None:
+    pipe.send((gc.isenabled(), gc.get_freeze_count() > 1000))
+
+
+def test_a_worker_collects_garbage_but_not_among_what_its_server_imported(tmp_path: Path) -> None:
+    places = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "(True, True)\n", done.stderr
