@@ -46,6 +46,7 @@ def plan(
     """The best layout for a job: what it takes, why it wins, what the next best loses on."""
     from shardwise.config import read
     from shardwise.errors import UserError
+    from shardwise.search.search import check_countable
 
     if html is not None:
         if scale or fewest or maximise or flops is not None or days is not None or schedule:
@@ -55,6 +56,7 @@ def plan(
     if schedule or svg is not None:
         _draw(config, svg, json)
         return
+    check_countable(config)
     cluster = _cluster(config)
     if scale or fewest or maximise or flops is not None or days is not None:
         _print(*_goal(config, cluster, scale, fewest, maximise, flops, days), json)

@@ -13,7 +13,7 @@ from shardwise.cost.space import RECOMPUTE, Array, Bools, Ints, Space, Work, dis
 from shardwise.cost.stack import Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.dtypes import BYTES, wide
-from shardwise.plan.engine import Engine, engine_of
+from shardwise.plan.engine import Engine, compiles_blocks, engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.parameters import parameter_shapes
 from shardwise.plan.schedule import SCHEDULES
@@ -86,7 +86,7 @@ class FirstRank:
     @cached_property
     def gathers_again(self) -> Bools:
         """Where backward gathers the inputs of a pair of matrices again: a program's own way, or a block that is not compiled."""
-        eager = ~(self.selective | self.full) & np.bool_(self.device == "cpu")
+        eager = ~(self.selective | self.full) & np.bool_(not compiles_blocks(self.work.compile, self.device))
         return eager | np.bool_(self.stack.gathers_again)
 
     @cached_property

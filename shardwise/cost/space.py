@@ -47,6 +47,8 @@ class Work:
     reduce_dtype: str = "float32"
     stages: tuple[int, ...] | None = None
     """Blocks of each pipeline stage, where they were given by hand: they hold for candidates with as many stages."""
+    compile: bool | str = "auto"
+    """As `train.compile`."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:
         """Blocks of each of so many stages: by hand, or as they are cut by cost."""

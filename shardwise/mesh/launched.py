@@ -139,8 +139,8 @@ def threads_of_worker(workers: int) -> int:
 
 def worker_environment(workers: int, interface: str | None) -> dict[str, str]:
     """What our own workers need in their environment: a fair share of the cores, and the network that leads to the others."""
-    wanted = {"OMP_NUM_THREADS": str(threads_of_worker(workers)), **({"GLOO_SOCKET_IFNAME": interface} if interface else {})}
-    return {name: os.environ.get(name, value) for name, value in wanted.items()}
+    network = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", interface)} if interface else {}
+    return {"OMP_NUM_THREADS": str(threads_of_worker(workers)), **network}
 
 
 def cache_folder() -> Path:

@@ -31,6 +31,7 @@ from shardwise.parallel.recompute import recompute
 from shardwise.parallel.stages import cut_out, own_stages
 from shardwise.parallel.tensor import split_over_tensor
 from shardwise.plan import Plan, engine_of, reduce_dtype, state_dtype
+from shardwise.plan.engine import compiles_blocks
 
 
 def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
@@ -142,7 +143,7 @@ def _on_data_axes(config: Config, model: nn.Module, table: Sharding, comm: Comm)
 
 def is_compiled(config: Config, device: torch.device) -> bool:
     """Whether blocks go through torch.compile."""
-    return config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
+    return compiles_blocks(config.train.compile, device.type)
 
 
 def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:

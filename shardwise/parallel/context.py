@@ -57,9 +57,9 @@ class Ring(ParallelModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         """Each (batch, heads, this device's tokens, head_dim), documents (batch, this device's tokens)."""
-        return ring_attention(query, key, value, self.share.comm, documents)
+        return ring_attention(query, key, value, self.parallel_share.comm, documents)
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """What travels."""
         return "keys and values passed around the ring"
 
@@ -69,9 +69,9 @@ class Ulysses(ParallelModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         """Each (batch, heads, this device's tokens, head_dim), documents (batch, this device's tokens)."""
-        return ulysses_attention(query, key, value, self.share.comm, documents)
+        return ulysses_attention(query, key, value, self.parallel_share.comm, documents)
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """What travels."""
         return "tokens exchanged for heads, and back"
 
@@ -83,6 +83,6 @@ class Unused(ParallelModule):
         """Handed on."""
         return documents
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """Why it does nothing."""
         return "document numbers handed on to attention"

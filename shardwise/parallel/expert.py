@@ -59,12 +59,12 @@ class Exchanged(ParallelModule):
     @eager
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows (n, hidden) sorted by expert, of which expert i takes counts[i], to the same rows after their expert."""
-        return exchange(super().forward, rows, counts, self.share.comm)
+        return exchange(super().forward, rows, counts, self.parallel_share.comm)
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """This device's experts."""
         experts = next(weight.shape[0] for weight in self._parameters.values() if weight is not None)
-        own = self.share.range_of(experts)
+        own = self.parallel_share.range_of(experts)
         return f"experts {own.start}:{own.stop} of {experts}, rows sent to their experts and back"
 
 

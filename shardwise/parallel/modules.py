@@ -55,40 +55,41 @@ class Share:
 
 
 class ParallelModule(nn.Module):
-    """A module of which the devices of an axis have a share each. Subclasses say how, and come before the module's own class."""
+    """A module of which the devices of an axis have a share each. Subclasses say how, and come before the module's own class: so
+    its names are such as a user's module does not have."""
 
-    share: Share
+    parallel_share: Share
 
-    def used_part(self, name: str, part: Tensor) -> Tensor | None:
+    def parallel_part(self, name: str, part: Tensor) -> Tensor | None:
         """What the module's own code sees of a weight, of which this device holds `part`."""
         return part
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """This device's part, in words."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
         """What the module says of itself, and its share."""
-        share = f"{self.share.axis} {self.share.index} of {self.share.size}: {self.describe()}"
+        share = f"{self.parallel_share.axis} {self.parallel_share.index} of {self.parallel_share.size}: {self.describe_share()}"
         return ", ".join(text for text in (super().extra_repr(), share) if text)
 
 
 class _ForwardOfInstance(nn.Module):
     """Comes before the class of a module that had a `forward` set on the instance, where it would hide those of all classes."""
 
-    forward_of_instance: Callable[..., Any]
+    parallel_forward_of_instance: Callable[..., Any]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.forward_of_instance(*inputs, **named)
+        return self.parallel_forward_of_instance(*inputs, **named)
 
 
 def make_parallel(module: nn.Module, kind: type[ParallelModule], share: Share) -> None:
     """Let this device compute its share of a module, in the way of `kind`."""
     bases: tuple[type[nn.Module], ...] = (kind, type(module))
     if "forward" in vars(module):
-        vars(module)["forward_of_instance"] = vars(module).pop("forward")
+        vars(module)["parallel_forward_of_instance"] = vars(module).pop("forward")
         bases = (kind, _ForwardOfInstance, type(module))
-    vars(module)["share"] = share
+    vars(module)["parallel_share"] = share
     module.__class__ = _joined(bases, tuple(module._parameters))
 
 
@@ -106,6 +107,6 @@ def _part(name: str) -> property:
         weight = self._parameters[name]
         if weight is None or (isinstance(weight, DTensor) and weight.device_mesh.ndim > 1):
             return weight  # FSDP2 holds it in shards, on a mesh of more axes, and is the one who asks
-        return self.used_part(name, local(weight))
+        return self.parallel_part(name, local(weight))
 
     return property(read)

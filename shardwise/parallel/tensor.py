@@ -117,7 +117,7 @@ def _distribute(module: nn.Module, name: str, dim: int | None, comm: Comm, distr
 class Whole(ParallelModule):
     """Weights on every device, used on the device's own tokens or heads."""
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """All of it."""
         return "whole, gradients summed"
 
@@ -129,13 +129,13 @@ class Gathered(ParallelModule):
     itself and keeps its gathered input.
     """
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """What happens to its input."""
         return "sequence gathered before"
 
 
 def _gather_input(module: Gathered, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return gather(inputs[0], module.share.comm, AXIS, SEQUENCE), *inputs[1:]
+    return gather(inputs[0], module.parallel_share.comm, AXIS, SEQUENCE), *inputs[1:]
 
 
 class Regathered(Gathered):
@@ -143,11 +143,11 @@ class Regathered(Gathered):
 
     def forward(self, whole: Tensor, *rest: Any, **named: Any) -> Any:
         """The module's own."""
-        again = _Again(whole, self.share)
+        again = _Again(whole, self.parallel_share)
         with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
             return super().forward(whole, *rest, **named)
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """What happens to its input."""
         return "sequence gathered before, and again in backward"
 
@@ -185,30 +185,30 @@ class Column(ParallelModule):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own, on this device's rows of the weight."""
         output = super().forward(*inputs, **named)
-        assert self.share.role is not None
-        return _put_together(output, _rows_of(self), self.share) if self.share.role.gather else output
+        assert self.parallel_share.role is not None
+        return _put_together(output, _rows_of(self), self.parallel_share) if self.parallel_share.role.gather else output
 
-    def used_part(self, name: str, part: Tensor) -> Tensor:
+    def parallel_part(self, name: str, part: Tensor) -> Tensor:
         """Where there are fewer parts (key heads) than devices, each device holds all of them and uses one."""
         copied = self._copied_part()
         return part if copied is None else part.chunk(copied[1])[copied[0]]
 
     def _copied_part(self) -> tuple[int, int] | None:
         """Which of how many parts, where every device holds all of them."""
-        role, share = self.share.role, self.share
+        role, share = self.parallel_share.role, self.parallel_share
         assert role is not None
         if role.parts is None or not copies_parts(role, share.size):
             return None
         return share.index * role.parts // share.size, role.parts
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """This device's outputs."""
         rows, copied = _rows_of(self), self._copied_part()
         if copied is not None:
             part, parts = copied
             return f"outputs {part * rows // parts}:{(part + 1) * rows // parts} of {rows}, all of which it holds"
-        assert self.share.role is not None
-        return f"outputs {_in_words(self.share, rows)}" + (", gathered after" if self.share.role.gather else "")
+        assert self.parallel_share.role is not None
+        return f"outputs {_in_words(self.parallel_share, rows)}" + (", gathered after" if self.parallel_share.role.gather else "")
 
 
 class Row(ParallelModule):
@@ -217,18 +217,18 @@ class Row(ParallelModule):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own, without its bias, which is added once, after the sum over the devices."""
         partial: Tensor = super().forward(*inputs, **named)
-        summed, bias = scatter_sum(partial, self.share.comm, AXIS, SEQUENCE), self._parameters.get("bias")
+        summed, bias = scatter_sum(partial, self.parallel_share.comm, AXIS, SEQUENCE), self._parameters.get("bias")
         return summed if bias is None else summed + local(bias).to(summed.dtype)
 
-    def used_part(self, name: str, part: Tensor) -> Tensor | None:
+    def parallel_part(self, name: str, part: Tensor) -> Tensor | None:
         """No bias for the module's own code."""
         return None if name == "bias" else part
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """This device's inputs."""
         weight = self._parameters["weight"]
         assert weight is not None
-        return f"inputs {_in_words(self.share, weight.shape[1])}, outputs summed and scattered along the sequence"
+        return f"inputs {_in_words(self.parallel_share, weight.shape[1])}, outputs summed and scattered along the sequence"
 
 
 class Vocabulary(ParallelModule):
@@ -238,16 +238,16 @@ class Vocabulary(ParallelModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Rows of ids that other devices have are zeros here, and the sum over the devices fills them in."""
-        weight, first = self.weight, self.share.range_of(_rows_of(self)).start
+        weight, first = self.weight, self.parallel_share.range_of(_rows_of(self)).start
         rows = ids - first
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
         weight = weight if weight.shape[0] else F.pad(weight, (0, 0, 0, 1))  # a device may have no rows
         vectors = F.embedding(rows.masked_fill(elsewhere, 0), weight)  # (batch, sequence, hidden)
-        return scatter_sum(vectors.masked_fill(elsewhere.unsqueeze(-1), 0), self.share.comm, AXIS, SEQUENCE)
+        return scatter_sum(vectors.masked_fill(elsewhere.unsqueeze(-1), 0), self.parallel_share.comm, AXIS, SEQUENCE)
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """This device's ids."""
-        return f"ids {_in_words(self.share, _rows_of(self))}, summed and scattered along the sequence"
+        return f"ids {_in_words(self.parallel_share, _rows_of(self))}, summed and scattered along the sequence"
 
 
 class Position(ParallelModule):
@@ -255,9 +255,9 @@ class Position(ParallelModule):
 
     def forward(self, positions: Tensor) -> Any:
         """The module's own, of fewer positions."""
-        return super().forward(positions.chunk(self.share.size, -1)[self.share.index])
+        return super().forward(positions.chunk(self.parallel_share.size, -1)[self.parallel_share.index])
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """All of it."""
         return "whole, asked for this device's part of the sequence, gradients summed"
 
@@ -271,25 +271,27 @@ class VocabularyLoss(ParallelModule):
     @eager
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
         """Of (batch, part of the sequence, hidden): the loss, or whole logits at one position, or at all."""
-        hidden, weight = gather(hidden, self.share.comm, AXIS, SEQUENCE), self.weight  # (batch, sequence, hidden)
+        hidden, weight = gather(hidden, self.parallel_share.comm, AXIS, SEQUENCE), self.weight  # (batch, sequence, hidden)
         if targets is not None:
             flat, part = hidden.flatten(0, 1), self._part_of_vocabulary()
             return linear_cross_entropy(flat, weight, targets.flatten(), part=part, split_backward=self.split_backward)
         chosen = hidden if at is None else hidden[:, at]
-        return _put_together(F.linear(chosen, weight.to(hidden.dtype)), _rows_of(self), self.share)
+        return _put_together(F.linear(chosen, weight.to(hidden.dtype)), _rows_of(self), self.parallel_share)
 
     def _part_of_vocabulary(self) -> VocabularyPart:
-        comm, rows = self.share.comm, _rows_of(self)
+        comm, rows = self.parallel_share.comm, _rows_of(self)
 
         def maximum(numbers: Tensor) -> Tensor:
             return comm.all_reduce(numbers, AXIS, op=torch.distributed.ReduceOp.MAX)
 
-        first, most_rows = self.share.range_of(rows).start, largest_part(rows, self.share.size)
+        first, most_rows = self.parallel_share.range_of(rows).start, largest_part(rows, self.parallel_share.size)
         return VocabularyPart(first, most_rows, maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
 
-    def describe(self) -> str:
+    def describe_share(self) -> str:
         """This device's ids."""
-        return f"ids {_in_words(self.share, _rows_of(self))}, sequence gathered before, sums of the loss over all devices"
+        return (
+            f"ids {_in_words(self.parallel_share, _rows_of(self))}, sequence gathered before, sums of the loss over all devices"
+        )
 
 
 def _put_together(features: Tensor, rows: int, share: Share) -> Tensor:

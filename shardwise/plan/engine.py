@@ -108,3 +108,8 @@ def has_schedule(layout: Choices, names: tuple[str, ...]) -> Flag:
     if isinstance(layout.schedule, str):
         return layout.schedule in names
     return reduce(or_, (layout.schedule == SCHEDULES.index(name) for name in names))
+
+
+def compiles_blocks(setting: bool | str, device: str) -> bool:
+    """Whether blocks go through torch.compile, by `train.compile` and the kind of device ("cuda", "cpu")."""
+    return setting is True or (setting == "auto" and device == "cuda")

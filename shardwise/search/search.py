@@ -71,7 +71,7 @@ def work_of(config: Config) -> Work:
     """What a step of this job computes."""
     train = config.train
     widths = (train.precision, state_dtype(train), reduce_dtype(train))
-    return Work(config.model, config.data.sequence_length, train.global_batch, *widths, config.layout.stages)
+    return Work(config.model, config.data.sequence_length, train.global_batch, *widths, config.layout.stages, train.compile)
 
 
 def limit(cluster: Cluster, margin: float, devices: int) -> float:
@@ -80,14 +80,19 @@ def limit(cluster: Cluster, margin: float, devices: int) -> float:
     return cluster.device.memory / sharing * (1 - margin)
 
 
-def search(config: Config, cluster: Cluster, devices: int, margin: float = MARGIN) -> SearchResult:
-    """Cost every layout of this job on so many devices of the cluster."""
-    started = time.perf_counter()
+def check_countable(config: Config) -> None:
+    """Refuse what cannot be planned for on any cluster."""
     if config.model.module is not None:
         raise UserError(
             "model.module: the planner knows the transformer of [model] and cannot count a module of your own; "
             "leave it out to plan for a transformer of that size, or choose a [layout] yourself"
         )
+
+
+def search(config: Config, cluster: Cluster, devices: int, margin: float = MARGIN) -> SearchResult:
+    """Cost every layout of this job on so many devices of the cluster."""
+    started = time.perf_counter()
+    check_countable(config)
     fixed, work = fixed_fields(config), work_of(config)
     proposed = candidates(config, devices, fixed, bool(fixed.get("offload")))
     result = _costed(work, cluster, proposed.space, margin, proposed.refused, fixed, devices)

@@ -10,7 +10,7 @@ from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
 from shardwise.observe import peak_flops
 from shardwise.parallel import is_compiled
-from shardwise.plan import reduce_dtype, simulate, state_dtype
+from shardwise.plan import engine_of, reduce_dtype, simulate, state_dtype
 from shardwise.plan.grid import describe_degrees
 from shardwise.train.build import Training
 
@@ -29,7 +29,7 @@ def describe_run(training: Training) -> dict[str, str]:
         "batch": f"{train.global_batch} sequences of {config.data.sequence_length}: {plan.layout.data_parallel} devices x "
         f"{plan.accumulation} micro-batches of {plan.micro_batch}",
         "precision": f"{train.precision} computation, {state_dtype(train)} weights and optimizer state, gradients summed in "
-        f"{reduce_dtype(train) if plan.layout.zero else state_dtype(train)}",
+        f"{reduce_dtype(train) if engine_of(plan.layout, config.model.experts).sharded else state_dtype(train)}",
         **_pipeline(training),
         "attention": _attention(training),
         "compile": "each block" if is_compiled(config, device) and training.parallel.table.blocks else "off",

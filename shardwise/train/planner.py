@@ -40,12 +40,15 @@ class Planner:
     searches: bool = False
     """Whether the planner is to decide what the job leaves open."""
     _plans: dict[int, Plan | None] = field(default_factory=dict, compare=False, repr=False)
+    """Made already, by the number of devices."""
 
     @cached_property
     def first(self) -> Plan:
         """The plan on all devices; a `ConfigError` says why there is none."""
         config, asked = self._job_to_plan
-        return self._predicted(choose(config, self.devices, self.memory_bytes, self.parameters, asked))
+        plan = self._predicted(choose(config, self.devices, self.memory_bytes, self.parameters, asked))
+        self._plans[self.devices] = plan
+        return plan
 
     def on(self, devices: int, least: int) -> Plan | None:
         """The plan for as many of these devices as can be used; None if that is fewer than `least`."""

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -233,13 +232,14 @@ def _signals() -> Iterator[Callable[[], int | None]]:
 
 
 def _check_same_job(training: Training) -> None:
-    """Workers that were started with different jobs would wait for each other forever; stop them now. A prediction may differ
-    in its last digits between CPUs and decides nothing.
+    """Workers that were started with different jobs would wait for each other forever; stop them now. What was decided must
+    agree; reasons and predictions name this node's memory, and may differ in their last digits.
     """
     if training.mesh.worker.world == 1:
         return
-    decided = replace(training.plan, predicted=None, unpredicted=None)
-    job = json.dumps([to_toml(training.config, as_asked=True), decided.to_json()]).encode()
+    plan = training.plan.to_json()
+    decided = [plan[name] for name in ("layout", "micro_batch", "accumulation", "recompute")]
+    job = json.dumps([to_toml(training.config, as_asked=True), decided]).encode()
     mine = hashlib.sha256(job).digest()
     if training.checkpointer.peers.from_rank(mine, 0) != mine:
         raise UserError(

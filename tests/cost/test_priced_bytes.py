@@ -1,4 +1,4 @@
-"""Bytes in the price = bytes in the flows, of every candidate, job and program; tests/parallel/test_predicted_traffic.py holds
+"""Bytes in the price = bytes in the flows, of every candidate, job and program; tests/parallel/test_predictions.py holds
 both to the ledger of real steps."""
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -39,6 +40,15 @@ def work(model: Model = EVEN) -> Work:
 def sent(row: dict[str, int], model: Model = EVEN, device: str = "cpu") -> dict[str, dict[str, int]]:
     space = space_of([row])
     return totals(flows(work(model), space, device=device), space, 0)
+
+
+def test_blocks_that_are_compiled_on_a_cpu_send_what_they_do_on_a_gpu() -> None:
+    space = space_of([{"tensor": 2, "accumulation": 2}])
+    on_gpu, on_cpu, compiled, not_on_gpu = (
+        totals(flows(replace(work(), compile=setting), space, device=device), space, 0)
+        for setting, device in (("auto", "cuda"), ("auto", "cpu"), (True, "cpu"), (False, "cuda"))
+    )
+    assert compiled == on_gpu != on_cpu == not_on_gpu
 
 
 def number(row: dict[str, int], kind: str, axis: str, when: str, model: Model = EVEN) -> tuple[float, float]:

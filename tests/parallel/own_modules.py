@@ -25,13 +25,14 @@ class Layer(nn.Module):
         self.mix.q = nn.Linear(config.hidden, config.heads * config.head_dim)
         self.mix.kv = nn.Linear(config.hidden, 2 * config.head_dim)
         self.mix.out = nn.Linear(config.heads * config.head_dim, config.hidden, bias=False)
+        self.mix.share = 0.5  # a user's names are the user's
         self.mix.forward = self._mix
 
     def _mix(self, x: Tensor, mask: Tensor | None) -> Tensor:
         query = self.mix.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         key, value = (part.unsqueeze(1).expand_as(query) for part in self.mix.kv(x).chunk(2, -1))
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
-        return self.mix.out(mixed.transpose(1, 2).flatten(2))
+        return self.mix.out(self.mix.share * mixed.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         return x + self.mix(self.norm(x), mask)

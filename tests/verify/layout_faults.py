@@ -59,7 +59,7 @@ def row_outputs_not_summed() -> None:
     """Forward: after a matrix that is split by inputs, a device goes on with its own partial result."""
 
     def forward(self: parallel_tensor.Row, *inputs: Any) -> Any:
-        return super(parallel_tensor.Row, self).forward(*inputs).chunk(self.share.size, 1)[self.share.index]
+        return super(parallel_tensor.Row, self).forward(*inputs).chunk(self.parallel_share.size, 1)[self.parallel_share.index]
 
     parallel_tensor.Row.forward = forward
 
