@@ -117,6 +117,11 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     local_workers = workers or (node.workers if node else None) or _requested_workers(config, limits, nodes) or local_gpus()
     local_workers = local_workers or fewest_devices(config.layout)
     least, most = limits[0] or limits[1] or local_workers * nodes, limits[1] or local_workers * nodes
+    if node is None and most != local_workers:
+        raise UserError(
+            f"--max-workers {most}: this machine starts {local_workers}, and no other takes part; "
+            "leave it out, or give --workers the same number"
+        )
     if least > most:
         raise UserError(f"--min-workers {least}: more than the {most} workers that there can be")
     if most > 1 and (config.checkpoint.folder or "").startswith("memory:"):

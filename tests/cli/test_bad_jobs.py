@@ -37,6 +37,7 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         (["layout.data=3"], ["train.global_batch = 32", "3 data-parallel devices", "use 30 or 33"]),
         (["layout.replica=2", "layout.data=-1", "--workers", "3"], ["3 devices", "does not divide 3"]),
         (["layout.data=4", "--workers", "2"], ["data 4 = 4 devices", "--workers 4"]),
+        (["layout.data=-1", "--workers", "2", "--max-workers", "4"], ["--max-workers 4", "this machine starts 2"]),
         (["model.heads=6", "model.kv_heads=4"], ["model.kv_heads = 4", "model.heads = 6", "1, 2, 3, 6"]),
         (["data.source=nowhere.txt"], ["nowhere.txt"]),
         (["data.source=empty.txt"], ["empty.txt"]),
