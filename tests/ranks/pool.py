@@ -50,8 +50,9 @@ class Pool:
         self._store: TCPStore | None = None
         self._generation = 0
 
-    def run(self, case: Callable[..., Any], *arguments: Any, seconds: float = SECONDS) -> list[Any]:
-        """Run a case on every rank; what each returned, in rank order."""
+    def run(self, case: Callable[..., Any], *arguments: Any, seconds: float = SECONDS, stay: bool = False) -> list[Any]:
+        """Run a case on every rank; what each returned, in rank order. Ranks `stay` where the next case needs what this one left
+        in their memories."""
         self._ranks = self._ranks or [_Rank(rank, self.world) for rank in range(self.world)]
         self._store = self._store or open_rendezvous_store()
         self._generation += 1
@@ -64,7 +65,7 @@ class Pool:
             rank.pipe.send((list(sys.path), worker, seconds, task))
         answers = self._answers(seconds)
         if len(answers) == self.world and all(isinstance(answer, _Returned) for answer in answers.values()):
-            if self._ranks[0].threads() > MOST_THREADS:
+            if self._ranks[0].threads() > MOST_THREADS and not stay:
                 self.close()
             return [answers[rank].value for rank in range(self.world)]
         report = self._report(answers)

@@ -86,7 +86,7 @@ def test_what_one_worker_lost_comes_back_from_its_neighbour(
         corpus, model=FAMILIES[model], train={"steps": 5, "micro_batch": 2}, layout=layout, run={"folder": str(tmp_path)}
     )
     pool = ranks(Layout(**layout).world)
-    before = pool.run(train_with_copies, tables)
+    before = pool.run(train_with_copies, tables, stay=True)
     after = pool.run(come_back, tables, [lost])
     for (losses, kept), (recalled, found, again) in zip(before, after, strict=True):
         assert recalled
@@ -108,8 +108,8 @@ def test_a_copy_that_came_in_part_is_not_used_but_the_one_before_it(
     ranks: Callable[[int], Pool], corpus: str, tmp_path: Path
 ) -> None:
     tables = job(corpus, train={"steps": 5}, layout={"data": 2, "zero": 3}, run={"folder": str(tmp_path)})
-    before = ranks(2).run(train_with_copies, tables)
-    ranks(2).run(break_off_last_exchange)
+    before = ranks(2).run(train_with_copies, tables, stay=True)
+    ranks(2).run(break_off_last_exchange, stay=True)
     for (losses, _), (recalled, _, again) in zip(before, ranks(2).run(come_back, tables, [1]), strict=True):
         assert recalled
         assert again == losses[2:], "copies were kept of steps 2 and 4"
@@ -120,12 +120,12 @@ def test_two_may_be_lost_unless_one_had_the_others_copy(
     ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, lost: list[int], whole: bool
 ) -> None:
     tables = job(corpus, train={"steps": 5}, layout={"data": 4, "zero": 3}, run={"folder": str(tmp_path)})
-    ranks(4).run(train_with_copies, tables)
+    ranks(4).run(train_with_copies, tables, stay=True)
     assert [recalled for recalled, *_ in ranks(4).run(come_back, tables, lost)] == [whole] * 4
 
 
 def test_copies_of_another_layout_are_not_used(ranks: Callable[[int], Pool], corpus: str, tmp_path: Path) -> None:
     tables = job(corpus, train={"steps": 5}, layout={"data": 4, "zero": 3}, run={"folder": str(tmp_path)})
-    ranks(4).run(train_with_copies, tables)
+    ranks(4).run(train_with_copies, tables, stay=True)
     other = {**tables, "layout": {"data": 4, "zero": 1}}
     assert [recalled for recalled, *_ in ranks(4).run(come_back, other, [])] == [False] * 4
