@@ -30,8 +30,6 @@ MIXTURE = {
     "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14336, "vocabulary": 32000,
     "experts": 8, "experts_per_token": 2, "expert_ffn": 14336, "max_positions": 8192,
 }  # fmt: skip
-AT_ONCE = 200_000
-"""Candidates that are predicted together, as a search does it."""
 
 
 def main(repeats: int) -> None:
@@ -55,8 +53,8 @@ def _exponentials(rows: int) -> None:
 
 
 def _predict(config: Config, space: Space, cluster: Cluster) -> None:
-    for first in range(0, len(space), AT_ONCE):
-        predict(work_of(config), space.take(slice(first, first + AT_ONCE)), cluster)
+    for part in space.parts():  # as a search does it
+        predict(work_of(config), part, cluster)
 
 
 def _least(repeats: int, action: Callable[[], object]) -> float:
