@@ -1,15 +1,19 @@
 """From where and by how much things differ to what is probably wrong.
 
-The order of the questions is the order of the computation, since every later difference may follow from an earlier one:
+The first step that differs is looked at. The order of the questions is the order of the computation, since every later difference
+may follow from an earlier one:
 
-1. Does a module's output differ? Then that module, on those ranks, is where to look; gradients follow from it.
-2. Do outputs agree, but the gradient of one does not? Then the backward of what comes after that module. In both cases a factor
-   between what is there and the reference that is the size of an axis points to a sum over that axis: one too many, or none.
-3. Do all of those agree, but gradients of weights do not? Then the fault lies in what is done to them: the sums over axes. The
-   numbers tell which: copies that, added up over an axis, give the reference were not summed over it; copies that differ along
-   an axis were not all summed over it; a slice that is the reference times a number was scaled by it, and a number that is the
-   size of an axis, or one over it, points to that axis.
-4. Do gradients agree, but their norm, or the weights after the update? Then norm, clipping or optimizer.
+1. Do weights differ before that step begins? Then the update of the step before is wrong, whose gradients agree.
+2. Did the step read the same sequences? Their checksums tell.
+3. Does a module's output differ? Then that module, on those ranks, is where to look; gradients follow from it.
+4. Do outputs agree, but the gradient of one does not? Then the backward of what comes after that module. In both cases a factor
+   between what is there and the reference that is the size of an axis points to a sum over that axis: one too many, or none; a
+   factor of one over the number of micro-batches points to a division by it. Numbers that are equal are not told apart.
+5. Do all of those agree, but gradients of weights do not? Then the fault lies in what is done to them: the sums over axes. The
+   numbers tell which: a slice that is the reference times a number was scaled by it, and a number that is the size of an axis,
+   or one over it, points to that axis; copies that, added up over an axis, give the reference were not summed over it; copies
+   that differ along an axis were not all summed over it; what is left of the step before was not set to zero.
+6. Do gradients agree, but their norm, or the weights after the update? Then norm, clipping or optimizer.
 """
 
 from __future__ import annotations
@@ -21,10 +25,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.verify.reports import ModuleDifference, RankReport, RankTrace, SliceComparison
-from shardwise.verify.verdict import QuantityError, Verdict
+from shardwise.verify.verdict import EXACT, QuantityError, Verdict
 
-EXACT = 1e-6
-"""A slice is a multiple of the reference if what a factor does not explain is smaller than this."""
 ROUGHLY = 0.4
 """Summands over devices are alike in size, not equal: one of n is 1/n of the sum to within this."""
 MISSING, TWICE, AVERAGED = (
@@ -33,6 +35,9 @@ MISSING, TWICE, AVERAGED = (
     "averaged where it should be summed, over",
 )
 UNEXPLAINED = "differs in a way that no sum over an axis explains"
+UPDATE = "gradients agree, but not the weights after the update"
+MICRO_BATCHES = "micro-batches"
+"""A loss that is divided by their number is averaged where it should be summed, as over an axis."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class FirstDifference:
     ranks: tuple[int, ...]
     relative_error: float
     micro_batch: int
+    called: bool = True
+    """False: one device calls it, and these ranks do not."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class Diagnosis:
     forward: FirstDifference | None
     backward: FirstDifference | None
     causes: tuple[Cause, ...]
+    step: int = 1
+    """The first that differs."""
 
     def to_json(self) -> dict[str, Any]:
         """As --json shows it."""
@@ -71,8 +80,12 @@ class Diagnosis:
 
     def sentences(self) -> list[str]:
         """For people."""
-        lines = []
-        if self.forward:
+        lines = [] if self.step == 1 else [f"step {self.step} is the first that differs"]
+        if any(cause.what.startswith(UPDATE) for cause in self.causes):
+            return [*lines, *(_sentence(cause) for cause in self.causes)]
+        if self.forward and not self.forward.called:
+            lines.append(f"forward: {self.forward.module} is not called on {_list_ranks(self.forward.ranks)}")
+        elif self.forward:
             lines.append(f"forward: the first output that differs is that of {_where(self.forward)}")
         if self.backward and not self.forward:
             lines.append(
@@ -100,25 +113,32 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 
 def diagnose(
-    verdict: Verdict, reports: Sequence[RankReport], traces: Sequence[RankTrace], sizes: Mapping[str, int] | None = None
+    verdict: Verdict,
+    reports: Sequence[RankReport],
+    traces: Sequence[RankTrace],
+    sizes: Mapping[str, int] | None = None,
+    data: Sequence[str] = (),
 ) -> Diagnosis:
-    """What the numbers say; `sizes` are those of the layout's axes."""
+    """What the numbers say; `sizes` are those of the layout's axes, and the number of micro-batches, `data` the reference's
+    checksums of sequences. The traces are of the first step that differs."""
+    step, sizes = verdict.first_step, sizes or {}
+    if changed := {name: None for trace in traces for name in trace.before}:
+        ranks = tuple(trace.rank for trace in traces if trace.before)
+        return Diagnosis(None, None, (Cause(f"{UPDATE} of step {step - 1}", None, tuple(changed), ranks, None),), step)
     forward = _first({trace.rank: trace.forward for trace in traces if trace.forward})
     backward = _first({trace.rank: trace.backward for trace in traces if trace.backward}, last=True)
-    if forward or backward:
+    causes: Iterable[Cause]
+    if other := [report.rank for report in reports if data and report.data[step - 1] != data[step - 1]]:
+        ranks = forward.ranks if forward else tuple(other)
+        causes = [Cause(f"other rows of data than one device reads in step {step}", None, (), ranks, None)]
+    elif forward or backward:
         differences = [trace.forward if forward else trace.backward for trace in traces]
-        return Diagnosis(
-            forward,
-            backward,
-            tuple(_activation_causes(forward, backward, [difference for difference in differences if difference], sizes or {})),
-        )
-    first = min((error.step for error in verdict.failing()), default=0)
-    failing = [error for error in verdict.failing("gradient") if error.step == first]
-    if first == 1 and failing:
-        causes = _joined(_as_one_fault(list(_gradient_causes(failing, reports, traces)), reports))
+        causes = _activation_causes(forward, backward, [difference for difference in differences if difference], sizes)
+    elif failing := [error for error in verdict.failing("gradient") if error.step == step]:
+        causes = _joined(_as_one_fault(list(_gradient_causes(failing, reports, traces, sizes)), reports))
     else:
-        causes = _late_causes(verdict, first, reports)
-    return Diagnosis(None, None, tuple(causes))
+        causes = _late_causes(verdict, step, reports)
+    return Diagnosis(forward, backward, tuple(causes), step)
 
 
 def _first(by_rank: dict[int, ModuleDifference], last: bool = False) -> FirstDifference | None:
@@ -128,9 +148,8 @@ def _first(by_rank: dict[int, ModuleDifference], last: bool = False) -> FirstDif
     at_position = {rank: difference for rank, difference in by_rank.items() if difference.position == position}
     worst = max(at_position.values(), key=lambda difference: difference.error)
     error = worst.error if math.isfinite(worst.error) else 1e308
-    return FirstDifference(
-        worst.module, tuple(at_position), error, min(difference.micro_batch for difference in at_position.values())
-    )
+    first = min(difference.micro_batch for difference in at_position.values())
+    return FirstDifference(worst.module, tuple(at_position), error, first, worst.called)
 
 
 def _activation_causes(
@@ -149,7 +168,7 @@ def _activation_causes(
     what, over = f"scaled by {ratio:.6g}", ""
     if exact:
         twice = [axis for axis, size in axes.items() if math.isclose(ratio, size, rel_tol=EXACT)]
-        averaged = [axis for axis, size in axes.items() if math.isclose(ratio, 1 / size, rel_tol=EXACT)]
+        averaged = _divided_by(ratio, axes, sizes)
         if over := " or ".join(twice or averaged):
             what = f"{TWICE if twice else AVERAGED} {over}"
     elif not forward:  # Outputs of other tokens are alike by chance. Devices that share a sequence add up gradients of one token.
@@ -157,6 +176,12 @@ def _activation_causes(
         what = f"{MISSING} {over}"
     if exact or over:
         yield Cause(what, over or None, (), first.ranks, ratio)
+
+
+def _divided_by(ratio: float, axes: Mapping[str, int], sizes: Mapping[str, int]) -> list[str]:
+    """What the reference was divided by, if it is the size of an axis or the number of micro-batches: all that it may be."""
+    numbers = {MICRO_BATCHES: sizes.get(MICRO_BATCHES, 1), **axes}
+    return [name for name, size in numbers.items() if size > 1 and math.isclose(ratio, 1 / size, rel_tol=EXACT)]
 
 
 def _multiple(compared: Sequence[SliceComparison | ModuleDifference]) -> tuple[float | None, bool]:
@@ -193,11 +218,18 @@ def _joined(causes: Iterable[Cause]) -> Iterator[Cause]:
 
 
 def _gradient_causes(
-    failing: Sequence[QuantityError], reports: Sequence[RankReport], traces: Sequence[RankTrace]
+    failing: Sequence[QuantityError], reports: Sequence[RankReport], traces: Sequence[RankTrace], sizes: Mapping[str, int]
 ) -> Iterator[Cause]:
+    left_over = {trace.rank: trace.left_over for trace in traces}
+    if all(error.parameter in left_over.get(rank, ()) for error in failing for rank in error.ranks):
+        step = failing[0].step
+        what = f"gradients of step {step - 1} are still in those of step {step}: not set to zero between them"
+        for error in failing:
+            yield Cause(what, None, (error.parameter,), error.ranks, None)
+        return
     for error in failing:
         summed = [axis for trace in traces for axis in trace.summed.get(error.parameter, [])]
-        yield _cause(error, _GradientCopies(error, reports), summed)
+        yield _cause(error, _GradientCopies(error, reports), summed, sizes)
 
 
 class _GradientCopies:
@@ -232,20 +264,20 @@ class _GradientCopies:
         return [axis for axis in first if first[axis] != second[axis] and axis != "expert"]
 
 
-def _cause(error: QuantityError, copies: _GradientCopies, summed: Sequence[str]) -> Cause:
+def _cause(error: QuantityError, copies: _GradientCopies, summed: Sequence[str], sizes: Mapping[str, int]) -> Cause:
     ratio, exact = copies.ratio()
 
     def cause(what: str, axis: str | None = None) -> Cause:
         return Cause(f"{what} {axis}" if axis else what, axis, (error.parameter,), error.ranks, ratio)
 
+    if ratio is not None and exact and (averaged := _divided_by(ratio, copies.reductions, sizes)):
+        return cause(AVERAGED, " or ".join(averaged))  # before the next: averages, too, add up to the reference
     if summed:
         return cause(MISSING, summed[0])
     if ratio is not None and exact:
         for axis, size in copies.reductions.items():
             if math.isclose(ratio, size, rel_tol=EXACT):
                 return cause(TWICE, axis)
-            if math.isclose(ratio, 1 / size, rel_tol=EXACT):
-                return cause(AVERAGED, axis)
         return cause(f"scaled by {ratio:.6g}")
     unequal = copies.unequal_axes()
     for axis in copies.reductions:
@@ -265,16 +297,16 @@ def _members(axis: str) -> set[str]:
 
 
 def _late_causes(verdict: Verdict, first: int, reports: Sequence[RankReport]) -> Iterator[Cause]:
-    """All gradients of the first step agree. `first` is the step that fails first; what is compared once counts at the last."""
+    """All gradients of the first step that fails agree. What is compared once counts at the last."""
     for error in [*verdict.failing("loss"), *verdict.failing("gradient norm")]:
-        if error.step == first == 1:
+        if error.step == first:
             axes = _axes_of(error.ranks, reports)
             what = f"gradients agree, but not the {error.quantity}"
             yield Cause(f"{what}: missing reduction over {axes}" if axes else what, axes, (), error.ranks, None)
             return
     if weights := verdict.failing("weight"):
         names, ranks = tuple(error.parameter for error in weights), {rank for error in weights for rank in error.ranks}
-        yield Cause("gradients agree, but not the weights after the update", None, names, tuple(sorted(ranks)), None)
+        yield Cause(UPDATE, None, names, tuple(sorted(ranks)), None)
     for error in verdict.failing("buffer"):
         yield Cause("a buffer differs", None, (error.parameter,), error.ranks, None)
 

@@ -1,8 +1,8 @@
-"""Where a layout first departs from one device: the first step once more, watched module by module.
+"""Where a layout first departs from one device: the first step that differs once more, watched module by module.
 
-One device runs the whole global batch in one piece and writes every module's output, and the gradient of that output, to a
-file. Each rank then compares its own outputs with the part of the reference that it should have computed. Which part that is
-follows from the shapes, given what every layout has in common:
+One device runs the whole global batch in one piece and writes the weights that the step begins with, every module's output, and
+the gradient of that output, to a file. Each rank then compares its own with the part of the reference that it should have
+computed. Which part of an output that is follows from the shapes, given what every layout has in common:
 
 - dim 0 are sequences: those of the micro-batch, counted from the first row of the rank's share (where tokens are flattened into
   one dim, as for a router, it is opened up first);
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ from shardwise.verify.job import ProofJob, Sabotage
 from shardwise.verify.measure import watch
 from shardwise.verify.reports import Key, ModuleDifference, RankTrace
 from shardwise.verify.sabotage import apply_sabotage
-from shardwise.verify.verdict import LIMIT
+from shardwise.verify.verdict import EXACT, LIMIT
 
 Outputs = dict[str, list[list[Tensor]]]
 """By module, by call (a micro-batch each), what it returned or the gradients of that; an empty tensor: none came."""
@@ -55,10 +55,14 @@ class Recorder:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.outputs: Outputs = defaultdict(list)
         self.gradients: Outputs = defaultdict(list)
+        self.weighted: set[str] = set()
+        """Modules with weights of their own: none of them may go uncalled."""
         for model in models:
             for path, module in model.named_modules():
                 if path:
                     module.register_forward_hook(self._hook(path))
+                    if any(True for _ in module.parameters(recurse=False)):
+                        self.weighted.add(path)
 
     def _hook(self, path: str) -> Any:
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -91,45 +95,90 @@ def _tensors(output: Any) -> Iterator[Tensor]:
         yield from (part for part in tensors if part.requires_grad or part.dtype == torch.int64)
 
 
-def write_reference_trace(worker: Worker, proof: ProofJob, path: Path) -> None:
-    """One device: write the trace of the first step."""
+def write_reference_trace(worker: Worker, proof: ProofJob, path: Path, step: int) -> None:
+    """One device: write the trace of a step."""
     training = build(proof.config, proof.plan, worker)
-    recorder = _first_step(training)
-    torch.save((dict(recorder.outputs), dict(recorder.gradients)), path)
+    traced = _trace(training, step)
+    torch.save((dict(traced.modules.outputs), dict(traced.modules.gradients), traced.before), path)
 
 
 def compare_traces(
-    worker: Worker, proof: ProofJob, trace: Path, reference: Path, suspects: Sequence[str], sabotage: Sabotage | None = None
+    worker: Worker,
+    proof: ProofJob,
+    trace: Path,
+    reference: Path,
+    step: int,
+    suspects: Sequence[str],
+    sabotage: Sabotage | None = None,
 ) -> RankTrace:
-    """The layout: compare this rank's trace with that of one device, and the suspects' gradients, summed over each axis, too."""
+    """The layout: compare this rank's trace of a step with that of one device, and the suspects' gradients, summed over each axis
+    and held against those of the step before, too."""
     training = build(proof.config, proof.plan, worker)
     if sabotage:
         apply_sabotage(sabotage, training)
-    recorder = _first_step(training)
-    outputs, gradients = torch.load(trace, mmap=True)
+    traced = _trace(training, step)
+    outputs, gradients, before = torch.load(trace, mmap=True)
     slicer = ReferenceSlicer.of(training)
-    order = list(outputs)
-    forward = _differences(order, recorder.outputs, outputs, slicer, backward=False)
-    backward = _differences(order, recorder.gradients, gradients, slicer, backward=True)
-    summed = _sums(training, torch.load(reference, mmap=True), suspects)
-    return RankTrace(worker.rank, next(forward, None), next(backward, None), summed)
+    recorder, order = traced.modules, list(outputs)
+    forward = _differences(order, recorder.outputs, outputs, slicer, recorder.weighted)
+    backward = _differences(order, recorder.gradients, gradients, slicer)
+    tensors = torch.load(reference, mmap=True)
+    suspected = {name: pair for name, pair in traced.gradients.items() if name in suspects}
+    return RankTrace(
+        rank=worker.rank,
+        forward=next(forward, None),
+        backward=next(backward, None),
+        summed=_sums(training, tensors, suspected, step),
+        step=step,
+        before=_changed(traced, before),
+        left_over=[name for name, pair in suspected.items() if step > 1 and _is_left_over(name, *pair, tensors, step)],
+    )
 
 
-def _first_step(training: Training) -> Recorder:
-    recorder = Recorder(part.model for part in training.parallel.parts)
-    copies: dict[str, Tensor] = {}
+@dataclass(frozen=True)
+class _TracedStep:
+    """What a rank kept of one step: its modules, its part of the state before, and its gradients before the update."""
 
-    def keep(step: int) -> None:
-        copies.update({name: local(p.grad).clone() for name, p in training.parallel.named_parameters() if p.grad is not None})
-
-    watch(training, 1, keep)
-    for name, parameter in training.parallel.named_parameters():  # as they were before the update divided them
-        if name in copies:
-            setattr(parameter, _KEPT, copies[name])
-    return recorder
+    modules: Recorder
+    before: dict[str, Tensor]
+    where: dict[str, tuple[slice, ...]]
+    """Which part of a weight or buffer it is."""
+    gradients: dict[str, tuple[nn.Parameter, Tensor]]
 
 
-_KEPT = "gradient_before_update"
+def _trace(training: Training, step: int) -> _TracedStep:
+    """Train to a step, and watch that one."""
+    parallel, traced = training.parallel, []
+
+    def begin(number: int) -> None:
+        if number == step:
+            state = dict((*parallel.named_parameters(), *parallel.named_buffers()))
+            before = {name: local(tensor.detach()).clone() for name, tensor in state.items()}
+            where = {name: held(tensor) for name, tensor in state.items()}
+            traced.append(_TracedStep(Recorder(part.model for part in parallel.parts), before, where, {}))
+
+    def keep(number: int) -> None:
+        if number == step:
+            for name, parameter in parallel.named_parameters():
+                if parameter.grad is not None:
+                    traced[0].gradients[name] = (parameter, local(parameter.grad).clone())
+
+    watch(training, step, keep, begin)
+    return traced[0]
+
+
+def _changed(traced: _TracedStep, reference: dict[str, Tensor]) -> list[str]:
+    """What differs before the step begins. A weight near zero is measured against an average one: where its gradient is rounding
+    noise, so is what Adam makes of it."""
+    elements = sum(whole.numel() for whole in reference.values())
+    average = math.sqrt(sum(float(whole.double().square().sum()) for whole in reference.values()) / max(1, elements))
+    changed = []
+    for name, own in traced.before.items():
+        part = reference[name][traced.where[name]].double()
+        scale = max(float(part.norm()), average * math.sqrt(part.numel()))
+        if not float((own.double() - part).norm()) <= LIMIT * scale:
+            changed.append(name)
+    return changed
 
 
 @dataclass(frozen=True)
@@ -204,18 +253,21 @@ class ReferenceSlicer:
 
 
 def _differences(
-    order: Sequence[str], own: Outputs, whole: Outputs, slicer: ReferenceSlicer, backward: bool
+    order: Sequence[str], own: Outputs, whole: Outputs, slicer: ReferenceSlicer, weighted: Collection[str] | None = None
 ) -> Iterator[ModuleDifference]:
-    """Modules that differ, the earliest first: in backward, from the last."""
-    modules = list(enumerate(order))
+    """Modules that differ, the earliest first, of which those with weights (`weighted`) must be called; without that: gradients,
+    from the last module on."""
+    modules, backward = list(enumerate(order)), weighted is None
     for position, path in reversed(modules) if backward else modules:
         if len(whole[path]) != 1:
             continue  # used several times: which call is which micro-batch's is not known
+        if path in (weighted or ()) and path not in own:
+            yield ModuleDifference(path, position, math.inf, 0, called=False)
         calls = [_compare_call(path, call, whole[path][0], mine, slicer, backward) for call, mine in enumerate(own.get(path, []))]
         if calls and not (error := max(compared.error for compared in calls)) <= LIMIT:
             first = next(call for call, compared in enumerate(calls) if not compared.error <= LIMIT)
-            sums = (sum(compared[index] for compared in calls) for index in range(1, 4))
-            yield ModuleDifference(path, position, error, first, *sums)
+            reference, mine, product = (sum(compared[index] for compared in calls) for index in range(1, 4))
+            yield ModuleDifference(path, position, error, first, reference, mine, product)
 
 
 class _CallComparison(NamedTuple):
@@ -245,18 +297,27 @@ def _compare_call(
     return _CallComparison(max(errors), reference_squares, own_squares, product)
 
 
-def _sums(training: Training, tensors: dict[Key, Tensor], suspects: Sequence[str]) -> dict[str, list[str]]:
+def _is_left_over(name: str, parameter: nn.Parameter, own: Tensor, tensors: dict[Key, Tensor], step: int) -> bool:
+    """Whether what a gradient has too much is a multiple of the gradient of the step before, which an update may have divided."""
+    reference, earlier = (tensors[name, "gradient", number][held(parameter)].double() for number in (step, step - 1))
+    excess = own.double() - reference
+    ratio = float((excess * earlier).sum()) / max(float(earlier.square().sum()), 1e-300)
+    return float((excess - ratio * earlier).norm()) <= EXACT * float(excess.norm())
+
+
+def _sums(
+    training: Training, tensors: dict[Key, Tensor], suspects: dict[str, tuple[nn.Parameter, Tensor]], step: int
+) -> dict[str, list[str]]:
     """Over which axes the copies of a suspect's gradient, added up, give the reference: there a sum was left out."""
     mesh, axes_of = training.mesh, defaultdict(list)
     for axis in dict.fromkeys(("tensor", "data", "context", "replica", COPIES)):
         group = mesh.group(axis)
-        for name, parameter in training.parallel.named_parameters():
-            gradient = getattr(parameter, _KEPT, None)
-            if name not in suspects or group is None or gradient is None or _is_split(parameter, axis):
+        for name, (parameter, gradient) in suspects.items():
+            if group is None or _is_split(parameter, axis):
                 continue
             added = gradient.clone()
             dist.all_reduce(added, group=group)
-            reference = tensors[name, "gradient", 1][held(parameter)]
+            reference = tensors[name, "gradient", step][held(parameter)]
             if added.numel() and float((added - reference).norm()) <= LIMIT * float(reference.norm()):
                 axes_of[name].append(mesh.label(axis))
     return dict(axes_of)

@@ -59,6 +59,7 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
         buffers={name: tuple(buffer.shape) for name, buffer in training.parallel.named_buffers()},
         squares={**{key: _squares(tensor) for key, tensor in tensors.items()}, **numbers},
         learning_rate=max(step.learning_rate for step in done),
+        data=[step.data for step in done],
     )
 
 
@@ -91,14 +92,18 @@ def compare_with_reference(
         missing=list(missing),
         reductions={name: reductions(training, name, parameter) for name, parameter in training.parallel.named_parameters()},
         sabotaged=sabotaged,
+        data=[step.data for step in done],
     )
 
 
-def watch(training: Training, count: int, look: Callable[[int], None]) -> list[Step]:
-    """Train so many steps as always, looking at the gradients of each once they are complete."""
+def watch(
+    training: Training, count: int, look: Callable[[int], None], begin: Callable[[int], None] = lambda step: None
+) -> list[Step]:
+    """Train so many steps as always, looking at the gradients of each once they are complete; `begin` is called before each."""
     parallel, original = training.parallel, training.parallel.forward_backward
 
     def watched(batch: Sequence[Any], factor: Tensor) -> Tensor:
+        begin(training.step + 1)
         loss = original(batch, factor)
         look(training.step + 1)
         return loss

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise.config import AXES, Config
 from shardwise.data import Dataset, check_vocabulary
-from shardwise.verify.diagnose import Diagnosis, diagnose
+from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose
 from shardwise.verify.job import Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
 from shardwise.verify.reports import RankReport, Reference
 from shardwise.verify.verdict import Verdict, judge
@@ -120,7 +120,7 @@ def prove(
         say(f"{steps} steps on {proof.world} processes")
         reports = workers.run(COMPARE, proof, path, reference, sabotage)
         verdict = judge(reports, reference, cost, dtype)
-        diagnosis = None if verdict.passes else _localise(workers, proof, verdict, reports, sabotage, say)
+        diagnosis = None if verdict.passes else _localise(workers, proof, verdict, reference, reports, sabotage, say)
     return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, time.monotonic() - started)
 
 
@@ -136,14 +136,19 @@ def _localise(
     workers: Workers,
     proof: ProofJob,
     verdict: Verdict,
+    reference: Reference,
     reports: list[RankReport],
     sabotage: Sabotage | None,
     say: Callable[[str], None],
 ) -> Diagnosis:
     """In float64 whatever the dtype of the proof: a fault of the layout shows there, and rounding does not."""
-    say("it fails: looking for the first module that differs")
-    path, suspects = workers.folder / "trace.pt", [error.parameter for error in verdict.failing("gradient")]
-    workers.run(REFER_TRACE, proof.on_one_device("float64"), path, on=1)
-    traces = workers.run(COMPARE_TRACE, proof.in_dtype("float64"), path, workers.folder / REFERENCE_FILE, suspects, sabotage)
+    step = verdict.first_step
+    say(f"it fails: looking for the first module that differs in step {step}")
+    path, tensors = workers.folder / "trace.pt", workers.folder / REFERENCE_FILE
+    suspects = [error.parameter for error in verdict.failing("gradient") if error.step == step]
+    workers.run(REFER_TRACE, proof.on_one_device("float64"), path, step, on=1)
+    traces = workers.run(COMPARE_TRACE, proof.in_dtype("float64"), path, tensors, step, suspects, sabotage)
     layout = proof.plan.layout
-    return diagnose(verdict, reports, traces, {axis: getattr(layout, axis) for axis in AXES})
+    micro_batches = proof.config.train.global_batch // layout.data_parallel // proof.plan.micro_batch
+    sizes = {axis: getattr(layout, axis) for axis in AXES} | {MICRO_BATCHES: micro_batches}
+    return diagnose(verdict, reports, traces, sizes, reference.data)

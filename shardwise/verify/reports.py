@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Box = tuple[tuple[int, int], ...]
@@ -41,6 +41,8 @@ class RankReport:
     reductions: dict[str, dict[str, int]]
     """For each parameter the axes that its gradient is summed over, as people read them, and their sizes."""
     sabotaged: dict[str, Any] | None = None
+    data: list[str] = field(default_factory=list)
+    """Of each step, the checksum of the sequences that all ranks read."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Reference:
     squares: dict[Key, float]
     """Sums of squares."""
     learning_rate: float
+    data: list[str] = field(default_factory=list)
+    """Of each step, the checksum of the sequences."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,13 @@ class ModuleDifference:
     """of the squares of what the rank has,"""
     product: float = 0.0
     """and of one times the other."""
+    called: bool = True
+    """False: one device calls it, and this rank, which has it, does not."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Where one rank first departs from the reference, module by module."""
+    """Where one rank first departs from the reference in the step that was traced, module by module."""
 
     rank: int
     forward: ModuleDifference | None
@@ -86,3 +92,8 @@ class RankTrace:
     """The first, from the end, whose output has another gradient."""
     summed: dict[str, list[str]]
     """For parameters whose gradient is off: the axes over which the copies, added up, give the reference."""
+    step: int = 1
+    before: list[str] = field(default_factory=list)
+    """Weights and buffers that differ before that step begins."""
+    left_over: list[str] = field(default_factory=list)
+    """Parameters whose gradient is the reference and some of the reference of the step before."""

@@ -29,6 +29,8 @@ from shardwise.verify.reports import Box, Key, RankReport, Reference
 
 LIMIT = 1e-9
 FLOOR = 1e-4
+EXACT = 1e-6
+"""A slice is a multiple of the reference if what a factor does not explain is smaller than this."""
 NOISE = 1e-9
 """A gradient smaller than this share of the average one, element by element, is taken to be zero but for rounding."""
 
@@ -85,6 +87,11 @@ class Verdict:
     def passes(self) -> bool:
         """Whether the layout computes what one device computes."""
         return not self.faults and all(error.passes for error in self.errors)
+
+    @property
+    def first_step(self) -> int:
+        """The first step in which anything is off; 1 where nothing is."""
+        return min((error.step for error in self.failing()), default=1)
 
     def failing(self, quantity: str | None = None) -> list[QuantityError]:
         """What is off, or off in this quantity, worst first."""

@@ -21,6 +21,9 @@ DEEP, DEEP_EXPERTS = {**MODEL, "layers": 4}, {**EXPERTS, "layers": 4}
 """For two stages on each of two devices."""
 TIED = {**GPT, "layers": 3, "heads": 4, "kv_heads": 4, "hidden": 24, "max_positions": 48}
 
+AVERAGED = "averaged where it should be summed, over"
+LEFT_OVER = "gradients of step 1 are still in those of step 2: not set to zero between them"
+
 
 def job(source: str, layout: dict[str, Any], model: dict[str, Any] = MODEL, **train: Any) -> Config:
     return from_tables(
@@ -192,7 +195,9 @@ def broken(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
         ("whole_weights_not_summed", {"tensor": 2}, "missing reduction over tensor", "norm.weight"),
         ("whole_weights_summed_twice", {"tensor": 2}, "reduced twice, or not divided, over tensor", "norm.weight"),
         ("copies_not_summed", {"data": 2, "context": 2}, "missing reduction over data x context", "embedding.weight"),
-        ("copies_averaged", {"data": 2}, "averaged where it should be summed, over data", "embedding.weight"),
+        ("copies_averaged", {"data": 4}, f"{AVERAGED} data", "embedding.weight"),
+        ("copies_averaged", {"data": 2}, f"{AVERAGED} micro-batches or data", "embedding.weight"),
+        ("gradients_divided_by_micro_batches", {"tensor": 2}, f"{AVERAGED} micro-batches", "norm.weight"),
     ],
 )
 def test_a_wrong_reduction_is_named_with_its_axis(
@@ -206,6 +211,53 @@ def test_a_wrong_reduction_is_named_with_its_axis(
     assert named in cause["parameters"]
     if "whole" in fault:
         assert all("norm" in name for name in cause["parameters"])
+
+
+def test_a_loss_divided_by_micro_batches_is_not_called_an_average_over_devices(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch, "loss_divided_by_micro_batches")
+    diagnosis = shown(prove(job(corpus, {"data": 2}, micro_batch=1), steps=1))["diagnosis"]
+    (cause,) = diagnosis["causes"]
+    assert diagnosis["forward"] is None
+    assert (cause["what"], cause["ratio"]) == (f"{AVERAGED} micro-batches", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "what"),
+    [
+        ("other_rows_from_step_2", {"data": 2}, "other rows of data than one device reads in step 2"),
+        ("gradients_not_zeroed", {"data": 2}, LEFT_OVER),
+        pytest.param("gradients_not_zeroed", {"tensor": 2}, LEFT_OVER, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_fault_that_begins_after_the_first_step_is_named_there(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, fault: str, layout: dict[str, Any], what: str
+) -> None:
+    broken(monkeypatch, fault)
+    result = prove(job(corpus, layout), steps=3)
+    diagnosis = shown(result)["diagnosis"]
+    assert diagnosis["step"] == 2
+    (cause,) = diagnosis["causes"]
+    assert (cause["what"], cause["ranks"]) == (what, [0, 1])
+    assert result.diagnosis.sentences()[0] == "step 2 is the first that differs"
+
+
+@pytest.mark.parametrize(
+    ("fault", "module", "says"),
+    [
+        ("block_skipped_from_step_2", "blocks.1", "forward: the first output that differs is that of blocks.1 on ranks 0, 1"),
+        ("block_left_out_from_step_2", "blocks.1.attention_norm", "forward: blocks.1.attention_norm is not called on ranks 0, 1"),
+    ],
+)
+def test_a_block_that_is_skipped_after_the_first_step_is_named(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, fault: str, module: str, says: str
+) -> None:
+    broken(monkeypatch, fault)
+    diagnosis = prove(job(corpus, {"data": 2}), steps=2).diagnosis
+    assert (diagnosis.step, diagnosis.forward.module) == (2, module)
+    assert diagnosis.sentences()[1].startswith(says)
 
 
 def test_the_first_module_that_computes_something_else_is_named(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,9 +291,9 @@ def test_a_wrong_update_is_told_from_wrong_gradients(corpus: str, monkeypatch: p
     broken(monkeypatch, "optimizer_skips_decay")
     found = shown(prove(job(corpus, {"data": 2}), steps=steps))
     (cause,) = found["diagnosis"]["causes"]
-    assert cause["what"] == "gradients agree, but not the weights after the update"
+    assert cause["what"] == "gradients agree, but not the weights after the update" + (" of step 1" if steps > 1 else "")
     assert "blocks.0.attention.query.weight" in cause["parameters"]
-    assert steps > 1 or "norm.weight" not in cause["parameters"]
+    assert "norm.weight" not in cause["parameters"]
 
 
 @pytest.mark.parametrize(("fault", "says"), [("rank_dies", "exit status 3"), ("rank_raises", "a fault of the test")])
