@@ -75,7 +75,7 @@ def baseline(zero: int, steps: int) -> None:
     for step in range(steps):
         if step == WARM_UP:
             started = time.perf_counter()
-        batch = dataset.sequences(step, config.train.global_batch, rank * rows, rows)
+        batch = dataset.sequences(step * config.train.global_batch + rank * rows, rows)
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
         loss = model(inputs, targets) / targets.numel()
         loss.backward()

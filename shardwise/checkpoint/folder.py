@@ -53,6 +53,8 @@ class Manifest:
     world: int
     torch: str
     files: dict[str, dict[str, int]]
+    sequences: int = 0
+    """How many the run had seen: where its data goes on."""
     format: int = FORMAT
 
     @property
@@ -108,13 +110,20 @@ def _decode(content: bytes, address: str) -> Manifest:
         if older not in (None, FORMAT):
             raise UserError(f"{address} has checkpoint format {older}; this version of shardwise reads {FORMAT}")
         raise UserError(f"{address}/{MANIFEST} is damaged. Remove {address} to resume from an older checkpoint.")
-    fields = _object(body + b"\n}") or {}
+    fields = _with_sequences(_object(body + b"\n}") or {})
     if fields.get("format") != FORMAT:
         raise UserError(f"{address} has checkpoint format {fields.get('format')}; this version of shardwise reads {FORMAT}")
     problem = _problem(fields)
     if problem:
         raise UserError(f"{address}/{MANIFEST} does not belong to a checkpoint: {problem}")
     return Manifest(**fields)
+
+
+def _with_sequences(fields: dict[str, Any]) -> dict[str, Any]:
+    """A manifest from before sequences were counted: each of its steps had taken the batch that it names."""
+    train, step = fields.get("train"), fields.get("step")
+    batch = train.get("global_batch", 0) if isinstance(train, dict) else None
+    return {"sequences": step * batch, **fields} if is_count(step) and is_count(batch) else fields
 
 
 def _object(text: bytes) -> dict[str, Any] | None:
@@ -130,7 +139,7 @@ def _format_of(content: bytes) -> Any:
 
 
 _KINDS = {
-    **dict.fromkeys(("step", "world", "format"), int),
+    **dict.fromkeys(("step", "sequences", "world", "format"), int),
     **dict.fromkeys(("model", "train", "data", "layout", "loss_scale", "files"), dict),
     "torch": str,
 }
@@ -143,8 +152,8 @@ def _problem(manifest: dict[str, Any]) -> str | None:
     for key, kind in _KINDS.items():
         if type(manifest[key]) is not kind:
             return f"{key} is {manifest[key]!r}"
-    if manifest["step"] < 0 or manifest["world"] < 1:
-        return f"step is {manifest['step']} and world {manifest['world']}"
+    if not (is_count(manifest["step"]) and is_count(manifest["sequences"]) and manifest["world"] >= 1):
+        return f"step is {manifest['step']}, sequences {manifest['sequences']} and world {manifest['world']}"
     for name, file in manifest["files"].items():
         if not _FILE.fullmatch(name):
             return f"it names a file {name!r}"

@@ -1,8 +1,8 @@
 """Batches for one rank: a thread reads ahead while the device computes.
 
-The only state is the step number, so resuming is starting at another `first_step`. One thread is enough: a step's rows
-come from memory-mapped tokens, and numpy and torch let go of the interpreter lock while copying. For a GPU the thread
-also copies into pinned memory, from where the copy to the device runs behind the computation. Costs host memory for two
+The only state is how many sequences the run has seen, so resuming is starting at another `seen`. One thread is enough: a
+step's rows come from memory-mapped tokens, and numpy and torch let go of the interpreter lock while copying. For a GPU the
+thread also copies into pinned memory, from where the copy to the device runs behind the computation. Costs host memory for two
 steps of this rank's rows, 16 bytes a token (20 with document numbers).
 
 Every sequence is summed up as it is read: the CRC-32 of its token ids. The sum of these over a global batch does not depend on
@@ -52,17 +52,18 @@ class Batches(Iterator[list[Batch]]):
         rows: int,
         micro_batch: int,
         device: torch.device | str,
-        first_step: int = 0,
+        seen: int = 0,
     ) -> None:
         assert rows % micro_batch == 0, "a rank's rows must split into whole micro-batches"
+        assert 0 <= start_row <= start_row + rows <= global_batch, "rows outside the batch"
         self._dataset = dataset
-        self._batch = (global_batch, start_row, rows)
+        self._global_batch, self._start_row, self._rows = global_batch, start_row, rows
         self._micro_batch = micro_batch
         self._device = torch.device(device)
         self._pinned = self._device.type == "cuda"
         self._ready: queue.Queue[list[Batch] | BaseException] = queue.Queue(maxsize=1)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._read_ahead, args=(first_step,), name="batches", daemon=True)
+        self._thread = threading.Thread(target=self._read_ahead, args=(seen,), name="batches", daemon=True)
         self._thread.start()
 
     def __next__(self) -> list[Batch]:
@@ -87,15 +88,15 @@ class Batches(Iterator[list[Batch]]):
     def __exit__(self, *unused: object) -> None:
         self.close()
 
-    def _read_ahead(self, step: int) -> None:
+    def _read_ahead(self, seen: int) -> None:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # else pinning opens a context on the first GPU, for every rank
             while not self._stopped.is_set():
-                rows = self._dataset.sequences(step, *self._batch)
-                starts = range(0, self._batch[2], self._micro_batch)
+                rows = self._dataset.sequences(seen + self._start_row, self._rows)
+                starts = range(0, self._rows, self._micro_batch)
                 self._hand_over([host_batch(_part(rows, start, self._micro_batch), self._pinned) for start in starts])
-                step += 1
+                seen += self._global_batch
         except BaseException as error:  # whatever it is, it belongs to the consumer
             self._hand_over(error)
 

@@ -5,9 +5,10 @@ as targets: sample k reads tokens [kS, kS + S]. Neighbours share one token, whic
 of the second, so every token but the very first is a target once an epoch, and nothing is padded. The last `held_out`
 share of each source's samples is never trained on.
 
-Step t of a run uses positions [t * global_batch, (t + 1) * global_batch) of the order (order.py). A rank asks for its
+A run that has seen n sequences takes positions [n, n + global_batch) of the order (order.py) next. A rank asks for its
 rows of that batch by number; together the ranks read the same sequences whatever their number, and nothing is kept
-between steps.
+between steps but n. It is counted in sequences, not in steps, so that a batch that grows along the way (Smith et al., "Don't
+decay the learning rate, increase the batch size", 2018) neither skips nor repeats any.
 
 With `reset_attention`, `Rows.documents` numbers the documents inside a row so that attention can be kept within each,
 and no loss is taken where the input is a document's last token: what follows it is another document, and cannot be
@@ -89,11 +90,10 @@ class Dataset:
         _check_same_tokenizer(streams)
         return cls(streams, data.sequence_length, data.reset_attention, seed)
 
-    def sequences(self, step: int, global_batch: int, start: int, count: int) -> Rows:
-        """Rows [start, start + count) of the global batch of a step; steps count from 0."""
-        assert 0 <= start <= start + count <= global_batch, "rows outside the batch"
-        positions = np.arange(start, start + count, dtype=np.int64) + step * global_batch
-        sources, samples, _ = self.order.at(positions)
+    def sequences(self, first: int, count: int) -> Rows:
+        """Training sequences [first, first + count), in the order in which a run sees them, without end."""
+        assert first >= 0, "sequences count from 0"
+        sources, samples, _ = self.order.at(np.arange(first, first + count, dtype=np.int64))
         return self._rows(sources, samples)
 
     def held_out_rows(self, start: int, count: int) -> Rows:

@@ -4,8 +4,8 @@ A shuffled epoch is usually a permutation kept in memory, and a run's place in i
 is computed: a keyed Feistel network (Luby and Rackoff, "How to construct pseudorandom permutations", 1988) is a
 bijection on an even number of bits, and walking its cycles until the value falls below `size` makes it a bijection on
 [0, size) (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Any rank can ask for any position, so the
-data position of a run is its step number, whatever the number of data-parallel devices. Cost: no memory, and six rounds
-of integer arithmetic a walk; the domain is at most four times the size, so about four walks are expected at worst.
+data position of a run is how many samples it has seen, whatever the number of data-parallel devices. Cost: no memory, and
+six rounds of integer arithmetic a walk; the domain is at most four times the size, so about four walks are expected at worst.
 
 Several sources are mixed without counting what was drawn since the start. Weights become whole quotas of a cycle of
 65,536 positions, and each cycle is shuffled by its own key; so every cycle holds each source exactly in proportion, and

@@ -1,7 +1,8 @@
 """From a job and a plan to everything a step needs, on this rank.
 
-`Training` is the only mutable thing in a run besides the tensors: the step reached and the loss scale. `build` makes it,
-`restore` moves it to a checkpoint, `save` writes one; `keep_copy` and `recall` do the same with a neighbour's memory.
+`Training` is the only mutable thing in a run besides the tensors: the step reached, the sequences seen and the loss scale.
+`build` makes it, `restore` moves it to a checkpoint, `save` writes one; `keep_copy` and `recall` do the same with a neighbour's
+memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardwise.resilience.copies import Copies
 
 @dataclass
 class Training:
-    """A run in memory: what never changes, and the step and loss scale that do."""
+    """A run in memory: what never changes, and the step, the data position and the loss scale that do."""
 
     config: Config
     plan: Plan
@@ -37,6 +38,8 @@ class Training:
     checkpointer: Checkpointer
     scale: LossScale
     step: int = 0
+    sequences: int = 0
+    """How many the run has seen, which is where its data goes on; `step` times the batch, unless the batch was changed."""
 
     @property
     def first_row(self) -> int:
@@ -75,7 +78,7 @@ def restore(training: Training, folder: str) -> None:
     same_world = manifest.world == training.mesh.worker.world
     training.checkpointer.load(folder, _state(training), same_world)
     _share_tied(training)
-    training.step = manifest.step
+    training.step, training.sequences = manifest.step, manifest.sequences
     if training.scale.dynamic and manifest.train.get("precision") == "float16":
         saved = manifest.loss_scale
         training.scale = replace(training.scale, value=float(saved["value"]), clean_steps=int(saved["clean_steps"]))
@@ -92,7 +95,7 @@ def keep_copy(training: Training, copies: Copies) -> None:
     """Swap the state of the step reached with a neighbour, if it is time to."""
     if not copies.due(training.mesh, training.step):
         return
-    extras = {"step": training.step, "scale": asdict(training.scale)}
+    extras = {"step": training.step, "sequences": training.sequences, "scale": asdict(training.scale)}
     copies.take(training.mesh, training.step, _state_and_random(training), extras)
 
 
@@ -108,7 +111,7 @@ def recall(training: Training, copies: Copies) -> bool:
     extras = copies.restore(training.mesh, step, state)
     set_random_state(state, training.mesh.worker.rank, training.mesh.device)
     _share_tied(training)
-    training.step, training.scale = extras["step"], LossScale(**extras["scale"])
+    training.step, training.sequences, training.scale = extras["step"], extras["sequences"], LossScale(**extras["scale"])
     return True
 
 
@@ -136,6 +139,7 @@ def _manifest(training: Training) -> Manifest:
     config = training.config
     return Manifest(
         step=training.step,
+        sequences=training.sequences,
         model=config.model.model_dump(exclude={"preset"}),
         train=config.train.model_dump(mode="json"),
         data=config.data.model_dump(mode="json"),

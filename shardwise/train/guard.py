@@ -73,7 +73,7 @@ def check_joined(training: Training) -> None:
     if training.mesh.worker.world == 1:
         return
     step = training.step
-    row = training.dataset.sequences(step, training.config.train.global_batch, 0, 1)
+    row = training.dataset.sequences(training.sequences, 1)
     mine = {
         "step": step,
         "seed": training.config.train.seed,

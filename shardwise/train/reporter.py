@@ -10,31 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest, set_aside
+from shardwise.checkpoint import checkpoint_folder, read_manifest, set_aside
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.checkpoint.storage import parent, same_folder
 from shardwise.comm import EXPOSED
-from shardwise.config import Config, to_toml
+from shardwise.config import to_toml
 from shardwise.data import unigram_loss
 from shardwise.mesh import device_name
 from shardwise.observe import TrainingProgress, error_console, header, memory_kind, mfu, open_sinks, peak_flops, read_lines
 from shardwise.resilience.team import Team
 from shardwise.train.build import Training
+from shardwise.train.changes import changes
 from shardwise.train.describe import describe_layout, describe_run
 from shardwise.train.steps import Step
 
 log = logging.getLogger("shardwise")
-
-
-def changed_data(manifest: Manifest, config: Config) -> list[str]:
-    """What differs from the checkpoint among the settings that decide which sequences a step sees."""
-    if not manifest.train:
-        return []  # weights from elsewhere, with no training behind them
-    keys = [("train", key) for key in ("seed", "global_batch")]
-    keys += [("data", key) for key in ("source", "sources", "tokenizer", "text_field", "sequence_length", "held_out")]
-    wanted = config.model_dump(mode="json")
-    pairs = [(f"{section}.{key}", getattr(manifest, section).get(key), wanted[section][key]) for section, key in keys]
-    return [f"{name} was {before!r} and is now {now!r}" for name, before, now in pairs if before != now]
 
 
 def say_nothing_is_left(training: Training, folder: Path) -> None:
@@ -118,8 +108,8 @@ class RunReporter(Reporter):
         if resumed_from:
             self.sinks.event("resume", step=training.step, checkpoint=resumed_from, **self._machine())
             self.progress.message(f"resumed from {resumed_from}")
-            for change in changed_data(read_manifest(resumed_from), training.config):
-                self.progress.message(f"note: {change}, so the data goes on in another order than the run began with")
+            for change in changes(read_manifest(resumed_from), training.config):
+                self.progress.message(f"note: {change}")
         elif training.step:
             self.sinks.event("resume", step=training.step, checkpoint=None, **self._machine())
             self.progress.message("resumed from the copies in the workers' memories")

@@ -86,7 +86,7 @@ def steps(training: Training, stop_asked: Callable[[], bool] = lambda: False) ->
         rows=training.rows,
         micro_batch=training.plan.micro_batch,
         device=training.mesh.device,
-        first_step=training.step,
+        seen=training.sequences,
     )
     watch = watch_over(training)
     try:
@@ -204,7 +204,7 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
         _stop_non_finite(training, number, loss)
     training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
     training.scale = training.scale.after(overflowed)
-    training.step = number
+    training.step, training.sequences = number, training.sequences + training.config.train.global_batch
     spans = training.comm.clock.finish()
     if not training.parallel.waits_are_timed:
         del spans[EXPOSED]

@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.checkpoint import checkpoints, read_manifest, step_of
 from shardwise.checkpoint.save import Saved, state_of
 from shardwise.config import Layout
+from shardwise.data.batches import checksum
 from shardwise.mesh import Worker
 from shardwise.train.build import Training, restore, save
 from shardwise.train.steps import steps
@@ -159,3 +160,18 @@ def test_the_same_step_can_be_saved_again(corpus: str, tmp_path: Path) -> None:
     training = start(ALONE, job(corpus, run={"folder": str(tmp_path)}))
     assert save(training) == save(training)
     restore(training, str(tmp_path / "checkpoints" / "step-0"))
+
+
+def test_a_batch_that_grows_and_shrinks_on_the_way_skips_and_repeats_no_sequence(corpus: str, tmp_path: Path) -> None:
+    sizes, seen, found = [4, 8, 2], 0, []
+    for number, size in enumerate(sizes):
+        train = {"steps": 2 * number + 2, "global_batch": size, "schedule": "constant"}
+        training = start(ALONE, job(corpus, train=train, run={"folder": str(tmp_path)}))
+        if number:
+            restore(training, checkpoints(tmp_path / "checkpoints")[-1])
+        found += [step.data for step in steps(training)]
+        save(training)
+    stream = training.dataset
+    for data, size in zip(found, (size for size in sizes for _ in range(2)), strict=True):
+        assert data == f"{checksum(stream.sequences(seen, size).inputs):014x}"
+        seen += size

@@ -37,20 +37,20 @@ def check(micro_batches: list[Batch], rows: Rows, micro_batch: int) -> None:
 def test_each_step_gives_the_ranks_rows_in_micro_batches(dataset: Dataset) -> None:
     with Batches(dataset, global_batch=12, start_row=4, rows=6, micro_batch=2, device="cpu") as batches:
         for step in range(5):
-            check(next(batches), dataset.sequences(step, 12, 4, 6), 2)
+            check(next(batches), dataset.sequences(12 * step + 4, 6), 2)
 
 
-def test_resuming_is_starting_at_another_step(dataset: Dataset) -> None:
-    with Batches(dataset, 8, 0, 8, 8, "cpu", first_step=1000) as batches:
-        for step in (1000, 1001):
-            check(next(batches), dataset.sequences(step, 8, 0, 8), 8)
+def test_resuming_is_starting_after_other_sequences_seen(dataset: Dataset) -> None:
+    with Batches(dataset, 8, 0, 8, 8, "cpu", seen=8003) as batches:
+        for first in (8003, 8011):
+            check(next(batches), dataset.sequences(first, 8), 8)
 
 
 class Failing(Dataset):
-    def sequences(self, step: int, global_batch: int, start: int, count: int) -> Rows:
-        if step == 2:
+    def sequences(self, first: int, count: int) -> Rows:
+        if first == 2 * count:
             raise UserError("a damaged shard")
-        return super().sequences(step, global_batch, start, count)
+        return super().sequences(first, count)
 
 
 def test_an_error_while_reading_ahead_is_raised_at_its_step(dataset: Dataset) -> None:
@@ -78,6 +78,6 @@ def test_closing_stops_the_thread(dataset: Dataset) -> None:
 def test_ranks_together_read_the_whole_batch(dataset: Dataset) -> None:
     parts = []
     for rank in range(4):
-        with Batches(dataset, 8, rank * 2, 2, 1, "cpu", first_step=3) as batches:
+        with Batches(dataset, 8, rank * 2, 2, 1, "cpu", seen=24) as batches:
             parts += [batch.inputs.numpy() for batch in next(batches)]
-    assert np.array_equal(np.concatenate(parts), dataset.sequences(3, 8, 0, 8).inputs)
+    assert np.array_equal(np.concatenate(parts), dataset.sequences(24, 8).inputs)

@@ -60,14 +60,14 @@ def test_the_batch_of_a_step_is_the_same_over_any_split(
 ) -> None:
     dataset = Dataset.open(two(folders, reset_attention=reset), seed)
     edges = [0, *sorted(cuts), 24]
-    parts = [dataset.sequences(step, 24, start, stop - start) for start, stop in pairwise(edges)]
-    assert equal(join(parts), dataset.sequences(step, 24, 0, 24))
+    parts = [dataset.sequences(24 * step + start, stop - start) for start, stop in pairwise(edges)]
+    assert equal(join(parts), dataset.sequences(24 * step, 24))
 
 
 def test_a_larger_batch_reads_the_same_stream(folders: list[Path]) -> None:
     dataset = Dataset.open(two(folders), 1)
-    small = join([dataset.sequences(step, 8, 0, 8) for step in range(6)])
-    large = join([dataset.sequences(step, 24, 0, 24) for step in range(2)])
+    small = join([dataset.sequences(8 * step, 8) for step in range(6)])
+    large = join([dataset.sequences(24 * step, 24) for step in range(2)])
     assert equal(small, large)
 
 
@@ -86,7 +86,7 @@ def test_an_epoch_is_every_training_sequence_once_and_epochs_differ(folders: lis
     expected = windows(folders[0], 16)
     facts = dataset.describe()
     assert facts.samples + facts.held_out == len(expected)
-    first, second = (rows_of(dataset.sequences(epoch, facts.samples, 0, facts.samples)) for epoch in range(2))
+    first, second = (rows_of(dataset.sequences(epoch * facts.samples, facts.samples)) for epoch in range(2))
     assert sorted(first) == sorted(second) == sorted(expected[: facts.samples])
     assert first != second
 
@@ -101,7 +101,7 @@ def test_held_out_sequences_are_the_last_of_each_source_and_never_trained_on(fol
         held_out.update(every[stream.training :])
         trained |= set(every[: stream.training])
     assert Counter(rows_of(dataset.held_out_rows(0, dataset.held_out_count))) == held_out
-    seen = set(rows_of(join([dataset.sequences(step, 64, 0, 64) for step in range(20)])))
+    seen = set(rows_of(join([dataset.sequences(64 * step, 64) for step in range(20)])))
     assert seen == trained
     assert not seen & set(held_out)
 
@@ -122,7 +122,7 @@ def test_small_and_large_held_out_shares_leave_something_to_train_on(folders: li
 
 
 def test_targets_are_the_next_tokens(folders: list[Path]) -> None:
-    rows = Dataset.open(one(folders), 0).sequences(5, 8, 0, 8)
+    rows = Dataset.open(one(folders), 0).sequences(40, 8)
     assert rows.documents is None
     assert (rows.inputs.dtype, rows.targets.dtype) == (np.int64, np.int64)
     assert np.array_equal(rows.inputs[:, 1:], rows.targets[:, :-1])
@@ -133,7 +133,7 @@ def test_targets_are_the_next_tokens(folders: list[Path]) -> None:
 def test_reset_attention_equals_a_plain_loop(folders: list[Path], length: int) -> None:
     dataset = Dataset.open(one(folders, reset_attention=True, sequence_length=length), 0)
     plain = Dataset.open(one(folders, sequence_length=length), 0)
-    rows, whole = dataset.sequences(0, 20, 0, 20), plain.sequences(0, 20, 0, 20)
+    rows, whole = dataset.sequences(0, 20), plain.sequences(0, 20)
     assert np.array_equal(rows.inputs, whole.inputs)
     valid = 0
     for row in range(20):

@@ -79,7 +79,7 @@ def plain_loop(text: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     numbers = []
     for step in range(STEPS):
-        rows = dataset.sequences(step, BATCH, 0, BATCH)
+        rows = dataset.sequences(step * BATCH, BATCH)
         documents = {} if rows.documents is None else {"documents": torch.from_numpy(rows.documents)}
         logits = module(torch.from_numpy(rows.inputs), None, **documents)
         loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows.targets).flatten(), ignore_index=-100)

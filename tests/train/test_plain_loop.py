@@ -46,7 +46,7 @@ def plain_loop(config: Config, schedule: Callable[[int], float], clip: float | N
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
-        rows = dataset.sequences(step - 1, config.train.global_batch, 0, config.train.global_batch)
+        rows = dataset.sequences((step - 1) * config.train.global_batch, config.train.global_batch)
         inputs, targets = torch.from_numpy(rows.inputs), torch.from_numpy(rows.targets)
         documents = None if rows.documents is None else torch.from_numpy(rows.documents)
         logits = model(inputs, documents=documents)
