@@ -37,9 +37,18 @@ def to_config(model: Model) -> tuple[Family, dict[str, Any]]:
     config |= {key: values[0] for key, values in family.demands.items()}
     if family is GPT2:
         return family, config | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    if model.experts:  # their loss counts each of a token's choices, ours is a mean over them
-        config["router_aux_loss_coef"] = model.balance_loss / model.experts_per_token
+    if model.experts:
+        config["router_aux_loss_coef"] = model.balance_loss / _balance_factor(model.layers, model.experts_per_token)
     return family, config | _to_rope(model)
+
+
+def _balance_factor(layers: int, experts_per_token: int) -> float:
+    """Our `balance_loss` for their `router_aux_loss_coef` of 1. Both losses are experts · Σ f_i P_i. Their f counts each of a
+    token's choices, ours is a mean over them; they take f and P over the choices of all layers together, we sum over layers.
+    Where layers route alike, both have the same gradients (tests/models/test_experts.py); where they do not, theirs lets one
+    layer's crowd make up for another's, and ours does not.
+    """
+    return experts_per_token / layers
 
 
 def _family_of(model: Model) -> Family:
@@ -88,7 +97,8 @@ def to_model(config: dict[str, Any], source: str) -> tuple[Family, Model]:
     if family is GPT2:
         fields |= {"kv_heads": fields["heads"], "head_dim": fields["hidden"] // fields["heads"]}
     if "experts" in fields:
-        fields["balance_loss"] = (config.get("router_aux_loss_coef") or 0.0) * fields["experts_per_token"]
+        factor = _balance_factor(fields["layers"], fields["experts_per_token"])
+        fields["balance_loss"] = (config.get("router_aux_loss_coef") or 0.0) * factor
     try:
         model = Model.model_validate({**family.fixed, **fields})
     except ValidationError as error:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from shardwise.checkpoint.model_config import to_config, to_model
 from shardwise.config import Model
 from shardwise.models import Transformer, check_values, initialise
 from shardwise.models.experts import Experts, MixtureOfExperts, attach, visit
@@ -150,6 +151,42 @@ def test_logits_equal_those_of_hugging_faces_whole_model(family: str, monkeypatc
         expected = theirs(ids).logits
         assert expected.std() > 0.5
         torch.testing.assert_close(ours(ids), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("family", "layers", "chosen"), [("mixtral", 1, 2), ("mixtral", 3, 3), ("qwen", 4, 2)])
+def test_routers_that_route_alike_get_the_gradient_of_hugging_faces_balancing_loss(
+    family: str, layers: int, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"qk_norm": True} if family == "qwen" else {}
+    shape = {**SHAPE, "heads": 4, "kv_heads": 2, "head_dim": 4, "vocabulary": 61, "max_positions": 64}
+    model = Model(**{**shape, **more, "layers": layers, "experts_per_token": chosen, "balance_loss": 0.07})
+    converted, ours = to_config(model)[1], random_model(model)
+    assert to_model(converted, "config.json")[1].balance_loss == pytest.approx(0.07, rel=1e-15)
+    first = ours.blocks[0]
+    with torch.no_grad():  # layers that put out nothing leave x as it is: all see the same, and no gradient but this loss's
+        for block in ours.blocks:
+            block.attention.output.weight.zero_()
+            block.feed_forward.experts.down.zero_()
+            block.feed_forward.router.weight.copy_(first.feed_forward.router.weight * 3)
+            block.feed_forward_norm.weight.copy_(first.feed_forward_norm.weight)
+            block.feed_forward.gradient_scale = 1 / 40
+    kind, config = (
+        (transformers.MixtralForCausalLM, mixtral_config(model))
+        if family == "mixtral"
+        else (transformers.Qwen3MoeForCausalLM, qwen_config(model))
+    )
+    config.router_aux_loss_coef = converted["router_aux_loss_coef"]
+    theirs = kind(config).double().eval()
+    theirs.load_state_dict(_whole_model(ours), strict=True)
+    monkeypatch.setattr(type(theirs.model.norm), "forward", exact_rms_norm)
+    monkeypatch.setattr(type(theirs.model.layers[0].mlp.gate), "forward", exact_router)
+    ids = torch.randint(0, 61, (1, 40))
+    theirs(ids, labels=ids, output_router_logits=True).loss.backward()
+    ours(ids, ids).backward()
+    for block, layer in zip(ours.blocks, theirs.model.layers, strict=True):
+        found, expected = block.feed_forward.router.weight.grad, layer.mlp.gate.weight.grad
+        assert expected.norm() > 1e-4
+        assert (found - expected).norm() < 1e-6 * expected.norm()  # their sums are in float32 whatever the model is in
 
 
 def _whole_model(ours: Transformer) -> dict[str, Tensor]:
