@@ -47,6 +47,12 @@ def _experts(model: Model) -> Iterator[str]:
             f"model.experts_per_token = {model.experts_per_token}: a token visits at least 1 and at most all "
             f"model.experts = {model.experts}; 2 is usual"
         )
+    if model.experts_per_token == 1 and model.normalise_routing:
+        yield (
+            "model.experts_per_token = 1 with model.normalise_routing = true: the weight of a token's only expert is always 1, "
+            "so the router learns nothing from the loss; use model.normalise_routing = false (as Switch does, and Llama 4 with "
+            "model.router = 'sigmoid'), or model.experts_per_token = 2"
+        )
     if model.activation != "swiglu":
         yield f"model.activation = {model.activation!r}: experts are gated; use 'swiglu', or model.experts = 0"
     if model.bias:

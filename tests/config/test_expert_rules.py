@@ -17,6 +17,8 @@ EIGHT = {"experts": 8, "experts_per_token": 2}
     [
         ({"experts": 8}, "model.experts_per_token = 0: a token visits at least 1 and at most all model.experts = 8"),
         ({"experts": 8, "experts_per_token": 9}, "model.experts_per_token = 9"),
+        ({**EIGHT, "experts_per_token": 1}, "use model.normalise_routing = false"),
+        ({**EIGHT, "experts_per_token": 1, "router": "sigmoid", "balance_loss": 0.1}, "the router learns nothing from the loss"),
         ({**EIGHT, "activation": "gelu"}, "use 'swiglu'"),
         ({**EIGHT, "bias": True}, "experts have no biases"),
         ({"shared_experts": 1}, "model.shared_experts = 1: has no effect without experts"),
@@ -29,6 +31,12 @@ def test_a_mixture_that_cannot_be_is_refused(model: dict[str, Any], words: str) 
     with pytest.raises(ConfigError) as refusal:
         from_tables({"model": model, "data": {"source": "text.txt"}})
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_one_expert_a_token_is_taken_where_its_weight_depends_on_the_router(router: str) -> None:
+    model = {**EIGHT, "experts_per_token": 1, "normalise_routing": False, "router": router}
+    assert from_tables({"model": model, "data": {"source": "text.txt"}}).model.experts_per_token == 1
 
 
 def test_the_width_of_an_expert_is_that_of_the_layer_unless_given() -> None:
