@@ -5,6 +5,8 @@ A new torch release is checked against this file first.
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +28,30 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 def set_activation_memory_budget(share: float) -> None:
     """The compiler's trade of memory against recomputation; it has no public setting."""
     _functorch.activation_memory_budget = share
+
+
+def compute_deterministically() -> None:
+    """From now on this process's GPU runs only kernels that give the same bits again. Others add as threads arrive; and the
+    compiler chooses among kernels by timing them, which only a private setting stops.
+
+    To be called before the GPU is first used, when cuBLAS reads its setting. torch refuses what has no such kernel, by name.
+    """
+    import torch._inductor.config as inductor
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # nobody reads it before writing
+    if hasattr(inductor, "deterministic"):  # not in torch 2.11
+        inductor.deterministic = True
+
+
+def end_compile_workers() -> None:
+    """End the processes that the compiler has compiled in, as it does itself when Python exits. A worker leaves without that, and
+    without their parent they would leave semaphores behind, of which Python then warns.
+    """
+    if (compiler := sys.modules.get("torch._inductor.async_compile")) is not None:
+        compiler.shutdown_compile_workers()
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:

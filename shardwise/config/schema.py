@@ -143,6 +143,9 @@ class Train(Section):
         "or a number from 0 (recompute all) to 1 (keep all)",
     )
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile each block; auto: on GPUs")
+    deterministic: bool = Field(
+        False, description="on GPUs: only kernels that add in one order, so that a run repeats to the last bit; CPUs always do"
+    )
     evaluate_every: NonNegative = Field(0, description="steps between evaluations on the held-out split; 0: only at the end")
     evaluate_sequences: Positive = Field(256, description="held-out sequences an evaluation reads, at most")
     check_every: NonNegative = Field(

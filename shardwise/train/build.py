@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
+from shardwise._torch import compute_deterministically
 from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest
 from shardwise.checkpoint.save import Checkpointer, Retention, random_state, set_random_state, state_of
 from shardwise.comm import Comm
@@ -55,6 +56,8 @@ class Training:
 def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None) -> Training:
     """Join the peers, build the model on the mesh, and open the data."""
     mesh = join(worker, plan.layout)
+    if config.train.deterministic and mesh.device.type == "cuda":
+        compute_deterministically()
     # For modules that draw, such as dropout: the same again on each start, and on devices that hold the same activations.
     torch.manual_seed((config.train.seed * 1_000_003 + mesh.data_index) % 2**63)
     comm = Comm(mesh)

@@ -35,6 +35,7 @@ def describe_run(training: Training) -> dict[str, str]:
         "compile": "each block" if is_compiled(config, device) and training.parallel.table.blocks else "off",
         "recompute": str(plan.recompute),
         "optimizer": "AdamW, fused kernel",
+        **_repeatable(training),
         "MFU": plan.flop_convention if peak_flops(device_name(device), train.precision) else "n/a: no known peak for this device",
         **_without_effect(training),
     }
@@ -62,6 +63,15 @@ def _pipeline(training: Training) -> dict[str, str]:
     return {"pipeline": f"{stages.schedule.name}, stages of {blocks} blocks, idle share {bubble:.2f} if they take equal time"}
 
 
+def _repeatable(training: Training) -> dict[str, str]:
+    """How alike the same run is on the same GPUs; on CPUs it is the same."""
+    if training.mesh.device.type == "cpu":
+        return {}
+    if training.config.train.deterministic:
+        return {"repeatable": "to the last bit, on the same number of the same GPUs"}
+    return {"repeatable": "to rounding: kernels may add in another order (train.deterministic=true: to the last bit, slower)"}
+
+
 def describe_layout(training: Training) -> str:
     """The degrees above one, and the stage of sharding."""
     layout = training.plan.layout
@@ -85,6 +95,7 @@ def _without_effect(training: Training) -> dict[str, str]:
         f"layout.attention = {layout.attention!r}: no devices share a sequence": layout.context == 1
         and layout.attention != "auto",
         "GPUs: there are more workers than GPUs, so all compute on the CPU": on_cpu and local_gpus() > 0,
+        "train.deterministic: CPUs add in one order anyway": on_cpu and train.deterministic,
         "train.evaluate_every: data.held_out is 0": train.evaluate_every > 0 and config.data.held_out == 0,
         "train.decay: only the wsd schedule has it": train.decay is not None and train.schedule != "wsd",
         f"train.schedule: warm-up lasts {train.warmup} of {train.steps} steps": train.warmup >= train.steps,

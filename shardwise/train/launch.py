@@ -96,6 +96,7 @@ def _interface(node: Node) -> str | None:
 
 def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connection) -> NoReturn:
     """Be a worker of our own host. Ends this process, in every case at once: peers may wait in a collective forever."""
+    from shardwise._torch import end_compile_workers
     from shardwise.resilience.host_link import HostLink
     from shardwise.train.run import last_collective, run
 
@@ -109,6 +110,7 @@ def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connecti
     try:
         status = run(config, link)
         link.done(status)
+        end_compile_workers()
     except BaseException as error:
         log.error("%s", "".join(traceback.format_exception(error)))
         link.failed(error)

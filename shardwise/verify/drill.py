@@ -26,6 +26,7 @@ from typing import Any
 from shardwise.config import Config
 from shardwise.errors import RunFailed, UserError
 from shardwise.locks import take_lock
+from shardwise.mesh import local_gpus
 from shardwise.observe import read_lines
 from shardwise.plan import fit
 from shardwise.verify.commands import TrainCommands
@@ -143,7 +144,11 @@ def _prepared(config: Config) -> tuple[Config, dict[str, Any]]:
     settings = {
         f"checkpoint.{key}": value if value is not None else "checkpoints in its run folders" for key, value in checkpoint.items()
     }
+    train: dict[str, Any] = {}
+    if local_gpus() and not config.train.deterministic:  # two runs are to be the same bits
+        train["deterministic"] = settings["train.deterministic"] = True
     update = {
+        "train": config.train.model_copy(update=train),
         "checkpoint": config.checkpoint.model_copy(update=checkpoint),
         "observe": config.observe.model_copy(update=observe),
     }
