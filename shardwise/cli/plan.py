@@ -128,7 +128,7 @@ def _answer(
     for option, value in (("--storage", storage), ("--failures", failures)):
         if value is not None and not (value > 0 and isfinite(value)):
             raise UserError(f"{option} {value:g}: give a number above 0")
-    result = search(config, cluster, cluster.devices, config.cluster.margin)
+    result = search(config, cluster, cluster.devices)
     content = answer(config, result, everything)
     content["best"] |= drawings(result)
     more = beyond(config, result, 1e9 * storage, failures or DEVICE_HOURS)

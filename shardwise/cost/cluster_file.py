@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapV
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from shardwise.config.schema import Section
-from shardwise.cost.cluster import GIB, KINDS, Cluster, Device, Kind, Link, Measured
+from shardwise.cost.cluster import GIB, KINDS, TERMS, Cluster, Device, Kind, Link, Measured, Term
 from shardwise.errors import ConfigError, UserError
 
 Precision = Literal["float64", "float32", "bfloat16", "float16", "float8", "float4"]
@@ -105,7 +105,7 @@ class ClusterTable(Section):
     device: DeviceTable = DeviceTable()
     inside: LinkTable = LinkTable()
     between: LinkTable = LinkTable()
-    corrections: dict[str, _AboveZero] = Field(default_factory=dict)
+    corrections: dict[Term, _AboveZero] = Field(default_factory=dict)
 
 
 _UNITS: dict[str, tuple[str, float]] = {
@@ -183,7 +183,7 @@ def _explain(detail: ErrorDetails) -> str:
         known = tables[path[0]] if len(path) > 1 else ClusterTable
         return f"{key}: unknown; known are {', '.join(known.model_fields)}"
     if "[key]" in detail["loc"]:
-        return f"{key}: unknown; known are {', '.join(get_args(Precision))}"
+        return f"{key}: unknown; known are {', '.join(TERMS if path[0] == 'corrections' else get_args(Precision))}"
     return f"{key}: {_OF_A_KEY.get(key, f'give a table, [{key}]')}"
 
 

@@ -140,8 +140,9 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     has most in flight, or of the last, which has the logits."""
     model, alone, offloaded = work.model, space.pipeline == 1, space.offload == 1
     activations, logits = _activations(work, space, cluster, stack, held)
-    gathered, reducing = _units(work, space, stack, held)
-    unsharded = (space.zero == 0) | (space.shards == 1)
+    engine = engine_of(space, model.experts)
+    gathered, reducing = _units(work, space, stack, engine, held)
+    unsharded = engine.zero == 0
     # Weights that are never gathered are cast for each use; backward needs the copies, but for those of recomputed blocks.
     copies = stack.cast_held if compute.casts(work) else 0.0
     head = model.vocabulary * model.hidden / space.tensor
@@ -180,15 +181,14 @@ def _activations(work: Work, space: Space, cluster: Cluster, stack: Stack, held:
     return np.where(fuller, first, last), np.where(both | ~fuller, logits, 0.0)
 
 
-def _units(work: Work, space: Space, stack: Stack, held: Holdings) -> tuple[Array, Array]:
+def _units(work: Work, space: Space, stack: Stack, engine: Engine, held: Holdings) -> tuple[Array, Array]:
     """Bytes of what FSDP2 has gathered at once (the block in use, the next one, the largest unit), and of the buffers in which it
     reduces: the largest unit's gradients as they were made, and as they are summed."""
-    shared = (space.shards > 1) | (space.offload == 1)
     edges = np.where(space.pipeline == 1, np.maximum(held.first_edge, held.last_edge), 0.0)
     largest = np.maximum(held.block, edges)
     weight, gradient = compute.weight_bytes(work, stack), compute.reduce_bytes(work, stack)
-    gathered = np.where((space.zero == 3) & shared, weight * (2 * held.block + largest), 0.0)
-    return gathered, np.where((space.zero >= 2) & shared, (gradient + weight) * largest, 0.0)
+    gathered = np.where(engine.zero == 3, weight * (2 * held.block + largest), 0.0)
+    return gathered, np.where(engine.zero >= 2, (gradient + weight) * largest, 0.0)
 
 
 def _without_the_hosts(work: Work, space: Space, states: dict[str, Array], held: Holdings) -> dict[str, Array]:

@@ -43,6 +43,7 @@ from shardwise.cost.space import Array, Bools, Space, Work, concatenate
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
+from shardwise.plan.engine import engine_of
 from shardwise.plan.schedule import SCHEDULES
 
 CONTENTION = 0.12
@@ -245,9 +246,10 @@ def _exposed(communication: Array, work: Array, overlap: float) -> Array:
 def _accumulate(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:
     """Seconds of adding up gradients and of casting weights, in every micro-batch."""
     adding = np.where(space.accumulation > 1, 2 + 2 * stack.gradient_bytes, stack.gradient_bytes)
-    adding = adding * np.where((space.zero >= 2) & (space.shards > 1), 1 / np.maximum(space.shards, 1), 1.0)
-    casting = np.where((space.zero == 0) | (space.shards == 1), stack.cast_bytes if compute.casts(work) else 0.0, 0.0)
-    return space.accumulation * compute.streamed((adding + casting) * held.parameters, space, cluster)
+    engine = engine_of(space, work.model.experts)
+    added = np.where(engine.zero >= 2, held.sharded, held.parameters)
+    cast = np.where(engine.zero == 0, held.parameters, 0.0) * (stack.cast_bytes if compute.casts(work) else 0.0)
+    return space.accumulation * compute.streamed(adding * added + cast, space, cluster)
 
 
 def _optimizer(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:

@@ -93,17 +93,28 @@ def fit(
     """The plan for as many of these devices as a layout near the one asked for can use; None if that is fewer than `least`.
 
     A run that lost devices goes on under it. On each number of devices, from all of them down, only the data axis is changed
-    if that will do; else the nearest layout is taken.
+    if that will do; else the nearest layout is taken. A micro-batch that was not asked for is cut to what divides the share that
+    a device has here: else devices would idle for a number that nobody gave.
     """
+    most = config.train.micro_batch if asked and asked.config.train.micro_batch is None else None
+    train = config.train.model_copy(update={"micro_batch": None}) if most else config.train
     for world in range(devices, least - 1, -1):
         relaxed = config.layout.model_copy(update={"data": -1})
-        nearest = nearest_to(config.model, config.data, config.train, relaxed, world)
+        nearest = nearest_to(config.model, config.data, train, relaxed, world)
         changed = Asked(asked.config if asked else config, f"the nearest that works on {world} of {devices} devices")
         for layout in (config.layout, relaxed, *([nearest] if nearest else [])):
             with suppress(ConfigError):
                 why = asked if layout is config.layout else changed
-                return choose(config.model_copy(update={"layout": layout}), world, memory_bytes, parameters, why)
+                job = config.model_copy(update={"layout": layout})
+                return choose(_with_micro_batch(job, world, most) if most else job, world, memory_bytes, parameters, why)
     return None
+
+
+def _with_micro_batch(config: Config, devices: int, most: int) -> Config:
+    """The job with the largest micro-batch up to `most` that divides a device's share of the batch."""
+    share = max(1, config.train.global_batch // _with_data(config, devices).data_parallel)
+    size = max(size for size in divisors(share) if size <= most)
+    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": size})})
 
 
 def micro_batch_size(train: Train, layout: Layout) -> int:

@@ -28,7 +28,7 @@ from shardwise.errors import UserError
 from shardwise.plan.flops import flops_per_token
 from shardwise.search.fits import any_fits, any_fits_resident, spaces
 from shardwise.search.reasons import best_layout, count_devices, host_gib, nothing_fits
-from shardwise.search.search import MARGIN, SearchResult, limit, search, work_of
+from shardwise.search.search import SearchResult, limit, search, work_of
 
 MOST = 16_384
 """Devices that are tried at most, unless more are asked for."""
@@ -160,7 +160,7 @@ def _ideal_seconds(config: Config, cluster: Cluster, devices: int) -> float:
 
 def _rough_seconds(config: Config, cluster: Cluster, devices: int) -> float | None:
     """Of a step in the quickest layout that fits, by the closed forms."""
-    work, allowed = work_of(config), limit(cluster, MARGIN, devices)
+    work, allowed = work_of(config), limit(cluster, config.cluster.margin, devices)
     for space in spaces(config, cluster, devices):
         quickest = np.inf
         for part in space.parts():
@@ -194,7 +194,7 @@ def smallest_that_fits(config: Config, cluster: Cluster, most: int = MOST) -> Sm
     devices = resident = _smallest(config, cluster, most, any_fits)
     if devices is None:
         sentence = f"nothing fits on up to {count_devices(_doubling(cluster, most)[-1])}"
-        return Smallest(None, None, None, None, limit(cluster, MARGIN, most) / GIB, sentence)
+        return Smallest(None, None, None, None, limit(cluster, config.cluster.margin, most) / GIB, sentence)
     result = search(config, cluster.of(devices), devices)
     best = int(result.order[0])
     peak, sentence = float(result.peak[best]), f"fits on {count_devices(devices)} ({best_layout(result)})"

@@ -12,7 +12,7 @@ from shardwise.cost.footprint import footprint, hold
 from shardwise.cost.space import Array, Space, Work
 from shardwise.cost.stack import SHARDWISE
 from shardwise.search.candidates import candidates, fixed_fields
-from shardwise.search.search import MARGIN, limit, work_of
+from shardwise.search.search import limit, work_of
 
 
 def any_fits(config: Config, cluster: Cluster, devices: int) -> bool:
@@ -27,7 +27,7 @@ def any_fits_resident(config: Config, cluster: Cluster, devices: int) -> bool:
 
 
 def _some_fit(config: Config, cluster: Cluster, devices: int, space: Space) -> bool:
-    work, allowed = work_of(config), limit(cluster, MARGIN, devices)
+    work, allowed = work_of(config), limit(cluster, config.cluster.margin, devices)
     return any(bool((peak_bytes(work, part, cluster) <= allowed).any()) for part in space.parts())
 
 

@@ -19,7 +19,7 @@ from shardwise.search.search import play, search, work_of
 
 def plan_job(config: Config, cluster: Cluster, devices: int) -> tuple[Config, str]:
     """The job with the best layout put in, and why in one line."""
-    result = search(config, cluster, devices, config.cluster.margin)
+    result = search(config, cluster, devices)
     if not len(result.order):
         raise ConfigError(f"the job on {devices} devices", nothing_fits(config, result))
     return chosen(config, result), reason(result, int(result.order[0]))

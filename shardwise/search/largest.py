@@ -21,7 +21,7 @@ from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.candidates import candidates, fixed_fields
 from shardwise.search.fits import any_fits, any_fits_resident, peak_bytes
 from shardwise.search.reasons import best_layout, count_devices, describe_layout, nothing_fits
-from shardwise.search.search import MARGIN, SearchResult, limit, play, search, work_of
+from shardwise.search.search import SearchResult, limit, play, search, work_of
 
 _LONGEST = 2**30
 
@@ -123,7 +123,7 @@ def largest_batch(config: Config, cluster: Cluster, devices: int) -> Largest:
     In one layout memory grows with the micro-batch, so each has a largest; all are bisected at once. A train.micro_batch that the
     job gives is put aside.
     """
-    cluster, work, allowed = cluster.of(devices), work_of(config), limit(cluster.of(devices), MARGIN, devices)
+    cluster, work, allowed = cluster.of(devices), work_of(config), limit(cluster.of(devices), config.cluster.margin, devices)
     space = _without_accumulation(config, devices)
     sizes = _largest_sizes(lambda tried: peak_bytes(work, replace(space, micro_batch=tried), cluster) <= allowed, len(space))
     batches = sizes * space.replica * space.data

@@ -28,8 +28,6 @@ from shardwise.plan.timeline import Programme, programme
 from shardwise.plan.timeline import play as play_through
 from shardwise.search.candidates import candidates, fixed_fields
 
-MARGIN = 0.08
-"""Share of a device's memory that a plan leaves free, for what the model of memory does not see."""
 NEAR = 0.02
 FINALISTS = 16
 
@@ -89,9 +87,9 @@ def check_countable(config: Config) -> None:
         )
 
 
-def search(config: Config, cluster: Cluster, devices: int, margin: float = MARGIN) -> SearchResult:
+def search(config: Config, cluster: Cluster, devices: int) -> SearchResult:
     """Cost every layout of this job on so many devices of the cluster."""
-    started = time.perf_counter()
+    started, margin = time.perf_counter(), config.cluster.margin
     check_countable(config)
     fixed, work = fixed_fields(config), work_of(config)
     proposed = candidates(config, devices, fixed, bool(fixed.get("offload")))

@@ -15,7 +15,7 @@ from shardwise.cost.collectives import group_of
 from shardwise.cost.traffic import flows
 from shardwise.errors import ConfigError, UserError
 from shardwise.plan.flops import flops_per_token
-from shardwise.plan.grid import COPIES, SHARDS
+from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
 from shardwise.plan.parameters import count
 from shardwise.search.budget import chinchilla, compute_of, cost, of_a_size, shape_for
 from shardwise.search.interval import DEVICE_HOURS, plan_checkpoints
@@ -27,6 +27,8 @@ from shardwise.search.slow_links import alternatives, worthwhile
 STORAGE = 2e9
 """Bytes/s that one node writes to shared storage, where nothing better is known."""
 _DAY = 86400.0
+_OF_WEIGHTS = (SHARDS, COPIES, "replica", "data", EXPERT_SHARDS, f"replica x {EXPERT_SHARDS}")
+"""Axes over which weights are gathered and gradients summed."""
 
 
 def beyond(config: Config, result: SearchResult, storage: float = STORAGE, device_hours: float = DEVICE_HOURS) -> dict[str, Any]:
@@ -55,30 +57,31 @@ def whole_run(config: Config, result: SearchResult, best: int) -> dict[str, Any]
 
 
 def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
-    """The bandwidth a device needs so that gathers and gradient sums hide behind the computing, at the link's own latency."""
+    """The bandwidth a device needs so that gathers and gradient sums hide behind the computing, at the link's own latency: of the
+    network where any of them cross nodes, whose members in a node share what crosses; else of the links inside a node."""
     winner = result.space.take([best])
     prediction = result.prediction(best)
     computing = sum(float(prediction.seconds[name][0]) for name in ("matmul", "attention", "elementwise", "recompute"))
-    wire, hops, between = 0.0, 0.0, False
-    for flow in flows(result.work, winner):
-        if flow.axis not in (SHARDS, COPIES, "replica", "data") or not flow.count[0]:
-            continue
-        group = group_of(flow.axis, winner, result.cluster)
-        wire += wire_bytes(flow.kind, float(flow.bytes[0]), int(group.size[0]))
-        hops += float(flow.count[0]) * ring_hops(flow.kind, int(group.size[0]))
-        between = between or bool(group.nodes[0] > 1)
+    moved = [flow for flow in flows(result.work, winner) if flow.axis in _OF_WEIGHTS and flow.bytes[0]]
+    groups = [group_of(flow.axis, winner, result.cluster) for flow in moved]
+    between = any(group.nodes[0] > 1 for group in groups)
+    wire = hops = 0.0
+    for flow, group in zip(moved, groups, strict=True):
+        if between == (group.nodes[0] > 1):
+            members, sharing = int(group.size[0]), float(group.inside[0]) if between else 1.0
+            wire += wire_bytes(flow.kind, float(flow.bytes[0]), members) / sharing
+            hops += float(flow.count[0]) * ring_hops(flow.kind, members) / sharing
     if not wire:
         return None
     link = result.cluster.between if between else result.cluster.inside
-    inside = float(group_of(SHARDS, winner, result.cluster).inside[0]) if between else 1.0
-    needed = least_bandwidth(wire / inside, computing, hops / inside, link.latency)
+    needed = least_bandwidth(wire, computing, hops, link.latency)
     return {
         "link": "between" if between else "inside",
-        "bytes_on_the_wire": wire / inside,
+        "bytes_on_the_wire": wire,
         "computing_seconds": computing,
         "needed_gb_s": needed / 1e9 if np.isfinite(needed) else None,
         "has_gb_s": link.bandwidth / 1e9,
-        "most_latency_us": max(0.0, (computing - wire / inside / link.bandwidth) / max(hops / inside, 1.0)) * 1e6,
+        "most_latency_us": max(0.0, (computing - wire / link.bandwidth) / max(hops, 1.0)) * 1e6,
         "has_latency_us": link.latency * 1e6,
     }
 
@@ -134,7 +137,7 @@ def _rate(config: Config, cluster: Cluster, parameters: float) -> tuple[dict[str
     shape = shape_for(parameters, config.model.vocabulary)
     model = Model(**{**shape, "max_positions": max(config.data.sequence_length, config.model.max_positions)})
     other = config.model_copy(update={"model": model})
-    result = search(other, cluster, cluster.devices, config.cluster.margin)
+    result = search(other, cluster, cluster.devices)
     if not len(result.order):
         raise ConfigError(
             f"a model of {parameters / 1e9:.3g} B parameters on {cluster.devices} devices", nothing_fits(other, result)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import from_tables
-from shardwise.cost.cluster import GIB, KINDS, Cluster, Measured
+from shardwise.config import Model, from_tables
+from shardwise.cost.cluster import GIB, KINDS, TERMS, Cluster, Measured
 from shardwise.cost.cluster_file import read_cluster, write_cluster
 from shardwise.cost.clusters import CLUSTERS, DEVICES, asked_for, named
+from shardwise.cost.predict import predict
+from shardwise.cost.space import Work, space_of
 from shardwise.errors import ConfigError, UserError
 
 WHOLE = """
@@ -155,6 +157,7 @@ BAD: list[tuple[str, str, str]] = [
     ("nodes = 2", "name = 3", "name = 3: give a text"),
     ("nodes = 2", 'corrections = "none"', "corrections: give a table"),
     ("nodes = 2", "corrections = { matmul = 0 }", "corrections.matmul = 0: give a number, more than 0"),
+    ("nodes = 2", "corrections = { matmull = 1.5 }", "corrections.matmull: unknown; known are matmul, attention"),
     ("memory_gib = 24", "memory_gib = 0", "device.memory_gib = 0: give a number, more than 0"),
     ("memory_gib = 24", "memory_gib = -24", "device.memory_gib = -24"),
     ("memory_gib = 24", "memory_gib = nan", "device.memory_gib = nan"),
@@ -237,3 +240,8 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="is not TOML"):
         read_cluster(tmp_path / "bytes.toml", CLUSTERS)
+
+
+def test_every_term_of_a_step_may_be_corrected_and_nothing_else() -> None:
+    predicted = predict(Work(Model(), 64, 8), space_of([{}]), named("h100x8"))
+    assert set(TERMS) == set(predicted.seconds)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import Config, Layout, Train, from_tables
 from shardwise.errors import ConfigError
-from shardwise.plan import Plan, choose, fit
+from shardwise.plan import Asked, Plan, choose, fit
 from shardwise.plan.memory import state_bytes
 
 
@@ -155,3 +155,15 @@ def test_a_plan_is_the_same_after_json(devices: int, layout: dict[str, object], 
     text = json.dumps(plan.to_json())
     assert Plan.from_json(json.loads(text)) == plan
     assert json.dumps(Plan.from_json(json.loads(text)).to_json()) == text
+
+
+def test_a_micro_batch_that_nobody_asked_for_is_cut_so_that_all_devices_that_are_left_work() -> None:
+    open_job = from_tables({"data": {"source": "x"}, "train": {"global_batch": 24}})
+    searched = from_tables({"data": {"source": "x"}, "train": {"global_batch": 24, "micro_batch": 6}, "layout": {"data": 4}})
+    plan = fit(searched, 3, least=1, asked=Asked(open_job, "planned"))
+    assert plan is not None
+    assert (plan.layout.data, plan.micro_batch, plan.accumulation) == (3, 4, 2), "6 does not divide a share of 8"
+    assert whys(plan)["train.micro_batch"] == (4, False, "the nearest that works on 3 of 3 devices")
+    asked_for = fit(searched, 3, least=1, asked=Asked(searched, "planned"))
+    assert asked_for is not None
+    assert (asked_for.layout.world, asked_for.micro_batch) == (2, 6), "what was asked for stays"

@@ -18,6 +18,7 @@ from shardwise.plan.parameters import count
 from shardwise.search.answer import answer, best_of_each, runner_up
 from shardwise.search.reasons import binding, loses_on, nothing_fits, reason
 from shardwise.search.search import NEAR, SearchResult, moving_parts, search
+from shardwise.search.whole_run import to_hide
 
 MODEL = {"layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 8192, "vocabulary": 32000,
          "max_positions": 4096}  # fmt: skip
@@ -280,3 +281,24 @@ def test_no_layout_at_all_says_which_rules_refused_them() -> None:
     (problem,) = nothing_fits(config, result)
     assert "a global batch of 3 does not divide over replica x data" in problem
     assert "there are some on 6 devices" in problem or "there are some on 5 or" in problem or "there are some on 6 or" in problem
+
+
+# -- what the links must do -------------------------------------------------------------------------------------------------
+
+
+EXPERTS = {**MODEL, "layers": 4, "experts": 8, "experts_per_token": 2, "expert_ffn": 4096}
+
+
+@pytest.mark.parametrize(("devices", "link", "sharing"), [(8, "inside", 1), (16, "between", 4)])
+def test_bandwidth_to_hide_gathers_counts_those_of_experts(devices: int, link: str, sharing: int) -> None:
+    """Each device has 4 of 8 experts, and shares them with all of the same number: of these 4 are in a node of 8."""
+    machine = cluster(devices)
+    result = search(job(batch=16, model=EXPERTS, data=devices, expert=2, zero=3), machine, devices)
+    best = int(result.order[0])
+    found = to_hide(result, best)
+    assert found is not None
+    sharers, micro_batches = devices // 2, int(result.space.accumulation[best])
+    experts = 4 * 4 * 3 * 4096 * 2048  # layers, experts, their matrices
+    sent = micro_batches * (2 * 2 + 4) * experts * (sharers - 1) / sharers / sharing  # gathered twice in 2 bytes, summed in 4
+    assert found["link"] == link
+    assert sent < found["bytes_on_the_wire"] < 1.5 * sent, "the experts' and the little that is not"

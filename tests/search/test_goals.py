@@ -14,6 +14,7 @@ from shardwise.cost.clusters import named
 from shardwise.errors import UserError
 from shardwise.search.fewest import _least, fewest_devices, smallest_that_fits
 from shardwise.search.largest import largest_batch, longest_sequence
+from shardwise.search.scaling import strong
 from shardwise.search.search import search
 
 DAY = 86_400.0
@@ -150,6 +151,30 @@ def test_offloading_is_told_apart_from_fitting() -> None:
     assert found.without_offload is not None
     assert found.devices <= found.without_offload
     assert found.without_offload == alone.devices
+
+
+# -- the margin ------------------------------------------------------------------------------------------------------------
+
+
+def with_margin(margin: float) -> Config:
+    config = job()
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"margin": margin})})
+
+
+def test_every_goal_leaves_the_margin_free_that_the_job_asks_for() -> None:
+    cluster, usual, wide = of_memory(4, offload=False), with_margin(0.08), with_margin(0.6)
+    few, many = (smallest_that_fits(config, cluster, most=64) for config in (usual, wide))
+    assert few.devices == 1
+    assert many.devices is not None
+    assert many.devices > 1
+    assert many.limit_gib == pytest.approx(4 * 0.4)
+    quick, slow = (fewest_devices(config, cluster, 1000.0, most=8) for config in (usual, wide))
+    assert quick.devices == 1
+    assert slow.devices is not None
+    assert slow.devices >= many.devices
+    assert longest_sequence(usual, cluster, 4).length > longest_sequence(wide, cluster, 4).length
+    assert largest_batch(usual, cluster, 4).global_batch > largest_batch(wide, cluster, 4).global_batch
+    assert [strong(config, cluster, [1])[0].works for config in (usual, wide)] == [True, False]
 
 
 # -- sequence and batch ----------------------------------------------------------------------------------------------------
