@@ -121,8 +121,8 @@ def _decode(content: bytes, address: str) -> Manifest:
 
 def _with_sequences(fields: dict[str, Any]) -> dict[str, Any]:
     """A manifest from before sequences were counted: each of its steps had taken the batch that it names."""
-    train, step = fields.get("train"), fields.get("step")
-    batch = train.get("global_batch", 0) if isinstance(train, dict) else None
+    train, step = fields.get("train"), fields.get("step", -1)
+    batch = train.get("global_batch", 0) if isinstance(train, dict) else -1
     return {"sequences": step * batch, **fields} if is_count(step) and is_count(batch) else fields
 
 

@@ -23,6 +23,7 @@ on each, so their gradients are parts of a sum: `sum_whole` adds them up, once a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -65,9 +66,11 @@ def split_over_tensor(model: nn.Module, table: Sharding, comm: Comm, gather_agai
 def _make_parallel(module: nn.Module, share: Share, gather_again: bool) -> None:
     assert share.role is not None
     kind = _KINDS[share.role.kind]
+    if kind is Gathered:
+        vars(module)["parallel_input"] = next(iter(signature(module.forward).parameters), "")
     make_parallel(module, Regathered if kind is Gathered and gather_again else kind, share)
     if kind is Gathered:
-        module.register_forward_pre_hook(_gather_input)
+        module.register_forward_pre_hook(_gather_input, with_kwargs=True)
 
 
 def missing_entry(path: str, names: list[str]) -> str:
@@ -129,13 +132,23 @@ class Gathered(ParallelModule):
     itself and keeps its gathered input.
     """
 
+    parallel_input: str
+    """The name of the first argument, which is what is gathered, for callers who give it by name."""
+
     def describe_share(self) -> str:
         """What happens to its input."""
         return "sequence gathered before"
 
 
-def _gather_input(module: Gathered, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return gather(inputs[0], module.parallel_share.comm, AXIS, SEQUENCE), *inputs[1:]
+def _gather_input(module: Gathered, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not inputs:
+        if module.parallel_input not in named:
+            raise UserError(
+                f"a module that the sharding table calls gathered() was called without its first argument, "
+                f"{module.parallel_input or 'of which it has none'}: that is the sequence to put together before the call"
+            )
+        inputs, named = (named[module.parallel_input],), {k: v for k, v in named.items() if k != module.parallel_input}
+    return (gather(inputs[0], module.parallel_share.comm, AXIS, SEQUENCE), *inputs[1:]), named
 
 
 class Regathered(Gathered):

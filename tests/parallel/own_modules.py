@@ -35,7 +35,7 @@ class Layer(nn.Module):
         return self.mix.out(self.mix.share * mixed.transpose(1, 2).flatten(2))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        return x + self.mix(self.norm(x), mask)
+        return x + self.mix(mask=mask, x=self.norm(x))  # by name, as a user may
 
 
 class Tied(nn.Module):
