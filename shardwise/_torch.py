@@ -38,7 +38,7 @@ def compute_deterministically() -> None:
     """
     import torch._inductor.config as inductor
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # nobody reads it before writing
