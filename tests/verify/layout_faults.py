@@ -117,11 +117,11 @@ def optimizer_skips_decay(replace: Replace) -> None:
 class LaterRows:
     """A data set that from step 2 on gives the rows of the step after."""
 
-    def __init__(self, dataset: Any) -> None:
-        self.honest = dataset
+    def __init__(self, dataset: Any, batch: int) -> None:
+        self.honest, self.batch = dataset, batch
 
-    def sequences(self, step: int, *rows: int) -> Any:
-        return self.honest.sequences(step + (step > 0), *rows)
+    def sequences(self, first: int, count: int) -> Any:
+        return self.honest.sequences(first + self.batch * (first >= self.batch), count)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.honest, name)
@@ -129,7 +129,7 @@ class LaterRows:
 
 def other_rows_from_step_2(replace: Replace) -> None:
     def change(training: Training) -> None:
-        training.dataset = LaterRows(training.dataset)
+        training.dataset = LaterRows(training.dataset, training.config.train.global_batch)
 
     _change_training(replace, change)
 
