@@ -10,7 +10,7 @@ CheckFreq does: Mohan et al., FAST 2021). It costs host memory the size of this 
 nothing. At most one is in flight: the next one waits for it, and that wait counts as stall as well.
 
 A save that fails leaves the older checkpoints as they were. All ranks learn of it, because each exchange of a save carries
-failures too; a rank that dies breaks the connection, which ends the exchange for the others.
+failures too (checkpoint/write.py); a rank that dies breaks the connection, which ends the exchange for the others.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.contents import Contents, damaged_files
-from shardwise.checkpoint.dcp import DcpReader, DcpSavePlanner, DcpWriter, load_planner
+from shardwise.checkpoint.contents import Contents, damaged_files, save_id
+from shardwise.checkpoint.dcp import DcpReader, load_planner
 from shardwise.checkpoint.folder import (
     Manifest,
     check_same_model,
@@ -44,12 +43,12 @@ from shardwise.checkpoint.folder import (
     step_of,
 )
 from shardwise.checkpoint.storage import storage
+from shardwise.checkpoint.write import SaveRefused, write_together
 from shardwise.comm import Peers
 from shardwise.config import Config
 from shardwise.errors import RunFailed, UserError
-from shardwise.mesh import Mesh, peer_is_gone
+from shardwise.mesh import Mesh
 
-T = TypeVar("T")
 State = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PATIENCE = 1.0
@@ -171,7 +170,6 @@ class Checkpointer:
         began = time.monotonic()
         self.finish()
         assert not self._given_up, "workers that broke up save no more"
-        _expect_single_process()
         state = {**state, **random_state(self.mesh.worker.rank, self.mesh.device)}
         task = _Save(folder, manifest, retention, began, state)
         if self.background and not wait:
@@ -228,7 +226,8 @@ class Checkpointer:
 
     def newest_step(self, config: Config) -> int:
         """Of the checkpoints in the run's folder, whole or not, as rank 0 sees them; -1 if there is none."""
-        return self._from_main(lambda: max((step_of(address) for address in checkpoints(checkpoint_folder(config))), default=-1))
+        steps = self._from_main(lambda: [step_of(address) for address in checkpoints(checkpoint_folder(config))])
+        return max(steps, default=-1)
 
     def load(self, folder: str, state: State, same_world: bool) -> None:
         """Fill `state` in place, once every byte is known to be what was saved. A checkpoint of weights only leaves the optimizer
@@ -236,23 +235,13 @@ class Checkpointer:
         """
         if self._checked != folder:
             self._checked_manifest(folder)
-        _expect_single_process()
         rank, device = self.mesh.worker.rank, self.mesh.device
         opened: list[Contents] = []
         self._together(lambda: opened.append(Contents.open(folder)))  # by all, or by none: nobody may wait for the others in vain
         contents = opened[0]
         # A run that moves from CPU to GPU finds no state of the GPU's generator.
         random = {name: value for name, value in random_state(rank, device).items() if same_world and name in contents.tensors}
-        try:
-            load_shards(
-                {**_expected(state, contents), **random},
-                storage_reader=DcpReader(contents),
-                planner=load_planner(),
-                process_group=self.peers.group,
-                no_dist=self.peers.group is None,
-            )
-        except (OSError, CheckpointException) as error:
-            raise UserError(f"{folder} could not be loaded: {_cause(error)}") from None
+        self._together(lambda: _load({**_expected(state, contents), **random}, contents))
         set_random_state(random, rank, device)
 
     def _run_in_background(self, task: _Save, numbers: State, stall: float) -> None:
@@ -264,27 +253,20 @@ class Checkpointer:
             self._outcomes.append(task.failed(error))
 
     def _run(self, task: _Save, numbers: State, stall: float | None) -> Saved | SaveFailed:
-        writer = DcpWriter(task.address, self.mesh.worker.rank, task.manifest, self._commit)
+        identity = save_id()
+        where = storage(task.address)
         try:
-            save_shards(
-                task.state,
-                storage_writer=writer,
-                planner=DcpSavePlanner(numbers),
-                process_group=self.peers.group,
-                no_dist=self.peers.group is None,
-            )
-        except (OSError, CheckpointException) as error:
-            log.info("the save of step %d failed", task.manifest.step, exc_info=True)
+            total_bytes = write_together(self.peers, where, task.state, numbers, task.manifest, identity, self._commit)
+        except Exception as error:
             if self.mesh.is_main:
-                _clear(task, writer.identity)
-            if peer_is_gone(error):
-                raise
-            return task.failed(error)
+                _clear(task, identity)
+            if isinstance(error, SaveRefused):
+                return task.failed(error)
+            raise
         if self.mesh.is_main:
             _prune(task)
         seconds = time.monotonic() - task.began
-        stalled = seconds if stall is None else stall
-        return Saved(task.manifest.step, task.address, seconds, stalled, writer.manifest.total_bytes)
+        return Saved(task.manifest.step, task.address, seconds, seconds if stall is None else stall, total_bytes)
 
     def _commit(self, action: Callable[[], Manifest]) -> Manifest:
         with self._committing:
@@ -294,7 +276,7 @@ class Checkpointer:
 
     def _checked_manifest(self, address: str) -> Manifest:
         """The manifest of a checkpoint of which the ranks have read every byte, each its share of the files."""
-        manifest = self._from_main(lambda: Contents.open(address).manifest)
+        manifest = Manifest(**self._from_main(lambda: asdict(Contents.open(address).manifest)))
         share = sorted(manifest.files)[self.mesh.worker.rank :: self.mesh.worker.world]
         problems = self._together(lambda: list(damaged_files(storage(address), manifest, share)))
         for problem in (problem for part in problems for problem in part):
@@ -302,25 +284,23 @@ class Checkpointer:
         self._checked = address
         return manifest
 
-    def _from_main(self, action: Callable[[], T]) -> T:
+    def _from_main(self, action: Callable[[], Any]) -> Any:
         """Run on rank 0 alone; its result, or its failure, on every rank."""
-        results: list[Any] = self._together(action if self.mesh.is_main else lambda: None)
-        result: T = results[0]
-        return result
+        return self._together(action if self.mesh.is_main else lambda: None)[0]
 
-    def _together(self, action: Callable[[], T]) -> list[T]:
+    def _together(self, action: Callable[[], Any]) -> list[Any]:
         """Run on every rank and share the results; a failure of one is raised on all, so that none goes on or waits alone."""
         try:
-            mine: T | Exception = action()
+            mine = {"value": action()}
         except UserError as error:
-            mine = error
+            mine = {"refused": str(error)}
         except Exception as error:  # of whatever kind the storage raises
-            mine = UserError(f"checkpoints cannot be read: {error}")
-        everyone: list[Any] = self.peers.from_everyone(mine)
-        for result in everyone:
-            if isinstance(result, Exception):
-                raise result
-        return everyone
+            mine = {"refused": f"checkpoints cannot be read: {error}"}
+        everyone = self.peers.from_everyone(mine)
+        for outcome in everyone:
+            if "refused" in outcome:
+                raise UserError(outcome["refused"])
+        return [outcome["value"] for outcome in everyone]
 
 
 @dataclass(frozen=True)
@@ -343,15 +323,15 @@ class _Save:
 
     def failed(self, error: BaseException) -> SaveFailed:
         where = f"the checkpoint of step {self.manifest.step} could not be written to {self.folder}"
-        return SaveFailed(self.manifest.step, f"{where}: {_cause(error)}")
+        return SaveFailed(self.manifest.step, f"{where}: {error}")
 
 
-def _clear(task: _Save, identity: str | None) -> None:
+def _clear(task: _Save, identity: str) -> None:
     """Remove what a failed save has written, and nothing else."""
     where = storage(task.address)
     try:
         for name in where.names():
-            if identity and identity in name:
+            if identity in name:
                 where.remove(name)
         if not where.names():
             storage(task.folder).remove(task.name)
@@ -377,16 +357,12 @@ def _expected(state: State, contents: Contents) -> State:
     return {name: value for name, value in state.items() if name.startswith("model.")}
 
 
-def _cause(error: BaseException) -> str:
-    """The first real cause inside a Distributed Checkpoint error."""
-    if isinstance(error, CheckpointException):
-        causes = [failure[0] if isinstance(failure, tuple) else failure for failure in error.failures.values()]
-        return str(causes[0]) if causes else str(error)
-    return str(error)
-
-
-def _expect_single_process() -> None:
-    """Distributed Checkpoint warns of a single process, which is as we mean it. Filters belong to all threads, so this one is
-    set from the main thread, and stays.
-    """
+def _load(state: State, contents: Contents) -> None:
+    """Fill this rank's part of the state. Every rank plans what it reads by itself, of which Distributed Checkpoint warns."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    try:
+        load_shards(state, storage_reader=DcpReader(contents), planner=load_planner(), no_dist=True)
+    except (OSError, CheckpointException) as error:
+        causes = list(error.failures.values()) if isinstance(error, CheckpointException) else [error]
+        cause = causes[0][0] if isinstance(causes[0], tuple) else causes[0]
+        raise UserError(f"{contents.address} could not be loaded: {cause}") from None

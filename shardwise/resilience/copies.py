@@ -96,11 +96,11 @@ class Copies:
         """The last step of which this team, together, still has every rank's part; the same answer on all ranks."""
         if self._peers is None:
             return None
-        held = {(snapshot.step, snapshot.rank) for snapshot in self._usable()} if self._layout == _key(mesh) else set()
+        held = [(snapshot.step, snapshot.rank) for snapshot in self._usable()] if self._layout == _key(mesh) else []
         self._holders = {}
         for holder, parts in enumerate(self._peers.from_everyone(held)):
-            for part in parts:
-                self._holders[part] = holder if part[1] == holder else self._holders.get(part, holder)
+            for step, rank in parts:
+                self._holders[step, rank] = holder if rank == holder else self._holders.get((step, rank), holder)
         steps = {step for step, _ in self._holders}
         complete = [step for step in steps if all((step, rank) in self._holders for rank in range(mesh.worker.world))]
         return max(complete, default=None)

@@ -45,15 +45,15 @@ def check_gradients(training: Training) -> None:
 def check_copies(training: Training) -> None:
     """After the update: ranks that hold the same slice hold the same bits."""
     mine = _sums(training)
-    everyone = _from_all(training, {key: sums for key, (_, sums) in mine.items()})
+    everyone = _from_all(training, [(key, sums) for key, (_, sums) in mine.items()])
     values: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, sums in enumerate(everyone):
-        for key, value in sums.items():
+    for rank, sums_by_key in enumerate(everyone):
+        for key, value in sums_by_key:
             values[key][value].append(rank)
     wrong = {key for key, ranks in values.items() if len(ranks) > 1}
     if wrong:
-        named = _from_all(training, {key: mine[key][0] for key in wrong & mine.keys()})
-        names = {key: name for part in named for key, name in part.items()}
+        named = _from_all(training, [(key, mine[key][0]) for key in wrong & mine.keys()])
+        names = {key: name for part in named for key, name in part}
         first = min(wrong, key=lambda key: names[key])
         groups = sorted(values[first].values(), key=len)
         others = f" ({len(wrong) - 1} other slices differ too)" if len(wrong) > 1 else ""

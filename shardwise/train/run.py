@@ -240,7 +240,7 @@ def _check_same_job(training: Training) -> None:
     plan = training.plan.to_json()
     decided = [plan[name] for name in ("layout", "micro_batch", "accumulation", "recompute")]
     job = json.dumps([to_toml(training.config, as_asked=True), decided]).encode()
-    mine = hashlib.sha256(job).digest()
+    mine = hashlib.sha256(job).hexdigest()
     if training.checkpointer.peers.from_rank(mine, 0) != mine:
         raise UserError(
             f"rank {training.mesh.worker.rank} was started with another job than rank 0: "

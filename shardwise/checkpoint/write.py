@@ -1,0 +1,186 @@
+"""How all ranks write one checkpoint together: who writes what, each its file, and one of them commits.
+
+torch's Distributed Checkpoint knows which part of a tensor a rank holds, whatever its placements; what several ranks hold, one of
+them writes. Its own exchanges unpickle what comes from the network, so these are ours (JSON, comm/peers.py), and there are three:
+rank 0 hears what each rank holds and tells each what to write; it hears what was written, and commits; it tells how that went.
+Each carries failures too, so that a save fails on all ranks or on none.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+from shardwise.checkpoint.contents import DTYPES, Files, Shape, StoredTensor, TensorPiece, commit, data_file
+from shardwise.checkpoint.folder import Manifest
+from shardwise.checkpoint.storage import Storage
+from shardwise.comm import Peers
+
+log = logging.getLogger("shardwise")
+
+Commit = Callable[[Callable[[], Manifest]], Manifest]
+Outcome = dict[str, Any]
+"""What a rank made of its part: {"value": …} or {"error": "why not"}."""
+
+
+class SaveRefused(Exception):
+    """Some rank could not do its part of a save: what it said."""
+
+
+def write_together(
+    peers: Peers,
+    where: Storage,
+    state: Mapping[str, Tensor],
+    numbers: Mapping[str, Tensor],
+    manifest: Manifest,
+    identity: str,
+    guard: Commit,
+) -> int:
+    """Write a checkpoint, which every rank does at once; the bytes of it, once it is in place.
+
+    `state` are the tensors that know their place in the whole, `numbers` this rank's part of each. The save's id is rank 0's.
+    `guard` runs the commit, or refuses it where the save was given up meanwhile.
+    """
+    mine = held_pieces(state)
+    said = peers.at_main([piece.to_json() for piece in mine])
+    held = [] if said is None else [[HeldPiece.from_json(piece) for piece in pieces] for pieces in said]
+    shares = None if said is None else _attempt(lambda: _prepare(where, held))
+    told = peers.from_main(None if shares is None else _for_each_rank(shares, identity, peers.world))
+    identity, indices = _value(told)
+    file = f"rank-{peers.rank}-{identity}.data"
+    results = peers.at_main(_attempt(lambda: _write(where, file, [mine[index] for index in indices], numbers)))
+    outcome = None
+    if shares is not None and results is not None:
+        written = [[pieces[index] for index in share] for pieces, share in zip(held, shares["value"], strict=True)]
+        outcome = _attempt(lambda: guard(lambda: _commit(where, manifest, written, results, identity)).total_bytes)
+    return int(_value(peers.from_rank(outcome, 0)))
+
+
+def _attempt(action: Callable[[], Any]) -> Outcome:
+    try:
+        return {"value": action()}
+    except Exception as error:  # of whatever kind the storage raises
+        log.info("a part of a save failed", exc_info=True)
+        return {"error": str(error) or type(error).__name__}
+
+
+def _value(outcome: Outcome) -> Any:
+    if "error" in outcome:
+        raise SaveRefused(outcome["error"])
+    return outcome["value"]
+
+
+def _prepare(where: Storage, held: Sequence[Sequence[HeldPiece]]) -> list[list[int]]:
+    where.make()
+    return shares_of_ranks(held)
+
+
+def _for_each_rank(shares: Outcome, identity: str, world: int) -> list[Outcome]:
+    if "error" in shares:
+        return [shares] * world
+    return [{"value": [identity, share]} for share in shares["value"]]
+
+
+def _commit(
+    where: Storage, manifest: Manifest, shares: Sequence[Sequence[HeldPiece]], results: Sequence[Outcome], identity: str
+) -> Manifest:
+    """Rank 0, when every rank's file is durable."""
+    tensors, files = _listed(shares, [_value(result) for result in results])
+    return commit(where, manifest, tensors, files, identity)
+
+
+@dataclass(frozen=True)
+class HeldPiece:
+    """The part of a tensor that a rank holds: the same on every rank that holds this part."""
+
+    name: str
+    dtype: str
+    whole: Shape
+    offset: Shape
+    shape: Shape
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def to_json(self) -> list[Any]:
+        """As sent to rank 0."""
+        return [self.name, self.dtype, self.whole, self.offset, self.shape]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> HeldPiece:
+        """As received."""
+        name, dtype, whole, offset, shape = value
+        return cls(name, dtype, tuple(whole), tuple(offset), tuple(shape))
+
+
+def held_pieces(state: Mapping[str, Tensor]) -> list[HeldPiece]:
+    """What of each tensor this rank holds. A rank that is not on a tensor's mesh holds nothing of it."""
+    pieces = []
+    for item in create_default_local_save_plan(dict(state), is_coordinator=True).items:
+        data = item.tensor_data
+        assert data is not None, f"{item.index.fqn} is no tensor"
+        dtype = str(data.properties.dtype).removeprefix("torch.")
+        pieces.append(HeldPiece(item.index.fqn, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+    return pieces
+
+
+def shares_of_ranks(held: Sequence[Sequence[HeldPiece]]) -> list[list[int]]:
+    """What each rank writes, as indices into what it holds. Of the ranks that hold a piece, the one with least to write does."""
+    holders: dict[HeldPiece, list[tuple[int, int]]] = defaultdict(list)
+    for rank, pieces in enumerate(held):
+        for index, piece in enumerate(pieces):
+            holders[piece].append((rank, index))
+    bytes_of_rank = [0] * len(held)
+    shares: list[list[int]] = [[] for _ in held]
+    for piece, places in holders.items():
+        rank, index = min(places, key=lambda place: bytes_of_rank[place[0]])
+        bytes_of_rank[rank] += piece.bytes
+        shares[rank].append(index)
+    return shares
+
+
+class Written(TypedDict):
+    """What a rank has written: one file, and where in it each piece begins."""
+
+    file: str
+    size_and_crc: dict[str, int]
+    starts: list[int]
+
+
+def _write(where: Storage, file: str, pieces: Sequence[HeldPiece], numbers: Mapping[str, Tensor]) -> Written | None:
+    """Write this rank's share, of which `numbers` has the values, into one file; None where there is nothing to write."""
+    if not pieces:
+        return None
+    with data_file(where, file) as data:
+        starts = [data.append(numbers[piece.name]) for piece in pieces]
+        size_and_crc = data.size_and_crc()
+    return {"file": file, "size_and_crc": size_and_crc, "starts": starts}
+
+
+def _listed(shares: Sequence[Sequence[HeldPiece]], written: Sequence[Written | None]) -> tuple[dict[str, StoredTensor], Files]:
+    """The list of tensors that the checkpoint holds, and its files, from what every rank has written."""
+    pieces: dict[str, list[TensorPiece]] = defaultdict(list)
+    wholes: dict[str, HeldPiece] = {}
+    files: Files = {}
+    for share, result in zip(shares, written, strict=True):
+        if result is None:
+            continue
+        files[result["file"]] = result["size_and_crc"]
+        for piece, start in zip(share, result["starts"], strict=True):
+            wholes[piece.name] = piece
+            if 0 not in piece.shape:  # shards past the end of a short dim are empty
+                pieces[piece.name].append(TensorPiece(piece.offset, piece.shape, result["file"], start))
+    tensors = {
+        name: StoredTensor(whole.dtype, whole.whole, tuple(sorted(pieces[name], key=lambda piece: piece.offset)))
+        for name, whole in sorted(wholes.items())
+    }
+    return tensors, files
