@@ -13,7 +13,7 @@ from shardwise.cli.signals import terminated_as_interrupted
 
 if TYPE_CHECKING:
     from shardwise.config import Config
-    from shardwise.mesh import Launched, Node, Worker
+    from shardwise.mesh import Node, Worker
     from shardwise.train.planner import Planner
 
 Limits = tuple[int | None, int | None]
@@ -56,20 +56,11 @@ def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits)
     from shardwise.mesh import Node, Worker, launched
 
     launch = launched()
-    with _holding(config) if _leads(launch) else nullcontext():
-        if isinstance(launch, Worker):
+    if isinstance(launch, Worker):
+        with _holding(config) if launch.rank == 0 else nullcontext():
             return _be_worker(config, launch)
-        _check_data(config)
-        return _start(config, launch if isinstance(launch, Node) else None, workers, limits)
-
-
-def _leads(launch: Launched) -> bool:
-    """Whether this process answers for the run: the command itself, the first of several nodes, or a launcher's first worker."""
-    from shardwise.mesh import Node, Worker
-
-    if isinstance(launch, Node):
-        return launch.node_rank == 0
-    return not isinstance(launch, Worker) or launch.rank == 0
+    _check_data(config)
+    return _start(config, launch if isinstance(launch, Node) else None, workers, limits)
 
 
 @contextmanager
@@ -128,7 +119,7 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
         raise UserError(f"checkpoint.folder = {config.checkpoint.folder!r}: workers do not share their memory; give a folder")
     planner = _planner(config, local_workers, most, nodes)
     _check(planner)
-    return launch(config, local_workers, Bounds(least, most), node, planner)
+    return launch(config, local_workers, Bounds(least, most), node, planner, lambda: _holding(config))
 
 
 def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Planner:

@@ -1,6 +1,6 @@
 """Who started this process, and who are its peers.
 
-This is the only module that reads environment variables. Three situations exist:
+Environment variables are read here, and the names of networks in sockets.py; nowhere else. Three situations exist:
 
 - *alone*: someone typed a command. We start the local workers ourselves.
 - *node*: something started one process on each node (srun with one task a node, or a Kubernetes operator that sets PET_*
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +33,8 @@ class Worker:
     launcher: str
     generation: int = 0
     """Of the team it is in, where our own launcher formed one."""
+    store_name: str = ""
+    """Under which the teams of this run find each other in the store."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,15 @@ class Node:
     address: str
     port: int
     run_id: str
+    """As the launcher names the run; empty where it does not."""
     launcher: str
+    secret: str | None = field(default=None, repr=False)
+    """By which the nodes of this run know each other, where the user gave one (SHARDWISE_SECRET)."""
 
 
 ALONE: Literal["alone"] = "alone"
+LEAST_SECRET = 16
+"""Characters of a secret that nobody guesses."""
 Launched = Worker | Node | Literal["alone"]
 
 
@@ -84,7 +91,8 @@ def _slurm(env: Mapping[str, str]) -> Worker | Node:
     address = env.get("MASTER_ADDR", first_host(hosts))
     if tasks == nodes:
         run_id = f"slurm-{env.get('SLURM_JOB_ID', '0')}-{env['SLURM_STEP_ID']}"
-        return Node(nodes, _number(env, "SLURM_NODEID", 0), None, address, port, run_id, "srun, one process a node")
+        node_rank = _number(env, "SLURM_NODEID", 0)
+        return Node(nodes, node_rank, None, address, port, run_id, "srun, one process a node", _secret(env))
     return Worker(
         rank=_number(env, "SLURM_PROCID"),
         world=tasks,
@@ -106,9 +114,17 @@ def _pet(env: Mapping[str, str]) -> Node:
         workers=int(workers) if workers.isdigit() else None,
         address=address or env.get("PET_MASTER_ADDR", "localhost"),
         port=int(port) if port.isdigit() else _number(env, "PET_MASTER_PORT", 29400),
-        run_id=env.get("PET_RDZV_ID", "shardwise"),
+        run_id=env.get("PET_RDZV_ID", ""),
         launcher="PET_* variables",
+        secret=_secret(env),
     )
+
+
+def _secret(env: Mapping[str, str]) -> str | None:
+    secret = env.get("SHARDWISE_SECRET")
+    if secret is not None and len(secret) < LEAST_SECRET:
+        raise UserError(f"environment variable SHARDWISE_SECRET has {len(secret)} characters; give at least {LEAST_SECRET}")
+    return secret
 
 
 def first_host(nodes: str) -> str:
@@ -137,10 +153,9 @@ def threads_of_worker(workers: int) -> int:
     return int(given) if given.isdigit() and int(given) else max(1, cores() // workers)
 
 
-def worker_environment(workers: int, interface: str | None) -> dict[str, str]:
-    """What our own workers need in their environment: a fair share of the cores, and the network that leads to the others."""
-    network = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", interface)} if interface else {}
-    return {"OMP_NUM_THREADS": str(threads_of_worker(workers)), **network}
+def worker_environment(workers: int) -> dict[str, str]:
+    """What our own workers need in their environment: a fair share of the cores."""
+    return {"OMP_NUM_THREADS": str(threads_of_worker(workers))}
 
 
 def cache_folder() -> Path:

@@ -21,6 +21,7 @@ from shardwise._torch import count_groups_anew, flatten, forget_meshes, part_of
 from shardwise.config import Layout
 from shardwise.mesh.devices import pick_device
 from shardwise.mesh.launched import Worker
+from shardwise.mesh.sockets import LOOPBACK, listen, use_network_towards
 from shardwise.plan.grid import JOINED_AXES, devices, grid_dims, joined_name, label, members
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -111,16 +112,33 @@ def _rendezvous(worker: Worker) -> dict[str, Any]:
         return {"store": HashStore()}
     if worker.launcher == "torchrun":
         return {"init_method": "env://"}
-    if worker.launcher != "shardwise":
-        return {"init_method": f"tcp://{worker.address}:{worker.port}"}
+    use_network_towards(worker.address, worker.port)
+    if worker.launcher != "shardwise" and worker.rank == 0:
+        return {"store": _store_at(worker.address, worker.port)}
     store = TCPStore(worker.address, worker.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    if worker.launcher != "shardwise":
+        return {"store": store}
     # Peers of an earlier team left their addresses in the store, under its own name.
-    return {"store": PrefixStore(f"team-{worker.generation}", store)}
+    return {"store": PrefixStore(f"{worker.store_name}-{worker.generation}", store)}
 
 
-def open_rendezvous_store() -> TCPStore:
-    """Where workers of one team after another find each other: in a process that outlives them."""
-    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=COLLECTIVE_TIMEOUT)
+def _store_at(address: str, port: int) -> TCPStore:
+    """torch would listen at every address of this machine, to anyone who calls: it is given a socket that does not."""
+    listener = listen(address, port)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=COLLECTIVE_TIMEOUT,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def open_rendezvous_store(address: str = LOOPBACK) -> TCPStore:
+    """Where workers of one team after another find each other, at this address: in a process that outlives them."""
+    return _store_at(address, 0)
 
 
 def leave() -> None:

@@ -21,14 +21,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 from shardwise.config import Recovery
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker
+from shardwise.mesh.sockets import LOOPBACK
 from shardwise.resilience import messages
 from shardwise.resilience.hangs import find_hang, record_hang
+from shardwise.resilience.other_hosts import GIVE_UP_SECONDS, OtherHosts
 from shardwise.resilience.process import WorkerProcess, died, peer_gone
-from shardwise.resilience.rendezvous import Rendezvous, RendezvousClient
 from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, CollectSignals, Stopped
 from shardwise.resilience.team import LOST_SECONDS, Fault, Lead, Member, Orders, Report, Team
 
@@ -45,9 +47,6 @@ RETRY_SECONDS = 60.0
 """How long a slot rests after two workers in a row did not come up in it."""
 SHUTDOWN_SECONDS = 300.0
 """How long workers may take to save after a signal before they are killed."""
-GIVE_UP_SECONDS = 1800.0
-"""How long a host looks for its leader."""
-
 Start = Callable[[int, Connection], None]
 
 
@@ -61,15 +60,13 @@ class Host:
         start: Start,
         recovery: Recovery,
         logs: Path,
-        lead: tuple[Lead, Rendezvous | None] | None,
-        client: RendezvousClient | None,
+        lead: Lead | None,
         record: Callable[..., None],
+        others: OtherHosts | None = None,
     ) -> None:
-        self.name, self.start, self.recovery, self.logs, self.record = name, start, recovery, logs, record
-        self.lead: Lead | None = lead[0] if lead else None
-        self.rendezvous: Rendezvous | None = lead[1] if lead else None
-        self.client = client
-        self.address = client.own_address() if client else "127.0.0.1"
+        self.name, self.start, self.recovery, self.logs, self.lead, self.others = name, start, recovery, logs, lead, others
+        self._record = record
+        self.address = others.address if others else LOOPBACK
         self.slots = dict.fromkeys(range(slots), 0.0)
         """Each slot, and until when it rests."""
         self._failed_starts = dict.fromkeys(self.slots, 0)
@@ -85,8 +82,8 @@ class Host:
         self._signalled = 0.0
         self._recorded_faults = 0
         self._missing_since, self._said_missing = time.monotonic(), False
-        self._last_call, self._last_answer = 0.0, time.monotonic()
-        """When the leader was last called, and when it last answered."""
+        self._last_call, self._answered = 0.0, False
+        """When the leader was last called, and whether it answered."""
         self._orders = Orders()
 
     def run(self) -> int:
@@ -181,7 +178,7 @@ class Host:
         if self._failed_starts[worker.slot] < 2:
             return
         self.slots[worker.slot] = time.monotonic() + RETRY_SECONDS
-        self.record("slot_rests", host=self.name, slot=worker.slot, cause=fault.cause)
+        self._note("slot_rests", host=self.name, slot=worker.slot, cause=fault.cause)
         if all(count >= 2 for count in self._failed_starts.values()):
             trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
             raise RunFailed(f"{trace}no worker comes up on {self.name}: {fault.cause}")
@@ -246,28 +243,35 @@ class Host:
     def _consult(self) -> Orders | None:
         """What the leader wants; None if it cannot be reached."""
         now = time.monotonic()
+        rendezvous = self.others.rendezvous if self.others else None
         if self.lead is not None:
             self.lead.hear(self._report(), now)  # first of all: rank 0 is to be here
-            for report, arrived in self.rendezvous.new_reports() if self.rendezvous else []:
+            for report, arrived in rendezvous.new_reports() if rendezvous else []:
                 self.lead.hear(report, arrived)
+            if self.others:
+                self.others.check_lead()
             self._orders = self.lead.decide(now)
             self._record_faults(self.lead)
             self._say_what_is_missing(self.lead, now)
-            if self.rendezvous:
-                self.rendezvous.tell(self._orders)
+            if rendezvous:
+                rendezvous.tell(self._orders)
             return self._orders
         if now - self._last_call >= CALL_SECONDS:
-            assert self.client is not None, "a host leads, or calls its leader"
-            orders = self.client.call(self._report())
-            self._last_call = time.monotonic()
-            self._last_answer = self._last_answer if orders is None else self._last_call
+            assert self.others is not None, "a host leads, or calls its leader"
+            orders = self.others.call(self._report())
+            self._last_call, self._answered = time.monotonic(), orders is not None
             self._orders = orders or Orders()
-        return self._orders if self._last_answer == self._last_call else None
+        return self._orders if self._answered else None
+
+    def _note(self, event: str, **details: Any) -> None:
+        """Only the leader keeps the run's records."""
+        if self.lead is not None:
+            self._record(event, **details)
 
     def _record_faults(self, lead: Lead) -> None:
         for fault in lead.faults[self._recorded_faults :]:
             about = {"kind": fault.kind, "rank": fault.rank, "step": fault.step, "cause": fault.cause}
-            self.record("fault", **about, generation=fault.generation)
+            self._note("fault", **about, generation=fault.generation)
         self._recorded_faults = len(lead.faults)
 
     def _say_what_is_missing(self, lead: Lead, now: float) -> None:
@@ -279,14 +283,25 @@ class Host:
             print(lead.lacks, file=sys.stderr, flush=True)
 
     def _on_leader_unreachable(self) -> None:
-        """Workers that the leader takes for lost are of no use: the run goes on without them until it is found again."""
-        silence = time.monotonic() - self._last_answer
+        """Look for the leader, or become it. Workers that the leader takes for lost are of no use until it is found again."""
+        assert self.others is not None, "a host leads, or calls its leader"
+        silence = self.others.silence()
         if silence > LOST_SECONDS:
             for worker in self._at_work():
                 self._discard(worker)
-        if silence > GIVE_UP_SECONDS or self._signals:
-            assert self.client is not None, "a host leads, or calls its leader"
-            raise RunFailed(f"the run's first node, {self.client.address}:{self.client.port}, cannot be reached")
+        if silence < SAY_SECONDS:
+            self._said_missing = False
+        elif not self._said_missing:
+            self._said_missing = True
+            print(f"{self.others.trouble()}; waiting for up to {GIVE_UP_SECONDS / 60:.0f} min", file=sys.stderr, flush=True)
+        self.lead = self.others.take_over()
+        if self.lead is not None:
+            self._note("lead", host=self.name)
+            print("the host that led this run is lost: this one leads it now", file=sys.stderr, flush=True)
+            return
+        if self._signals:
+            raise RunFailed(self.others.trouble())
+        self.others.give_up_if_too_long()
 
     def _has_left(self, orders: Orders) -> bool:
         """Whether this host was asked to leave, and the run goes on without it."""
@@ -328,6 +343,7 @@ class Host:
             port=team.port,
             launcher="shardwise",
             generation=team.generation,
+            store_name=team.store_name,
         )
         worker.send(messages.JoinTeam(identity, team))
         self._write_members(team)
@@ -355,20 +371,20 @@ class Host:
 
     def _tell_other_hosts(self, orders: Orders) -> None:
         """Answer until every host of the team has called once more, or does not call any more."""
-        if self.rendezvous is None or orders.team is None:
+        rendezvous = self.others.rendezvous if self.others else None
+        if rendezvous is None or orders.team is None:
             return
-        self.rendezvous.tell(orders)
+        rendezvous.tell(orders)
         others = {member.host for member in orders.team.members} - {self.name}
         deadline = time.monotonic() + LAST_CALL_SECONDS
-        while not self.rendezvous.all_know(others) and time.monotonic() < deadline:
+        while not rendezvous.all_know(others) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS)
 
     # Hangs and signals
 
     def _watch_for_hangs(self) -> None:
         working = self._working()
-        other_hosts = self.lead is None or self.rendezvous is not None
-        hang = None if self._present_faults() else find_hang(working, self.recovery, other_hosts)
+        hang = None if self._present_faults() else find_hang(working, self.recovery, self.others is not None)
         if hang is None:
             return
         self._faults.append(record_hang(hang, working, self.logs, self._generation))

@@ -52,7 +52,7 @@ class NoHost:
 
     def __init__(self, worker: Worker, plan: Plan) -> None:
         members = tuple(Member(worker.address, rank) for rank in range(worker.world))
-        team = Team(worker.generation, members, plan, worker.address, worker.port, time.time())
+        team = Team(worker.generation, members, plan, worker.address, worker.port, "", time.time())
         self._only: tuple[Worker, Team] | None = (worker, team)
 
     def next_team(self) -> tuple[Worker, Team] | None:

@@ -1,49 +1,70 @@
 """How hosts hear of each other: each tells the leader its report, again and again, and gets its orders in return.
 
-One line of JSON each way over one connection a host. Whatever goes wrong with it (a cut cable, a leader that is not there
-yet), the host forgets the connection and dials anew; since a report says everything and orders say everything, nothing is lost.
-The leader keeps only the newest report of each host, with the time it came: no clocks are compared.
+One line each way over one connection a host (resilience/channel.py). Whatever goes wrong with it (a cut cable, a leader that is
+not there yet), the host forgets the connection and dials anew; since a report says everything and orders say everything, nothing
+is lost. The leader keeps only the newest report of each host, with the time it came: no clocks are compared.
+
+Anyone may dial. A caller who has not shown that it knows the run's secret is given a few seconds and a few hundred bytes, only so
+many of them are there at a time, and nothing that it says is looked at.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import socket
-import socketserver
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
 
 from shardwise.errors import UserError
+from shardwise.mesh.sockets import listen
+from shardwise.resilience.channel import (
+    HELLO_BYTES,
+    LINE_BYTES,
+    Channel,
+    Credentials,
+    NotOurs,
+    TooLong,
+    admit,
+    answer,
+    greeting,
+)
 from shardwise.resilience.team import Orders, Report
 
 REPLY_SECONDS = 3.0
+HELLO_SECONDS = 5.0
+"""How long a caller may take to show that it knows the secret."""
+IDLE_SECONDS = 60.0
+"""How long a host that does not call keeps its connection."""
+MOST_STRANGERS = 64
+"""Callers that have not shown it yet: the next one takes the place of the oldest."""
+_REFUSED = b"refused\n"
 
 
 class Rendezvous:
     """The leader's end: takes reports, hands out the newest orders."""
 
-    def __init__(self, address: str, port: int, run: str) -> None:
+    def __init__(self, address: str, port: int, credentials: Credentials) -> None:
         self._lock = threading.Lock()
         self._reports: dict[str, tuple[Report, float]] = {}
         self._informed: set[str] = set()
-        self._newest: Orders | None = None
-        self._orders = json.dumps(Orders().to_json()).encode() + b"\n"
-        self._run = run
-        rendezvous = self
-
-        class Handler(socketserver.StreamRequestHandler):
-            def handle(self) -> None:
-                for request in self.rfile:
-                    self.wfile.write(rendezvous._answer(request))
-
+        self._orders = Orders()
+        self._message = self._orders.to_json()
+        self._credentials = credentials
+        self._callers: set[asyncio.StreamWriter] = set()
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        """Of the callers, those that have not shown that they know the secret, the oldest first."""
         try:
-            self._server = _Server(("", port), Handler)
+            self._listener = listen(address, port)
         except OSError as error:
             raise UserError(
                 f"port {port} of {address}, where the nodes meet, cannot be used: {error.strerror}. Is another run using it?"
             ) from None
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True).start()
+        self.port = int(self._listener.getsockname()[1])
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+        self._thread.start()
 
     def new_reports(self) -> list[tuple[Report, float]]:
         """The newest report of each host that sent one since the last call, and when it came."""
@@ -53,13 +74,13 @@ class Rendezvous:
 
     def tell(self, orders: Orders) -> None:
         """Answer every host with these orders from now on."""
-        if orders is self._newest:
+        if orders is self._orders:
             return
-        self._newest = orders
-        answer = json.dumps(orders.to_json()).encode() + b"\n"
+        self._orders = orders
+        message = orders.to_json()
         with self._lock:
-            if answer != self._orders:
-                self._orders, self._informed = answer, set()
+            if message != self._message:
+                self._message, self._informed = message, set()
 
     def all_know(self, hosts: set[str]) -> bool:
         """Whether the newest orders have reached all these hosts."""
@@ -68,73 +89,128 @@ class Rendezvous:
 
     def close(self) -> None:
         """Stop answering."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
 
-    def _answer(self, request: bytes) -> bytes:
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._converse, sock=self._listener, limit=LINE_BYTES)
+        await self._closing.wait()
+        server.close()
+        for writer in self._callers:
+            writer.transport.abort()
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._callers.add(writer)
+        self._strangers[writer] = None
+        if len(self._strangers) > MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
         try:
-            message: Any = json.loads(request)
-            if message["run"] != self._run:
-                return json.dumps({"error": f"here meets run {self._run!r}, not {message['run']!r}"}).encode() + b"\n"
-            report = Report.from_json(message["report"])
-        except (ValueError, TypeError, KeyError):
-            return b'{"error": "this is where nodes of a shardwise run meet"}\n'
+            channel = await asyncio.wait_for(self._greet(reader, writer), HELLO_SECONDS)
+            self._strangers.pop(writer, None)
+            while True:
+                line = await asyncio.wait_for(reader.readuntil(b"\n"), IDLE_SECONDS)
+                writer.write(channel.line(self._answer(channel.message(line))))
+                await asyncio.wait_for(writer.drain(), IDLE_SECONDS)
+        except (OSError, EOFError, asyncio.LimitOverrunError, TimeoutError, NotOurs, TooLong):
+            pass  # a host that was cut off dials anew
+        finally:
+            self._strangers.pop(writer, None)
+            self._callers.discard(writer)
+            writer.transport.abort()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel:
+        greeted = greeting()
+        writer.write(greeted)
+        answered = await reader.readuntil(b"\n")
+        try:
+            return admit(self._credentials, greeted, answered[:HELLO_BYTES])
+        except NotOurs:
+            writer.write(_REFUSED)
+            writer.close()
+            await writer.wait_closed()
+            raise
+
+    def _answer(self, message: object) -> object:
+        try:
+            report = Report.from_json(message)
+        except ValueError as error:
+            raise NotOurs(f"no report: {error}") from None
         with self._lock:
             self._reports[report.host] = (report, time.monotonic())
             self._informed.add(report.host)
-            return self._orders
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A broken connection is the host's to notice: it dials anew."""
+            return self._message
 
 
 class RendezvousClient:
     """A host's end. `call` never blocks for longer than a few seconds, and returns None while the leader is out of reach."""
 
-    def __init__(self, address: str, port: int, run: str) -> None:
-        self.address, self.port, self._run = address, port, run
+    def __init__(self, find: Callable[[], tuple[str, int, Credentials | None]]) -> None:
+        self._find = find
+        self.address, self.port, _ = find()
+        self.refused = False
+        """Whether somebody answered the last call who does not know this run's secret."""
         self._socket: socket.socket | None = None
+        self._channel: Channel | None = None
         self._received = b""
 
     def call(self, report: Report) -> Orders | None:
         """Tell the leader how things are here; what it wants."""
+        deadline = time.monotonic() + REPLY_SECONDS
         try:
-            answer = json.loads(self._ask(json.dumps({"run": self._run, "report": report.to_json()}).encode() + b"\n"))
+            channel = self._channel or self._dial(deadline)
+            self._send(_fitting(channel, report), deadline)
+            orders = Orders.from_json(channel.message(self._line(deadline)))
+        except NotOurs:
+            self.refused = True
         except (OSError, ValueError):
-            self.close()
-            return None
-        if "error" in answer:
-            raise UserError(f"{self.address}:{self.port}: {answer['error']}")
-        return Orders.from_json(answer)
-
-    def own_address(self) -> str:
-        """This machine's address, as seen on the way to the leader."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-            try:
-                probe.connect((self.address, self.port))
-            except OSError:
-                return "127.0.0.1"
-            return str(probe.getsockname()[0])
+            self.refused = False
+        else:
+            self.refused = False
+            return orders
+        self.close()
+        return None
 
     def close(self) -> None:
         """Close the connection; the next call opens another."""
         if self._socket is not None:
             self._socket.close()
-        self._socket, self._received = None, b""
+        self._socket, self._channel, self._received = None, None, b""
 
-    def _ask(self, request: bytes) -> bytes:
-        if self._socket is None:
-            self._socket = socket.create_connection((self.address, self.port), timeout=REPLY_SECONDS)
-        self._socket.sendall(request)
+    def _dial(self, deadline: float) -> Channel:
+        self.address, self.port, credentials = self._find()
+        if credentials is None:
+            raise OSError("the run's secret is not known yet")
+        self._socket = socket.create_connection((self.address, self.port), timeout=REPLY_SECONDS)
+        hello, channel = answer(credentials, self._line(deadline))
+        self._send(hello, deadline)
+        self._channel = channel
+        return channel
+
+    def _send(self, line: bytes, deadline: float) -> None:
+        assert self._socket is not None, "it has dialled"
+        self._socket.settimeout(max(0.01, deadline - time.monotonic()))
+        self._socket.sendall(line)
+
+    def _line(self, deadline: float) -> bytes:
+        assert self._socket is not None, "it has dialled"
         while b"\n" not in self._received:
+            if len(self._received) > LINE_BYTES:
+                raise NotOurs("a line without end")
+            self._socket.settimeout(max(0.01, deadline - time.monotonic()))
             received = self._socket.recv(1 << 16)
             if not received:
                 raise ConnectionError("the leader hung up")
             self._received += received
-        answer, _, self._received = self._received.partition(b"\n")
-        return answer
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+
+def _fitting(channel: Channel, report: Report) -> bytes:
+    """A report as it is sent; without the traces of its faults where they are too long for a line."""
+    try:
+        return channel.line(report.to_json())
+    except TooLong:
+        return channel.line(report.without_traces().to_json())

@@ -21,10 +21,10 @@ from shardwise.resilience.forked import Died, end, fork
 
 
 @contextmanager
-def open_store() -> Iterator[int]:
-    """Hold a store that workers anywhere can reach, for as long as the `with` block lasts; its port."""
+def open_store(address: str) -> Iterator[int]:
+    """Hold a store at this address of the machine, for as long as the `with` block lasts; its port."""
     with tempfile.TemporaryDirectory(prefix="shardwise-store-") as folder:
-        process = fork(0, _hold, (), Path(folder))
+        process = fork(0, _hold, (address,), Path(folder))
         try:
             port = process.hear()
             if isinstance(port, Died):
@@ -34,11 +34,11 @@ def open_store() -> Iterator[int]:
             end([process])
 
 
-def _hold(pipe: Connection) -> None:
+def _hold(pipe: Connection, address: str) -> None:
     from shardwise.mesh import open_rendezvous_store
 
     os.setsid()  # signals to the host's group are the host's to answer
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    store = open_rendezvous_store()
+    store = open_rendezvous_store(address)
     pipe.send(store.port)
     pipe.poll(None)  # nothing is ever sent: this returns when the host is gone

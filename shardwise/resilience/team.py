@@ -9,16 +9,20 @@ reports and what time it is, and says which team there should be. It starts no p
 can be tried in a test. That one host leads is also what keeps a run from becoming two: hosts that cannot reach it
 train nothing.
 
-The leader must outlive the run. Electing another would need state on more than one host, which a job whose scheduler restarts
-a lost first node does not need: the run resumes from its last checkpoint there.
+Should the leader be lost, another host takes over (resilience/meeting.py): its `Lead` begins with the orders that all hosts have
+last heard, waits until the hosts of that team have called or are lost, and forms the next team.
 """
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import NonNegativeInt, PlainValidator, TypeAdapter
 
 from shardwise.plan import Plan
 
@@ -63,16 +67,25 @@ class Fault:
     """Whether it only tells that a peer is gone, which some other fault explains."""
 
 
+def _plan_from_json(value: Any) -> Plan:
+    try:
+        return Plan.from_json(value)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"no plan: {error!r}") from None
+
+
 @dataclass(frozen=True)
 class Team:
     """Workers that train together: `members` in the order of their ranks."""
 
     generation: int
     members: tuple[Member, ...]
-    plan: Plan
+    plan: Annotated[Plan, PlainValidator(_plan_from_json)]
     """What they train by."""
     address: str
     port: int
+    store_name: str
+    """Under which its workers find each other in the store at that address and port: nobody else knows it."""
     formed: float
     fault: Fault | None = None
     reached: int = 0
@@ -84,13 +97,6 @@ class Team:
         fault = asdict(self.fault) if self.fault else None
         return {**vars(self), "members": members, "plan": self.plan.to_json(), "fault": fault}
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Team:
-        """As received."""
-        members = tuple(Member(**member) for member in value["members"])
-        fault = Fault(**value["fault"]) if value["fault"] else None
-        return cls(**{**value, "members": members, "plan": Plan.from_json(value["plan"]), "fault": fault})
-
 
 @dataclass(frozen=True)
 class Report:
@@ -98,12 +104,12 @@ class Report:
 
     host: str
     address: str
-    slots: tuple[int, ...]
-    generation: int = 0
+    slots: tuple[NonNegativeInt, ...]
+    generation: NonNegativeInt = 0
     """The newest team that its workers know of."""
     idle: bool = True
     """Whether all its workers have left that team."""
-    step: int = 0
+    step: NonNegativeInt = 0
     """The last step that the team has done itself; 0: none yet."""
     faults: tuple[Fault, ...] = ()
     done: int | None = None
@@ -115,10 +121,13 @@ class Report:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Report:
-        """As received."""
-        faults = tuple(Fault(**fault) for fault in value["faults"])
-        return cls(**{**value, "slots": tuple(value["slots"]), "faults": faults})
+    def from_json(cls, value: object) -> Report:
+        """As received; a ValueError where it is no report."""
+        return _REPORT.validate_json(json.dumps(value), strict=True)
+
+    def without_traces(self) -> Report:
+        """The same, shorter: of each fault only the kind, the place and the beginning of its cause."""
+        return replace(self, faults=tuple(replace(fault, trace="", cause=fault.cause[:500]) for fault in self.faults[:16]))
 
 
 @dataclass(frozen=True)
@@ -135,9 +144,13 @@ class Orders:
         return {**vars(self), "team": self.team.to_json() if self.team else None}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Orders:
-        """As received."""
-        return cls(**{**value, "team": Team.from_json(value["team"]) if value["team"] else None})
+    def from_json(cls, value: object) -> Orders:
+        """As received; a ValueError where they are no orders."""
+        return _ORDERS.validate_json(json.dumps(value), strict=True)
+
+
+_REPORT, _ORDERS = TypeAdapter(Report), TypeAdapter(Orders)
+"""Check every field of what came from another host."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +171,7 @@ class Lead:
     def __init__(self, bounds: Bounds, make_plan: MakePlan, attempts: int, port: int) -> None:
         self.bounds, self.make_plan, self.attempts, self.port = bounds, make_plan, attempts, port
         self.orders = Orders()
+        self._store_name = secrets.token_hex(16)
         self.faults: list[Fault] = []
         """Every fault so far, one for each team that broke: the first cause."""
         self.lacks: str | None = None
@@ -167,15 +181,26 @@ class Lead:
         self._reached = 0
         self._furthest, self._fruitless = 0, 0
         """The furthest step of any fault, and the faults since that came no further."""
+        self._awaited: dict[str, float] = {}
+        """Hosts that are to be heard before the next team is formed, and until when."""
+
+    def take_over(self, orders: Orders, own_host: str, former_leader: str, now: float) -> None:
+        """Lead a run whose leader is lost: from its last orders, as soon as the other hosts have called or are lost too."""
+        self.orders = replace(orders, wish="work") if orders.wish in ("work", "regroup") else orders
+        hosts = {member.host for member in orders.team.members} if orders.team else set()
+        self._awaited = dict.fromkeys(hosts - {own_host, former_leader}, now + LOST_SECONDS)
+        self._reached = orders.team.reached if orders.team else 0
 
     def hear(self, report: Report, now: float) -> None:
         """Take note of what a host says."""
         self._reports[report.host] = (report, now)
+        self._awaited.pop(report.host, None)
         self._reached = max(self._reached, report.step)
 
     def decide(self, now: float) -> Orders:
         """The orders for everybody, given what was heard."""
-        if self.orders.wish != "end":
+        self._awaited = {host: until for host, until in self._awaited.items() if now < until}
+        if self.orders.wish != "end" and not self._awaited:
             team = self.orders.team
             for name in [name for name, (_, seen) in self._reports.items() if now - seen > LOST_SECONDS]:
                 del self._reports[name]
@@ -246,11 +271,13 @@ class Lead:
         if before is None and len(slots) < self.bounds.most and now - self._enough_since < PATIENCE_SECONDS:
             return
         team = Team(
-            generation=before.generation + 1 if before else 1,
+            generation=max([before.generation if before else 0, *(report.generation for report, _ in self._reports.values())])
+            + 1,
             members=tuple(slots[: plan.world]),
             plan=plan,
             address=self._reports[slots[0].host][0].address,
             port=self.port,
+            store_name=self._store_name,
             formed=time.time(),
             fault=fault,
             reached=self._reached,

@@ -8,6 +8,7 @@ it fares. When the run cannot go on, the first real cause is the last thing prin
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import logging
 import os
 import signal
@@ -15,19 +16,19 @@ import socket
 import sys
 import traceback
 import uuid
+from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
-
-from shardwise.config import Config
+from shardwise.config import Config, to_toml
 from shardwise.mesh import Node, Worker, worker_environment
+from shardwise.mesh.sockets import LOOPBACK
 from shardwise.observe import EventsFile
-from shardwise.plan import Plan
 from shardwise.resilience.host import Host
-from shardwise.resilience.rendezvous import Rendezvous, RendezvousClient
+from shardwise.resilience.meeting import MeetingFile
+from shardwise.resilience.other_hosts import Hold, OtherHosts
 from shardwise.resilience.server import start_server
 from shardwise.resilience.store import open_store
 from shardwise.resilience.team import Bounds, Lead
@@ -39,59 +40,51 @@ WORKERS_IMPORT = ("__main__", "shardwise.train.run")
 """What the server has imported before a worker is forked from it."""
 
 
-def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, planner: Planner) -> int:
-    """Take part in the run with this many local workers; returns the exit status, or raises the first cause.
+def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, planner: Planner, hold: Hold) -> int:
+    """Take part in the run with this many local workers; returns the exit status, or raises the first cause. `hold` keeps
+    other runs out of this one's folders, which is what the host that leads it does.
 
     Only here does the server start that imports torch: a job that is refused before leaves at once.
     """
     start_server(WORKERS_IMPORT)
-    if node is not None and node.node_rank > 0:
-        return _host(config, workers, bounds, node, planner, None)
-    with open_store() as port:
-        return _host(config, workers, bounds, node, planner, port)
+    name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
+
+    def make_lead(store_port: int) -> Lead:
+        return Lead(bounds, lambda devices: planner.on(devices, bounds.least), config.recovery.attempts, store_port)
+
+    if node is None or node.nodes == 1:
+        with hold(), open_store(LOOPBACK) as port:
+            return _host(name, config, workers, make_lead(port), None)
+    first = (node.address, node.port)
+    meeting = MeetingFile(Path(config.run.folder), name, node.run_id or _name_of_job(config), node.secret, first)
+    with closing(OtherHosts(name, first, meeting, hold, make_lead)) as others:
+        return _host(name, config, workers, others.begin() if node.node_rank == 0 else None, others)
 
 
-def _host(config: Config, workers: int, bounds: Bounds, node: Node | None, planner: Planner, port: int | None) -> int:
-    """Keep this machine's workers until the run ends; the host that has the store's port leads."""
-    environment = worker_environment(workers, _interface(node) if node and node.nodes > 1 else None)
-    logs = Path(config.run.folder) / "logs"
+def _host(name: str, config: Config, workers: int, lead: Lead | None, others: OtherHosts | None) -> int:
+    """Keep this machine's workers until the run ends."""
 
     def record(event: str, **details: Any) -> None:
         events = EventsFile(Path(config.run.folder) / "events.jsonl")
         events.write(event, **details)
         events.close()
 
-    def make_plan(devices: int) -> Plan | None:
-        return planner.on(devices, bounds.least)
-
-    several = node if node and node.nodes > 1 else None
-    rendezvous = Rendezvous(several.address, several.port, several.run_id) if several and port else None
     host = Host(
-        name=f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}",
+        name=name,
         slots=workers,
-        start=partial(serve, config, environment),
+        start=partial(serve, config, worker_environment(workers)),
         recovery=config.recovery,
-        logs=logs,
-        lead=(Lead(bounds, make_plan, config.recovery.attempts, port), rendezvous) if port else None,
-        client=RendezvousClient(several.address, several.port, several.run_id) if several else None,
-        record=record if port else _record_nothing,
+        logs=Path(config.run.folder) / "logs",
+        lead=lead,
+        record=record,
+        others=others,
     )
-    try:
-        return host.run()
-    finally:
-        if rendezvous:
-            rendezvous.close()
+    return host.run()
 
 
-def _record_nothing(event: str, **details: Any) -> None:
-    """Only the leader keeps the run's records."""
-
-
-def _interface(node: Node) -> str | None:
-    """The network interface that leads to the first node."""
-    address = RendezvousClient(node.address, node.port, node.run_id).own_address()
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if any(entry.address == address for entry in addresses)), None)
+def _name_of_job(config: Config) -> str:
+    """What tells a run from others where the launcher gives it no name: nodes with different jobs never belong together."""
+    return hashlib.sha256(to_toml(config, as_asked=True).encode()).hexdigest()
 
 
 def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connection) -> NoReturn:

@@ -227,7 +227,7 @@ def fall_back(worker: Worker, tables: Tables, seed: int) -> list[tuple[str, str 
     training, found = start(worker, tables), []
     newest = Path(tables["run"]["folder"]) / "checkpoints" / "step-2"
     files = flips(newest, seed) if worker.rank == 0 else iter([None] * 1000)
-    while training.checkpointer._from_main(lambda: next(files, None)) is not None:
+    while training.checkpointer._from_main(lambda: str(next(files, ""))):
         chosen = training.checkpointer.choose_checkpoint(training.config)
         found.append((chosen.folder, chosen.skipped))
     return found

@@ -44,7 +44,7 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], Launched]] = {
     "inside an sbatch script, not a step": ({"SLURM_JOB_ID": "41234", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, ALONE),
     "a Kubernetes operator's PET": (
         {"PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "8", "PET_MASTER_ADDR": "pod-0", "PET_MASTER_PORT": "77"},
-        Node(3, 2, 8, "pod-0", 77, "shardwise", "PET_* variables"),
+        Node(3, 2, 8, "pod-0", 77, "", "PET_* variables"),
     ),
     "PET with a rendezvous": (
         {"PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "auto", "PET_RDZV_ENDPOINT": "pod-0:29401", "PET_RDZV_ID": "job-1"},
@@ -52,7 +52,7 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], Launched]] = {
     ),
     "PET with a rendezvous without a port": (
         {"PET_RDZV_ENDPOINT": "pod-0"},
-        Node(1, 0, None, "pod-0", 29400, "shardwise", "PET_* variables"),
+        Node(1, 0, None, "pod-0", 29400, "", "PET_* variables"),
     ),
 }  # fmt: skip
 
@@ -111,14 +111,20 @@ def test_the_tasks_of_one_srun_agree_on_their_meeting_point_and_number_themselve
 
 
 def test_our_workers_share_the_cores_and_what_the_user_set_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
-    assert worker_environment(10**6, None) == {"OMP_NUM_THREADS": "1"}
-    assert worker_environment(1, "eth1")["GLOO_SOCKET_IFNAME"] == "eth1"
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert worker_environment(10**6) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
-    assert worker_environment(2, "eth1") == {"OMP_NUM_THREADS": "7", "GLOO_SOCKET_IFNAME": "ib0"}
+    assert worker_environment(2) == {"OMP_NUM_THREADS": "7"}
     assert threads_of_worker(2) == 7
+
+
+def test_a_secret_is_taken_from_the_environment_unless_it_can_be_guessed() -> None:
+    node = launched({"PET_NNODES": "2", "SHARDWISE_SECRET": "0123456789abcdef"})
+    assert isinstance(node, Node)
+    assert node.secret == "0123456789abcdef"
+    assert "0123456789abcdef" not in repr(node), "it would be seen in a log"
+    with pytest.raises(UserError, match="SHARDWISE_SECRET has 3 characters; give at least 16"):
+        launched({"PET_NNODES": "2", "SHARDWISE_SECRET": "abc"})
 
 
 def test_the_real_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def imagined(rank: int, layout: Layout) -> Iterator[Mesh]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", pretend)
         try:
-            yield join(Worker(rank, layout.world, rank, layout.world, "nowhere", 1, "test"), layout)
+            yield join(Worker(rank, layout.world, rank, layout.world, "nowhere", 1, "torchrun"), layout)
         finally:
             leave()
 

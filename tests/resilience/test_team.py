@@ -9,6 +9,7 @@ import pytest
 from pretend import plan_for
 
 from shardwise.plan import Plan
+from shardwise.resilience.channel import LINE_BYTES, Channel
 from shardwise.resilience.team import (
     LOST_SECONDS,
     PATIENCE_SECONDS,
@@ -253,8 +254,69 @@ def test_a_run_that_gets_nowhere_ends_and_says_so() -> None:
 
 
 def test_everything_that_is_sent_can_be_read_again() -> None:
-    team = Team(3, (Member("a", 0),), plan_for(1), "10.0.0.1", 5, 1.5, fault(2), 7)
+    team = Team(3, (Member("a", 0),), plan_for(1), "10.0.0.1", 5, "a name", 1.5, fault(2), 7)
     for orders in (Orders("regroup", team, 0, ""), Orders("end", None, 2, "no")):
         assert Orders.from_json(orders.to_json()) == orders
     report = host("a", 2, faults=(fault(1),), done=0)
     assert Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": "x"},
+        {"step": -1},
+        {"slots": [0.5]},
+        {"slots": 3},
+        {"faults": [{}]},
+        {"done": "0"},
+        {"leaving": 1},
+        {"host": None},
+    ],
+)
+def test_what_is_no_report_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="validation error"):
+        Report.from_json({**host("a", 2).to_json(), **wrong})
+    with pytest.raises(ValueError, match="validation error"):
+        Report.from_json([wrong])
+
+
+@pytest.mark.parametrize("wrong", [{"wish": "dance"}, {"team": {}}, {"team": {"plan": 3}}, {"status": None}, {"message": 5}])
+def test_what_is_no_orders_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="validation error"):
+        Orders.from_json({**Orders().to_json(), **wrong})
+
+
+def test_orders_for_a_thousand_workers_fit_into_a_line() -> None:
+    members = tuple(Member(f"gpu{number // 8:04}-abc123", number % 8) for number in range(1024))
+    orders = Orders("work", Team(3, members, plan_for(8), "10.0.0.1", 5, "a name", 1.5))
+    assert len(Channel(b"key", "leader").line(orders.to_json())) < LINE_BYTES
+
+
+def test_a_host_that_takes_over_waits_for_the_others_and_forms_the_next_team_without_the_lost_leader() -> None:
+    first = lead(2, 4)
+    orders = decide(first, 0, host("a", 2), host("b", 2), host("c", 2))
+    assert team_of(orders) == [Member("a", 0), Member("a", 1), Member("b", 0), Member("b", 1)]
+    second = lead(2, 4)
+    second.take_over(orders, "c", "a", now=100)
+    assert decide(second, 100, host("c", 2)) == orders, "b has not called yet"
+    orders = decide(second, 101, host("c", 2), host("b", 2, generation=1, step=7))
+    assert team_of(orders) == [Member("c", 0), Member("c", 1), Member("b", 0), Member("b", 1)]
+    assert orders.team is not None
+    assert orders.team.fault is not None
+    assert (orders.team.generation, orders.team.reached, orders.team.fault.kind) == (2, 7, "host lost")
+
+
+def test_a_host_that_takes_over_does_not_wait_forever_for_one_that_is_lost_too() -> None:
+    first = lead(2, 4)
+    orders = decide(first, 0, host("a", 2), host("b", 2))
+    second = lead(2, 4)
+    second.take_over(orders, "c", "a", now=100)
+    assert decide(second, 100 + LOST_SECONDS - 1, host("c", 2)) == orders
+    assert team_of(decide(second, 100 + LOST_SECONDS + 1, host("c", 2))) == [Member("c", 0), Member("c", 1)]
+
+
+def test_a_leader_that_was_started_anew_goes_on_after_the_teams_that_its_hosts_know() -> None:
+    orders = decide(lead(2, 2), 0, host("b", 2, generation=5, step=31))
+    assert orders.team is not None
+    assert (orders.team.generation, orders.team.reached) == (6, 31)

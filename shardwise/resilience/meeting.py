@@ -1,0 +1,111 @@
+"""Where the hosts of a run find their leader, and the secret by which they know each other: a file in the run's folder.
+
+The first host makes a secret, a new one every time, and writes it with its address into `meeting.json`, which only this user
+can read. Other hosts read it there. Where they share no folder, SHARDWISE_SECRET gives the secret and the launcher the address.
+
+Who leads is who holds the lock of the run's folder. The system lets go of it when the leader dies, and a host that finds it free
+takes over and writes its own address. Not every file system's locks are seen by all hosts, so the leader also counts up a number
+in the file, and nobody takes over while it moves: no clocks are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from shardwise.resilience.channel import Credentials
+
+FILE = "meeting.json"
+BEAT_SECONDS = 2.0
+"""Between two signs of life of the leader in the file."""
+SILENT_SECONDS = 15.0
+"""How long a leader gives no sign of life, neither by answering nor in the file, before another host takes over."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What the file says."""
+
+    leader: str
+    address: str
+    port: int
+    secret: str
+    """Empty where the environment gives it."""
+    beat: int = 0
+
+
+class MeetingFile:
+    """The file, as one host sees it. `given` is the secret of the environment, `first` the place that the launcher names."""
+
+    def __init__(self, folder: Path, own_name: str, run: str, given: str | None, first: tuple[str, int]) -> None:
+        self.path = folder / FILE
+        self._own_name, self._run, self._given, self._first = own_name, run, given, first
+        self._secret = ""
+        """Of a run that this host began."""
+        self._written_at = 0.0
+        self._seen: Meeting | None = None
+        self._seen_at = time.monotonic()
+
+    def read(self) -> Meeting | None:
+        """What it says now; None where there is none, or none that is whole."""
+        try:
+            meeting = Meeting(**json.loads(self.path.read_text()))
+            types = (str, str, int, str, int)
+            if not all(isinstance(part, kind) for part, kind in zip(asdict(meeting).values(), types, strict=True)):
+                return None
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
+        if meeting != self._seen:
+            self._seen, self._seen_at = meeting, time.monotonic()
+        return meeting
+
+    def find(self) -> tuple[str, int, Credentials | None]:
+        """Where the leader is, and what it will ask for, as far as that is known."""
+        meeting = self.read()
+        address, port = (meeting.address, meeting.port) if meeting else self._first
+        secret = self._given or (meeting.secret if meeting else "")
+        return address, port, Credentials(self._run, secret.encode()) if secret else None
+
+    def begin(self) -> Credentials:
+        """Of a new run: with a new secret, which others will read here."""
+        self._secret = self._given or secrets.token_hex(32)
+        return Credentials(self._run, self._secret.encode())
+
+    def announce(self, address: str, port: int) -> None:
+        """Lead the run from now on, at this place: hosts that look for their leader find us."""
+        before = self.read()
+        secret = "" if self._given else self._secret or (before.secret if before else "")
+        self._write(Meeting(self._own_name, address, port, secret, before.beat + 1 if before else 0))
+
+    def leader_is_silent(self) -> bool:
+        """Whether nothing was written here for so long that the leader must be gone."""
+        return self.read() is not None and time.monotonic() - self._seen_at > SILENT_SECONDS
+
+    def still_leads(self) -> bool:
+        """Give a sign of life, if it is time to; False if another host has taken over meanwhile."""
+        now = time.monotonic()
+        if now - self._written_at < BEAT_SECONDS:
+            return True
+        meeting = self.read()
+        if meeting is not None and meeting.leader != self._own_name:
+            return False
+        if meeting is not None:
+            with contextlib.suppress(OSError):  # a full disk: the lock still tells that we lead
+                self._write(replace(meeting, beat=meeting.beat + 1))
+        self._written_at = now
+        return True
+
+    def _write(self, meeting: Meeting) -> None:
+        """Whole or not at all, and for this user's eyes only."""
+        part = self.path.with_name(f".{FILE}.{self._own_name}")
+        part.unlink(missing_ok=True)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            json.dump(asdict(meeting), stream)
+        part.replace(self.path)
+        self._written_at = time.monotonic()

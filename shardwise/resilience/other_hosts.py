@@ -1,0 +1,134 @@
+"""One host's link to the other hosts of its run: it leads them, or it calls their leader, and takes over should that be lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from shardwise.errors import RunFailed, UserError
+from shardwise.mesh.sockets import address_towards
+from shardwise.resilience.meeting import SILENT_SECONDS, MeetingFile
+from shardwise.resilience.rendezvous import Rendezvous, RendezvousClient
+from shardwise.resilience.store import open_store
+from shardwise.resilience.team import Lead, Orders, Report
+
+GIVE_UP_SECONDS = 1800.0
+"""How long a host looks for its leader."""
+REFUSED_SECONDS = 60.0
+"""How long a host is refused before it gives up: the file with the secret may come a moment later."""
+TRY_SECONDS = 1.0
+"""Between two attempts to take over."""
+
+Hold = Callable[[], AbstractContextManager[Any]]
+"""Takes the locks of the run's folders; a UserError where another process has them."""
+MakeLead = Callable[[int], Lead]
+"""From the port of the store in which workers meet."""
+
+
+class OtherHosts:
+    """`first` is the address and port of the run's first node, as the launcher gave them."""
+
+    def __init__(self, name: str, first: tuple[str, int], meeting: MeetingFile, hold: Hold, make_lead: MakeLead) -> None:
+        self.address = address_towards(*first)
+        """This host's, as the others see it."""
+        self.rendezvous: Rendezvous | None = None
+        """Where this host leads."""
+        self._name, self._first, self._meeting, self._hold, self._make_lead = name, first, meeting, hold, make_lead
+        self._client = RendezvousClient(meeting.find)
+        self._held = ExitStack()
+        self._folder_in_use: UserError | None = None
+        self._last_orders: Orders | None = None
+        self._answered = self._accepted = time.monotonic()
+        """When a leader last answered, and when somebody did not refuse us last."""
+        self._tried = 0.0
+
+    def begin(self) -> Lead | None:
+        """Lead a new run, as its first node does. None where the run lives and another host leads it: this one was lost for a
+        while, and takes part again.
+        """
+        try:
+            self._held.enter_context(self._hold())
+        except UserError as in_use:
+            if self._meeting.read() is None:
+                raise
+            self._folder_in_use = in_use
+            return None
+        self.rendezvous = Rendezvous(*self._first, self._meeting.begin())
+        self._meeting.announce(*self._first)
+        return self._make_lead(self._held.enter_context(open_store(self.address)))
+
+    def take_over(self) -> Lead | None:
+        """Lead the run from where its lost leader left it, if it is lost and no other host is quicker."""
+        now = time.monotonic()
+        if self._last_orders is None or self.silence() < SILENT_SECONDS or now - self._tried < TRY_SECONDS:
+            return None
+        self._tried = now
+        former = self._meeting.read()
+        if former is None or not self._meeting.leader_is_silent():
+            return None
+        try:
+            self._held.enter_context(self._hold())
+        except UserError:
+            return None
+        _, _, credentials = self._meeting.find()
+        assert credentials is not None, "it has called a leader"
+        try:
+            self.rendezvous = Rendezvous(self.address, self._first[1], credentials)
+        except UserError:  # on one machine, several hosts cannot have the same port
+            self.rendezvous = Rendezvous(self.address, 0, credentials)
+        self._meeting.announce(self.address, self.rendezvous.port)
+        lead = self._make_lead(self._held.enter_context(open_store(self.address)))
+        lead.take_over(self._last_orders, self._name, former.leader, time.monotonic())
+        return lead
+
+    def call(self, report: Report) -> Orders | None:
+        """Tell the leader how things are here; what it wants, or None if it cannot be reached."""
+        orders = self._client.call(report)
+        now = time.monotonic()
+        if not self._client.refused:
+            self._accepted = now
+        if orders is not None:
+            self._answered, self._last_orders = now, orders
+        return orders
+
+    def check_lead(self) -> None:
+        """Give the sign of life of a leader; if another host has taken over, this one must end."""
+        if not self._meeting.still_leads():
+            raise RunFailed(
+                "another host leads this run now: this one gave no sign of life for too long. Start it again to take part."
+            )
+
+    def silence(self) -> float:
+        """Seconds since a leader answered."""
+        return time.monotonic() - self._answered
+
+    def trouble(self) -> str:
+        """Why there is no leader, as far as this host can tell, and what can be done."""
+        address, port, credentials = self._meeting.find()
+        if credentials is None:
+            return (
+                f"the run's secret is not known yet: the first node writes {self._meeting.path}. Do all nodes see the same "
+                "run.folder? If not, give all of them the same SHARDWISE_SECRET"
+            )
+        if self._client.refused:
+            return (
+                f"{address}:{port} refuses this host: a run with another secret, name (PET_RDZV_ID) or job is there. If nodes do "
+                f"not share {self._meeting.path}, give all of them the same SHARDWISE_SECRET"
+            )
+        return f"the host that leads this run, {address}:{port}, does not answer"
+
+    def give_up_if_too_long(self) -> None:
+        """Raise once there is no hope that a leader will answer."""
+        if time.monotonic() - self._accepted > REFUSED_SECONDS:
+            raise self._folder_in_use or UserError(self.trouble())
+        if self.silence() > GIVE_UP_SECONDS:
+            raise RunFailed(self.trouble())
+
+    def close(self) -> None:
+        """Leave."""
+        self._client.close()
+        if self.rendezvous is not None:
+            self.rendezvous.close()
+        self._held.close()

@@ -1,0 +1,129 @@
+"""Where the hosts of a run find their leader, and when another takes its place."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pretend import plan_for
+
+from shardwise.errors import UserError
+from shardwise.resilience import meeting as meeting_module
+from shardwise.resilience import other_hosts as other_hosts_module
+from shardwise.resilience.forked import free_port
+from shardwise.resilience.meeting import FILE, MeetingFile
+from shardwise.resilience.other_hosts import OtherHosts
+from shardwise.resilience.team import Bounds, Lead, Report
+
+HERE = "127.0.0.1"
+
+
+def seen_by(host: str, folder: Path, given: str | None = None) -> MeetingFile:
+    return MeetingFile(folder, host, "run", given, (HERE, 29400))
+
+
+def test_the_secret_is_for_this_user_alone_and_new_in_every_run(tmp_path: Path) -> None:
+    first, second = seen_by("a", tmp_path), seen_by("b", tmp_path)
+    assert second.find() == (HERE, 29400, None), "nobody leads yet"
+    secrets = set()
+    for port in (1, 2):
+        credentials = first.begin()
+        first.announce("10.0.0.1", port)
+        assert second.find() == ("10.0.0.1", port, credentials)
+        assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+        secrets.add(credentials.secret)
+    assert len(secrets) == 2
+    assert min(len(secret) for secret in secrets) == 64
+
+
+def test_a_secret_of_the_environment_is_not_written(tmp_path: Path) -> None:
+    first, second = seen_by("a", tmp_path, "given by the site"), seen_by("b", tmp_path / "elsewhere", "given by the site")
+    credentials = first.begin()
+    first.announce("10.0.0.1", 5)
+    assert "given by the site" not in (tmp_path / FILE).read_text()
+    assert second.find() == (HERE, 29400, credentials), "no folder is shared: the launcher says where the first node is"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"leader": 3}', "[" * 100_000, '{"leader": "a", "address": "b", "port": "c", "secret": "d"}']
+)
+def test_a_damaged_file_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / FILE).write_text(content)
+    assert seen_by("a", tmp_path).read() is None
+
+
+def test_a_leader_is_silent_once_its_number_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(meeting_module.time, "monotonic", lambda: now[0])
+    first, second = seen_by("a", tmp_path), seen_by("b", tmp_path)
+    first.begin()
+    first.announce(HERE, 1)
+    second.read()
+    for _ in range(20):
+        now[0] += meeting_module.BEAT_SECONDS + 0.1
+        assert first.still_leads()
+        assert not second.leader_is_silent()
+    now[0] += meeting_module.SILENT_SECONDS
+    assert not second.leader_is_silent() or second.read() is not None
+    now[0] += meeting_module.SILENT_SECONDS + 1
+    assert second.leader_is_silent()
+    second.announce(HERE, 2)
+    assert not first.still_leads(), "it was stopped for a while, and another has taken over"
+    assert second.still_leads()
+
+
+def others(host: str, folder: Path, port: int, hold: Any = nullcontext) -> OtherHosts:
+    def make_lead(store_port: int) -> Lead:
+        return Lead(Bounds(1, 1), plan_for, 3, store_port)
+
+    return OtherHosts(host, (HERE, port), MeetingFile(folder, host, "run", None, (HERE, port)), hold, make_lead)
+
+
+def in_use() -> Any:
+    raise UserError("another run is writing there now")
+
+
+@pytest.fixture
+def no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(other_hosts_module, "open_store", lambda address: nullcontext(5))
+
+
+def test_a_lost_leader_is_succeeded_by_a_host_that_can_hold_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None
+) -> None:
+    monkeypatch.setattr(meeting_module, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(other_hosts_module, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(other_hosts_module, "TRY_SECONDS", 0.0)
+    port = free_port()
+    first, second, third = others("a", tmp_path, port), others("b", tmp_path, port), others("c", tmp_path, port)
+    assert second.take_over() is None, "it has never heard of a leader"
+    assert first.begin() is not None
+    assert second.call(Report("b", HERE, (0,))) is not None
+    assert third.call(Report("c", HERE, (0,))) is not None
+    first.close()
+    second._hold = in_use
+    assert second.take_over() is None, "the leader lives: it holds the folder"
+    second._hold = nullcontext
+    assert second.take_over() is not None
+    second.check_lead()
+    assert third.call(Report("c", HERE, (0,))) is None, "the leader it knew hung up"
+    assert third.call(Report("c", HERE, (0,))) is not None, "its successor is found in the file"
+    assert json.loads((tmp_path / FILE).read_text())["leader"] == "b"
+    again = others("a", tmp_path, port, in_use)
+    assert again.begin() is None, "the first host comes back into a run that another leads"
+    assert again.call(Report("a2", HERE, (0,))) is not None
+    for host in (second, third, again):
+        host.close()
+
+
+def test_a_first_node_whose_folder_another_run_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with pytest.raises(UserError, match="another run is writing there now"):
+        others("a", tmp_path, port, in_use).begin()
+    monkeypatch.setattr(other_hosts_module, "REFUSED_SECONDS", -1.0)
+    stranger = others("a", tmp_path, port)
+    with pytest.raises(UserError, match="the run's secret is not known yet: the first node writes"):
+        stranger.give_up_if_too_long()
