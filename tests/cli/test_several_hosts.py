@@ -1,4 +1,4 @@
-"""A run over two hosts survives the loss of one, and takes it back."""
+"""A run over several hosts survives the loss of any of them, the first one too, and takes them back."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from two_hosts import ADDRESSES, POSSIBLE, hosts, inside, plug, pull
+from namespaces import ADDRESSES, POSSIBLE, hosts, inside, kill, plug, pull
 
 ROOT = Path(__file__).parents[2]
 JOB = ["examples/quickstart.toml", "model.preset=bytes-400k", "observe.sample=", "train.evaluate_every=0", "run.folder=run"]
 SETTINGS = ["layout.data=-1", "checkpoint.every=5", "train.global_batch=8", "data.sequence_length=64"]
 
 
-def start(folder: Path, host: str, rank: int, *arguments: str) -> subprocess.Popen[str]:
+def start(folder: Path, host: str, rank: int, *arguments: str, nodes: int = 2, workers: int = 2) -> subprocess.Popen[str]:
     environment = {
-        "PET_NNODES": "2",
-        "PET_NPROC_PER_NODE": "2",
+        "PET_NNODES": str(nodes),
+        "PET_NPROC_PER_NODE": str(workers),
         "PET_RDZV_ENDPOINT": f"{ADDRESSES['a']}:29400",
-        "PET_RDZV_ID": "two-hosts",
         "PET_NODE_RANK": str(rank),
     }
     command = inside(host, sys.executable, "-m", "shardwise", "train", *JOB, *SETTINGS, *arguments)
     return subprocess.Popen(
-        [*command, "--min-workers", "2", "--max-workers", "4"],
+        command,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         stdout=subprocess.PIPE,
@@ -44,7 +43,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def wait_for(what: str, folder: Path, condition: Any, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        told = (folder / "a.err").read_text()[-2000:] + (folder / "b.err").read_text()[-2000:]
+        told = "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(folder.glob("*.err")))
         assert time.monotonic() < deadline, f"never came: {what}\n{told}"
         time.sleep(0.1)
 
@@ -57,11 +56,15 @@ def reached(folder: Path) -> int:
     return max((line["step"] for line in lines(folder / "run" / "metrics.jsonl")), default=0)
 
 
-@pytest.mark.skipif(not POSSIBLE, reason="making network namespaces needs root, and ip and tc of iproute2")
+needs_namespaces = pytest.mark.skipif(not POSSIBLE, reason="making network namespaces needs root, and ip and tc of iproute2")
+
+
+@needs_namespaces
 def test_a_host_that_is_cut_off_is_done_without_and_taken_back(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     with hosts():
-        ends = [start(tmp_path, host, rank, "train.steps=100000") for rank, host in enumerate("ab")]
+        bounds = ("--min-workers", "2", "--max-workers", "4")
+        ends = [start(tmp_path, host, rank, "train.steps=100000", *bounds) for rank, host in enumerate("ab")]
         try:
             wait_for("a step of four workers", tmp_path, lambda: reached(tmp_path) >= 7)
             pull("b")
@@ -80,3 +83,36 @@ def test_a_host_that_is_cut_off_is_done_without_and_taken_back(tmp_path: Path) -
     assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, reached(tmp_path) + 1))
     faults = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "fault"]
     assert [event["kind"] for event in faults] == ["host lost"]
+
+
+@needs_namespaces
+def test_the_first_host_is_lost_for_good_and_the_others_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    """Three hosts of a worker each, of which two train: when the first dies, the third steps in, and the layout stays."""
+    job = ("layout.data=2", "train.steps=40", "--min-workers", "2", "--max-workers", "2")
+    runs = {name: tmp_path / name for name in ("whole", "hit")}
+    for folder in runs.values():
+        folder.mkdir()
+        (folder / "examples").symlink_to(ROOT / "examples")
+    with hosts():
+        alone = subprocess.run(
+            [sys.executable, "-m", "shardwise", "train", *JOB, *SETTINGS, "layout.data=2", "train.steps=40"],
+            cwd=runs["whole"],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert alone.returncode == 0, alone.stderr
+        ends = [start(runs["hit"], host, rank, *job, nodes=3, workers=1) for rank, host in enumerate("abc")]
+        try:
+            wait_for("some steps", runs["hit"], lambda: reached(runs["hit"]) >= 7)
+            kill("a")
+            assert [end.wait(timeout=120) for end in ends[1:]] == [0, 0], (runs["hit"] / "b.err").read_text()
+        finally:
+            for end in ends:
+                end.kill()
+    whole, hit = ([(line["step"], line["loss"]) for line in lines(folder / "run" / "metrics.jsonl")] for folder in runs.values())
+    assert whole == hit
+    events = lines(runs["hit"] / "run" / "events.jsonl")
+    assert [event["kind"] for event in events if event["event"] == "fault"] == ["host lost"]
+    assert [event["event"] for event in events if event["event"] == "lead"] == ["lead"]

@@ -1,16 +1,18 @@
-"""Two "hosts" on one machine: network namespaces joined by a bridge, each with an address, its link limited to 1 Gbit/s."""
+"""Several "hosts" on one machine: network namespaces joined by a switch, each with an address, its link limited to 1 Gbit/s."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 POSSIBLE = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
-ADDRESSES = {"a": "10.91.0.1", "b": "10.91.0.2"}
+ADDRESSES = {"a": "10.91.0.1", "b": "10.91.0.2", "c": "10.91.0.3"}
+SWITCH = "sw-switch"
 
 
 def ip(*words: str, check: bool = True) -> None:
@@ -25,15 +27,18 @@ def inside(host: str, *words: str) -> list[str]:
 
 @contextmanager
 def hosts() -> Iterator[None]:
-    """Set up both hosts and the cable between them."""
+    """Set up the hosts and the cables to their switch."""
     _tear_down()
     try:
-        for host in ADDRESSES:
+        ip("netns", "add", SWITCH)
+        ip("-n", SWITCH, "link", "add", "br0", "type", "bridge")
+        ip("-n", SWITCH, "link", "set", "br0", "up")
+        for host, address in ADDRESSES.items():
             ip("netns", "add", f"sw-{host}")
             _own_files(host).mkdir(parents=True, exist_ok=True)
             (_own_files(host) / "resolv.conf").write_text("")  # no name server to wait for in vain
-        ip("link", "add", "sw-ea", "netns", "sw-a", "type", "veth", "peer", "name", "sw-eb", "netns", "sw-b")
-        for host, address in ADDRESSES.items():
+            ip("link", "add", f"sw-e{host}", "netns", f"sw-{host}", "type", "veth", "peer", "name", f"to-{host}", "netns", SWITCH)
+            ip("-n", SWITCH, "link", "set", f"to-{host}", "master", "br0", "up")
             for words in (["link", "set", "lo", "up"], ["addr", "add", f"{address}/24", "dev", f"sw-e{host}"]):
                 ip("-n", f"sw-{host}", *words)
             plug(host)
@@ -42,6 +47,14 @@ def hosts() -> Iterator[None]:
         yield
     finally:
         _tear_down()
+
+
+def kill(host: str) -> None:
+    """End a host as a power cut does: its cable first, so that nobody is told, then every process."""
+    pull(host)
+    pids = subprocess.run(["ip", "netns", "pids", f"sw-{host}"], check=True, capture_output=True, text=True).stdout
+    for pid in pids.split():
+        os.kill(int(pid), signal.SIGKILL)
 
 
 def plug(host: str) -> None:
@@ -63,3 +76,4 @@ def _tear_down() -> None:
     for host in ADDRESSES:
         shutil.rmtree(_own_files(host), ignore_errors=True)
         ip("netns", "del", f"sw-{host}", check=False)
+    ip("netns", "del", SWITCH, check=False)
