@@ -50,6 +50,17 @@ def trained(ranks: Callable[[int], Pool]) -> Runs:
     return Runs(ranks)
 
 
+@pytest.fixture
+def signals_as_before() -> Iterator[None]:
+    """For what leaves the signals that ask to stop otherwise than it found them."""
+    from shardwise.resilience.stopping import STOP_SIGNALS
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Prepared shards of short documents, so that sequences hold different numbers of document ends."""

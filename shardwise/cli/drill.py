@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from shardwise.cli.signals import terminated_as_interrupted
+from shardwise.cli.signals import stopped_as_interrupted
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -31,7 +31,7 @@ def drill(
 ) -> None:
     """Train a job undisturbed, then again while killing, freezing and corrupting, and prove that nothing was lost."""
     try:
-        with terminated_as_interrupted():
+        with stopped_as_interrupted():
             result = _drill(job, overrides or [], faults, count, seed, workers)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing is left running", err=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.signals import terminated_as_interrupted
+from shardwise.cli.signals import stopped_as_interrupted
 
 if TYPE_CHECKING:
     from shardwise.cost.cluster import Cluster, Device, Link
@@ -33,7 +33,7 @@ def probe(
     """Measure this machine (products, attention, memory, collectives) and write a cluster file that `plan` and `train` use."""
     start = time.monotonic()
     try:
-        with terminated_as_interrupted():
+        with stopped_as_interrupted():
             cluster = _probe(workers, output, quick)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing was written", err=True)

@@ -7,21 +7,31 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shardwise.resilience.stopping import STOP_SIGNALS, handle_stop_signals
+
 
 @contextmanager
-def terminated_as_interrupted() -> Iterator[list[int]]:
-    """SIGTERM ends the command as Ctrl-C does, so that what it started ends with it; the list then has it."""
+def stopped_as_interrupted() -> Iterator[list[int]]:
+    """Every signal that asks to stop ends the command as Ctrl-C does, so that what it started ends with it; the list then has it.
+
+    From then on signals are ignored, until the process ends: many senders send more than one, and none may disturb what is
+    tidied up or change the exit status.
+    """
     received: list[int] = []
 
     def interrupt(number: int, _: object) -> None:
         received.append(number)
+        handle_stop_signals(signal.SIG_IGN)
         raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():  # others may not set signals
         yield received
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    handle_stop_signals(interrupt)
     try:
         yield received
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            if signal.getsignal(number) is interrupt:
+                signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.signals import terminated_as_interrupted
+from shardwise.cli.signals import stopped_as_interrupted
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -38,11 +39,11 @@ def train(
 ) -> None:
     """Train a model. Starts its own local workers, or joins those that torchrun, srun or a PET_* operator started."""
     try:
-        with terminated_as_interrupted() as terminated:
+        with stopped_as_interrupted() as received:
             raise typer.Exit(_train(job, overrides or [], workers, (min_workers, max_workers)))
     except KeyboardInterrupt:
         typer.echo("stopped at once; what was saved is kept", err=True)
-        raise typer.Exit(75 if terminated else 130) from None
+        raise typer.Exit(75 if received and signal.SIGINT not in received else 130) from None
 
 
 def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits) -> int:
@@ -184,10 +185,14 @@ def _parameters(config: Config) -> int | None:
 
 def _be_worker(config: Config, worker: Worker) -> int:
     """One of the workers that another launcher started: what goes wrong is that launcher's to answer."""
-    from shardwise.resilience.host_link import NoHost
-    from shardwise.train.launch import log_to
-    from shardwise.train.planner import planner_of_worker
-    from shardwise.train.run import run
+    from shardwise.resilience.stopping import CollectSignals
 
-    log_to(Path(config.run.folder) / "logs" / f"rank-{worker.rank}.log")
-    return run(config, NoHost(worker, planner_of_worker(config, worker).first))
+    with CollectSignals() as signals:  # before anything is imported: one rank alone that leaves would keep the others waiting
+        from shardwise.resilience.host_link import NoHost
+        from shardwise.train.launch import log_to
+        from shardwise.train.planner import planner_of_worker
+        from shardwise.train.run import run
+
+        signals.stop_without_parent()
+        log_to(Path(config.run.folder) / "logs" / f"rank-{worker.rank}.log")
+        return run(config, NoHost(worker, planner_of_worker(config, worker).first, signals))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from shardwise.cli.signals import terminated_as_interrupted
+from shardwise.cli.signals import stopped_as_interrupted
 
 if TYPE_CHECKING:
     from shardwise.verify.prove import ProofResult
@@ -32,7 +32,7 @@ def verify(
 ) -> None:
     """Prove that a layout computes what one device computes: loss, gradients, their norm, and weights after a few steps."""
     try:
-        with terminated_as_interrupted():
+        with stopped_as_interrupted():
             result = _prove(job, overrides or [], steps, dtype, sabotage)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)

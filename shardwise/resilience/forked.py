@@ -1,16 +1,14 @@
 """Processes for a task of seconds: forked in a moment, answering through pipes, ended together whatever happens.
 
-They are forked from a server that has torch imported already (resilience/server.py). Ctrl-C is this process's to answer; should
-it be killed, they see it and end. What they print goes to a log, whose end tells why one died.
+They are forked from a server that has torch imported already (resilience/server.py). Signals that ask to stop are this process's
+to answer; should it be killed, they end with it. What they print goes to a log, whose end tells why one died.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -98,18 +96,9 @@ def free_port() -> int:
 
 
 def _inside(target: Callable[..., None], pipe: Connection, log: str, *arguments: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     with open(log, "w", buffering=1) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
         target(pipe, *arguments)
         pipe.close()
     os._exit(0)  # there is nothing left to tidy up, and libraries' threads need not be waited for
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "these processes are started by multiprocessing"
-    wait([parent.sentinel])
-    os._exit(1)

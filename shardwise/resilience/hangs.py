@@ -60,7 +60,7 @@ def record_hang(hang: Hang, working: Sequence[WorkerProcess], logs: Path, genera
     path.write_text("\n".join(f"rank {worker.rank}, step {worker.step + 1}: {worker.stacks or silence}" for worker in working))
     silent = [worker for worker in hang.culprits if worker.stacks is None]
     for worker in silent:
-        os.kill(worker.pid, signal.SIGUSR1)  # its stacks go to its log, should it be able to
+        os.kill(worker.pid, signal.SIGQUIT)  # its stacks go to its log, should it be able to
     if silent:
         time.sleep(0.1)
     first = hang.culprits[0]

@@ -11,10 +11,7 @@ the messages to other hosts in rendezvous.py and to workers in messages.py, hang
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -30,8 +27,8 @@ from shardwise.mesh.sockets import LOOPBACK
 from shardwise.resilience import messages
 from shardwise.resilience.hangs import find_hang, record_hang
 from shardwise.resilience.other_hosts import GIVE_UP_SECONDS, OtherHosts
-from shardwise.resilience.process import WorkerProcess, died, peer_gone
-from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, CollectSignals, Stopped
+from shardwise.resilience.process import WorkerProcess, died, peer_gone, write_members
+from shardwise.resilience.stopping import RESUME_ME, CollectSignals, Stopped, cut_short
 from shardwise.resilience.team import LOST_SECONDS, Fault, Lead, Member, Orders, Report, Team
 
 TICK_SECONDS = 0.05
@@ -62,10 +59,13 @@ class Host:
         logs: Path,
         lead: Lead | None,
         record: Callable[..., None],
+        newest_saved: Callable[[], int | None],
         others: OtherHosts | None = None,
     ) -> None:
         self.name, self.start, self.recovery, self.logs, self.lead, self.others = name, start, recovery, logs, lead, others
         self._record = record
+        self._newest_saved = newest_saved
+        """The step of the newest whole checkpoint, if there is one."""
         self.address = others.address if others else LOOPBACK
         self.slots = dict.fromkeys(range(slots), 0.0)
         """Each slot, and until when it rests."""
@@ -78,7 +78,7 @@ class Host:
         """Of the present team: rank by slot."""
         self._step = 0
         """The last step that the present team has done itself."""
-        self._signals: list[int] = []
+        self._signals = CollectSignals()
         self._signalled = 0.0
         self._recorded_faults = 0
         self._missing_since, self._said_missing = time.monotonic(), False
@@ -88,7 +88,7 @@ class Host:
 
     def run(self) -> int:
         """Until the leader says that the run has ended; the command's exit status."""
-        with CollectSignals(self._signals):
+        with self._signals:
             try:
                 return self._run()
             except Stopped as stopped:
@@ -147,6 +147,8 @@ class Host:
                 worker.state = "done"
                 if worker.generation == self._generation:
                     self._statuses[worker.slot] = status
+            case messages.Signalled(number):
+                self._signals.note(number)
             case messages.Stacks(text):
                 worker.stacks = text
 
@@ -233,7 +235,7 @@ class Host:
             step=self._step,
             faults=tuple(self._present_faults()),
             done=max(self._statuses.values()) if ended else None,
-            leaving=bool(self._signals) and self.lead is None,
+            leaving=self._signals.status is not None and self.lead is None,
         )
 
     def _present_faults(self) -> list[Fault]:
@@ -299,14 +301,14 @@ class Host:
             self._note("lead", host=self.name)
             print("the host that led this run is lost: this one leads it now", file=sys.stderr, flush=True)
             return
-        if self._signals:
-            raise RunFailed(self.others.trouble())
+        if self._signals.received:
+            raise self._cut_short(self.others.trouble())
         self.others.give_up_if_too_long()
 
     def _has_left(self, orders: Orders) -> bool:
         """Whether this host was asked to leave, and the run goes on without it."""
         takes_part = orders.team is not None and any(member.host == self.name for member in orders.team.members)
-        return bool(self._signals) and self.lead is None and not takes_part
+        return self._signals.status is not None and self.lead is None and not takes_part
 
     def _follow(self, orders: Orders) -> None:
         team = orders.team
@@ -346,15 +348,7 @@ class Host:
             store_name=team.store_name,
         )
         worker.send(messages.JoinTeam(identity, team))
-        self._write_members(team)
-
-    def _write_members(self, team: Team) -> None:
-        """Who is who, for people and for the drill."""
-        workers = [{"rank": worker.rank, "slot": worker.slot, "pid": worker.pid} for worker in self._at_work()]
-        team_here = {"host": self.name, "generation": team.generation, "supervisor": os.getpid(), "workers": workers}
-        path = self.logs / f"workers-{self.name}.json"
-        path.with_suffix(".part").write_text(json.dumps(team_here, indent=1) + "\n")
-        path.with_suffix(".part").rename(path)
+        write_members(self.logs, self.name, team.generation, self._at_work())
 
     def _end(self, orders: Orders) -> int:
         """The run has ended, well or not."""
@@ -365,9 +359,13 @@ class Host:
             deadline = time.monotonic() + 10.0
             while time.monotonic() < deadline and any(worker.process.is_alive() for worker in self._processes.values()):
                 self._listen()
-            stopped = orders.status in (INTERRUPTED, RESUME_ME) and signal.SIGINT not in self._signals
-            return RESUME_ME if stopped else orders.status
+            return self._signals.status or RESUME_ME if orders.status == RESUME_ME else orders.status
+        if orders.status == RESUME_ME:
+            raise self._cut_short(orders.message)
         raise UserError(orders.message) if orders.status == UserError.status else RunFailed(orders.message)
+
+    def _cut_short(self, cause: str) -> Exception:
+        return cut_short(cause, self._newest_saved(), self._step > 0, self._signals.status or RESUME_ME)
 
     def _tell_other_hosts(self, orders: Orders) -> None:
         """Answer until every host of the team has called once more, or does not call any more."""
@@ -393,17 +391,14 @@ class Host:
 
     def _answer_signals(self) -> None:
         """Pass a wish to stop on to the workers: all stop after the same step, and save."""
-        if not self._signals:
+        if not self._signals.received:
             self._signalled = time.monotonic()
             return
         if time.monotonic() - self._signalled > SHUTDOWN_SECONDS:
-            raise RunFailed(
-                f"the workers did not stop within {SHUTDOWN_SECONDS:.0f} s and were ended; older checkpoints are kept"
-            )
+            raise self._cut_short(f"the workers did not stop within {SHUTDOWN_SECONDS:.0f} s and were ended")
         training = [worker for worker in self._at_work() if worker.phase not in ("build", "restore")]
-        again = len(self._signals) > 1 and signal.SIGINT in self._signals[1:]
         begun = training or self._statuses or self._orders.wish != "work"
-        if again or (not begun and self.lead is not None):  # nothing has been trained that is not saved
-            raise Stopped(INTERRUPTED if signal.SIGINT in self._signals else RESUME_ME)
+        if not begun and self.lead is not None:  # nothing has been trained that is not saved
+            raise Stopped(self._signals.status or RESUME_ME)
         if self.lead is not None and self._orders.wish == "work" and self._orders.team is not None:
             self.lead.orders = replace(self._orders, wish="stop")

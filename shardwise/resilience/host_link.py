@@ -2,10 +2,12 @@
 
 Progress is what is told, not life: a worker that waits forever in a collective is alive and useless, so the host counts the
 time since the last step was done. A thread listens, because the main one may be stuck: it answers "where are you?" with every
-thread's stack and the last collective, and ends the process should the host be gone. A process that cannot even answer is
-stopped, or stuck in C code that holds Python's lock; then `faulthandler` writes its stacks to its log, on SIGUSR1.
+thread's stack and the last collective, tells the host of a signal that asks to stop, and ends the process should the host be
+gone. A process that cannot even answer is stopped, or stuck in C code that holds Python's lock; then `faulthandler` writes its
+stacks to its log, on SIGQUIT.
 
-A worker that someone else started (torchrun, srun) has no host of ours: `NoHost` gives it one team and takes no notes.
+A worker that someone else started (torchrun, srun) has no host of ours: `NoHost` gives it one team and takes no notes. Signals
+reach it alone, and its peers learn of them with the next step.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Literal
 
 from shardwise.errors import UserError
@@ -36,10 +38,12 @@ from shardwise.resilience.messages import (
     Reads,
     Regroup,
     ReportStacks,
+    Signalled,
     Stacks,
     Stop,
     Waiting,
 )
+from shardwise.resilience.stopping import RESUME_ME, CollectSignals, stop_signals_as_bytes
 from shardwise.resilience.team import Fault, Member, Team
 
 Wish = Literal["stop", "regroup"]
@@ -50,10 +54,11 @@ class NoHost:
 
     recovers = False
 
-    def __init__(self, worker: Worker, plan: Plan) -> None:
+    def __init__(self, worker: Worker, plan: Plan, signals: CollectSignals | None = None) -> None:
         members = tuple(Member(worker.address, rank) for rank in range(worker.world))
         team = Team(worker.generation, members, plan, worker.address, worker.port, "", time.time())
         self._only: tuple[Worker, Team] | None = (worker, team)
+        self._signals = signals or CollectSignals()
 
     def next_team(self) -> tuple[Worker, Team] | None:
         """The team to train with next, and this worker's part in it; None: the run has ended."""
@@ -70,12 +75,16 @@ class NoHost:
         """The team is no more: a peer is gone."""
 
     def wish(self) -> Wish | None:
-        """What the host asks for: `stop`, `regroup`, or nothing."""
-        return None
+        """What is asked for: `stop`, `regroup`, or nothing."""
+        return "stop" if self._signals.received else None
+
+    def stop_status(self) -> int | None:
+        """What this worker ends with if it is asked to stop; None: it is not."""
+        return self._signals.status
 
 
 class HostLink(NoHost):
-    """The link of a worker to the host that forked it: one pipe, read by a thread of its own."""
+    """The link of a worker to the host that forked it: one pipe, and one of signals, read by a thread of its own."""
 
     recovers = True
 
@@ -85,6 +94,7 @@ class HostLink(NoHost):
         self._teams: queue.SimpleQueue[JoinTeam | None] = queue.SimpleQueue()
         self._wish: Wish | None = None
         self._sending = threading.Lock()
+        self._signal_bytes = stop_signals_as_bytes()
         threading.Thread(target=self._listen, name="link to the host", daemon=True).start()
 
     def next_team(self) -> tuple[Worker, Team] | None:
@@ -129,6 +139,9 @@ class HostLink(NoHost):
     def wish(self) -> Wish | None:
         return self._wish
 
+    def stop_status(self) -> int | None:
+        return RESUME_ME if self._wish == "stop" else None  # the host knows whether it was Ctrl-C
+
     def _send(self, message: FromWorker) -> None:
         with self._sending:
             try:
@@ -138,22 +151,30 @@ class HostLink(NoHost):
 
     def _listen(self) -> None:
         while True:
-            try:
-                message: FromHost = self._pipe.recv()
-            except (EOFError, OSError):
-                os._exit(1)
-            match message:
-                case JoinTeam():
-                    self._wish = None
-                    self._teams.put(message)
-                case ReportStacks():
-                    self._send(Stacks(f"last collective: {self._where()}\n{stacks()}"))
-                case Regroup():
-                    self._wish = "regroup"
-                case Stop():
-                    self._wish = "stop"
-                case Leave():
-                    self._teams.put(None)
+            ready = wait([self._pipe, self._signal_bytes])
+            if self._signal_bytes in ready:
+                for number in set(os.read(self._signal_bytes, 4096)):
+                    self._send(Signalled(number))
+            if self._pipe in ready:
+                self._hear()
+
+    def _hear(self) -> None:
+        try:
+            message: FromHost = self._pipe.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        match message:
+            case JoinTeam():
+                self._wish = None
+                self._teams.put(message)
+            case ReportStacks():
+                self._send(Stacks(f"last collective: {self._where()}\n{stacks()}"))
+            case Regroup():
+                self._wish = "regroup"
+            case Stop():
+                self._wish = "stop"
+            case Leave():
+                self._teams.put(None)
 
 
 def stacks() -> str:

@@ -57,13 +57,20 @@ class Done:
 
 
 @dataclass(frozen=True)
+class Signalled:
+    """A worker got a signal that asks to stop: the host answers for the run."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Stacks:
     """Where every thread of a worker stands: the answer to `ReportStacks`."""
 
     text: str
 
 
-FromWorker = Waiting | Progress | Reads | PeerGone | Failed | Done | Stacks
+FromWorker = Waiting | Progress | Reads | PeerGone | Failed | Done | Signalled | Stacks
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import signal
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -75,3 +78,12 @@ def peer_gone(worker: WorkerProcess, reason: str) -> Fault:
     """What a worker says that lost a peer: some other fault is the cause."""
     cause = f"a peer is gone: {reason}"
     return Fault("failed", worker.rank, worker.step + 1, cause, time.time(), worker.generation, echo=True)
+
+
+def write_members(logs: Path, host: str, generation: int, workers: Iterable[WorkerProcess]) -> None:
+    """Who is who, for people and for the drill."""
+    known = [{"rank": worker.rank, "slot": worker.slot, "pid": worker.pid} for worker in workers]
+    team_here = {"host": host, "generation": generation, "supervisor": os.getpid(), "workers": known}
+    path = logs / f"workers-{host}.json"
+    path.with_suffix(".part").write_text(json.dumps(team_here, indent=1) + "\n")
+    path.with_suffix(".part").rename(path)

@@ -2,13 +2,12 @@
 
 torch's TCPStore needs torch, which the host itself does without: importing it would cost as much processor time again as in the
 server that workers are forked from. So the store has a process of its own, forked from that same server in a moment. It ends
-with the host, also where the host is killed, and with nothing else: a SIGTERM that a scheduler sends to every process of
-the job must not take the store from workers that still save.
+with the host, also where the host is killed, and with nothing else: not with the server, which the host can start again, and not
+by a SIGTERM that a scheduler sends to every process of the job, while workers still save.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from shardwise.errors import RunFailed
 from shardwise.resilience.forked import Died, end, fork
+from shardwise.resilience.stopping import signal_on_death_of_parent
 
 
 @contextmanager
@@ -37,8 +37,7 @@ def open_store(address: str) -> Iterator[int]:
 def _hold(pipe: Connection, address: str) -> None:
     from shardwise.mesh import open_rendezvous_store
 
-    os.setsid()  # signals to the host's group are the host's to answer
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal_on_death_of_parent(signal.SIGCONT)  # the server's: where it ended with the host, a store that is stopped must see it
     store = open_rendezvous_store(address)
     pipe.send(store.port)
     pipe.poll(None)  # nothing is ever sent: this returns when the host is gone

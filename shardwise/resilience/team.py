@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal
 from pydantic import NonNegativeInt, PlainValidator, TypeAdapter
 
 from shardwise.plan import Plan
+from shardwise.resilience.stopping import RESUME_ME
 
 LOST_SECONDS = 10.0
 """A host that was not heard of for this long is lost."""
@@ -241,7 +242,7 @@ class Lead:
             self.orders = replace(self.orders, wish="end", status=first.status or 1, message=first.cause)
         elif self.orders.wish == "stop":
             message = f"a worker was lost while the run was stopping: {first.cause}"
-            self.orders = replace(self.orders, wish="end", status=1, message=message)
+            self.orders = replace(self.orders, wish="end", status=RESUME_ME, message=message)  # each host looks what is saved
         elif len(alike) == self.attempts:
             self.orders = replace(self.orders, wish="end", status=1, message=_in_vain(alike))
         elif self._fruitless == FRUITLESS * self.attempts:

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from shardwise.checkpoint import checkpoint_folder, checkpoints, step_of
 from shardwise.config import Config, to_toml
 from shardwise.mesh import Node, Worker, worker_environment
 from shardwise.mesh.sockets import LOOPBACK
@@ -77,6 +78,7 @@ def _host(name: str, config: Config, workers: int, lead: Lead | None, others: Ot
         logs=Path(config.run.folder) / "logs",
         lead=lead,
         record=record,
+        newest_saved=lambda: max(map(step_of, checkpoints(checkpoint_folder(config))), default=None),
         others=others,
     )
     return host.run()
@@ -93,7 +95,6 @@ def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connecti
     from shardwise.resilience.host_link import HostLink
     from shardwise.train.run import last_collective, run
 
-    os.setsid()  # Ctrl-C is the host's to answer
     os.environ.update(environment)
     logging.raiseExceptions = False  # a full disk is told once, not by every line of the log
     log.addHandler(logging.NullHandler())  # until it is known which rank's log this is
@@ -134,7 +135,7 @@ class Output:
         os.dup2(target[1], 2)
         if worker.rank != 0:
             os.close(target[0])
-        faulthandler.register(signal.SIGUSR1, file=self._handler.stream, all_threads=True)  # type: ignore[attr-defined]
+        faulthandler.register(signal.SIGQUIT, file=self._handler.stream, all_threads=True)  # type: ignore[attr-defined]
 
 
 def log_to(path: Path, instead_of: logging.Handler | None = None) -> None:

@@ -9,11 +9,10 @@ import gc
 import hashlib
 import json
 import logging
-import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -27,7 +26,6 @@ from shardwise.mesh import Worker, abandon, leave, peer_is_gone
 from shardwise.observe import Ledger
 from shardwise.resilience.copies import Copies
 from shardwise.resilience.host_link import NoHost
-from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME
 from shardwise.resilience.team import Team
 from shardwise.train.build import Training, build, keep_copy, recall, restore, save
 from shardwise.train.evaluate import held_out_loss, sample
@@ -54,33 +52,24 @@ def run(config: Config, link: NoHost) -> int:
     dataset = Dataset.open(config.data, config.train.seed)
     check_vocabulary(dataset, config.model.vocabulary)
     copies = Copies(config.recovery.copies if link.recovers else 0)
-    with _signals() as signalled:
-        while (joined := link.next_team()) is not None:
-            worker, team = joined
-            try:
-                status = _in_team(config, worker, team, dataset, link, signalled, copies)
-            except Exception as error:
-                if not (link.recovers and peer_is_gone(error)):
-                    raise
-                log.warning("a peer is gone: %s", error)
-                link.peer_gone(str(error).splitlines()[0])
-                status = None
-                abandon()
-            if status is not None:
-                return status
-            gc.collect()  # the team's model and buffers, which refer to each other
+    while (joined := link.next_team()) is not None:
+        worker, team = joined
+        try:
+            status = _in_team(config, worker, team, dataset, link, copies)
+        except Exception as error:
+            if not (link.recovers and peer_is_gone(error)):
+                raise
+            log.warning("a peer is gone: %s", error)
+            link.peer_gone(str(error).splitlines()[0])
+            status = None
+            abandon()
+        if status is not None:
+            return status
+        gc.collect()  # the team's model and buffers, which refer to each other
     return 0
 
 
-def _in_team(
-    config: Config,
-    worker: Worker,
-    team: Team,
-    dataset: Dataset,
-    link: NoHost,
-    signalled: Callable[[], int | None],
-    copies: Copies,
-) -> int | None:
+def _in_team(config: Config, worker: Worker, team: Team, dataset: Dataset, link: NoHost, copies: Copies) -> int | None:
     """Train with these peers; None if the team parts before the end and another is to follow."""
     timestamps = {"joining": time.time()}
     link.progress("build", 0)
@@ -96,7 +85,7 @@ def _in_team(
     link.progress("step", training.step)
     status: int | None = 0
     if training.step < config.train.steps or team.generation > 1:
-        status = _reported(training, Beginning(chosen, team, timestamps), link, signalled, copies)
+        status = _reported(training, Beginning(chosen, team, timestamps), link, copies)
     elif training.mesh.is_main:
         say_nothing_is_left(training, Path(config.run.folder))
     leave()  # not after a failure: peers may be stuck in a collective, and parting would wait for them
@@ -122,15 +111,13 @@ def _going_on(config: Config) -> Config:
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
 
 
-def _reported(
-    training: Training, beginning: Beginning, link: NoHost, signalled: Callable[[], int | None], copies: Copies
-) -> int | None:
+def _reported(training: Training, beginning: Beginning, link: NoHost, copies: Copies) -> int | None:
     """The steps that are left, with a reporter that is closed however they end."""
     reporter = RunReporter(training, Path(training.config.run.folder)) if training.mesh.is_main else Reporter()
     with closing(reporter):
         reporter.start(beginning)
         try:
-            return _loop(training, reporter, link, signalled, copies)
+            return _loop(training, reporter, link, copies)
         except UserError as error:
             reporter.failed(str(error))
             training.checkpointer.finish(LAST_SAVE_SECONDS)
@@ -147,12 +134,10 @@ def _rows(training: Training) -> str:
     return f"rows {training.first_row} to {training.first_row + training.rows - 1} of its global batch"
 
 
-def _loop(
-    training: Training, reporter: Reporter, link: NoHost, signalled: Callable[[], int | None], copies: Copies
-) -> int | None:
+def _loop(training: Training, reporter: Reporter, link: NoHost, copies: Copies) -> int | None:
     train, every = training.config.train, training.config.checkpoint.every
     saved_at = training.step
-    for done in _traced(training, lambda: signalled() is not None or link.wish() is not None):
+    for done in _traced(training, lambda: link.wish() is not None):
         link.progress("step", training.step)
         keep_copy(training, copies)
         last = training.step == train.steps
@@ -169,7 +154,7 @@ def _loop(
             saved_at = training.step
         reporter.saves(training.checkpointer.outcomes())
         if done.stop and not last:
-            return _agree_on_end(training, reporter, signalled() or (INTERRUPTED if link.wish() == "stop" else None))
+            return _agree_on_end(training, reporter, link.stop_status())
         if evaluate or saved_at == training.step:  # their time and bytes are not the next step's
             training.comm.ledger.take()
             training.comm.clock.restart()
@@ -206,29 +191,6 @@ def _traced(training: Training, stop_asked: Callable[[], bool]) -> Iterator[Step
         if done is None:
             return
         yield done
-
-
-@contextmanager
-def _signals() -> Iterator[Callable[[], int | None]]:
-    """Turn Ctrl-C and SIGTERM into a status the loop can ask for; a second Ctrl-C ends the process at once."""
-    received: list[int] = []
-
-    def on_signal(number: int, frame: object) -> None:
-        received.append(number)
-        if len(received) > 1 and number == signal.SIGINT:
-            raise KeyboardInterrupt
-
-    def status() -> int | None:
-        if not received:
-            return None
-        return INTERRUPTED if signal.SIGINT in received else RESUME_ME
-
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield status
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _check_same_job(training: Training) -> None:

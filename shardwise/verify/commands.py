@@ -13,7 +13,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -36,14 +36,12 @@ class TrainCommands:
         self._hosts: list[subprocess.Popen[bytes]] = []
         self._starts: list[list[str]] = []
         self._ended: list[subprocess.Popen[bytes]] = []
-        self._seen: set[psutil.Process] = set()
-        """Workers that were looked up: one that is stopped does not notice that its host is gone."""
 
     def __enter__(self) -> TrainCommands:
         return self
 
     def __exit__(self, *_: object) -> None:
-        end([*self._ended, *self._hosts], self._seen)
+        end([*self._ended, *self._hosts])
 
     def start(self, workers: Sequence[int]) -> None:
         """A command with this many workers, or one for each of several hosts."""
@@ -77,9 +75,10 @@ class TrainCommands:
         return [host.poll() for host in self._hosts]
 
     def terminate(self) -> None:
-        """Ask all of them to leave, as a scheduler does."""
+        """Ask all of them to leave, as a scheduler does: by a signal to every process of the job."""
         for host in self._hosts:
-            host.send_signal(signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(host.pid, signal.SIGTERM)
 
     def lose_last(self) -> list[int]:
         """The last host is gone at once, with all that runs on it; which ranks it had."""
@@ -96,9 +95,6 @@ class TrainCommands:
             known = json.loads(path.read_text())
             if known["supervisor"] in wanted:
                 pids |= {worker["rank"]: worker["pid"] for worker in known["workers"] if psutil.pid_exists(worker["pid"])}
-        for pid in pids.values():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._seen.add(psutil.Process(pid))
         return pids
 
     def log_tail(self) -> str:
@@ -106,14 +102,13 @@ class TrainCommands:
         return self.log.read_text(errors="replace")[-LOG_TAIL:].strip() if self.log.exists() else ""
 
 
-def end(hosts: Sequence[subprocess.Popen[bytes]], others: Collection[psutil.Process] = ()) -> None:
+def end(hosts: Sequence[subprocess.Popen[bytes]]) -> None:
     """Kill commands with all that they started, and wait until it is gone. Supervisors first: they would replace workers."""
     doomed: list[psutil.Process] = []
     for host in hosts:
         if host.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 doomed += [psutil.Process(host.pid), *psutil.Process(host.pid).children(recursive=True)]
-    doomed += others
     _kill(doomed)
     for host in hosts:
         host.wait()

@@ -7,7 +7,7 @@ forbidden to write large files. What survives this survives a real machine, as f
     hang     SIGSTOP to a worker: alive, and no step is done; it must be noticed and replaced
     corrupt  a byte of the newest checkpoint flipped, then a worker killed: the checkpoint before it must be taken
     full     a worker may write no large file (EFBIG) until a save has failed: no restart, and the next save is whole
-    term     SIGTERM to the command, as a scheduler does: it must save and leave with status 75; started again, no step is lost
+    term     SIGTERM to every process, as a scheduler does: it must save and leave with status 75; started again, no step is lost
     lose     a host with one worker is gone at once, and comes back later: the others must go on, and take it back
 
 Times are drawn from a seed: a step in each of as many stretches of the run as there are faults, and a share of a step after it,

@@ -21,6 +21,7 @@ from shardwise.cli.train import _train
 from shardwise.cli.verify import _prove
 from shardwise.errors import UserError
 from shardwise.mesh import local_gpus
+from shardwise.resilience.stopping import STOP_SIGNALS
 from shardwise.resilience.team import Bounds
 from shardwise.train import launch
 
@@ -117,13 +118,21 @@ def test_all_workers_are_needed_unless_fewer_are_allowed(
     assert started == [(here, bounds)]
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.usefixtures("signals_as_before")
+@pytest.mark.parametrize("sent", STOP_SIGNALS)
 def test_a_command_that_is_stopped_before_its_workers_start_says_by_whom(
-    monkeypatch: pytest.MonkeyPatch, sent: signal.Signals, status: int
+    monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(command, "_train", lambda *_: os.kill(os.getpid(), sent))
     with pytest.raises(typer.Exit) as left:
         command.train(JOB)
-    assert left.value.exit_code == status
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert left.value.exit_code == (130 if sent == signal.SIGINT else 75)
+    os.kill(os.getpid(), sent)  # as many senders do: it changes nothing any more
+
+
+def test_a_command_that_was_not_stopped_leaves_signals_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    monkeypatch.setattr(command, "_train", lambda *_: 0)
+    with pytest.raises(typer.Exit):
+        command.train(JOB)
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before

@@ -12,6 +12,7 @@ from shardwise.config import from_tables
 from shardwise.errors import RunFailed
 from shardwise.plan import Plan, choose
 from shardwise.resilience.host_link import HostLink
+from shardwise.resilience.stopping import RESUME_ME
 from shardwise.resilience.team import Team
 
 STEPS = 12
@@ -42,7 +43,9 @@ def _count(folder: Path, deeds: dict[str, int], slot: int, link: HostLink, team:
     while step < STEPS:
         if link.wish() == "stop" or (folder / "stop").exists():
             (folder / "stop").touch()
-            return 130
+            if slot == 1 and "die while stopping" in deeds:
+                os._exit(9)
+            return RESUME_ME
         if link.wish() == "regroup":
             return None
         if slot == 1:

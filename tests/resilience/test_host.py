@@ -8,7 +8,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,15 @@ from pretend import STEPS, plan_for, work
 from shardwise.config import Recovery
 from shardwise.errors import RunFailed, UserError
 from shardwise.resilience import host as host_module
-from shardwise.resilience.host import INTERRUPTED, RESUME_ME, Host
+from shardwise.resilience.host import Host
 from shardwise.resilience.host_link import HostLink
 from shardwise.resilience.messages import Done, Progress, Waiting
 from shardwise.resilience.process import WorkerProcess
 from shardwise.resilience.server import start_server
+from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, STOP_SIGNALS
 from shardwise.resilience.team import Bounds, Lead
 
+pytestmark = pytest.mark.usefixtures("signals_as_before")  # a host leaves them ignored: its process is about to end
 Events = list[tuple[str, dict[str, Any]]]
 
 
@@ -39,6 +43,7 @@ def a_host(folder: Path, deeds: dict[str, int], workers: int = 2) -> tuple[Host,
         logs=folder,
         lead=Lead(Bounds(workers, workers), plan_for, 3, 0),
         record=lambda event, **facts: events.append((event, facts)),
+        newest_saved=lambda: int(saved.read_text()) if (saved := folder / "saved").exists() else None,
     )
     return host, events
 
@@ -99,18 +104,52 @@ def test_a_failure_that_cannot_be_mended_is_not_tried_again(tmp_path: Path) -> N
     assert len(events) == 1
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, RESUME_ME)])
-def test_a_signal_stops_all_workers_after_a_step(tmp_path: Path, number: int, status: int) -> None:
-    host, _ = a_host(tmp_path, {})
-
-    def send() -> None:
-        while not (tmp_path / "log").exists() or len(steps_of(tmp_path, 0)) < 3:
+def after_three_steps(folder: Path, do: Callable[[], None]) -> None:
+    def wait_and_do() -> None:
+        while not (folder / "log").exists() or len(steps_of(folder, 0)) < 3:
             time.sleep(0.01)
-        os.kill(os.getpid(), number)
+        do()
 
-    threading.Thread(target=send, daemon=True).start()
-    assert host.run() == status
-    assert 3 <= len(steps_of(tmp_path, 0)) < STEPS
+    threading.Thread(target=wait_and_do, daemon=True).start()
+
+
+def worker_of(folder: Path, rank: int) -> int:
+    known = json.loads((folder / "workers-here.json").read_text())
+    return next(int(worker["pid"]) for worker in known["workers"] if worker["rank"] == rank)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("to", ["host", "worker", "server"])
+def test_a_signal_to_any_process_stops_all_workers_after_a_step(tmp_path: Path, number: int, to: str) -> None:
+    host, events = a_host(tmp_path, {})
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if to == "server":  # which leaves it to the host
+        after_three_steps(tmp_path, lambda: os.kill(server, number))
+        assert host.run() == 0
+    else:
+        after_three_steps(tmp_path, lambda: os.kill(os.getpid() if to == "host" else worker_of(tmp_path, 1), number))
+        assert host.run() == (INTERRUPTED if number == signal.SIGINT else RESUME_ME)
+        assert 3 <= len(steps_of(tmp_path, 0)) < STEPS
+    assert not events
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_worker_lost_while_stopping_is_no_failure_where_a_checkpoint_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: bool
+) -> None:
+    host, _ = a_host(tmp_path, {"die while stopping": 0})
+    if saved:
+        (tmp_path / "saved").write_text("4")
+    after_three_steps(tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    lost = "a worker was lost while the run was stopping: worker 1 ended with status 9"
+    if saved:
+        assert host.run() == RESUME_ME
+        error = capsys.readouterr().err
+        assert error.startswith(f"warning: {lost}")
+        assert error.endswith("the same command goes on from step 4\n")
+    else:
+        with pytest.raises(RunFailed, match=f"{lost}.*; no checkpoint is whole"):
+            host.run()
 
 
 def test_a_worker_that_does_not_let_go_of_a_broken_team_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
