@@ -243,7 +243,10 @@ class ClusterSection(Section):
 class Checkpoint(Section):
     """When to save, where, and what to start from."""
 
-    every: NonNegative = Field(0, description="steps between saves; 0: only at the end and when asked to stop")
+    every: NonNegative = Field(0, description="steps between saves; 0: as often as `every_minutes` says")
+    every_minutes: float = Field(
+        15.0, ge=0, description="minutes between saves where `every` is 0; 0: only at the end and when asked to stop"
+    )
     keep: Positive = Field(2, description="newest checkpoints kept")
     keep_every: NonNegative = Field(0, description="also keep, for good, each checkpoint whose step this divides; 0: none")
     background: bool = Field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.config import context_attention
+from shardwise.config import Checkpoint, context_attention
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
@@ -37,8 +37,16 @@ def describe_run(training: Training) -> dict[str, str]:
         "optimizer": "AdamW, fused kernel",
         **_repeatable(training),
         "MFU": plan.flop_convention if peak_flops(device_name(device), train.precision) else "n/a: no known peak for this device",
+        "saving": _saving(config.checkpoint),
         **_without_effect(training),
     }
+
+
+def _saving(checkpoint: Checkpoint) -> str:
+    end = "at the end and when asked to stop"
+    if checkpoint.every:
+        return f"every {checkpoint.every} steps, {end}"
+    return f"every {checkpoint.every_minutes:g} minutes (checkpoint.every_minutes), {end}" if checkpoint.every_minutes else end
 
 
 def _attention(training: Training) -> str:

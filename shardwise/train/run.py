@@ -135,9 +135,14 @@ def _rows(training: Training) -> str:
 
 
 def _loop(training: Training, reporter: Reporter, link: NoHost, copies: Copies) -> int | None:
-    train, every = training.config.train, training.config.checkpoint.every
-    saved_at = training.step
-    for done in _traced(training, lambda: link.wish() is not None):
+    train, checkpoint = training.config.train, training.config.checkpoint
+    saved_at, saved_time = training.step, time.monotonic()
+
+    def save_due() -> bool:
+        minutes = 0.0 if checkpoint.every else checkpoint.every_minutes
+        return minutes > 0 and time.monotonic() - saved_time >= 60 * minutes
+
+    for done in _traced(training, lambda: link.wish() is not None, save_due):
         link.progress("step", training.step)
         keep_copy(training, copies)
         last = training.step == train.steps
@@ -147,11 +152,11 @@ def _loop(training: Training, reporter: Reporter, link: NoHost, copies: Copies) 
         loss = held_out_loss(training) if evaluate else None
         reporter.step(done, loss)
         log.info("step %d: %.6f s, %s", done.step, done.seconds, done.spans)
-        if last or done.stop or (every and training.step % every == 0):
+        if last or done.stop or done.save or (checkpoint.every and training.step % checkpoint.every == 0):
             if last or done.stop:
                 link.progress("save", training.step)
             save(training, wait=last or done.stop)
-            saved_at = training.step
+            saved_at, saved_time = training.step, time.monotonic()
         reporter.saves(training.checkpointer.outcomes())
         if done.stop and not last:
             return _agree_on_end(training, reporter, link.stop_status())
@@ -175,9 +180,9 @@ def _agree_on_end(training: Training, reporter: Reporter, status: int | None) ->
     return status
 
 
-def _traced(training: Training, stop_asked: Callable[[], bool]) -> Iterator[Step]:
+def _traced(training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool]) -> Iterator[Step]:
     """The steps, one of them under torch's profiler if asked for."""
-    traced_step, generator = training.config.observe.trace, steps(training, stop_asked)
+    traced_step, generator = training.config.observe.trace, steps(training, stop_asked, save_due)
     while True:
         if traced_step and training.step + 1 == traced_step:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]

@@ -4,9 +4,10 @@ One step: forward and backward over the micro-batches, the exact global norm, th
 The host waits for the device once, after everything is queued, so a GPU never runs dry between steps. A non-finite loss or
 gradient is noticed on the device, in time for the update to leave the weights alone; the host learns of it at that one read.
 
-What ranks have to tell each other travels in one vector of float64, summed once a step: the loss, votes to stop, the checksum of
-the sequences read (data/batches.py), and how long each rank worked on the step before, in a slot of its own (32 bytes, and 16 a
-rank). The checksum, of up to 56 bits, is sent as two halves of 28, whose sums stay exact for more ranks than there can be.
+What ranks have to tell each other travels in one vector of float64, summed once a step: the loss, votes to stop or to save, the
+checksum of the sequences read (data/batches.py), and how long each rank worked on the step before, in a slot of its own (32
+bytes, and 16 a rank). The checksum, of up to 56 bits, is sent as two halves of 28, whose sums stay exact for more ranks than
+there can be.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from shardwise.train.guard import check_copies, check_gradients
 
 _HALF = 1 << 28
 """A checksum has up to 2 x 28 bits: 32 of each sequence, and 24 of their number."""
+_STOP, _SAVE = 1.0, 0.5
+"""What a vote counts. Any rank may vote to stop; the main one alone looks at the clock and votes to save, so votes that add up to
+less than one are its. Whoever stops saves."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Step:
     loss_scale: float
     skipped: bool
     stop: bool
+    save: bool
+    """Whether the main rank's clock says that a save is due."""
     data: str
     """A checksum of the sequences of the global batch, 14 hexadecimal digits: the same on every layout."""
     ended: float
@@ -76,8 +82,15 @@ class _Queued:
     learning_rate: float
 
 
-def steps(training: Training, stop_asked: Callable[[], bool] = lambda: False) -> Iterator[Step]:
-    """Train from the step reached to the last one. Ends early, on all ranks together, once any rank is asked to stop."""
+def never() -> bool:
+    """Nobody asks."""
+    return False
+
+
+def steps(training: Training, stop_asked: Callable[[], bool] = never, save_due: Callable[[], bool] = never) -> Iterator[Step]:
+    """Train from the step reached to the last one. Ends early, on all ranks together, once any rank is asked to stop. All hear
+    by the same step, too, that a save is due where the main rank says so.
+    """
     train, clock = training.config.train, training.comm.clock
     batches = Batches(
         training.dataset,
@@ -95,7 +108,8 @@ def steps(training: Training, stop_asked: Callable[[], bool] = lambda: False) ->
         before: Step | None = None
         while training.step < train.steps:
             batch = batch or _fetch(batches, clock)
-            queued = _queue(training, batch, stop_asked(), before)
+            vote = _STOP if stop_asked() else _SAVE if training.mesh.is_main and save_due() else 0.0
+            queued = _queue(training, batch, vote, before)
             batch = _fetch(batches, clock) if training.step + 1 < train.steps else None  # while the device is busy
             done = _watched(watch, before, _read(training, queued, before))
             yield done
@@ -127,11 +141,11 @@ def _fetch(batches: Batches, clock: StepClock) -> list[Batch]:
         return next(batches)
 
 
-def _queue(training: Training, batch: list[Batch], stop_asked: bool, before: Step | None) -> _Queued:
+def _queue(training: Training, batch: list[Batch], vote: float, before: Step | None) -> _Queued:
     """Hand all of a step's work to the device."""
     comm, clock = training.comm, training.comm.clock
     tokens = count_tokens(training, batch)
-    message = _message_to_all(training, batch, stop_asked, before)
+    message = _message_to_all(training, batch, vote, before)
     with clock.span("forward_backward"):
         loss = forward_backward(training, batch, tokens)
         norm = global_norm((p for _, p in training.parallel.named_parameters(once=True)), comm) / training.scale.value
@@ -151,9 +165,9 @@ def _queue(training: Training, batch: list[Batch], stop_asked: bool, before: Ste
     return _Queued(numbers, len(shared), lr)
 
 
-def _message_to_all(training: Training, batch: list[Batch], stop_asked: bool, before: Step | None) -> Tensor:
-    """What this rank shares with all others beside its loss: its vote to stop, the checksum of its sequences, and its times of
-    the step before. Devices along pipeline and context read the same sequences, so the first of them gives the checksum for all.
+def _message_to_all(training: Training, batch: list[Batch], vote: float, before: Step | None) -> Tensor:
+    """What this rank shares with all others beside its loss: its vote, the checksum of its sequences, and its times of the step
+    before. Devices along pipeline and context read the same sequences, so the first of them gives the checksum for all.
     """
     mesh, rank, world = training.mesh, training.mesh.worker.rank, training.mesh.worker.world
     speaks = mesh.coordinate("pipeline") == mesh.coordinate("context") == 0
@@ -161,7 +175,7 @@ def _message_to_all(training: Training, batch: list[Batch], stop_asked: bool, be
     times = [(0.0, 0.0)] * (world if world > 1 else 0)
     if times and before is not None:
         times[rank] = _own_seconds(training, before)
-    values = [float(stop_asked), high, low, *(seconds for pair in times for seconds in pair)]
+    values = [vote, high, low, *(seconds for pair in times for seconds in pair)]
     message = torch.tensor(values, dtype=torch.float64, pin_memory=mesh.device.type == "cuda")
     return message.to(mesh.device, non_blocking=True)  # from pinned memory, or the host would wait for the device
 
@@ -195,7 +209,7 @@ def _balance(training: Training, finite: Tensor) -> Tensor:
 def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
     """Wait for the device, once, and take stock."""
     numbers = queued.numbers.tolist()
-    loss, stops, high, low, *times = numbers[: queued.shared]
+    loss, votes, high, low, *times = numbers[: queued.shared]
     norm, tokens, *loads = numbers[queued.shared :]
     number, scale = training.step + 1, training.scale.value
     overflowed = not (math.isfinite(norm) and math.isfinite(loss))
@@ -220,7 +234,8 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
         memory_bytes=peak_memory(training.mesh.device.type),
         loss_scale=scale,
         skipped=overflowed,
-        stop=stops > 0,
+        stop=votes >= _STOP,
+        save=votes == _SAVE,
         data=f"{int(high) * _HALF + int(low):014x}",
         ended=time.time(),
         rank_seconds=tuple(zip(times[::2], times[1::2], strict=True)) if before else (),

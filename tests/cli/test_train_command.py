@@ -86,7 +86,7 @@ def wait_for_step(run: Path, step: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("workers", "signal_sent"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(("workers", "signal_sent"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
 def test_a_stopped_run_goes_on_with_the_same_losses_to_the_last_bit(
     shardwise: Shardwise,
     started: Started,
