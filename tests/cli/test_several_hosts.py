@@ -10,20 +10,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from namespaces import ADDRESSES, POSSIBLE, hosts, inside, kill, plug, pull
 
 ROOT = Path(__file__).parents[2]
 JOB = ["examples/quickstart.toml", "model.preset=bytes-400k", "observe.sample=", "train.evaluate_every=0", "run.folder=run"]
+RUN = "a run under attack"
 SETTINGS = ["layout.data=-1", "checkpoint.every=5", "train.global_batch=8", "data.sequence_length=64"]
 
 
-def start(folder: Path, host: str, rank: int, *arguments: str, nodes: int = 2, workers: int = 2) -> subprocess.Popen[str]:
+def start(
+    folder: Path, host: str, rank: int, *arguments: str, nodes: int = 2, workers: int = 2, name: str = ""
+) -> subprocess.Popen[str]:
     environment = {
         "PET_NNODES": str(nodes),
         "PET_NPROC_PER_NODE": str(workers),
         "PET_RDZV_ENDPOINT": f"{ADDRESSES['a']}:29400",
         "PET_NODE_RANK": str(rank),
+        **({"PET_RDZV_ID": name} if name else {}),
     }
     command = inside(host, sys.executable, "-m", "shardwise", "train", *JOB, *SETTINGS, *arguments)
     return subprocess.Popen(
@@ -50,6 +55,18 @@ def wait_for(what: str, folder: Path, condition: Any, seconds: float = 60) -> No
 
 def worlds(folder: Path) -> list[int]:
     return [event["world"] for event in lines(folder / "run" / "events.jsonl") if event["event"] in ("start", "resume")]
+
+
+def ports(host: str) -> list[str]:
+    """Where others can call a host."""
+    listed = subprocess.run(inside(host, "ss", "-ltnH"), capture_output=True, text=True, check=True).stdout
+    return [line.split()[3] for line in listed.splitlines() if not line.split()[3].startswith("127.")]
+
+
+def memory(host: str) -> int:
+    """Bytes in memory of all processes of a host."""
+    pids = subprocess.run(["ip", "netns", "pids", f"sw-{host}"], capture_output=True, text=True, check=True).stdout
+    return sum(psutil.Process(int(pid)).memory_info().rss for pid in pids.split())
 
 
 def reached(folder: Path) -> int:
@@ -116,3 +133,40 @@ def test_the_first_host_is_lost_for_good_and_the_others_go_on_with_the_same_bits
     events = lines(runs["hit"] / "run" / "events.jsonl")
     assert [event["kind"] for event in events if event["event"] == "fault"] == ["host lost"]
     assert [event["event"] for event in events if event["event"] == "lead"] == ["lead"]
+
+
+@pytest.mark.full
+@needs_namespaces
+def test_strangers_change_no_bit_of_a_run(tmp_path: Path) -> None:
+    """A third host sends everything it can think of to every port of the other two, also what it heard them say to each other."""
+    runs = {name: tmp_path / name for name in ("left alone", "attacked")}
+    for folder in runs.values():
+        folder.mkdir()
+        (folder / "examples").symlink_to(ROOT / "examples")
+    with hosts():
+        for name, folder in runs.items():
+            ends = [
+                start(folder, host, rank, "layout.data=2", "train.steps=300", workers=1, name=RUN)
+                for rank, host in enumerate("ab")
+            ]
+            try:
+                wait_for("some steps", folder, lambda folder=folder: reached(folder) >= 5)
+                if name == "attacked":
+                    places = [place for host in "ab" for place in ports(host)]
+                    assert len(places) > 4, "the leader, the store, and what workers have between them"
+                    before = {host: memory(host) for host in "ab"}
+                    attacker = str(ROOT / "tests" / "cli" / "attacker.py")
+                    attack = inside("c", sys.executable, attacker, "1", "1000", str(folder / "run" / "meeting.json"), *places)
+                    knows = {**os.environ, "PYTHONPATH": str(ROOT), "RUN_NAME": RUN}
+                    said = subprocess.run(attack, env=knows, capture_output=True, text=True, check=True).stdout
+                    assert said.count("half-open") == len(places)
+                    assert {host: memory(host) - before[host] < 200 << 20 for host in "ab"} == {"a": True, "b": True}
+                assert [end.wait(timeout=300) for end in ends] == [0, 0], (folder / "a.err").read_text()
+            finally:
+                for end in ends:
+                    end.kill()
+    alone, attacked = (
+        [(line["step"], line["loss"]) for line in lines(folder / "run" / "metrics.jsonl")] for folder in runs.values()
+    )
+    assert alone == attacked
+    assert not [event for event in lines(runs["attacked"] / "run" / "events.jsonl") if event["event"] == "fault"]

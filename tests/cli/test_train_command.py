@@ -111,6 +111,15 @@ def test_a_stopped_run_goes_on_with_the_same_losses_to_the_last_bit(
     assert losses(tmp_path / "halved") == undisturbed(workers, 40)
 
 
+def listening(pid: int) -> set[str]:
+    """Addresses at which a process and its descendants take calls."""
+    host = psutil.Process(pid)
+    connections = [
+        connection for process in [host, *host.children(recursive=True)] for connection in process.net_connections("tcp")
+    ]
+    return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
 @pytest.mark.parametrize("copies", [0, 1])
 def test_a_killed_worker_is_replaced_and_the_losses_are_those_of_a_run_without_a_fault(
     started: Started, tmp_path: Path, undisturbed: Undisturbed, copies: int
@@ -119,6 +128,7 @@ def test_a_killed_worker_is_replaced_and_the_losses_are_those_of_a_run_without_a
     process = started("train", *JOB, *arguments, "run.folder=run")
     wait_for_step(tmp_path / "run", 8)
     known = json.loads(next((tmp_path / "run" / "logs").glob("workers-*.json")).read_text())
+    assert listening(known["supervisor"]) == {"127.0.0.1"}, "nobody outside of this machine can reach a run on one host"
     os.kill(next(one["pid"] for one in known["workers"] if one["rank"] == 1), signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
