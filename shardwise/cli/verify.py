@@ -24,6 +24,12 @@ def verify(
     dtype: Annotated[
         str, typer.Option("--dtype", help="float64 proves; float32 and bfloat16 tell what rounding costs.")
     ] = "float64",
+    against: Annotated[
+        str,
+        typer.Option(
+            "--against", help="one-device: this code without a layout; plain: plain torch, which shares no code with it."
+        ),
+    ] = "one-device",
     sabotage: Annotated[
         str | None,
         typer.Option("--sabotage", help="Break one thing: drop-all-reduce, scale-gradient, swap-chunks or misroute-token."),
@@ -33,7 +39,7 @@ def verify(
     """Prove that a layout computes what one device computes: loss, gradients, their norm, and weights after a few steps."""
     try:
         with stopped_as_interrupted():
-            result = _prove(job, overrides or [], steps, dtype, sabotage)
+            result = _prove(job, overrides or [], steps, dtype, sabotage, against)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None
@@ -48,22 +54,24 @@ def verify(
     raise typer.Exit(0 if result.verdict.passes and not result.unnoticed else 1)
 
 
-def _prove(job: Path, overrides: list[str], steps: int, dtype: str, sabotage: str | None) -> ProofResult:
+def _prove(job: Path, overrides: list[str], steps: int, dtype: str, sabotage: str | None, against: str) -> ProofResult:
     from shardwise.cli.doctor import torch_problem
     from shardwise.cli.progress import preparing
     from shardwise.config import read
     from shardwise.errors import UserError
     from shardwise.observe import error_console
-    from shardwise.verify.job import Dtype, Sabotage
+    from shardwise.verify.job import Against, Dtype, Sabotage
     from shardwise.verify.prove import prove
 
     _check_choice("--dtype", dtype, get_args(Dtype))
+    _check_choice("--against", against, get_args(Against))
     if sabotage is not None:
         _check_choice("--sabotage", sabotage, get_args(Sabotage))
     config = read(job, overrides)
     if problem := torch_problem():
         raise UserError(problem)
-    return prove(config, steps, cast(Dtype, dtype), cast("Sabotage | None", sabotage), preparing, error_console().print)
+    broken, say = cast("Sabotage | None", sabotage), error_console().print
+    return prove(config, steps, cast(Dtype, dtype), broken, preparing, say, cast(Against, against))
 
 
 def _check_choice(option: str, value: str, choices: tuple[Any, ...]) -> None:
@@ -85,7 +93,8 @@ def _show(result: ProofResult) -> None:
         print(line)
     layout = " x ".join(f"{axis} {size}" for axis, size in _axes(result).items()) or "one device"
     run = f"{layout}, zero {proof.plan.layout.zero}, on {proof.world} processes, {proof.steps} steps in {proof.dtype}"
-    meaning = f"{'computes' if verdict.passes else 'does not compute'} what one device computes"
+    reference = "plain torch" if result.against == "plain" else "one device"
+    meaning = f"{'computes' if verdict.passes else 'does not compute'} what {reference} computes"
     worst, rounded = verdict.errors[0], "" if proof.dtype == "float64" else ", but for rounding"
     print(f"{'PASS' if verdict.passes else 'FAIL'}: {run}: {meaning}{rounded}.")
     print(f"worst relative error {worst.relative_error:.2g}, limit {worst.limit:.2g}; {result.seconds:.1f} s")

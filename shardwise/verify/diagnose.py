@@ -36,6 +36,7 @@ MISSING, TWICE, AVERAGED = (
 )
 UNEXPLAINED = "differs in a way that no sum over an axis explains"
 UPDATE = "gradients agree, but not the weights after the update"
+SHARED = "not the layout, which computes what one device computes, but what all share with it:"
 MICRO_BATCHES = "micro-batches"
 """A loss that is divided by their number is averaged where it should be summed, as over an axis."""
 
@@ -73,6 +74,8 @@ class Diagnosis:
     causes: tuple[Cause, ...]
     step: int = 1
     """The first that differs."""
+    traced: bool = True
+    """Whether modules were compared: there is nothing to trace where the step begins with other weights."""
 
     def to_json(self) -> dict[str, Any]:
         """As --json shows it."""
@@ -81,7 +84,7 @@ class Diagnosis:
     def sentences(self) -> list[str]:
         """For people."""
         lines = [] if self.step == 1 else [f"step {self.step} is the first that differs"]
-        if any(cause.what.startswith(UPDATE) for cause in self.causes):
+        if not self.traced:
             return [*lines, *(_sentence(cause) for cause in self.causes)]
         if self.forward and not self.forward.called:
             lines.append(f"forward: {self.forward.module} is not called on {_list_ranks(self.forward.ranks)}")
@@ -124,7 +127,8 @@ def diagnose(
     step, sizes = verdict.first_step, sizes or {}
     if changed := {name: None for trace in traces for name in trace.before}:
         ranks = tuple(trace.rank for trace in traces if trace.before)
-        return Diagnosis(None, None, (Cause(f"{UPDATE} of step {step - 1}", None, tuple(changed), ranks, None),), step)
+        cause = Cause(f"{UPDATE} of step {step - 1}", None, tuple(changed), ranks, None)
+        return Diagnosis(None, None, (cause,), step, traced=False)
     forward = _first({trace.rank: trace.forward for trace in traces if trace.forward})
     backward = _first({trace.rank: trace.backward for trace in traces if trace.backward}, last=True)
     causes: Iterable[Cause]
@@ -139,6 +143,29 @@ def diagnose(
     else:
         causes = _late_causes(verdict, step, reports)
     return Diagnosis(forward, backward, tuple(causes), step)
+
+
+def diagnose_shared(verdict: Verdict, reports: Sequence[RankReport], data: Sequence[str]) -> Diagnosis:
+    """Every rank agrees with one device, and not with plain torch: which part of the code they share is probably wrong. Modules
+    cannot be compared, since plain torch has none; the order in which quantities come to differ tells the part."""
+    step = verdict.first_step
+    failing: dict[str, list[str]] = defaultdict(list)
+    for error in verdict.failing():
+        if error.step == step:
+            failing[error.quantity].append(error.parameter)
+    what, names = "the update (learning rate, clipping, AdamW, decay)", failing["weight"] + failing["buffer"]
+    if reports[0].data[step - 1] != data[step - 1]:
+        what, names = "the rows of data that a step reads", []
+    elif step > 1 and (failing["loss"] or failing["gradient"]):
+        what, names = f"{what} of step {step - 1}; --steps {step - 1} shows of which weights", []
+    elif failing["loss"]:
+        what, names = "the forward pass or the loss", failing["gradient"]
+    elif failing["gradient"]:
+        what, names = "the backward pass, or the losses of routers", failing["gradient"]
+    elif failing["gradient norm"]:
+        what, names = "the gradient norm", []
+    ranks = tuple(report.rank for report in reports)
+    return Diagnosis(None, None, (Cause(f"{SHARED} {what}", None, tuple(names), ranks, None),), step, traced=False)
 
 
 def _first(by_rank: dict[int, ModuleDifference], last: bool = False) -> FirstDifference | None:

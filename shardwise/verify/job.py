@@ -1,8 +1,9 @@
 """What a proof runs: the job on its own number of devices, made small if need be, in the dtype of the proof.
 
 Left as in training: model, layout, data order, micro-batches, recomputation, optimizer, clipping. Changed, because it would only
-make the proof weaker or slower: the warm-up goes (with a learning rate near zero no weight would move, and a wrong update would
-go unseen), blocks are not compiled, and everything runs on CPU processes.
+make the proof weaker or slower: the schedule is that of a run which ends just after the proof's steps (in a long warm-up the
+learning rate is near zero, so that no weight would move and a wrong update would go unseen; here it rises and falls), blocks are
+not compiled, and everything runs on CPU processes.
 """
 
 from __future__ import annotations
@@ -71,12 +72,16 @@ def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
     return {
         "precision": dtype,
         "state_dtype": train.state_dtype if dtype == "bfloat16" and train.state_dtype == "bfloat16" else "auto",
-        "steps": max(steps, train.steps),
-        "warmup": 0,
+        "steps": steps + 1,
+        "warmup": min(train.warmup, 2 if steps > 2 else 0),
+        "decay": 2,
         "compile": False,
         "check_every": 0,
     }
 
+
+Against = Literal["one-device", "plain"]
+"""What a layout is held against: this code on one device, or verify/plain.py."""
 
 Sabotage = Literal["drop-all-reduce", "scale-gradient", "swap-chunks", "misroute-token"]
 """What verify/sabotage.py can break."""

@@ -29,6 +29,7 @@ from shardwise.plan import COPIES
 from shardwise.train.build import Training, build
 from shardwise.train.steps import Step, steps
 from shardwise.verify.job import ProofJob, Sabotage
+from shardwise.verify.plain import Reader, Text, checksum, train_plainly
 from shardwise.verify.reports import Key, RankReport, Reference, SliceComparison
 from shardwise.verify.sabotage import apply_sabotage
 
@@ -60,6 +61,33 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
         squares={**{key: _squares(tensor) for key, tensor in tensors.items()}, **numbers},
         learning_rate=max(step.learning_rate for step in done),
         data=[step.data for step in done],
+    )
+
+
+def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
+    """Train in plain torch (verify/plain.py), from the first weights and the prepared folders that one device has."""
+    training = build(proof.config, proof.plan, worker)
+    streams, done = training.dataset.streams, []
+    tensors: dict[Key, Tensor] = {}
+    reader = Reader(proof.config, [Text(stream.tokens.folder) for stream in streams], [stream.weight for stream in streams])
+    weights = {name: parameter.detach().clone() for name, parameter in training.parallel.named_parameters()}
+    buffers = {name: buffer.clone() for name, buffer in training.parallel.named_buffers()}
+    for step in train_plainly(proof.config, weights, buffers, reader.batch, proof.steps):
+        tensors |= {(name, "gradient", step.step): gradient for name, gradient in step.gradients.items()}
+        done.append(step)
+    tensors |= {(name, "weight", proof.steps): weight for name, weight in weights.items()}
+    tensors |= {(name, "buffer", proof.steps): buffer for name, buffer in buffers.items()}
+    torch.save(tensors, path)
+    numbers = {("", "loss", step.step): step.loss**2 for step in done}
+    numbers |= {("", "gradient norm", step.step): step.norm**2 for step in done}
+    return Reference(
+        losses=[step.loss for step in done],
+        norms=[step.norm for step in done],
+        shapes={name: tuple(weight.shape) for name, weight in weights.items()},
+        buffers={name: tuple(buffer.shape) for name, buffer in buffers.items()},
+        squares={**{key: _squares(tensor) for key, tensor in tensors.items()}, **numbers},
+        learning_rate=max(step.learning_rate for step in done),
+        data=[checksum(reader.batch(step.step)[0]) for step in done],
     )
 
 

@@ -1,7 +1,7 @@
 """The proof from end to end: one device, the layout, the verdict, and if it fails, where and why.
 
-    reference (one process) → file → every rank compares → verdict
-                                                       ↘ fails: once more, module by module → diagnosis
+    reference (one process of ours, or plain torch) → file → every rank compares → verdict
+                                                                               ↘ fails: once more, module by module → diagnosis
 
 Costs: K steps on one device and K on the layout, all on this machine's cores; memory for the model as often as there are
 processes; on disk, for a while, K + 1 copies of the model in float64.
@@ -17,15 +17,18 @@ from typing import Any
 
 from shardwise.config import AXES, Config
 from shardwise.data import Dataset, check_vocabulary
-from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose
-from shardwise.verify.job import Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
+from shardwise.errors import UserError
+from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
+from shardwise.verify.job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
 from shardwise.verify.reports import RankReport, Reference
 from shardwise.verify.verdict import Verdict, judge
 from shardwise.verify.workers import Workers
 
 REFER, COMPARE = "shardwise.verify.measure:write_reference", "shardwise.verify.measure:compare_with_reference"
+REFER_PLAIN = "shardwise.verify.measure:write_plain_reference"
 REFER_TRACE, COMPARE_TRACE = "shardwise.verify.localise:write_reference_trace", "shardwise.verify.localise:compare_traces"
 REFERENCE_FILE = "reference.pt"
+PLAIN_FILE = "plain.pt"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class ProofResult:
     reports: list[RankReport]
     diagnosis: Diagnosis | None
     seconds: float
+    against: Against = "one-device"
 
     @property
     def sabotaged(self) -> dict[str, Any] | None:
@@ -64,6 +68,7 @@ class ProofResult:
             "layout": proof.plan.layout.model_dump(),
             "world": proof.world,
             "dtype": proof.dtype,
+            "against": self.against,
             "steps": proof.steps,
             "loss": {
                 "reference": self.reference.losses[-1],
@@ -98,10 +103,13 @@ def prove(
     sabotage: Sabotage | None = None,
     preparing: Callable[[], AbstractContextManager[Callable[[int, int], None] | None]] = nullcontext,
     say: Callable[[str], None] = lambda message: None,
+    against: Against = "one-device",
 ) -> ProofResult:
-    """Run a job on its layout and on one device, and compare. While text is tokenised, `preparing()` gives what hears of it;
-    `say` hears of the stages."""
+    """Run a job on its layout and on one device, or in plain torch, and compare. While text is tokenised, `preparing()` gives
+    what hears of it; `say` hears of the stages."""
     started = time.monotonic()
+    if against == "plain":
+        _check_plain(config, dtype)
     proof, shrunk = prepare_proof(config, steps, dtype)
     if sabotage is not None:
         check_sabotage(sabotage, proof)
@@ -110,9 +118,10 @@ def prove(
         dataset = Dataset.open(proof.config.data, proof.config.train.seed, progress)
     check_vocabulary(dataset, proof.config.model.vocabulary)
     with Workers(proof.world) as workers:
-        say(f"{steps} steps on one device")
-        path = workers.folder / REFERENCE_FILE
-        (reference,) = workers.run(REFER, proof.on_one_device("float64"), path, on=1)
+        say(f"{steps} steps {'in plain torch' if against == 'plain' else 'on one device'}")
+        path = workers.folder / (PLAIN_FILE if against == "plain" else REFERENCE_FILE)
+        refer = REFER_PLAIN if against == "plain" else REFER
+        (reference,) = workers.run(refer, proof.on_one_device("float64"), path, on=1)
         cost = None
         if dtype != "float64":
             say(f"{steps} steps on one device in {dtype}, for the cost of rounding")
@@ -120,8 +129,20 @@ def prove(
         say(f"{steps} steps on {proof.world} processes")
         reports = workers.run(COMPARE, proof, path, reference, sabotage)
         verdict = judge(reports, reference, cost, dtype)
-        diagnosis = None if verdict.passes else _localise(workers, proof, verdict, reference, reports, sabotage, say)
-    return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, time.monotonic() - started)
+        diagnosis = None
+        if not verdict.passes:
+            localise = _localise_shared if against == "plain" else _localise
+            diagnosis = localise(workers, proof, verdict, reference, reports, sabotage, say)
+    return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, time.monotonic() - started, against)
+
+
+def _check_plain(config: Config, dtype: Dtype) -> None:
+    """Before any process starts; only here does this one import torch."""
+    if dtype != "float64":
+        raise UserError(f"--against plain: computes in float64 only; leave out --dtype {dtype}")
+    from shardwise.verify.plain import check_known
+
+    check_known(config)
 
 
 def _check_module(proof: ProofJob) -> None:
@@ -130,6 +151,26 @@ def _check_module(proof: ProofJob) -> None:
         from shardwise.parallel import check_module
 
         check_module(proof.config, proof.plan.layout)
+
+
+def _localise_shared(
+    workers: Workers,
+    proof: ProofJob,
+    verdict: Verdict,
+    reference: Reference,
+    reports: list[RankReport],
+    sabotage: Sabotage | None,
+    say: Callable[[str], None],
+) -> Diagnosis:
+    """What differs from plain torch is the layout's fault, which one device of ours shows, or one that all layouts share."""
+    say(f"it fails: {proof.steps} steps on one device, to tell a fault of the layout from one that all layouts share")
+    path = workers.folder / REFERENCE_FILE
+    (one_device,) = workers.run(REFER, proof.on_one_device("float64"), path, on=1)
+    again = workers.run(COMPARE, proof, path, one_device, sabotage)
+    layout = judge(again, one_device, None, "float64")
+    if layout.passes:
+        return diagnose_shared(verdict, reports, reference.data)
+    return _localise(workers, proof, layout, one_device, again, sabotage, say)
 
 
 def _localise(

@@ -15,7 +15,7 @@ from shardwise.config import AXES
 
 Started = Callable[..., Command]
 JOB = "examples/verify.toml"
-FIELDS = {"pass", "layout", "dtype", "steps", "loss", "worst", "parameters", "shrunk", "seconds"}
+FIELDS = {"pass", "layout", "dtype", "against", "steps", "loss", "worst", "parameters", "shrunk", "seconds"}
 
 
 def test_json_is_all_that_goes_to_standard_output(shardwise) -> None:
@@ -28,6 +28,14 @@ def test_json_is_all_that_goes_to_standard_output(shardwise) -> None:
     assert (found["dtype"], found["steps"], found["shrunk"]) == ("float64", 1, None)
     assert found["worst"].keys() >= {"parameter", "quantity", "relative_error"}
     assert found["worst"]["relative_error"] < 1e-9
+
+
+def test_a_layout_is_held_against_plain_torch(shardwise) -> None:
+    done = shardwise("verify", JOB, "layout.expert=2", "data.reset_attention=true", "--against", "plain")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        "PASS: data 2 x expert 2, zero 0, on 2 processes, 3 steps in float64: computes what plain torch computes." in done.stdout
+    )
 
 
 def test_a_failure_is_status_1_and_says_what_and_where(shardwise) -> None:
@@ -43,6 +51,8 @@ def test_a_failure_is_status_1_and_says_what_and_where(shardwise) -> None:
     [
         (["--dtype", "float8"], "float64, float32, bfloat16"),
         (["--sabotage", "everything"], "drop-all-reduce"),
+        (["--against", "nobody"], "one-device, plain"),
+        (["--against", "plain", "--dtype", "bfloat16"], "computes in float64 only"),
         (["layout.data=1", "--sabotage", "drop-all-reduce"], "layout.data=2"),
         (["layout.data=3"], "train.global_batch = 8"),
     ],
