@@ -33,7 +33,7 @@ def report(
 ) -> None:
     """What happened in a run: loss, speed, MFU, memory, time, communication, goodput, faults, and what had been predicted."""
     from shardwise.errors import UserError
-    from shardwise.observe.files import to_json
+    from shardwise.observe.records import to_json
     from shardwise.observe.report import render, summarise
     from shardwise.search.interval import advise
 

@@ -1,10 +1,11 @@
 """What is measured and how it is shown: counters, MFU, memory, the ledger of collectives, sinks, progress, report."""
 
-from shardwise.observe.clock import SPANS, StepClock
+from shardwise.observe.clock import SPANS, StepClock, present_time
 from shardwise.observe.devices import mfu, peak_flops
-from shardwise.observe.files import EventsFile, MetricsFile, from_json, read_lines, to_json
+from shardwise.observe.files import EventsFile, MetricsFile, write_text
 from shardwise.observe.ledger import Ledger
 from shardwise.observe.memory import memory_kind, peak_memory
+from shardwise.observe.records import from_json, newest, read_events, read_metrics, to_json
 from shardwise.observe.report import render, summarise
 from shardwise.observe.sinks import Sinks, TensorBoardSink, WandbSink, open_sinks
 from shardwise.observe.terminal import TrainingProgress, error_console, header
@@ -24,11 +25,15 @@ __all__ = [
     "header",
     "memory_kind",
     "mfu",
+    "newest",
     "open_sinks",
     "peak_flops",
     "peak_memory",
-    "read_lines",
+    "present_time",
+    "read_events",
+    "read_metrics",
     "render",
     "summarise",
     "to_json",
+    "write_text",
 ]

@@ -17,13 +17,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
+from time import monotonic, perf_counter, time
 from typing import Any, Literal, Protocol
 
 SPANS = ("data", "forward_backward", "exposed_communication", "optimizer")
 """The spans every step has, in the order they are shown."""
 
 _HOST_SPANS = frozenset({"data"})
+
+_EPOCH = time() - monotonic()
+"""Of the monotonic clock, in seconds since the epoch; set when this module is imported, and so before workers are forked."""
+
+
+def present_time() -> float:
+    """Seconds since the epoch, for records. It advances with the monotonic clock: a wall clock that is set forward or back
+    while a run lasts makes none of its times negative or too long. All processes of a machine that belong to a run agree on it.
+    """
+    return _EPOCH + monotonic()
 
 
 class _Timer(Protocol):

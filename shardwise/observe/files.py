@@ -1,56 +1,50 @@
-"""The run's own records: `metrics.jsonl`, one object a step, and `events.jsonl`, one object an event.
+"""Writing a run's own records: `metrics.jsonl`, one object a step, and `events.jsonl`, one object an event.
 
 JSON lines are appended with one unbuffered write each, so a killed run has every finished step on disk and at most one
 torn line, which readers skip and the next writer cuts off. Floats are written in the shortest form that reads back to the
 same bits, so two runs can be compared exactly by comparing their files. JSON has no NaN or infinity; those are written as
-the strings "NaN", "Infinity" and "-Infinity", which any JSON parser accepts and `read_lines` turns back into floats.
+the strings "NaN", "Infinity" and "-Infinity", which any JSON parser accepts and readers (records.py) turn back into floats.
+
+Records tell of training and must not stop it. What cannot be written, because the disk is full or the file server away, is
+kept in memory, the newest `KEPT_BYTES` of it, and written as soon as that is possible; the first failure is said, and the
+end of it. A run folder that was deleted is said too, and made again.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import RunFailed
+from shardwise.observe.clock import present_time
+from shardwise.observe.records import Record, read_metrics, to_json
 
-Record = dict[str, Any]
+Say = Callable[[str], None]
+"""Tells the user something that is no reason to stop."""
+KEPT_BYTES = 16 << 20
+"""How much that cannot be written is kept in memory: about twenty thousand steps."""
+_BLOCK = 1 << 16
 
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-
-def to_json(record: Any, indent: int | None = None) -> str:
-    """Strict JSON: floats to the bit, non-finite ones as strings."""
-    return json.dumps(_encode_non_finite(record), allow_nan=False, ensure_ascii=False, indent=indent)
-
-
-def from_json(text: str | bytes) -> Any:
-    """What `to_json` wrote, non-finite floats included."""
-    return _decode_non_finite(json.loads(text))
-
-
-def read_lines(path: Path) -> Iterator[Record]:
-    """Every whole record of a file of JSON lines; a torn line is skipped."""
-    with path.open("rb") as file:
-        for line in file:
-            if (record := _parse(line)) is not None:
-                yield record
+log = logging.getLogger("shardwise")
 
 
 class MetricsFile:
     """`metrics.jsonl`. Resuming at step N drops the lines after step N, so that each step appears once."""
 
-    def __init__(self, path: str | Path, resume_step: int = 0) -> None:
+    def __init__(self, path: str | Path, resume_step: int = 0, say: Say = log.warning) -> None:
         self.path = Path(path)
-        with explain_write_errors(self.path):
-            _keep_until(self.path, resume_step)
-        self._lines = _LineWriter(self.path)
+        self.dropped: list[float] = []
+        """The seconds that each of the dropped steps took, which are done again."""
+        try:
+            self.dropped = _keep_until(self.path, resume_step)
+        except OSError as error:
+            say(f"steps after {resume_step} may be twice in {self.path}: {_reason(error)}")
+        self._lines = _LineWriter(self.path, say)
 
     def write(self, record: Record) -> None:
         """Append the record of one step."""
@@ -64,90 +58,142 @@ class MetricsFile:
 class EventsFile:
     """`events.jsonl`: starts, saves, evaluations, skipped steps, stops. Kept over resumes: it is the run's history."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, say: Say = log.warning) -> None:
         self.path = Path(path)
-        self._lines = _LineWriter(self.path)
+        self._lines = _LineWriter(self.path, say)
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event with the present time (UTC) and its fields."""
-        self._lines.write({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields})
+        time = datetime.fromtimestamp(present_time(), UTC).isoformat(timespec="milliseconds")
+        self._lines.write({"time": time, "event": event, **fields})
 
     def close(self) -> None:
         """No more events."""
         self._lines.close()
 
 
-class _LineWriter:
-    """Appends one JSON object a line; a torn last line left by a killed run is cut off first."""
+def write_text(path: Path, text: str, say: Say = log.warning) -> None:
+    """Put a file in place whole, in one move; that it cannot be written is said, and the old one stays."""
+    beside = path.with_name(path.name + ".part")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        say(f"{path} cannot be written: {_reason(error)}")
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with explain_write_errors(path):
-            _cut_torn_line(path)
-            self._file = FileIO(path, "a")
+
+class _LineWriter:
+    """Appends one JSON object a line, or keeps it until it can; never raises."""
+
+    def __init__(self, path: Path, say: Say) -> None:
+        self._path, self._say = path, say
+        self._file: FileIO | None = None
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes, self._lost = 0, 0
+        self._trouble: str | None = None
 
     def write(self, record: Record) -> None:
-        data = memoryview(to_json(record).encode() + b"\n")
-        with explain_write_errors(self._path):
-            while data:
-                data = data[self._file.write(data) :]
+        line = to_json(record).encode() + b"\n"
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+        while self._waiting_bytes > KEPT_BYTES:
+            self._waiting_bytes -= len(self._waiting.popleft())
+            self._lost += 1
+        self._try()
 
     def close(self) -> None:
-        with explain_write_errors(self._path):
+        if self._waiting:
+            self._try()
+        if lost := self._lost + len(self._waiting):
+            self._say(f"{lost} records could not be written to {self._path} and are lost: {self._trouble}")
+        if self._file is not None:
             self._file.close()
 
+    def _try(self) -> None:
+        """Write all that waits; say when that begins to fail, and when it works again."""
+        try:
+            file = self._opened()
+            while self._waiting:
+                _append(file, self._waiting[0])
+                self._waiting_bytes -= len(self._waiting.popleft())
+        except OSError as error:
+            if self._trouble is None:
+                kept = f"up to {KEPT_BYTES >> 20} MiB of records are kept in memory until it can be written"
+                self._say(f"{self._path} cannot be written: {_reason(error)}. Training goes on; {kept}")
+            self._trouble = _reason(error)
+            return
+        if self._trouble is not None:
+            lost = f"{self._lost} records were too many to keep and are lost" if self._lost else "nothing was lost"
+            self._say(f"{self._path} can be written again; {lost}")
+            self._trouble, self._lost = None, 0
 
-@contextmanager
-def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusal into a message that names the file, the reason and the way out."""
+    def _opened(self) -> FileIO:
+        """The file, opened again should it not be in its place any more."""
+        if self._file is not None and not _is_in_place(self._file, self._path):
+            self._say(f"{self._path} was deleted or moved while the run was writing it; a new one holds what comes from now on")
+            self._file.close()
+            self._file = None
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_torn_line(self._path)
+            self._file = FileIO(self._path, "a")
+        return self._file
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    """The whole line, or nothing of it."""
+    before, done = os.fstat(file.fileno()).st_size, 0
     try:
-        yield
-    except OSError as error:
-        raise RunFailed(
-            f"{path} cannot be written: {error.strerror or error}. Free space there or give another folder with "
-            "run.folder=PATH, then start again: training resumes from the last checkpoint in the run folder."
-        ) from None
+        while done < len(line):
+            done += file.write(line[done:])
+    except OSError:
+        if done and os.fstat(file.fileno()).st_size == before + done:  # nobody else has written since
+            file.truncate(before)
+        raise
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Only whole lines up to this step, put in place in one move, so that a kill here loses nothing."""
+def _is_in_place(file: FileIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _keep_until(path: Path, step: int) -> list[float]:
+    """Cut off the lines after this step; the seconds that each of those steps took. Reads only what it cuts, and two lines more.
+
+    A damaged number may pass for an early step. So a line is the last to keep only if the one before it is of an earlier step.
+    """
     if not path.is_file():
-        return
-    beside = path.with_name(path.name + ".kept")
-    with path.open("rb") as old, beside.open("wb") as new:
-        new.writelines(line for line in old if (record := _parse(line)) is not None and record.get("step", 0) <= step)
-    os.replace(beside, path)
+        return []
+    kept: int | None = None
+    cut, dropped = 0, []
+    for end, record in read_metrics(path.parent).backwards():
+        if kept is not None and record["step"] < kept:
+            break
+        kept, cut = (record["step"], end) if record["step"] <= step else (None, 0)
+        if kept is None:
+            dropped.append(record.get("seconds", 0.0))
+    if cut < path.stat().st_size:
+        os.truncate(path, cut)
+    return dropped
 
 
 def _cut_torn_line(path: Path) -> None:
-    if path.is_file() and (data := path.read_bytes()) and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def _parse(line: bytes) -> Record | None:
-    """A whole record, or None for a torn line: without its end, or not an object."""
-    try:
-        record = from_json(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def _encode_non_finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if isinstance(value, dict):
-        return {key: _encode_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encode_non_finite(item) for item in value]
-    return value
-
-
-def _decode_non_finite(value: Any) -> Any:
-    if isinstance(value, str):
-        return _NOT_FINITE.get(value, value)
-    if isinstance(value, dict):
-        return {key: _decode_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_decode_non_finite(item) for item in value]
-    return value
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        end = position = file.seek(0, 2)
+        while position:
+            start = max(0, position - _BLOCK)
+            file.seek(start)
+            if (found := file.read(position - start).rfind(b"\n")) >= 0:
+                position = start + found + 1
+                break
+            position = start
+        if position < end:
+            file.truncate(position)

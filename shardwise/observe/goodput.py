@@ -19,19 +19,22 @@ A run that ends and is started again by hand or by a scheduler has several sessi
 fault that the run survives does not end a session. Time that two records claim goes to the stronger claim (`_CLAIMS`): a step
 that is done while a checkpoint is written in the background is a step.
 
-It is made from metrics.jsonl, which holds only the steps that count, and events.jsonl, which is never cut.
+It is made from metrics.jsonl, which holds only the steps that count, and events.jsonl, which is never cut. Steps between which
+nothing happened are added up while they are read, so that memory grows with the events of a run and not with its steps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-from shardwise.observe.files import Record
+from shardwise.observe.records import Record
 
 PARTS = ("productive", "stragglers", "data", "checkpoint", "evaluation", "recovery", "lost", "start_up", "other")
 
@@ -42,6 +45,7 @@ _CLAIMS = ("step", "checkpoint", "evaluation", "recovery", "lost", "start_up")
 _BEGIN = ("start", "resume")
 _BREAK = ("fault", "regroup")
 _CLOSED = ("stop", "end", "failure")
+_SAVES = ("save", "save_failed")
 
 
 _Timed = tuple[float, Record]
@@ -55,7 +59,27 @@ class _Claim:
     part: str
     start: float
     end: float
-    step: Record = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Of steps: the seconds of each part, which add up to the whole."""
+
+
+@dataclass
+class _Stretch:
+    """Steps one after the other between which nothing happened, as one."""
+
+    start: float
+    end: float
+    key: tuple[int, int, int]
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("data", "stragglers", "productive", "other"), 0.0))
+    """Seconds of each part; pauses between the steps are `other`."""
+
+    def add(self, begin: float, step: Record) -> None:
+        """The next step, which began at `begin`. What it shares with the one before is that one's."""
+        self.parts["other"] += max(0.0, begin - self.end)
+        own = min(1.0, (step["time"] - self.end) / (step["time"] - begin))
+        for part, seconds in _parts(step):
+            self.parts[part] += own * seconds
+        self.end = step["time"]
 
 
 @dataclass(frozen=True)
@@ -65,18 +89,20 @@ class _Session:
     start: float
     end: float
     events: tuple[_Timed, ...]
-    steps: tuple[Record, ...]
+    steps: tuple[_Stretch, ...]
+    saved: Mapping[int, float]
+    """When the steps were done that were saved."""
 
 
-def goodput(events: Sequence[Record], steps: Sequence[Record]) -> dict[str, Any]:
+def goodput(events: Sequence[Record], steps: Iterable[Record]) -> dict[str, Any]:
     """The share of time that was productive, the seconds of each part, and what disturbed the run; share is null where the
-    records have no times.
+    records have no times. The steps are read once, in their order.
     """
     parts = dict.fromkeys(PARTS, 0.0)
     wall = 0.0
     timed = _this_run(events)
     events = [event for _, event in timed]
-    for session in _sessions(timed, steps):
+    for session in _sessions(timed, *_stretches(timed, steps)):
         wall += session.end - session.start
         for part, seconds in _seconds_by_part(session):
             parts[part] += seconds
@@ -96,9 +122,9 @@ def _events_named(events: Iterable[Record], name: str) -> list[Record]:
 
 def _faults(timed: Sequence[_Timed]) -> list[Record]:
     """Each with the number of its recovery in the list of those; null: none."""
-    spans = [(at - event["seconds"] - TICK, at) for at, event in timed if event["event"] == "recovery"]
+    spans = _recoveries(timed)
     fault_times = [at for at, event in timed if event["event"] == "fault"]
-    ends = [next((index for index, (start, end) in enumerate(spans) if start <= at <= end), None) for at in fault_times]
+    ends = [next((index for index, (start, end, _) in enumerate(spans) if start - TICK <= at <= end), None) for at in fault_times]
     faults = _events_named((event for _, event in timed), "fault")
     return [{**fault, "recovery": end} for fault, end in zip(faults, ends, strict=True)]
 
@@ -116,13 +142,42 @@ def _stragglers(events: Sequence[Record]) -> list[Record]:
     return stragglers
 
 
-def _sessions(timed: Sequence[_Timed], steps: Sequence[Record]) -> Iterator[_Session]:
+def _stretches(timed: Sequence[_Timed], steps: Iterable[Record]) -> tuple[list[_Stretch], dict[int, float]]:
+    """The steps, added up from one time at which something happened to the next; and when those were done that were saved."""
+    times = sorted({edge for at, event in timed for edge in _edges(at, event)})
+    saved: dict[int, float] = dict.fromkeys((event.get("step", -1) for _, event in timed if event["event"] in _SAVES), 0.0)
+    numbers, done = sorted(saved), {}
+    stretches: list[_Stretch] = []
+    for step in steps:
+        if not isinstance(step.get("time"), int | float) or step["seconds"] <= 0:
+            continue
+        end = step["time"]
+        begin = end - step["seconds"]
+        if begin >= end:  # too short for the clock
+            continue
+        key = (bisect_right(times, begin), bisect_right(times, end), bisect_left(numbers, step["step"]))
+        if not stretches or stretches[-1].key != key or stretches[-1].start > begin or stretches[-1].end > end:
+            stretches.append(_Stretch(begin, begin, key))
+        stretches[-1].add(begin, step)
+        if step["step"] in saved:
+            done[step["step"]] = end
+    return stretches, done
+
+
+def _edges(at: float, event: Record) -> Iterator[float]:
+    """When something began or ended that an event tells of."""
+    yield at
+    if seconds := event.get("seconds"):
+        yield at - seconds
+        yield at - seconds + (event.get("stall_seconds") or 0.0)
+
+
+def _sessions(timed: Sequence[_Timed], steps: Sequence[_Stretch], saved: Mapping[int, float]) -> Iterator[_Session]:
     groups = [timed[first:last] for first, last in pairwise([*_session_starts(timed), len(timed)])]
     starts = [group[0][0] for group in groups]
-    done = [step for step in steps if isinstance(step.get("time"), int | float)]
     for group, (start, until) in zip(groups, pairwise([*starts, math.inf]), strict=True):
-        inside = tuple(step for step in done if start <= step["time"] < until)
-        yield _Session(start, max(group[-1][0], *(step["time"] for step in inside), start), tuple(group), inside)
+        inside = tuple(step for step in steps if start <= step.end < until)
+        yield _Session(start, max(group[-1][0], *(step.end for step in inside), start), tuple(group), inside, saved)
 
 
 def _this_run(events: Sequence[Record]) -> list[_Timed]:
@@ -134,20 +189,29 @@ def _this_run(events: Sequence[Record]) -> list[_Timed]:
 
 def _session_starts(timed: Sequence[_Timed]) -> list[int]:
     """Where a session begins: at the first event, and at a start or resume that is not the way out of a fault."""
-    again = [index for index, (_, event) in enumerate(timed) if event["event"] in _BEGIN and not _continues(timed, index)]
+    recoveries = _recoveries(timed)
+    marks = [index for index, (_, event) in enumerate(timed) if event["event"] in (*_BREAK, *_BEGIN, *_CLOSED)]
+    around = zip([None, *marks], marks, [*marks[1:], None], strict=False)
+    again = [
+        index
+        for before, index, after in around
+        if timed[index][1]["event"] in _BEGIN
+        and not any(start - TICK <= timed[index][0] <= end for start, end, _ in recoveries)
+        and not _continues(None if before is None else timed[before][1], None if after is None else timed[after][1])
+    ]
     return sorted({0, *again}) if timed else []
 
 
-def _continues(timed: Sequence[_Timed], index: int) -> bool:
-    """Whether the team that begins here takes over from one that broke: its recovery is recorded, or it parted on purpose, or it
-    broke as well, as the next generation of the same run.
+def _recoveries(timed: Iterable[_Timed]) -> list[tuple[float, float, Record]]:
+    """Each with when it began and ended."""
+    recoveries = ((at, event) for at, event in timed if event["event"] == "recovery" and event.get("seconds") is not None)
+    return [(at - event["seconds"], at, event) for at, event in recoveries]
+
+
+def _continues(before: Record | None, after: Record | None) -> bool:
+    """Whether the team that begins between these takes over from one that broke, though no recovery is recorded: that one parted
+    on purpose, or this one broke as well, as the next generation of the same run.
     """
-    at = timed[index][0]
-    if any(end - event["seconds"] - TICK <= at <= end for end, event in timed if event["event"] == "recovery"):
-        return True
-    marks = (*_BREAK, *_BEGIN, *_CLOSED)
-    before = next((event for _, event in reversed(timed[:index]) if event["event"] in marks), None)
-    after = next((event for _, event in timed[index + 1 :] if event["event"] in marks), None)
     if before is None or before["event"] not in _BREAK:
         return False
     if before["event"] == "regroup":
@@ -186,50 +250,54 @@ def _claim_of_each(claims: Sequence[_Claim], edges: Sequence[float]) -> list[int
 
 
 def _split(claim: _Claim, seconds: float) -> Iterator[tuple[str, float]]:
-    """A claim's time by part; a step's by its spans."""
+    """A claim's time by part; that of steps by their shares."""
     if claim.part != "step":
         yield claim.part, seconds
-        return
-    whole, spans = claim.step["seconds"], claim.step.get("spans", {})
+    for part, share in claim.shares.items():
+        yield part, seconds * share / (claim.end - claim.start)
+
+
+def _parts(step: Record) -> tuple[tuple[str, float], ...]:
+    """A step's time by part."""
+    whole, spans = step["seconds"], step.get("spans", {})
     # On a GPU a batch is fetched while the device computes; what is hidden there is no wait.
     busy = math.fsum(value for name, value in spans.items() if name != "data")
     data = min(spans.get("data", 0.0), max(0.0, whole - busy))
-    latest = claim.step.get("latest") or {"rank": None, "behind": 0.0}
+    latest = step.get("latest") or {"rank": None, "behind": 0.0}
     behind = latest["behind"] - (data if latest["rank"] == 0 else 0.0)  # the main rank's own reading is data already
     behind = min(max(0.0, behind), whole - data)
-    for part, share in (("data", data), ("stragglers", behind), ("productive", whole - data - behind)):
-        yield part, seconds * share / whole
+    return ("data", data), ("stragglers", behind), ("productive", whole - data - behind)
 
 
 def _claims(session: _Session) -> Iterator[_Claim]:
-    done = {step["step"]: step["time"] for step in session.steps}
-    for step in session.steps:
-        yield _Claim("step", step["time"] - step["seconds"], step["time"], step)
+    evaluated: dict[int, list[float]] = defaultdict(list)
+    for stretch in session.steps:
+        yield _Claim("step", stretch.start, stretch.end, stretch.parts)
     for at, event in session.events:
         if event["event"] == "evaluate" and event.get("seconds"):
+            evaluated[event.get("step", -1)].append(at)
             yield _Claim("evaluation", at - event["seconds"], at)
-        elif event["event"] in ("save", "save_failed"):
-            yield from _save(event, at, done.get(event.get("step", -1)), session)
-    begins = sorted(step["time"] - step["seconds"] for step in session.steps)
-    ends = sorted(step["time"] for step in session.steps)
+    for at, event in session.events:
+        if event["event"] in _SAVES:
+            ended = [over for over in evaluated.get(event.get("step", -1), []) if over <= at]
+            yield _save(event, at, session.saved.get(event.get("step", -1)), ended)
+    begins, ends = sorted(stretch.start for stretch in session.steps), sorted(stretch.end for stretch in session.steps)
     yield from _breaks(session, begins, ends)
     breaks = [at for at, event in session.events if event["event"] in _BREAK]
     yield _Claim("start_up", session.start, min((*begins, *breaks), default=session.end))
 
 
-def _save(event: Record, at: float, step_done: float | None, session: _Session) -> Iterator[_Claim]:
+def _save(event: Record, at: float, step_done: float | None, evaluated: Sequence[float]) -> _Claim:
     """Training stops when a save begins: after its step, and after an evaluation there. The event comes when it is complete."""
     stall: float = event.get("stall_seconds") or event.get("seconds") or 0.0
     begun: float = at - event.get("seconds", stall) if step_done is None else step_done
-    for ended, other in session.events:
-        if other["event"] == "evaluate" and other.get("step") == event.get("step") and ended <= at:
-            begun = max(begun, ended)
-    yield _Claim("checkpoint", begun, begun + stall)
+    begun = max([begun, *evaluated])
+    return _Claim("checkpoint", begun, begun + stall)
 
 
 def _breaks(session: _Session, begins: Sequence[float], ends: Sequence[float]) -> Iterator[_Claim]:
     """For each fault: what was lost before it, and the time until training goes on or the next fault."""
-    recoveries = [(at - event["seconds"], at, event) for at, event in session.events if event["event"] == "recovery"]
+    recoveries = _recoveries(session.events)
     breaks = [(at, event) for at, event in session.events if event["event"] in _BREAK]
     for index, (at, event) in enumerate(breaks):
         # A fault is written down some time after it happened; its recovery knows when that was.

@@ -31,8 +31,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.observe.files import Record
 from shardwise.observe.format import format_bytes, format_count
+from shardwise.observe.records import Record
 
 Row = dict[str, Any]
 """`what`, `kind` (seconds, rate, memory, bytes), `predicted`, `measured`, `ratio` (measured / predicted); null where not known.

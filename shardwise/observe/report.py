@@ -106,6 +106,8 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "save", _advice(summary["checkpoints"]["advice"])
     if summary["skipped_steps"]:
         yield "skipped steps", ", ".join(map(str, summary["skipped_steps"]))
+    if damaged := {name: count for name, count in summary["damaged_lines"].items() if count}:
+        yield "damaged lines", ", ".join(f"{count} of {name}" for name, count in damaged.items()) + " (skipped)"
     if summary["events"]:
         yield "events", ", ".join(f"{name} {count}" for name, count in summary["events"].items())
 

@@ -2,7 +2,7 @@
 
 The run folder is the truth (observe/files.py); the other two mirror the same records for people who live in those
 tools, are extras, and are imported only when the job asks for them. Their packages are looked for before anything in the
-run folder is touched, so a missing one costs nothing but the message.
+run folder is touched, so a missing one costs nothing but the message. A mirror that fails later is said and done without.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import UserError
-from shardwise.observe.files import EventsFile, MetricsFile, Record, explain_write_errors
+from shardwise.observe.files import EventsFile, MetricsFile, Say, log
+from shardwise.observe.records import Record
 
 if TYPE_CHECKING:
     from shardwise.config import Observe
@@ -51,9 +52,7 @@ class TensorBoardSink:
         except ImportError:
             raise _missing("observe.tensorboard = true", "tensorboard") from None
         self._event, self._summary, self._log = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
-        self._folder = folder / "tensorboard"
-        with explain_write_errors(self._folder):
-            self._writer = EventFileWriter(str(self._folder))
+        self._writer = EventFileWriter(str(folder / "tensorboard"))
         if resume_step:  # TensorBoard then drops what an interrupted run wrote from this step on
             self._add(resume_step + 1, session_log=self._log(status=self._log.START))
 
@@ -64,12 +63,11 @@ class TensorBoardSink:
 
     def close(self) -> None:
         """Write what is queued."""
-        with explain_write_errors(self._folder):
-            self._writer.close()
+        self._writer.close()
 
     def _add(self, step: int, **content: Any) -> None:
-        with explain_write_errors(self._folder):  # it writes from a thread of its own and reports a failure at the next call
-            self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
+        """It writes from a thread of its own, and raises at the next call if that failed."""
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
 
 
 class WandbSink:
@@ -99,14 +97,15 @@ class WandbSink:
 class Sinks:
     """All that the measurements of a run are written to: its two files, which are the record, and mirrors of them."""
 
-    def __init__(self, metrics: MetricsFile, events: EventsFile, mirrors: tuple[Sink, ...] = ()) -> None:
-        self._metrics, self._events, self._mirrors = metrics, events, mirrors
+    def __init__(self, metrics: MetricsFile, events: EventsFile, mirrors: tuple[Sink, ...], say: Say) -> None:
+        self._metrics, self._events, self._mirrors, self._say = metrics, events, mirrors, say
+        self.dropped = metrics.dropped
+        """The seconds of each step that was done before and is done again."""
 
     def metrics(self, record: Record) -> None:
         """The record of one step; its `step` counts from 1."""
         self._metrics.write(record)
-        for mirror in self._mirrors:
-            mirror.write(record)
+        self._mirror(lambda mirror: mirror.write(record))
 
     def event(self, name: str, **fields: Any) -> None:
         """Write an event: `start`, `save`, `resume`, `evaluate`, `skip`, `stop`, …"""
@@ -116,11 +115,19 @@ class Sinks:
         """No more records; mirrors send what they still hold."""
         self._metrics.close()
         self._events.close()
+        self._mirror(lambda mirror: mirror.close())
+
+    def _mirror(self, action: Callable[[Sink], None]) -> None:
+        """Do it with each mirror; one that fails, in whatever way, is done without from then on."""
         for mirror in self._mirrors:
-            mirror.close()
+            try:
+                action(mirror)
+            except Exception as error:
+                self._mirrors = tuple(other for other in self._mirrors if other is not mirror)
+                self._say(f"{type(mirror).__name__} failed and gets no more records; metrics.jsonl has them all: {error}")
 
 
-def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0) -> Sinks:
+def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0, say: Say = log.warning) -> Sinks:
     """The sinks of a run that continues after step `resume_step` (0: a fresh run, whose metrics start empty)."""
     folder = Path(folder)
     try:
@@ -130,11 +137,15 @@ def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0) -> Si
             f"run.folder = {str(folder)!r} cannot be made: {error.strerror}. Give a folder you may write to."
         ) from None
     mirrors: list[Sink] = []
-    if observe.tensorboard:
-        mirrors.append(TensorBoardSink(folder, resume_step))
-    if observe.wandb is not None:
-        mirrors.append(WandbSink(folder, observe.wandb, resume_step))
-    return Sinks(MetricsFile(folder / "metrics.jsonl", resume_step), EventsFile(folder / "events.jsonl"), tuple(mirrors))
+    try:
+        if observe.tensorboard:
+            mirrors.append(TensorBoardSink(folder, resume_step))
+        if observe.wandb is not None:
+            mirrors.append(WandbSink(folder, observe.wandb, resume_step))
+    except OSError as error:
+        say(f"not all of TensorBoard and Weights & Biases get the run's records; metrics.jsonl has them: {error}")
+    metrics = MetricsFile(folder / "metrics.jsonl", resume_step, say)
+    return Sinks(metrics, EventsFile(folder / "events.jsonl", say), tuple(mirrors), say)
 
 
 def check_extras(observe: Observe) -> None:

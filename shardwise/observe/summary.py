@@ -3,7 +3,8 @@
 Speeds and shares are taken over the steady steps, all but the first two, which compile, allocate and warm up; a speed is
 the median, so that a slow step here and there does not move it, and a share is a ratio of sums, so that the shares add up
 to one. Everything comes from four files (config.toml, plan.json, metrics.jsonl, events.jsonl); what a file does not say
-is null.
+is null. The steps are read once and not kept (observe/totals.py), so that a run of a million steps takes seconds and little
+memory; damaged lines are skipped and counted.
 
 How often to save is the planner's to say. This package may not import the planner, so whoever knows both hands its advice in.
 """
@@ -22,13 +23,11 @@ from typing import Any, TypeVar
 
 from shardwise.errors import UserError
 from shardwise.observe.clock import SPANS
-from shardwise.observe.files import Record, read_lines
 from shardwise.observe.goodput import goodput
 from shardwise.observe.memory import memory_kind
 from shardwise.observe.predicted import Row, compare, waits_are_known
-
-WARM_UP = 2
-"""Steps at the start that are left out of speeds and shares."""
+from shardwise.observe.records import Record, read_events, read_metrics
+from shardwise.observe.totals import RunTotals
 
 CURVE_POINTS = 240
 
@@ -40,38 +39,37 @@ _T = TypeVar("_T")
 def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> Summary:
     """The summary of the run in a folder; it may still be running. `advise` (search/interval.py) says how often to save."""
     folder = Path(folder)
-    steps = _steps(folder)
-    config, plan, events = _table(folder), _plan(folder), _events(folder)
+    config, plan, (events, damaged_events) = _table(folder), _plan(folder), _events(folder)
     start = next((event for event in reversed(events) if event["event"] in ("start", "resume")), {})
-    steady = steps[WARM_UP:] or steps
-    like_planned = _like_planned(steps, events)
-    time_used = goodput(events, steps)
+    run, time_used, damaged_steps = _steps(folder, events)
+    steady = run.steady.kept
     saves = _checkpoints(folder, events)
     return {
         "run": str(folder),
-        "steps": steps[-1]["step"],
+        "steps": run.last["step"],
         "planned_steps": config.get("train", {}).get("steps"),
-        "seconds": math.fsum(step["seconds"] for step in steps),
-        "loss": _loss(steps),
-        "held_out": [{"step": s["step"], "loss": s["held_out_loss"]} for s in steps if "held_out_loss" in s],
-        "tokens": sum(step.get("tokens", 0) for step in steps),
-        "tokens_per_second": {"median": _median(steady, "tokens_per_second"), "last": steps[-1]["tokens_per_second"]},
+        "seconds": run.seconds,
+        "loss": _loss(run),
+        "held_out": run.held_out,
+        "tokens": run.tokens,
+        "tokens_per_second": {"median": _median(steady, "tokens_per_second"), "last": run.last.get("tokens_per_second")},
         "sequences_per_second": _median(steady, "sequences_per_second"),
         "mfu": _median(steady, "mfu"),
         "flop_convention": plan.get("flop_convention"),
-        "peak_memory_bytes": max((step["memory_bytes"] for step in steps if "memory_bytes" in step), default=None),
+        "peak_memory_bytes": run.peak_memory,
         "memory_kind": start.get("memory_kind"),
         "predicted_states_gib": plan.get("memory_gib", {}).get("states"),
-        "predicted_and_measured": _predicted(plan, like_planned, start),
-        "measured_steps": len(like_planned),
+        "predicted_and_measured": _predicted(plan, run.like_planned.kept, start),
+        "measured_steps": run.like_planned.count,
         "time": _time(steady),
         "communication": _communication(steady),
-        "collectives": _collectives(steps, steady),
-        "experts": _experts(steps),
+        "collectives": _collectives(run, steady),
+        "experts": _experts(run),
         "goodput": time_used,
         "checkpoints": {**saves, "advice": _advice(advise, saves, time_used, _time(steady), start.get("world", 1))},
-        "skipped_steps": [step["step"] for step in steps if step.get("skipped")],
+        "skipped_steps": run.skipped,
         "events": dict(Counter(event["event"] for event in events)),
+        "damaged_lines": {"metrics.jsonl": damaged_steps, "events.jsonl": damaged_events},
         "layout": plan.get("layout", config.get("layout")),
         "precision": config.get("train", {}).get("precision"),
         "device": start.get("device"),
@@ -80,18 +78,22 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
         "accumulation": plan.get("accumulation"),
         "recompute": plan.get("recompute"),
         "cluster_file": plan.get("cluster_file"),
-        "curve": _thinned([[step["step"], step["loss"]] for step in steps]),
+        "curve": _thinned(run),
     }
 
 
-def _steps(folder: Path) -> list[Record]:
+def _steps(folder: Path, events: Sequence[Record]) -> tuple[RunTotals, Summary, int]:
+    """What is to be known of all steps, where the time went, and how many lines were damaged: from one reading."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder. Give the folder of a run, the run.folder of its job.")
-    path = folder / "metrics.jsonl"
-    steps = [line for line in _read(path, lambda: list(read_lines(path))) or [] if {"step", "loss", "seconds"} <= line.keys()]
-    if not steps:
-        raise UserError(f"{path}: no metrics yet. Nothing has been trained in {folder}, or its first step is not done.")
-    return steps
+    run, lines = RunTotals(_planned_since(events)), read_metrics(folder, needs=("loss", "seconds"))
+    time_used = _read(lines.path, lambda: goodput(events, run.gather(lines)))
+    if time_used is None or not run.count:
+        damaged = f" {lines.damaged} lines of it are damaged." if lines.damaged else ""
+        raise UserError(
+            f"{lines.path}: no metrics yet.{damaged} Nothing has been trained in {folder}, or its first step is not done."
+        )
+    return run, time_used, lines.damaged
 
 
 def _table(folder: Path) -> Record:
@@ -104,9 +106,10 @@ def _plan(folder: Path) -> Record:
     return _read(path, lambda: json.loads(path.read_bytes())) or {}
 
 
-def _events(folder: Path) -> list[Record]:
-    path = folder / "events.jsonl"
-    return _read(path, lambda: list(read_lines(path))) or []
+def _events(folder: Path) -> tuple[list[Record], int]:
+    """The run's events, and how many lines were damaged."""
+    lines = read_events(folder)
+    return _read(lines.path, lambda: list(lines)) or [], lines.damaged
 
 
 def _read(path: Path, load: Callable[[], _T]) -> _T | None:
@@ -118,14 +121,13 @@ def _read(path: Path, load: Callable[[], _T]) -> _T | None:
         raise UserError(f"{path} cannot be read: {error}. It is written by `shardwise train`; restore or remove it.") from None
 
 
-def _like_planned(steps: Sequence[Record], events: Sequence[Record]) -> Sequence[Record]:
-    """The steady steps on the plan's layout: all, unless workers were lost or won and the run went on with another layout."""
+def _planned_since(events: Sequence[Record]) -> int:
+    """The step since which the run has the plan's layout: 0, unless workers were lost or won and it went on with another."""
     since, layout = 0, None
     for event in events:
         if event["event"] in ("start", "resume") and event.get("layout") != layout:
             since, layout = event.get("step", 0), event.get("layout")
-    on_layout = [step for step in steps if step["step"] > since]
-    return on_layout[WARM_UP:] or on_layout
+    return since
 
 
 def _predicted(plan: Record, steps: Sequence[Record], start: Record) -> list[Row] | None:
@@ -136,15 +138,9 @@ def _predicted(plan: Record, steps: Sequence[Record], start: Record) -> list[Row
     return compare(plan["predicted"], steps, waits_are_known(steps, plan.get("layout", {}), on_cpu), on_cpu)
 
 
-def _loss(steps: Sequence[Record]) -> Summary:
-    finite = [step for step in steps if math.isfinite(step["loss"])]
-    lowest = min(finite, key=lambda step: float(step["loss"]), default={"loss": None, "step": None})
-    return {
-        "first": steps[0]["loss"],
-        "last": steps[-1]["loss"],
-        "minimum": lowest["loss"],
-        "minimum_step": lowest["step"],
-    }
+def _loss(run: RunTotals) -> Summary:
+    ends = {"first": run.first["loss"], "last": run.last["loss"]}
+    return {**ends, "minimum": run.lowest["loss"], "minimum_step": run.lowest["step"]}
 
 
 def _median(steps: Sequence[Record], key: str) -> float | None:
@@ -181,32 +177,24 @@ def _communication(steps: Sequence[Record]) -> Summary:
     }
 
 
-def _collectives(steps: Sequence[Record], steady: Sequence[Record]) -> Summary:
+def _collectives(run: RunTotals, steady: Sequence[Record]) -> Summary:
     """Per kind and axis: what a typical (median) step does, and the run's total."""
     nothing = {"count": 0, "bytes": 0}
     table: Summary = {}
-    for key in sorted({key for step in steps for key in step.get("collectives", {})}):
+    for key, total in sorted(run.collectives.items()):
         typical = [step.get("collectives", {}).get(key, nothing) for step in steady]
-        every = [step.get("collectives", {}).get(key, nothing) for step in steps]
         table[key] = {what: statistics.median(counts[what] for counts in typical) for what in nothing}
-        table[key] |= {f"total_{what}": sum(counts[what] for counts in every) for what in nothing}
+        table[key] |= {f"total_{what}": total[what] for what in nothing}
     return table
 
 
-def _experts(steps: Sequence[Record]) -> Summary | None:
+def _experts(run: RunTotals) -> Summary | None:
     """How evenly tokens were dealt out, 1 being even; null for a model without experts."""
-    known = [step for step in steps if step.get("expert_load")]
-    if not known:
+    last, worst = run.last_with_experts, run.worst_with_experts
+    if not last:
         return None
-    worst = max(known, key=lambda step: float(step["expert_imbalance"]))
-    return {
-        "imbalance": {
-            "last": known[-1]["expert_imbalance"],
-            "worst": worst["expert_imbalance"],
-            "worst_step": worst["step"],
-        },
-        "load": known[-1]["expert_load"],
-    }
+    imbalance = {"last": last["expert_imbalance"], "worst": worst["expert_imbalance"], "worst_step": worst["step"]}
+    return {"imbalance": imbalance, "load": last["expert_load"]}
 
 
 def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:
@@ -239,8 +227,10 @@ def _advice(advise: Callable[..., Any] | None, saves: Summary, time_used: Summar
     return asdict(advice)
 
 
-def _thinned(points: list[list[float]]) -> list[list[float]]:
-    """Few enough points to draw and to read, the first and the last among them."""
+def _thinned(run: RunTotals) -> list[list[float]]:
+    """Few enough points of the loss to draw and to read, the first and the last among them."""
+    points, end = run.curve.members, [run.last["step"], run.last["loss"]]
+    points = points if points[-1][0] == end[0] else [*points, end]
     if len(points) <= CURVE_POINTS:
         return points
     last = len(points) - 1

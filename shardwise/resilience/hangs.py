@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config import Recovery
+from shardwise.observe import present_time
 from shardwise.resilience.messages import ReportStacks
 from shardwise.resilience.process import WorkerProcess
 from shardwise.resilience.team import Fault
@@ -68,4 +69,4 @@ def record_hang(hang: Hang, working: Sequence[WorkerProcess], logs: Path, genera
     described = f"rank {ranks} does not answer" if silent else "every worker waits for another"
     cause = f"no step was done for {hang.seconds:.0f} s, and {described}; the stacks are in {path}"
     rank = first.rank if silent else None
-    return Fault("hung", rank, first.step + 1, cause, time.time(), generation, reads=first.reads)
+    return Fault("hung", rank, first.step + 1, cause, present_time(), generation, reads=first.reads)

@@ -16,7 +16,6 @@ import os
 import queue
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -24,6 +23,7 @@ from typing import Literal
 
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
+from shardwise.observe import present_time
 from shardwise.plan import Plan
 from shardwise.resilience.messages import (
     Done,
@@ -56,7 +56,7 @@ class NoHost:
 
     def __init__(self, worker: Worker, plan: Plan, signals: CollectSignals | None = None) -> None:
         members = tuple(Member(worker.address, rank) for rank in range(worker.world))
-        team = Team(worker.generation, members, plan, worker.address, worker.port, "", time.time())
+        team = Team(worker.generation, members, plan, worker.address, worker.port, "", present_time())
         self._only: tuple[Worker, Team] | None = (worker, team)
         self._signals = signals or CollectSignals()
 
@@ -125,7 +125,7 @@ class HostLink(NoHost):
             rank=self._worker.rank,
             step=self._step,
             cause="; ".join(causes),
-            at=time.time(),
+            at=present_time(),
             generation=self._worker.generation,
             status=error.status if isinstance(error, UserError) else None,
             trace="" if ours else "".join(traceback.format_exception(error)),

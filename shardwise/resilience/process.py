@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.config import Recovery
+from shardwise.observe import present_time, write_text
 from shardwise.resilience.messages import FromHost, Phase
 from shardwise.resilience.team import Fault
 
@@ -71,19 +72,17 @@ def died(worker: WorkerProcess, logs: Path) -> Fault:
     else:
         cause = f"worker {worker.rank} ended with status {code}. Its log: {log}"
     step = worker.step + 1 if worker.phase != "build" else 0
-    return Fault("died", worker.rank, step, cause, time.time(), worker.generation, reads=worker.reads)
+    return Fault("died", worker.rank, step, cause, present_time(), worker.generation, reads=worker.reads)
 
 
 def peer_gone(worker: WorkerProcess, reason: str) -> Fault:
     """What a worker says that lost a peer: some other fault is the cause."""
     cause = f"a peer is gone: {reason}"
-    return Fault("failed", worker.rank, worker.step + 1, cause, time.time(), worker.generation, echo=True)
+    return Fault("failed", worker.rank, worker.step + 1, cause, present_time(), worker.generation, echo=True)
 
 
 def write_members(logs: Path, host: str, generation: int, workers: Iterable[WorkerProcess]) -> None:
     """Who is who, for people and for the drill."""
     known = [{"rank": worker.rank, "slot": worker.slot, "pid": worker.pid} for worker in workers]
     team_here = {"host": host, "generation": generation, "supervisor": os.getpid(), "workers": known}
-    path = logs / f"workers-{host}.json"
-    path.with_suffix(".part").write_text(json.dumps(team_here, indent=1) + "\n")
-    path.with_suffix(".part").rename(path)
+    write_text(logs / f"workers-{host}.json", json.dumps(team_here, indent=1) + "\n")

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeInt, PlainValidator, TypeAdapter
 
+from shardwise.observe import present_time
 from shardwise.plan import Plan
 from shardwise.resilience.stopping import RESUME_ME
 
@@ -257,7 +257,7 @@ class Lead:
     def _cause_may_come(self, faults: list[Fault], now: float) -> bool:
         """Whether some host may still say why a peer is gone, or turn out to be lost."""
         quiet = any(now - seen > QUIET_SECONDS for _, seen in self._reports.values())
-        return quiet or time.time() - min(fault.at for fault in faults) < ECHO_SECONDS
+        return quiet or present_time() - min(fault.at for fault in faults) < ECHO_SECONDS
 
     def _form(self, now: float, fault: Fault | None) -> None:
         """The next team, if there are enough workers; the first waits a while for all of them."""
@@ -279,7 +279,7 @@ class Lead:
             address=self._reports[slots[0].host][0].address,
             port=self.port,
             store_name=self._store_name,
-            formed=time.time(),
+            formed=present_time(),
             fault=fault,
             reached=self._reached,
         )
@@ -314,7 +314,7 @@ class Lead:
 def _lost(team: Team, host: str, step: int) -> Fault:
     rank = next(rank for rank, member in enumerate(team.members) if member.host == host)
     cause = f"host {host} was not heard of for {LOST_SECONDS:g} s"
-    return Fault("host lost", rank, step + 1, cause, time.time(), team.generation)
+    return Fault("host lost", rank, step + 1, cause, present_time(), team.generation)
 
 
 def _in_vain(alike: list[Fault]) -> str:

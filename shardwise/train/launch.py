@@ -64,12 +64,7 @@ def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, plan
 
 def _host(name: str, config: Config, workers: int, lead: Lead | None, others: OtherHosts | None) -> int:
     """Keep this machine's workers until the run ends."""
-
-    def record(event: str, **details: Any) -> None:
-        events = EventsFile(Path(config.run.folder) / "events.jsonl")
-        events.write(event, **details)
-        events.close()
-
+    events = EventsFile(Path(config.run.folder) / "events.jsonl", _warn)
     host = Host(
         name=name,
         slots=workers,
@@ -77,11 +72,16 @@ def _host(name: str, config: Config, workers: int, lead: Lead | None, others: Ot
         recovery=config.recovery,
         logs=Path(config.run.folder) / "logs",
         lead=lead,
-        record=record,
+        record=events.write,
         newest_saved=lambda: max(map(step_of, checkpoints(checkpoint_folder(config))), default=None),
         others=others,
     )
-    return host.run()
+    with closing(events):
+        return host.run()
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _name_of_job(config: Config) -> str:

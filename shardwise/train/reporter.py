@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,17 @@ from shardwise.comm import EXPOSED
 from shardwise.config import to_toml
 from shardwise.data import unigram_loss
 from shardwise.mesh import device_name
-from shardwise.observe import TrainingProgress, error_console, header, memory_kind, mfu, open_sinks, peak_flops, read_lines
+from shardwise.observe import (
+    TrainingProgress,
+    error_console,
+    header,
+    memory_kind,
+    mfu,
+    open_sinks,
+    peak_flops,
+    present_time,
+    write_text,
+)
 from shardwise.resilience.team import Team
 from shardwise.train.build import Training
 from shardwise.train.changes import changes
@@ -82,16 +91,18 @@ class RunReporter(Reporter):
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder = training, folder
         self.console = error_console()
-        (folder / "config.toml").write_text(to_toml(training.config, as_asked=True))
-        (folder / "plan.json").write_text(json.dumps(training.plan.to_json(), indent=1) + "\n")
+        self.progress = TrainingProgress(self.console, training.config.train.steps, training.step + 1)
+        write_text(folder / "config.toml", to_toml(training.config, as_asked=True), self._warn)
+        write_text(folder / "plan.json", json.dumps(training.plan.to_json(), indent=1) + "\n", self._warn)
         if training.plan.unpredicted:
             log.warning("no prediction for this run: %s", training.plan.unpredicted)
-        self.lost = _seconds_after(folder / "metrics.jsonl", training.step)
-        self.sinks = open_sinks(folder, training.config.observe, training.step)
-        self.progress = TrainingProgress(self.console, training.config.train.steps, training.step + 1)
+        self.sinks = open_sinks(folder, training.config.observe, training.step, self._warn)
         self.peak = peak_flops(device_name(training.mesh.device), training.config.train.precision)
         self.held_out: float | None = None
         self.first = True
+
+    def _warn(self, text: str) -> None:
+        self.progress.message(f"warning: {text}")
 
     def start(self, beginning: Beginning) -> None:
         training, resumed_from = self.training, beginning.chosen.folder
@@ -129,8 +140,8 @@ class RunReporter(Reporter):
         team, timestamps = self.beginning.team, self.beginning.timestamps
         if team.fault is None:
             return
-        now, fault = time.time(), team.fault
-        lost, lost_seconds = len(self.lost), sum(self.lost)
+        now, fault = present_time(), team.fault
+        lost, lost_seconds = len(self.sinks.dropped), sum(self.sinks.dropped)
         parts = {
             "detect": team.formed - fault.at,
             "restart": timestamps["joining"] - team.formed,
@@ -166,7 +177,7 @@ class RunReporter(Reporter):
         record = self._record(done)
         if held_out is not None:
             record["held_out_loss"] = self.held_out = held_out
-            self.sinks.event("evaluate", step=done.step, held_out_loss=held_out, seconds=time.time() - done.ended)
+            self.sinks.event("evaluate", step=done.step, held_out_loss=held_out, seconds=present_time() - done.ended)
         self.sinks.metrics(record)
         self.progress.update(record)
         if held_out is not None:
@@ -252,8 +263,3 @@ class RunReporter(Reporter):
     def close(self) -> None:
         self.progress.close()
         self.sinks.close()
-
-
-def _seconds_after(metrics: Path, step: int) -> list[float]:
-    """What each of the steps took that a run did before and does again."""
-    return [line.get("seconds", 0.0) for line in read_lines(metrics) if line["step"] > step] if metrics.is_file() else []

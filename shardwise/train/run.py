@@ -23,7 +23,7 @@ from shardwise.config import Config, to_toml
 from shardwise.data import Dataset, check_vocabulary
 from shardwise.errors import UserError
 from shardwise.mesh import Worker, abandon, leave, peer_is_gone
-from shardwise.observe import Ledger
+from shardwise.observe import Ledger, present_time
 from shardwise.resilience.copies import Copies
 from shardwise.resilience.host_link import NoHost
 from shardwise.resilience.team import Team
@@ -71,17 +71,17 @@ def run(config: Config, link: NoHost) -> int:
 
 def _in_team(config: Config, worker: Worker, team: Team, dataset: Dataset, link: NoHost, copies: Copies) -> int | None:
     """Train with these peers; None if the team parts before the end and another is to follow."""
-    timestamps = {"joining": time.time()}
+    timestamps = {"joining": present_time()}
     link.progress("build", 0)
     training = build(config, team.plan, worker, dataset)
     _present[:] = [training.comm.ledger]
     _check_same_job(training)
-    timestamps["built"] = time.time()
+    timestamps["built"] = present_time()
     link.reads(_rows(training))
     link.progress("restore", 0)
     chosen = _go_on(training, team, copies)
     check_joined(training)
-    timestamps["restored"] = time.time()
+    timestamps["restored"] = present_time()
     link.progress("step", training.step)
     status: int | None = 0
     if training.step < config.train.steps or team.generation > 1:

@@ -13,7 +13,6 @@ there can be.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +24,7 @@ from shardwise.data.batches import Batch, Batches
 from shardwise.errors import RunFailed
 from shardwise.models import attention_backends
 from shardwise.models.dtypes import DTYPES
-from shardwise.observe import StepClock, peak_memory
+from shardwise.observe import StepClock, peak_memory, present_time
 from shardwise.optim import first_non_finite, global_norm, learning_rate, update
 from shardwise.parallel import build_plain
 from shardwise.plan import RANK_AXES, reduce_dtype
@@ -237,7 +236,7 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
         stop=votes >= _STOP,
         save=votes == _SAVE,
         data=f"{int(high) * _HALF + int(low):014x}",
-        ended=time.time(),
+        ended=present_time(),
         rank_seconds=tuple(zip(times[::2], times[1::2], strict=True)) if before else (),
         expert_imbalance=loads[0] if loads else None,
         expert_load=loads[1:] if loads else None,

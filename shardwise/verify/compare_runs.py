@@ -19,7 +19,7 @@ from typing import Any
 
 from shardwise.checkpoint import checkpoints
 from shardwise.config import Precision
-from shardwise.observe import read_lines
+from shardwise.observe import read_metrics
 
 TOLERANCE: dict[Precision, float] = {"float64": 1e-9, "float32": 1e-5, "float16": 5e-3, "bfloat16": 5e-2}
 """Largest relative difference of a loss after the layout changed."""
@@ -87,7 +87,7 @@ def _shortened(which: Sequence[Any]) -> str:
 
 def compare_runs(undisturbed: Path, drilled: Path, steps: int, tolerance: float | None) -> RunComparison:
     """Compare two run folders of the same job; to the bit, unless a relative tolerance for losses is given."""
-    first, second = (list(read_lines(folder / "metrics.jsonl")) for folder in (undisturbed, drilled))
+    first, second = (list(read_metrics(folder, needs=("loss", "gradient_norm", "data"))) for folder in (undisturbed, drilled))
     weights, worst_weight, tensors = _weights(undisturbed, drilled, tolerance)
     numbers = Counter(record["step"] for record in second)
     losses, worst_loss = _losses(first, second, tolerance)

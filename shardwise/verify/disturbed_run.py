@@ -6,7 +6,6 @@ metrics and events, and its checkpoints. Each fault waits until a step is done a
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 from shardwise.checkpoint import checkpoints
 from shardwise.config import Config, to_toml
-from shardwise.observe import read_lines
+from shardwise.observe import newest, read_events, read_metrics
 from shardwise.resilience.stopping import RESUME_ME
 from shardwise.verify.commands import TrainCommands
 from shardwise.verify.faults import FullDisk, Kind, PlannedFault, corrupt, hang, kill, limits
@@ -84,18 +83,6 @@ def job_file(folder: Path, config: Config) -> Path:
     return path
 
 
-def newest(folder: Path) -> dict[str, Any]:
-    """The record of the last step in a run folder; empty before the first. Reads only the end of the file."""
-    path = folder / "metrics.jsonl"
-    try:
-        with path.open("rb") as stream:
-            stream.seek(max(0, path.stat().st_size - (1 << 16)))
-            lines = stream.read().split(b"\n")[:-1]
-    except OSError:
-        return {}
-    return dict(json.loads(lines[-1])) if lines else {}
-
-
 class DisturbedRun:
     """Starts the commands, does the planned faults to them one after the other, and waits until they have recovered."""
 
@@ -131,7 +118,7 @@ class DisturbedRun:
             try:
                 self.commands.start(self._hosts)
                 self._wait(lambda: newest(self.folder), "no step was done")
-                first = next(read_lines(self.folder / "metrics.jsonl"))
+                first = next(iter(read_metrics(self.folder, needs=("time", "seconds"))))
                 began = first["time"] - first["seconds"]
                 for fault in self.planned:
                     self._do(fault)
@@ -155,8 +142,8 @@ class DisturbedRun:
     # Waiting
 
     def _events(self) -> list[dict[str, Any]]:
-        path = self.folder / "events.jsonl"
-        return list(read_lines(path)) if path.is_file() else []
+        events = read_events(self.folder)
+        return list(events) if events.path.is_file() else []
 
     def _wait(self, condition: Callable[[], Any], complaint: str, ended_well: bool = False, seconds: float | None = None) -> Any:
         """Until something holds, which is returned; the run must not end before."""
@@ -188,7 +175,7 @@ class DisturbedRun:
         at = datetime.fromisoformat(begun[-1]["time"]).timestamp()
         if newest(self.folder).get("time", 0.0) <= at:
             return None
-        record = next(record for record in read_lines(self.folder / "metrics.jsonl") if record["time"] > at)
+        record = next(record for record in read_metrics(self.folder, needs=("time",)) if record["time"] > at)
         return begun[-1], record
 
     # Faults

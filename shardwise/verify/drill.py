@@ -27,11 +27,11 @@ from shardwise.config import Config
 from shardwise.errors import RunFailed, UserError
 from shardwise.locks import take_lock
 from shardwise.mesh import local_gpus
-from shardwise.observe import read_lines
+from shardwise.observe import newest, read_metrics
 from shardwise.plan import fit
 from shardwise.verify.commands import TrainCommands
 from shardwise.verify.compare_runs import TOLERANCE, RunComparison, compare_runs
-from shardwise.verify.disturbed_run import POLL_SECONDS, Baseline, DisturbedRun, DrillProgress, SurvivedFault, job_file, newest
+from shardwise.verify.disturbed_run import POLL_SECONDS, Baseline, DisturbedRun, DrillProgress, SurvivedFault, job_file
 from shardwise.verify.faults import Kind, PlannedFault, schedule
 
 SHORTEST_HANG = 2.0
@@ -226,7 +226,7 @@ def _undisturbed(base: Path, config: Config, workers: int, progress: DrillProgre
         if any(status := commands.statuses()):
             kind = UserError if UserError.status in status else RunFailed
             raise kind(f"the undisturbed run failed:\n{commands.log_tail()}")
-    records = list(read_lines(folder / "metrics.jsonl"))
+    records = list(read_metrics(folder, needs=("time", "seconds")))
     seconds = sorted(record["seconds"] for record in records[1:] or records)
     return Baseline(
         training=records[-1]["time"] - records[0]["time"] + records[0]["seconds"],

@@ -1,10 +1,14 @@
+import errno
 import json
 import math
 import os
+import shutil
 import struct
 import sys
+import time
 import types
 from datetime import datetime
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import Observe
 from shardwise.errors import UserError
-from shardwise.observe import EventsFile, MetricsFile, from_json, open_sinks, read_lines, to_json
+from shardwise.observe import EventsFile, MetricsFile, files, from_json, open_sinks, read_events, read_metrics, records, to_json
 from shardwise.observe.sinks import scalars
 
 
@@ -29,15 +33,15 @@ def test_a_float_reads_back_to_the_same_bits(value):
 def test_floats_round_trip_through_the_file_and_numbers_that_json_lacks_stay_strict_json(tmp_path):
     values = [0.1, 1 / 3, 2.0**-1074, 1e308, -0.0, math.pi, math.inf, -math.inf, math.nan]
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write({"step": 1, "spans": {str(i): value for i, value in enumerate(values)}})
+    file.write({"step": 1, "values": {str(i): value for i, value in enumerate(values)}})
     file.close()
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
 
     json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
-    (record,) = read_lines(tmp_path / "metrics.jsonl")
-    back = list(record["spans"].values())
+    (record,) = read_metrics(tmp_path)
+    back = list(record["values"].values())
     assert [bits(value) for value in back[:-1]] == [bits(value) for value in values[:-1]]
     assert math.isnan(back[-1])
 
@@ -46,7 +50,7 @@ def test_every_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for step in (1, 2, 3):
         file.write({"step": step, "loss": 1.0})
-        assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, step + 1))
+        assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, step + 1))
 
 
 def test_resuming_at_a_step_leaves_each_step_once_even_after_a_torn_line(tmp_path):
@@ -62,8 +66,8 @@ def test_resuming_at_a_step_leaves_each_step_once_even_after_a_torn_line(tmp_pat
     for step in (6, 7, 8):
         second.write({"step": step, "loss": 0.1 * step, "life": 2})
     second.close()
-    records = list(read_lines(path))
-    assert [(record["step"], record["life"]) for record in records] == [(s, 1 if s <= 5 else 2) for s in range(1, 9)]
+    kept_records = list(read_metrics(tmp_path))
+    assert [(record["step"], record["life"]) for record in kept_records] == [(s, 1 if s <= 5 else 2) for s in range(1, 9)]
     assert path.read_bytes().splitlines(keepends=True)[:5] == kept
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -80,20 +84,168 @@ def test_events_carry_a_utc_time_and_outlive_a_resume_and_a_torn_line(tmp_path):
     with path.open("ab") as file:
         file.write(b'{"time": "20')
     EventsFile(path).write("resume", step=10)
-    start, resume = read_lines(path)
+    start, resume = read_events(tmp_path)
     assert (start["event"], start["world"], resume["event"], resume["step"]) == ("start", 4, "resume", 10)
     assert datetime.fromisoformat(start["time"]).utcoffset().total_seconds() == 0
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("kind", [MetricsFile, EventsFile])
-def test_a_full_disk_is_explained_with_the_file_and_the_reason(tmp_path, kind):
-    path = tmp_path / "log.jsonl"
-    path.symlink_to("/dev/full")
-    file = kind(path)
-    with pytest.raises(UserError, match=r"log\.jsonl cannot be written: No space left on device"):
-        file.write({"step": 1}) if kind is MetricsFile else file.write("start")
+def step(number: int, **more: object) -> dict[str, object]:
+    return {"step": number, "loss": 1.0, "seconds": 0.5, **more}
+
+
+DAMAGE = {
+    "a flipped bit in a name": (b'"step": 4', b'"stdp": 4'),
+    "a flipped bit in a quote": (b'{"step": 4', b'{*step": 4'),
+    "a number that became text": (b'"seconds": 0.5}\n{"step": 5', b'"seconds": "x"}\n{"step": 5'),
+    "a byte that is no text": (b'"step": 4', b'"st\xffp": 4'),
+    "brackets without an end": (b'{"step": 4', b"[" * 100_000 + b'{"step": 4'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_line_is_skipped_and_counted_by_every_reader_and_stops_no_resume(tmp_path, damage):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for number in range(1, 9):
+        file.write(step(number))
     file.close()
+    whole, (before, after) = (tmp_path / "metrics.jsonl").read_bytes(), DAMAGE[damage]
+    (tmp_path / "metrics.jsonl").write_bytes(whole.replace(before, after, 1))
+    lines = read_metrics(tmp_path)
+    assert [record["step"] for record in lines] == [1, 2, 3, 5, 6, 7, 8]
+    assert lines.damaged == 1
+    assert [record["step"] for _, record in lines.backwards()] == [8, 7, 6, 5, 3, 2, 1]
+    assert lines.damaged == 1
+    for resume, kept in ((6, [1, 2, 3, 5, 6]), (4, [1, 2, 3])):
+        resumed = MetricsFile(tmp_path / "metrics.jsonl", resume_step=resume)
+        assert resumed.dropped == [0.5, 0.5]
+        resumed.close()
+        assert [record["step"] for record in read_metrics(tmp_path)] == kept
+
+
+def test_a_step_whose_number_was_damaged_is_not_taken_for_the_one_to_go_on_after(tmp_path):
+    lines = [json.dumps(step(number)) + "\n" for number in (7, 8, 9, 10, 11, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    MetricsFile(tmp_path / "metrics.jsonl", resume_step=9).close()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [7, 8, 9]
+
+
+def test_resuming_reads_the_end_of_a_long_file_and_leaves_the_rest_alone(tmp_path, monkeypatch):
+    path, parsed = tmp_path / "metrics.jsonl", []
+    path.write_text("".join(json.dumps(step(number, data="0" * 200)) + "\n" for number in range(1, 5001)))
+    kept = path.read_bytes().splitlines(keepends=True)[:4990]
+    parse = records.Lines.parse
+    monkeypatch.setattr(records.Lines, "parse", lambda self, line: parsed.append(line) or parse(self, line))
+    assert len(MetricsFile(path, resume_step=4990).dropped) == 10
+    assert len(parsed) <= 12
+    assert path.read_bytes().splitlines(keepends=True) == kept
+
+
+class Disk:
+    """Stands between a file and its disk: room for so many more bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room = 10**9
+        disk = self
+
+        class LimitedFile(FileIO):
+            def write(self, data):
+                if disk.room <= 0:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                part = bytes(data)[: disk.room]
+                disk.room -= len(part)
+                return super().write(part)
+
+        monkeypatch.setattr(files, "FileIO", LimitedFile)
+
+
+@pytest.mark.parametrize("room", [0, 25, 60])
+def test_what_a_full_disk_does_not_take_is_said_once_and_written_when_there_is_room(tmp_path, monkeypatch, room):
+    disk, said = Disk(monkeypatch), []
+    sinks = open_sinks(tmp_path, Observe(), 0, said.append)
+    sinks.metrics(step(1))
+    disk.room = room
+    for number in range(2, 6):
+        sinks.metrics(step(number))
+        sinks.event("save", step=number)
+    assert len(said) == 2
+    assert all("No space left on device" in text and "Training goes on" in text for text in said)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, *([2] if room == 60 else [])]
+    assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"\n"), "no half line is left"
+    disk.room = 10**9
+    sinks.metrics(step(6))
+    sinks.event("end")
+    sinks.close()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [event.get("step") for event in read_events(tmp_path)] == [2, 3, 4, 5, None]
+    assert [text.partition("; ")[2] for text in said[2:]] == ["nothing was lost"] * 2
+
+
+def test_what_cannot_be_written_is_kept_up_to_a_limit_and_what_is_lost_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "KEPT_BYTES", 500)
+    disk, said = Disk(monkeypatch), []
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0, said.append)
+    disk.room = 0
+    for number in range(1, 41):
+        file.write(step(number))
+    disk.room = 10**9
+    file.write(step(41))
+    kept = [record["step"] for record in read_metrics(tmp_path)]
+    assert kept == list(range(kept[0], 42))
+    assert f"{kept[0] - 1} records were too many to keep and are lost" in said[-1]
+    disk.room = 0
+    file.write(step(42))
+    file.close()
+    assert "1 records could not be written" in said[-1]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_a_disk_that_is_really_full_stops_nothing(tmp_path, name):
+    (tmp_path / name).symlink_to("/dev/full")
+    said: list[str] = []
+    sinks = open_sinks(tmp_path, Observe(), 0, said.append)
+    sinks.metrics(step(1))
+    sinks.event("start")
+    sinks.close()
+    assert f"{name} cannot be written: No space left on device" in said[0]
+
+
+def test_a_deleted_run_folder_is_noticed_said_and_made_again(tmp_path):
+    said: list[str] = []
+    sinks = open_sinks(tmp_path / "run", Observe(), 0, said.append)
+    sinks.metrics(step(1))
+    shutil.rmtree(tmp_path / "run")
+    sinks.metrics(step(2))
+    sinks.metrics(step(3))
+    sinks.close()
+    assert len([text for text in said if "metrics.jsonl was deleted or moved" in text]) == 1
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [2, 3]
+
+
+def test_a_mirror_that_fails_is_said_and_done_without(tmp_path, monkeypatch):
+    def log(values, step):
+        raise RuntimeError("the network is down")
+
+    run = types.SimpleNamespace(log=log, finish=lambda: None)
+    fake = types.SimpleNamespace(init=lambda **settings: run, util=types.SimpleNamespace(generate_id=lambda: "a"))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    said: list[str] = []
+    sinks = open_sinks(tmp_path, Observe(wandb="project"), 0, said.append)
+    sinks.metrics(step(1))
+    sinks.metrics(step(2))
+    sinks.close()
+    assert len(said) == 1
+    assert "the network is down" in said[0]
+    assert len(list(read_metrics(tmp_path))) == 2
+
+
+def test_the_time_of_records_does_not_jump_with_the_clock(tmp_path, monkeypatch):
+    events = EventsFile(tmp_path / "events.jsonl")
+    events.write("fault")
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    events.write("recovery")
+    first, second = (datetime.fromisoformat(event["time"]) for event in read_events(tmp_path))
+    assert 0 <= (second - first).total_seconds() < 60
 
 
 def test_a_run_folder_that_cannot_be_made_is_explained(tmp_path):
@@ -107,8 +259,8 @@ def test_the_bundle_writes_metrics_and_events_to_the_run_folder(tmp_path):
     sinks.event("start")
     sinks.metrics({"step": 1, "loss": 2.5})
     sinks.close()
-    assert list(read_lines(tmp_path / "a" / "run" / "metrics.jsonl")) == [{"step": 1, "loss": 2.5}]
-    assert [event["event"] for event in read_lines(tmp_path / "a" / "run" / "events.jsonl")] == ["start"]
+    assert list(read_metrics(tmp_path / "a" / "run")) == [{"step": 1, "loss": 2.5}]
+    assert [event["event"] for event in read_events(tmp_path / "a" / "run")] == ["start"]
 
 
 @pytest.mark.parametrize(("setting", "package"), [({"tensorboard": True}, "tensorboard"), ({"wandb": "p"}, "wandb")])

@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import tracemalloc
 from datetime import UTC, datetime
 
 import pytest
@@ -9,6 +10,8 @@ from rich.console import Console
 from shardwise.config import Observe
 from shardwise.errors import UserError
 from shardwise.observe import open_sinks, render, summarise
+from shardwise.observe.goodput import goodput
+from shardwise.observe.totals import RunTotals
 from shardwise.search.interval import DEVICE_HOURS, advise
 
 GATHER, REDUCE = "all_gather/data", "all_reduce/data"
@@ -279,3 +282,43 @@ def test_what_is_not_a_run_is_the_users_mistake(tmp_path):
     (tmp_path / "plan.json").write_text("{not json")
     with pytest.raises(UserError, match=r"plan\.json cannot be read"):
         summarise(tmp_path)
+
+
+def test_a_damaged_line_is_counted_and_said_and_the_rest_is_summed_up(run):
+    for name in ("metrics.jsonl", "events.jsonl"):
+        lines = (run / name).read_bytes().splitlines(keepends=True)
+        (run / name).write_bytes(b"".join([lines[0], b"\x00" * 10 + b"\n", *lines[1:]]))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 1.0, "secnds": 1.0}\n{"step": 7, "lo')
+    summary = summarise(run)
+    assert summary["damaged_lines"] == {"metrics.jsonl": 2, "events.jsonl": 1}
+    assert (summary["steps"], summary["seconds"], summary["events"]) == (6, 14.0, {"start": 1, "save": 1})
+    out = Console(file=io.StringIO(), width=100)
+    render(summary, out)
+    assert "2 of metrics.jsonl, 1 of events.jsonl (skipped)" in out.file.getvalue()
+
+
+def long_history(steps):
+    """Saves every thousand steps; a step takes a second, of which a quarter is spent on waiting for data, and a pause follows."""
+    at = 0.0
+    for number in range(1, steps + 1):
+        at += 1.25
+        yield {**record(number, 1.0 / number, 1.0, 1000.0, 0.0), "time": T0 + at, "spans": {"data": 0.25, "optimizer": 0.75}}
+
+
+def test_the_memory_of_a_summary_does_not_grow_with_the_steps_and_sums_stay_exact():
+    peaks = []
+    for count in (10_000, 40_000):
+        history = [event(0, "start"), *(event(1.25 * n, "save", step=n, seconds=0.1) for n in range(10_000, count + 1, 10_000))]
+        tracemalloc.start()
+        totals = RunTotals(0)
+        found = goodput(history, totals.gather(long_history(count)))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert (totals.seconds, totals.tokens, totals.last["step"]) == (count, 1000 * count, count)
+        assert found["parts"]["productive"] == pytest.approx(0.75 * count)
+        assert found["parts"]["data"] == pytest.approx(0.25 * count)
+        assert sum(found["parts"].values()) == pytest.approx(found["wall_seconds"])
+        assert 2048 <= len(totals.steady.kept) <= 4096
+        assert totals.steady.count == count - 2
+    assert peaks[1] < 1.5 * peaks[0]
