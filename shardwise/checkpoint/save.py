@@ -158,6 +158,8 @@ class Checkpointer:
         self.peers = Peers.meet(mesh)
         self._copies = HostCopies()
         self._outcomes: deque[Saved | SaveFailed] = deque()
+        self.failed_in_a_row = 0
+        """Saves that failed since the last whole one, as far as `outcomes` has told of them."""
         self._in_flight: threading.Thread | None = None
         self._committing, self._given_up = threading.Lock(), False
         self._checked: str | None = None
@@ -188,7 +190,10 @@ class Checkpointer:
 
     def outcomes(self) -> list[Saved | SaveFailed]:
         """What came of saves since this was last asked."""
-        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+        outcomes = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+        for outcome in outcomes:
+            self.failed_in_a_row = self.failed_in_a_row + 1 if isinstance(outcome, SaveFailed) else 0
+        return outcomes
 
     def finish(self, seconds: float | None = None) -> None:
         """Wait for the save in flight, if there is one, but no longer than this."""

@@ -15,6 +15,7 @@ from shardwise.cli.signals import stopped_as_interrupted
 if TYPE_CHECKING:
     from shardwise.config import Config
     from shardwise.mesh import Node, Worker
+    from shardwise.plan import Plan
     from shardwise.train.planner import Planner
 
 Limits = tuple[int | None, int | None]
@@ -120,6 +121,8 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
         raise UserError(f"checkpoint.folder = {config.checkpoint.folder!r}: workers do not share their memory; give a folder")
     planner = _planner(config, local_workers, most, nodes)
     _check(planner)
+    if node is None or node.node_rank == 0:
+        _check_room(config, planner.first)
     return launch(config, local_workers, Bounds(least, most), node, planner, lambda: _holding(config))
 
 
@@ -166,6 +169,19 @@ def _check(planner: Planner) -> None:
         check_module(planner.config, plan.layout)
 
 
+def _check_room(config: Config, plan: Plan) -> None:
+    """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on it."""
+    from shardwise.checkpoint import checkpoint_folder
+    from shardwise.observe.files import check_room
+    from shardwise.plan.dtypes import BYTES, state_dtype
+
+    check_room(Path(config.run.folder), "run.folder", 0)
+    saved_to = checkpoint_folder(config)
+    if "://" not in saved_to:
+        weights_and_moments = 3 * BYTES[state_dtype(config.train)] * plan.parameters
+        check_room(Path(saved_to), "checkpoint.folder", weights_and_moments)
+
+
 def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None:
     """How many workers each node is to have, as far as the command or the layout say."""
     from shardwise.errors import UserError
@@ -188,6 +204,7 @@ def _be_worker(config: Config, worker: Worker) -> int:
     from shardwise.resilience.stopping import CollectSignals
 
     with CollectSignals() as signals:  # before anything is imported: one rank alone that leaves would keep the others waiting
+        from shardwise.observe import unblocked_output
         from shardwise.resilience.host_link import NoHost
         from shardwise.train.launch import log_to
         from shardwise.train.planner import planner_of_worker
@@ -195,4 +212,8 @@ def _be_worker(config: Config, worker: Worker) -> int:
 
         signals.stop_without_parent()
         log_to(Path(config.run.folder) / "logs" / f"rank-{worker.rank}.log")
-        return run(config, NoHost(worker, planner_of_worker(config, worker).first, signals))
+        plan = planner_of_worker(config, worker).first
+        if worker.rank == 0:
+            _check_room(config, plan)
+        with unblocked_output():
+            return run(config, NoHost(worker, plan, signals))

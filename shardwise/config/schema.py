@@ -249,6 +249,9 @@ class Checkpoint(Section):
     )
     keep: Positive = Field(2, description="newest checkpoints kept")
     keep_every: NonNegative = Field(0, description="also keep, for good, each checkpoint whose step this divides; 0: none")
+    attempts: NonNegative = Field(
+        10, description="saves in a row that fail (a full disk) after which the run stops and says why; 0: it goes on without"
+    )
     background: bool = Field(
         True, description="go on training while a checkpoint is written, after one copy in host memory (`async` is accepted too)"
     )

@@ -5,6 +5,7 @@ from shardwise.observe.devices import mfu, peak_flops
 from shardwise.observe.files import EventsFile, MetricsFile, write_text
 from shardwise.observe.ledger import Ledger
 from shardwise.observe.memory import memory_kind, peak_memory
+from shardwise.observe.output import unblocked_output
 from shardwise.observe.records import from_json, newest, read_events, read_metrics, to_json
 from shardwise.observe.report import render, summarise
 from shardwise.observe.sinks import Sinks, TensorBoardSink, WandbSink, open_sinks
@@ -35,5 +36,6 @@ __all__ = [
     "render",
     "summarise",
     "to_json",
+    "unblocked_output",
     "write_text",
 ]

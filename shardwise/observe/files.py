@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -21,13 +22,17 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from shardwise.errors import UserError
 from shardwise.observe.clock import present_time
+from shardwise.observe.format import format_bytes
 from shardwise.observe.records import Record, read_metrics, to_json
 
 Say = Callable[[str], None]
 """Tells the user something that is no reason to stop."""
 KEPT_BYTES = 16 << 20
 """How much that cannot be written is kept in memory: about twenty thousand steps."""
+PROBE_BYTES = 1 << 20
+"""What must fit into a folder at the start of a run."""
 _BLOCK = 1 << 16
 
 log = logging.getLogger("shardwise")
@@ -80,6 +85,23 @@ def write_text(path: Path, text: str, say: Say = log.warning) -> None:
         beside.replace(path)
     except OSError as error:
         say(f"{path} cannot be written: {_reason(error)}")
+
+
+def check_room(folder: Path, setting: str, needed: int) -> None:
+    """Refuse a folder that cannot be written to now, or where fewer bytes are free than are needed."""
+    probe, way_out = folder / f".room-{os.getpid()}", f"Free space there, or give another {setting}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            probe.write_bytes(bytes(PROBE_BYTES))
+            free = shutil.disk_usage(folder).free
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{setting} = {str(folder)!r}: cannot be written ({_reason(error)}). {way_out}") from None
+    if free < needed:
+        room = f"{format_bytes(free)} are free, and one checkpoint of this model takes {format_bytes(needed)}"
+        raise UserError(f"{setting} = {str(folder)!r}: {room}. {way_out}")
 
 
 class _LineWriter:

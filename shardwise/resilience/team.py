@@ -218,6 +218,7 @@ class Lead:
         faults += [_lost(team, name, self._reached) for name in hosts - reports.keys()]
         present = [reports[name] for name in hosts & reports.keys() if reports[name].generation == team.generation]
         done = [report.done for report in present if report.done is not None]
+        faults = faults or [fault for fault in self.faults[-1:] if fault.generation == team.generation]  # it stays broken
         if faults:
             self._broken(faults, now)
         elif len(done) == len(hosts):
@@ -252,7 +253,7 @@ class Lead:
             )
             self.orders = replace(self.orders, wish="end", status=1, message=message)
         else:
-            self._form(now, first)
+            self._form(now, self.faults[-1])  # as it was when it was noticed: a wait for workers is part of the recovery
 
     def _cause_may_come(self, faults: list[Fault], now: float) -> bool:
         """Whether some host may still say why a peer is gone, or turn out to be lost."""

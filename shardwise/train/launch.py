@@ -7,10 +7,12 @@ it fares. When the run cannot go on, the first real cause is the last thing prin
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import hashlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -20,13 +22,13 @@ from contextlib import closing
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TextIO
 
 from shardwise.checkpoint import checkpoint_folder, checkpoints, step_of
 from shardwise.config import Config, to_toml
 from shardwise.mesh import Node, Worker, worker_environment
 from shardwise.mesh.sockets import LOOPBACK
-from shardwise.observe import EventsFile
+from shardwise.observe import EventsFile, unblocked_output
 from shardwise.resilience.host import Host
 from shardwise.resilience.meeting import MeetingFile
 from shardwise.resilience.other_hosts import Hold, OtherHosts
@@ -37,6 +39,8 @@ from shardwise.train.planner import Planner
 
 log = logging.getLogger("shardwise")
 
+LOG_BYTES = 4 << 20
+"""Of a rank's log, before it begins anew."""
 WORKERS_IMPORT = ("__main__", "shardwise.train.run")
 """What the server has imported before a worker is forked from it."""
 
@@ -76,7 +80,7 @@ def _host(name: str, config: Config, workers: int, lead: Lead | None, others: Ot
         newest_saved=lambda: max(map(step_of, checkpoints(checkpoint_folder(config))), default=None),
         others=others,
     )
-    with closing(events):
+    with closing(events), unblocked_output():
         return host.run()
 
 
@@ -96,21 +100,19 @@ def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connecti
     from shardwise.train.run import last_collective, run
 
     os.environ.update(environment)
-    logging.raiseExceptions = False  # a full disk is told once, not by every line of the log
     log.addHandler(logging.NullHandler())  # until it is known which rank's log this is
     output = Output(Path(config.run.folder) / "logs")
     link = HostLink(pipe, last_collective, output.belongs_to)
     status = 1
     try:
-        status = run(config, link)
+        with unblocked_output():
+            status = run(config, link)
         link.done(status)
         end_compile_workers()
     except BaseException as error:
         log.error("%s", "".join(traceback.format_exception(error)))
         link.failed(error)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status)
 
 
@@ -118,30 +120,45 @@ class Output:
     """Where a worker's output goes: each rank has a log; what ranks other than 0 print goes there too."""
 
     def __init__(self, logs: Path) -> None:
-        logs.mkdir(parents=True, exist_ok=True)
         self._logs = logs
         self._terminal = (os.dup(1), os.dup(2))
-        self._handler: logging.Handler | None = None
+        self._handler: BoundedLog | None = None
 
     def belongs_to(self, worker: Worker) -> None:
         """From now on this process is that rank."""
-        path = self._logs / f"rank-{worker.rank}.log"
-        log_to(path, self._handler)
-        self._handler = log.handlers[-1]
-        target = self._terminal
-        if worker.rank != 0:
-            target = (os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT),) * 2
+        self._handler = log_to(self._logs / f"rank-{worker.rank}.log", self._handler)
+        target = self._terminal if worker.rank == 0 else (self._handler.stream.fileno(),) * 2
         os.dup2(target[0], 1)
         os.dup2(target[1], 2)
-        if worker.rank != 0:
-            os.close(target[0])
-        faulthandler.register(signal.SIGQUIT, file=self._handler.stream, all_threads=True)  # type: ignore[attr-defined]
+        faulthandler.register(signal.SIGQUIT, file=self._handler.stream, all_threads=True)
 
 
-def log_to(path: Path, instead_of: logging.Handler | None = None) -> None:
-    """Keep this worker's log in a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
+class BoundedLog(logging.FileHandler):
+    """A log of at most two files of `LOG_BYTES`: the older half becomes NAME.1.
+
+    The file itself is emptied and not replaced, because what the worker prints and faulthandler's stacks go to it as well.
+    """
+
+    stream: TextIO
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        with contextlib.suppress(OSError):
+            if os.fstat(self.stream.fileno()).st_size > LOG_BYTES:
+                with contextlib.suppress(OSError):
+                    shutil.copyfile(self.baseFilename, f"{self.baseFilename}.1")
+                self.stream.truncate(0)
+
+
+def log_to(path: Path, instead_of: logging.Handler | None = None) -> BoundedLog:
+    """Keep this worker's log in a file; where that cannot be opened, nowhere."""
+    logging.raiseExceptions = False  # a full disk is told once, not by every line of the log
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = BoundedLog(path)
+    except OSError as error:
+        print(f"warning: no log is kept: {path} cannot be written ({error.strerror})", file=sys.stderr)
+        handler = BoundedLog(os.devnull)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     if instead_of is not None:
         log.removeHandler(instead_of)
@@ -149,3 +166,4 @@ def log_to(path: Path, instead_of: logging.Handler | None = None) -> None:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+    return handler

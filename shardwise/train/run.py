@@ -11,17 +11,17 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from shardwise.checkpoint.save import ResumeCheckpoint
+from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.config import Config, to_toml
 from shardwise.data import Dataset, check_vocabulary
-from shardwise.errors import UserError
+from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, abandon, leave, peer_is_gone
 from shardwise.observe import Ledger, present_time
 from shardwise.resilience.copies import Copies
@@ -151,13 +151,15 @@ def _loop(training: Training, reporter: Reporter, link: NoHost, copies: Copies) 
             link.progress("evaluate", training.step)
         loss = held_out_loss(training) if evaluate else None
         reporter.step(done, loss)
-        log.info("step %d: %.6f s, %s", done.step, done.seconds, done.spans)
+        if training.mesh.is_main:
+            log.info("step %d: %.6f s, %s", done.step, done.seconds, done.spans)
         if last or done.stop or done.save or (checkpoint.every and training.step % checkpoint.every == 0):
             if last or done.stop:
                 link.progress("save", training.step)
             save(training, wait=last or done.stop)
             saved_at, saved_time = training.step, time.monotonic()
-        reporter.saves(training.checkpointer.outcomes())
+        reporter.saves(outcomes := training.checkpointer.outcomes())
+        check_saves(training, outcomes)
         if done.stop and not last:
             return _agree_on_end(training, reporter, link.stop_status())
         if evaluate or saved_at == training.step:  # their time and bytes are not the next step's
@@ -169,6 +171,16 @@ def _loop(training: Training, reporter: Reporter, link: NoHost, copies: Copies) 
     prompt = training.config.observe.sample
     reporter.end(sample(training, prompt) if prompt else None)
     return 0
+
+
+def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> None:
+    """Stop a run that cannot save. The main rank does: it hears of every save, and whoever started the ranks ends the others."""
+    failed, attempts = training.checkpointer.failed_in_a_row, training.config.checkpoint.attempts
+    if training.mesh.is_main and outcomes and isinstance(outcomes[-1], SaveFailed) and 0 < attempts <= failed:
+        raise RunFailed(
+            f"{failed} saves in a row failed, so the run stops before more work is at risk "
+            f"(checkpoint.attempts = {attempts}; 0: go on without). The last one: {outcomes[-1].message}"
+        )
 
 
 def _agree_on_end(training: Training, reporter: Reporter, status: int | None) -> int | None:
@@ -188,9 +200,12 @@ def _traced(training: Training, stop_asked: Callable[[], bool], save_due: Callab
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
             with profile(activities=activities) as profiler:
                 done = next(generator, None)
-            folder = Path(training.config.run.folder) / "trace"
-            folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(folder / f"step-{traced_step}-rank-{training.mesh.worker.rank}.json"))
+            path = Path(training.config.run.folder) / "trace" / f"step-{traced_step}-rank-{training.mesh.worker.rank}.json"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                profiler.export_chrome_trace(str(path))
+            except OSError as error:
+                log.warning("no trace of step %d: %s", traced_step, error)
         else:
             done = next(generator, None)
         if done is None:

@@ -21,8 +21,8 @@ from shardwise.checkpoint import checkpoints
 from shardwise.config import Precision
 from shardwise.observe import read_metrics
 
-TOLERANCE: dict[Precision, float] = {"float64": 1e-9, "float32": 1e-5, "float16": 5e-3, "bfloat16": 5e-2}
-"""Largest relative difference of a loss after the layout changed."""
+TOLERANCE: dict[Precision, float] = {"float64": 1e-9, "float16": 5e-3, "bfloat16": 5e-2}
+"""Largest relative difference of a loss after the layout changed; a float32 job is then drilled in float64 (drill.py)."""
 WEIGHT_FACTOR = 10.0
 SHOWN = 3
 

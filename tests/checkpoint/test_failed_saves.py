@@ -21,9 +21,10 @@ from ranks.pool import Pool, RankFailed
 from shardwise.checkpoint import checkpoints, read_manifest, storage
 from shardwise.checkpoint.contents import faults
 from shardwise.checkpoint.save import Saved, SaveFailed
-from shardwise.errors import UserError
+from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker
 from shardwise.train.build import restore, save
+from shardwise.train.run import check_saves
 from shardwise.train.steps import steps
 
 
@@ -258,3 +259,25 @@ def test_the_same_step_saved_again_replaces_the_files_only_once_it_is_whole(
     assert len(after) == 3
     assert after & before.keys() == {"checkpoint.json"}
     read_manifest(folder)
+
+
+def test_a_run_whose_saves_fail_so_many_times_in_a_row_stops_and_says_why(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = job(corpus, run={"folder": str(tmp_path)}, checkpoint={"attempts": 2, "background": False}, train={"steps": 9})
+    training = start(ALONE, tables)
+
+    def save_a_step(fails: bool) -> None:
+        next(generator)
+        with monkeypatch.context() as patch:
+            if fails:
+                patch.setattr(storage._Local, "put", full_disk)
+            save(training, wait=False)
+        check_saves(training, training.checkpointer.outcomes())
+
+    generator = steps(training)
+    for fails in (True, False, True):
+        save_a_step(fails)
+    with pytest.raises(RunFailed, match=r"^2 saves in a row failed.*checkpoint\.attempts = 2.*step 4 .*No space left on device"):
+        save_a_step(fails=True)
+    assert [Path(folder).name for folder in checkpoints(tmp_path / "checkpoints")] == ["step-2"]

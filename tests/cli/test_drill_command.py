@@ -17,10 +17,12 @@ from warm import Command
 
 from shardwise.cli import drill as command
 from shardwise.cli.drill import _drill
+from shardwise.config import from_tables
 from shardwise.errors import UserError
-from shardwise.verify.compare_runs import RunComparison
+from shardwise.plan import state_dtype
+from shardwise.verify.compare_runs import TOLERANCE, RunComparison
 from shardwise.verify.disturbed_run import Baseline
-from shardwise.verify.drill import DrillResult
+from shardwise.verify.drill import DrillResult, _prepared
 
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
@@ -178,3 +180,20 @@ def test_an_interrupted_drill_leaves_nothing_running(
     assert "Traceback" not in errors
     _, left = psutil.wait_procs(children, timeout=10)
     assert left == []
+
+
+@pytest.mark.parametrize(
+    ("precision", "kinds", "drilled_in"),
+    [
+        ("float32", ("kill", "lose"), "float64"),
+        ("float32", ("kill", "hang"), "float32"),
+        ("bfloat16", ("lose",), "bfloat16"),
+    ],
+)
+def test_a_float32_job_that_loses_a_host_is_drilled_in_float64(precision: Any, kinds: Any, drilled_in: str) -> None:
+    config = from_tables({"data": {"source": "text.txt"}, "train": {"precision": precision, "state_dtype": "float32"}})
+    prepared, said = _prepared(config, kinds)
+    assert prepared.train.precision == drilled_in
+    assert state_dtype(prepared.train) == ("float64" if drilled_in == "float64" else "float32")
+    assert ("train.precision" in said) == (drilled_in != precision)
+    assert prepared.train.precision in TOLERANCE or "lose" not in kinds

@@ -325,3 +325,22 @@ def test_wandb_gets_the_job_and_the_records_and_a_resume_continues_its_run(tmp_p
     assert started[0]["project"] == "project"
     assert started[0]["config"] == {"train": {"steps": 7}, "layout": {"zero": 1}}
     assert logged == [(1, {"loss": 0.5}), (2, {"loss": 0.5})]
+
+
+def test_a_folder_without_room_is_refused_at_the_start_with_the_reason(tmp_path, monkeypatch):
+    files.check_room(tmp_path / "run", "run.folder", 1)
+    assert list((tmp_path / "run").iterdir()) == []
+    with pytest.raises(UserError, match=r"checkpoint\.folder = .* are free, and one checkpoint of this model takes 1024 PiB"):
+        files.check_room(tmp_path / "run", "checkpoint.folder", 2**60)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"run\.folder = .*cannot be written \(Not a directory\)"):
+        files.check_room(tmp_path / "file" / "run", "run.folder", 0)
+
+    def full(path, data):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        files.check_room(tmp_path / "run", "run.folder", 0)
+    assert list((tmp_path / "run").iterdir()) == []

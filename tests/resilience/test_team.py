@@ -320,3 +320,20 @@ def test_a_leader_that_was_started_anew_goes_on_after_the_teams_that_its_hosts_k
     orders = decide(lead(2, 2), 0, host("b", 2, generation=5, step=31))
     assert orders.team is not None
     assert (orders.team.generation, orders.team.reached) == (6, 31)
+
+
+@pytest.mark.parametrize("name", ["b", "c"])
+def test_the_wait_for_a_lost_host_is_part_of_the_recovery_from_its_loss(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Whether it was cut off for a while, or started again under another name."""
+    judge, clock = lead(4, 4), [1000.0]
+    monkeypatch.setattr("shardwise.resilience.team.present_time", lambda: clock[0])
+    decide(judge, 0, host("a", 2), host("b", 2))
+    for second in range(1, 101):
+        clock[0] += 1
+        assert decide(judge, second, host("a", 2, generation=1, step=3)).team == judge.orders.team
+    lost_at = 1000.0 + LOST_SECONDS + 1
+    orders = decide(judge, 101, host("a", 2, generation=1, step=3), host(name, 2))
+    assert orders.team is not None
+    assert orders.team.generation == 2
+    assert orders.team.fault == judge.faults[0]
+    assert (orders.team.fault.at, orders.team.formed) == (lost_at, 1100.0)
