@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.config import Recovery
-from shardwise.observe import present_time
+from shardwise.observe import present_time, write_text
 from shardwise.resilience.messages import ReportStacks
 from shardwise.resilience.process import WorkerProcess
 from shardwise.resilience.team import Fault
@@ -58,7 +58,7 @@ def record_hang(hang: Hang, working: Sequence[WorkerProcess], logs: Path, genera
     """Keep in a file what every worker said; the fault that the hang is."""
     path = logs / f"hang-{generation}.txt"
     silence = "does not answer: it is stopped, or stuck in code that holds Python's lock\n"
-    path.write_text("\n".join(f"rank {worker.rank}, step {worker.step + 1}: {worker.stacks or silence}" for worker in working))
+    write_text(path, "\n".join(f"rank {worker.rank}, step {worker.step + 1}: {worker.stacks or silence}" for worker in working))
     silent = [worker for worker in hang.culprits if worker.stacks is None]
     for worker in silent:
         os.kill(worker.pid, signal.SIGQUIT)  # its stacks go to its log, should it be able to

@@ -11,7 +11,6 @@ the messages to other hosts in rendezvous.py and to workers in messages.py, hang
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +26,8 @@ from shardwise.mesh.sockets import LOOPBACK
 from shardwise.resilience import messages
 from shardwise.resilience.hangs import find_hang, record_hang
 from shardwise.resilience.other_hosts import GIVE_UP_SECONDS, OtherHosts
-from shardwise.resilience.process import WorkerProcess, died, peer_gone, write_members
+from shardwise.resilience.process import WorkerProcess, died, fork, peer_gone, write_members
+from shardwise.resilience.server import wake_server
 from shardwise.resilience.stopping import RESUME_ME, CollectSignals, Stopped, cut_short
 from shardwise.resilience.team import LOST_SECONDS, Fault, Lead, Member, Orders, Report, Team
 
@@ -44,6 +44,9 @@ RETRY_SECONDS = 60.0
 """How long a slot rests after two workers in a row did not come up in it."""
 SHUTDOWN_SECONDS = 300.0
 """How long workers may take to save after a signal before they are killed."""
+SERVER_SECONDS = 2.0
+"""How long the server may take to fork a worker, or to tell that one has ended, before it is taken for stopped."""
+
 Start = Callable[[int, Connection], None]
 
 
@@ -70,6 +73,7 @@ class Host:
         self.slots = dict.fromkeys(range(slots), 0.0)
         """Each slot, and until when it rests."""
         self._failed_starts = dict.fromkeys(self.slots, 0)
+        self._server_is_ready = False
         self._processes: dict[int, WorkerProcess] = {}
         self._generation, self._team_since = 0, 0.0
         self._faults: list[Fault] = []
@@ -117,7 +121,7 @@ class Host:
 
     def _listen(self) -> None:
         """Take what workers say, or notice that one of them ended; wait a moment for it."""
-        by_pipe = {process.pipe: process for process in self._processes.values()}
+        by_pipe = {process.pipe: process for process in self._processes.values() if process.hung_up is None}
         sentinels = [process.process.sentinel for process in self._processes.values()]
         for ready in wait([*by_pipe, *sentinels], timeout=TICK_SECONDS):
             if isinstance(ready, Connection) and ready in by_pipe:
@@ -128,7 +132,7 @@ class Host:
             while worker.pipe.poll():
                 self._hear(worker, worker.pipe.recv())
         except (EOFError, OSError):
-            pass
+            worker.hung_up = worker.hung_up or time.monotonic()
 
     def _hear(self, worker: WorkerProcess, message: messages.FromWorker) -> None:
         """Take note of what a worker says."""
@@ -160,7 +164,9 @@ class Host:
         worker.phase, worker.step, worker.changed, worker.asked_for_stacks, worker.stacks = phase, step, now, None, None
 
     def _note_ended_workers(self) -> None:
-        """Take note of workers that ended, and why."""
+        """Take note of workers that ended, and why. The server tells that; if it does not, it was stopped."""
+        if any(worker.hung_up and time.monotonic() - worker.hung_up > SERVER_SECONDS for worker in self._processes.values()):
+            wake_server()
         for worker in [worker for worker in self._processes.values() if not worker.process.is_alive()]:
             self._take(worker)
             worker.pipe.close()
@@ -188,16 +194,18 @@ class Host:
     def _start_missing_workers(self) -> None:
         """A process for every slot that does not rest."""
         for slot in self._usable_slots():
-            if slot not in self._processes and self._statuses.get(slot) is None:
-                self._processes[slot] = self._fork(slot)
+            if slot not in self._processes and self._statuses.get(slot) is None and not self._fork(slot):
+                return  # one at a time: the leader is to be told in between
 
-    def _fork(self, slot: int) -> WorkerProcess:
-        context = multiprocessing.get_context("forkserver")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=self.start, args=(slot, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        return WorkerProcess(slot, process, ours)
+    def _fork(self, slot: int) -> bool:
+        """Start a worker in this slot. The first one waits for the server's imports, no other for long."""
+        seconds = 2 * SERVER_SECONDS if self._server_is_ready else self.recovery.start_seconds
+        worker, fault = fork(slot, self.start, seconds, lambda: bool(self._signals.received))
+        if fault is None:
+            self._processes[slot], self._server_is_ready = worker, True
+        elif not self._signals.received:
+            self._note_failed_start(worker, fault)
+        return fault is None
 
     def _usable_slots(self) -> list[int]:
         now = time.monotonic()
@@ -211,6 +219,7 @@ class Host:
     def _kill_all(self) -> None:
         for worker in self._processes.values():
             worker.process.kill()
+        wake_server()  # it tells that they have ended
         for worker in self._processes.values():
             worker.process.join()
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -19,6 +20,7 @@ from typing import Literal
 from shardwise.config import Recovery
 from shardwise.observe import present_time, write_text
 from shardwise.resilience.messages import FromHost, Phase
+from shardwise.resilience.server import server_pid, start_process
 from shardwise.resilience.team import Fault
 
 
@@ -42,6 +44,8 @@ class WorkerProcess:
     stacks: str | None = None
     """Its answer, once it was asked where it stands."""
     fault: Fault | None = None
+    hung_up: float | None = None
+    """Since when nobody is at the other end of its pipe."""
     discarded: bool = False
 
     @property
@@ -60,6 +64,22 @@ class WorkerProcess:
             return recovery.start_seconds
         step = recovery.hang_seconds or max(60.0, 30.0 * statistics.median(self.seconds))
         return step if self.phase == "step" else max(step, min(10 * step, recovery.start_seconds))
+
+
+def fork(
+    slot: int, start: Callable[[int, Connection], None], seconds: float, given_up: Callable[[], bool]
+) -> tuple[WorkerProcess, Fault | None]:
+    """A new worker, forked from the server; with a fault if the server does not do that within so many seconds."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    worker = WorkerProcess(slot, context.Process(target=start, args=(slot, theirs), daemon=True), ours)
+    started = start_process(worker.process, seconds, given_up)
+    theirs.close()
+    if started:
+        return worker, None
+    ours.close()  # should it be forked yet, it finds nobody to work for, and ends
+    cause = f"the process that workers are forked from (pid {server_pid()}) did not answer for {seconds:.0f} s"
+    return worker, Fault("failed", None, 0, cause, present_time(), 0)
 
 
 def died(worker: WorkerProcess, logs: Path) -> Fault:

@@ -5,14 +5,22 @@ still reads its job. The server has no threads of computation and touches no GPU
 
 A scheduler that ends a job signals this process too, and multiprocessing's resource tracker. Both hold back, from their first
 instruction, the signals that ask a run to stop (stopping.py), and so does whatever is forked, until it lets them through.
+
+It is also the one who hears that a worker has ended. Should someone have stopped it, nothing would be forked and no death be
+noticed, so whoever waits for it in vain lets it go on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
 import signal
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
 
 from shardwise.resilience.stopping import STOP_SIGNALS
 
@@ -27,3 +35,38 @@ def start_server(preload: Sequence[str]) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_process(process: BaseProcess, seconds: float, given_up: Callable[[], bool]) -> bool:
+    """Let the server fork this process; whether it did within so many seconds. Asking it blocks, so a thread does that."""
+    failures: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            process.start()
+        except BaseException as error:
+            failures.append(error)
+
+    asking = threading.Thread(target=start, name="fork", daemon=True)
+    asking.start()
+    deadline, patience = time.monotonic() + seconds, time.monotonic() + seconds / 2
+    while asking.is_alive() and time.monotonic() < deadline and not given_up():
+        asking.join(0.05)
+        if time.monotonic() > patience:
+            wake_server()
+    if failures:
+        raise failures[0]
+    return not asking.is_alive()
+
+
+def wake_server() -> None:
+    """Let the server go on, should it have been stopped."""
+    if (pid := server_pid()) is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def server_pid() -> int | None:
+    """Of the server, if one was started here."""
+    pid: int | None = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    return pid

@@ -24,7 +24,7 @@ from shardwise.resilience.host import Host
 from shardwise.resilience.host_link import HostLink
 from shardwise.resilience.messages import Done, Progress, Waiting
 from shardwise.resilience.process import WorkerProcess
-from shardwise.resilience.server import start_server
+from shardwise.resilience.server import server_pid, start_server
 from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, STOP_SIGNALS
 from shardwise.resilience.team import Bounds, Lead
 
@@ -232,3 +232,28 @@ def test_a_run_that_waits_for_workers_says_so(
     threading.Timer(1.0, lambda: setattr(host.lead, "bounds", Bounds(2, 2))).start()
     assert host.run() == 0
     assert capsys.readouterr().err == "waiting for workers: 2 are there, at least 3 are needed\n"
+
+
+def test_a_server_that_was_stopped_freezes_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can neither tell that a worker has died nor fork another, until it is let go on."""
+    monkeypatch.setattr(host_module, "SERVER_SECONDS", 0.2)
+    (tmp_path / "gone-5").touch()
+    host, events = a_host(tmp_path, {"die": 5})
+
+    def stop() -> None:
+        while not (tmp_path / "log").exists() or len(steps_of(tmp_path, 0)) < 2:
+            time.sleep(0.01)
+        os.kill(server_pid() or 0, signal.SIGSTOP)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert host.run() == 0
+    assert [(event, facts["kind"], facts["rank"]) for event, facts in events] == [("fault", "died", 1)]
+    assert steps_of(tmp_path, 1) == list(range(1, STEPS + 1))
+
+
+def test_a_server_that_does_not_answer_is_named_and_the_host_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.resilience.process.start_process", lambda process, seconds, given_up: False)
+    host, events = a_host(tmp_path, {})
+    with pytest.raises(RunFailed, match=rf"no worker comes up on here: the process .*\(pid {server_pid()}\) did not answer"):
+        host.run()
+    assert [event for event, _ in events].count("slot_rests") == 2
