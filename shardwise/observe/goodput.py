@@ -69,17 +69,43 @@ class _Stretch:
 
     start: float
     end: float
-    key: tuple[int, int, int]
-    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("data", "stragglers", "productive", "other"), 0.0))
-    """Seconds of each part; pauses between the steps are `other`."""
+    until: float
+    """When something happened next, and"""
+    last: float
+    """the last step before which nothing else did."""
+    data: float = 0.0
+    stragglers: float = 0.0
+    productive: float = 0.0
+    other: float = 0.0
+    """Pauses between the steps."""
+
+    def takes(self, begin: float, end: float, number: int) -> bool:
+        """Whether a step follows without anything between."""
+        return end < self.until and number <= self.last and self.start <= begin and self.end <= end
 
     def add(self, begin: float, step: Record) -> None:
         """The next step, which began at `begin`. What it shares with the one before is that one's."""
-        self.parts["other"] += max(0.0, begin - self.end)
-        own = min(1.0, (step["time"] - self.end) / (step["time"] - begin))
-        for part, seconds in _parts(step):
-            self.parts[part] += own * seconds
-        self.end = step["time"]
+        end, whole, spans, latest = step["time"], step["seconds"], step.get("spans", {}), step.get("latest")
+        fetched = spans.get("data", 0.0)
+        # On a GPU a batch is fetched while the device computes; what is hidden there is no wait.
+        data = min(fetched, max(0.0, whole - (sum(spans.values()) - fetched)))
+        behind = 0.0
+        if latest is not None:  # the main rank's own reading is data already
+            behind = min(max(0.0, latest["behind"] - (data if latest["rank"] == 0 else 0.0)), whole - data)
+        own = 1.0
+        if begin >= self.end:
+            self.other += begin - self.end
+        else:
+            own = (end - self.end) / (end - begin)
+        self.data += own * data
+        self.stragglers += own * behind
+        self.productive += own * (whole - data - behind)
+        self.end = end
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part, which add up to the whole."""
+        return {name: getattr(self, name) for name in ("data", "stragglers", "productive", "other")}
 
 
 @dataclass(frozen=True)
@@ -144,24 +170,21 @@ def _stragglers(events: Sequence[Record]) -> list[Record]:
 
 def _stretches(timed: Sequence[_Timed], steps: Iterable[Record]) -> tuple[list[_Stretch], dict[int, float]]:
     """The steps, added up from one time at which something happened to the next; and when those were done that were saved."""
-    times = sorted({edge for at, event in timed for edge in _edges(at, event)})
-    saved: dict[int, float] = dict.fromkeys((event.get("step", -1) for _, event in timed if event["event"] in _SAVES), 0.0)
-    numbers, done = sorted(saved), {}
-    stretches: list[_Stretch] = []
+    times = [*sorted({edge for at, event in timed for edge in _edges(at, event)}), math.inf]
+    saved = {event.get("step", -1) for _, event in timed if event["event"] in _SAVES}
+    numbers: list[float] = [*sorted(saved), math.inf]
+    stretches, done = [_Stretch(0.0, 0.0, -math.inf, 0)], dict[int, float]()
     for step in steps:
-        if not isinstance(step.get("time"), int | float) or step["seconds"] <= 0:
+        end, number = step.get("time"), step["step"]
+        if end is None or (begin := end - step["seconds"]) >= end:
             continue
-        end = step["time"]
-        begin = end - step["seconds"]
-        if begin >= end:  # too short for the clock
-            continue
-        key = (bisect_right(times, begin), bisect_right(times, end), bisect_left(numbers, step["step"]))
-        if not stretches or stretches[-1].key != key or stretches[-1].start > begin or stretches[-1].end > end:
-            stretches.append(_Stretch(begin, begin, key))
+        if not stretches[-1].takes(begin, end, number):
+            until = times[bisect_right(times, begin)]
+            stretches.append(_Stretch(begin, begin, until if end < until else -math.inf, numbers[bisect_left(numbers, number)]))
         stretches[-1].add(begin, step)
-        if step["step"] in saved:
-            done[step["step"]] = end
-    return stretches, done
+        if number in saved:
+            done[number] = end
+    return stretches[1:], done
 
 
 def _edges(at: float, event: Record) -> Iterator[float]:
@@ -255,18 +278,6 @@ def _split(claim: _Claim, seconds: float) -> Iterator[tuple[str, float]]:
         yield claim.part, seconds
     for part, share in claim.shares.items():
         yield part, seconds * share / (claim.end - claim.start)
-
-
-def _parts(step: Record) -> tuple[tuple[str, float], ...]:
-    """A step's time by part."""
-    whole, spans = step["seconds"], step.get("spans", {})
-    # On a GPU a batch is fetched while the device computes; what is hidden there is no wait.
-    busy = math.fsum(value for name, value in spans.items() if name != "data")
-    data = min(spans.get("data", 0.0), max(0.0, whole - busy))
-    latest = step.get("latest") or {"rank": None, "behind": 0.0}
-    behind = latest["behind"] - (data if latest["rank"] == 0 else 0.0)  # the main rank's own reading is data already
-    behind = min(max(0.0, behind), whole - data)
-    return ("data", data), ("stragglers", behind), ("productive", whole - data - behind)
 
 
 def _claims(session: _Session) -> Iterator[_Claim]:

@@ -78,7 +78,7 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
         "accumulation": plan.get("accumulation"),
         "recompute": plan.get("recompute"),
         "cluster_file": plan.get("cluster_file"),
-        "curve": _thinned(run),
+        "curve": _thinned(run.curve),
     }
 
 
@@ -227,10 +227,8 @@ def _advice(advise: Callable[..., Any] | None, saves: Summary, time_used: Summar
     return asdict(advice)
 
 
-def _thinned(run: RunTotals) -> list[list[float]]:
-    """Few enough points of the loss to draw and to read, the first and the last among them."""
-    points, end = run.curve.members, [run.last["step"], run.last["loss"]]
-    points = points if points[-1][0] == end[0] else [*points, end]
+def _thinned(points: list[list[float]]) -> list[list[float]]:
+    """Few enough points to draw and to read, the first and the last among them."""
     if len(points) <= CURVE_POINTS:
         return points
     last = len(points) - 1

@@ -59,6 +59,11 @@ class SteadySteps:
         return self._steady.members or self._warm_up
 
     @property
+    def all_kept(self) -> list[Record]:
+        """Evenly spaced ones of them, and those before."""
+        return [*self._warm_up, *self._steady.members]
+
+    @property
     def count(self) -> int:
         """How many there were."""
         return self._steady.seen or len(self._warm_up)
@@ -74,11 +79,13 @@ class RunTotals:
         self.last: Record = {}
         self.lowest: Record = {"loss": None, "step": None}
         self.peak_memory: float | None = None
-        self.steady, self.like_planned = SteadySteps(), SteadySteps()
-        self.curve: Sample[list[float]] = Sample()
+        self.steady = SteadySteps()
+        self.like_planned = SteadySteps() if planned_since else self.steady
         self.held_out: list[Record] = []
         self.skipped: list[int] = []
-        self.collectives: dict[str, dict[str, int]] = {}
+        self._collectives: dict[str, dict[str, int]] = {}
+        self._repeated: dict[str, dict[str, int]] = {}
+        self._times = 0
         self.last_with_experts: Record = {}
         self.worst_with_experts: Record = {}
 
@@ -106,11 +113,10 @@ class RunTotals:
         if memory is not None and (self.peak_memory is None or memory > self.peak_memory):
             self.peak_memory = memory
         self.steady.add(step)
-        if step["step"] > self._since:
+        if self._since and step["step"] > self._since:
             self.like_planned.add(step)
-        self.curve.add([step["step"], loss])
         self._take_rare(step)
-        self._add_collectives(step.get("collectives", {}))
+        self._take_collectives(step.get("collectives", {}))
 
     def _take_rare(self, step: Record) -> None:
         """What only some steps have."""
@@ -123,8 +129,25 @@ class RunTotals:
             if not worst or step["expert_imbalance"] > worst["expert_imbalance"]:
                 self.worst_with_experts = step
 
-    def _add_collectives(self, collectives: dict[str, dict[str, int]]) -> None:
-        for key, counts in collectives.items():
-            total = self.collectives.setdefault(key, {"count": 0, "bytes": 0})
-            total["count"] += counts["count"]
-            total["bytes"] += counts["bytes"]
+    @property
+    def collectives(self) -> dict[str, dict[str, int]]:
+        """Calls and bytes of all steps together, by kind and axis."""
+        self._take_collectives({})
+        return self._collectives
+
+    def _take_collectives(self, collectives: dict[str, dict[str, int]]) -> None:
+        """Most steps do as the one before: how often is counted, and multiplied when another comes."""
+        if collectives == self._repeated:
+            self._times += 1
+            return
+        for key, counts in self._repeated.items():
+            total = self._collectives.setdefault(key, {"count": 0, "bytes": 0})
+            total["count"] += self._times * counts["count"]
+            total["bytes"] += self._times * counts["bytes"]
+        self._repeated, self._times = collectives, 1
+
+    @property
+    def curve(self) -> list[list[float]]:
+        """Step and loss of evenly spaced steps, the first and the last among them."""
+        points = [[step["step"], step["loss"]] for step in self.steady.all_kept]
+        return points if points[-1][0] == self.last["step"] else [*points, [self.last["step"], self.last["loss"]]]

@@ -33,7 +33,7 @@ def test_a_float_reads_back_to_the_same_bits(value):
 def test_floats_round_trip_through_the_file_and_numbers_that_json_lacks_stay_strict_json(tmp_path):
     values = [0.1, 1 / 3, 2.0**-1074, 1e308, -0.0, math.pi, math.inf, -math.inf, math.nan]
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.write({"step": 1, "values": {str(i): value for i, value in enumerate(values)}})
+    file.write({"step": 1, "expert_load": values})
     file.close()
 
     def refuse(name: str) -> None:
@@ -41,7 +41,7 @@ def test_floats_round_trip_through_the_file_and_numbers_that_json_lacks_stay_str
 
     json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
     (record,) = read_metrics(tmp_path)
-    back = list(record["values"].values())
+    back = record["expert_load"]
     assert [bits(value) for value in back[:-1]] == [bits(value) for value in values[:-1]]
     assert math.isnan(back[-1])
 
@@ -97,6 +97,7 @@ DAMAGE = {
     "a flipped bit in a name": (b'"step": 4', b'"stdp": 4'),
     "a flipped bit in a quote": (b'{"step": 4', b'{*step": 4'),
     "a number that became text": (b'"seconds": 0.5}\n{"step": 5', b'"seconds": "x"}\n{"step": 5'),
+    "a number that is none": (b'"step": 4', b'"step": 4.5'),
     "a byte that is no text": (b'"step": 4', b'"st\xffp": 4'),
     "brackets without an end": (b'{"step": 4', b"[" * 100_000 + b'{"step": 4'),
 }
