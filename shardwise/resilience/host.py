@@ -96,8 +96,13 @@ class Host:
             try:
                 return self._run()
             except Stopped as stopped:
+                self._tell_other_hosts(Orders("end", self._orders.team, RESUME_ME))
                 print(stopped, file=sys.stderr)
                 return stopped.status
+            except UserError as error:
+                if self._orders.wish != "end" and not (self.others and self.others.lost_lead()):
+                    self._tell_other_hosts(Orders("end", self._orders.team, error.status, str(error)))
+                raise
             finally:
                 self._kill_all()
 
@@ -377,12 +382,12 @@ class Host:
         return cut_short(cause, self._newest_saved(), self._step > 0, self._signals.status or RESUME_ME)
 
     def _tell_other_hosts(self, orders: Orders) -> None:
-        """Answer until every host of the team has called once more, or does not call any more."""
+        """Answer until every host has called once more, or does not call any more."""
         rendezvous = self.others.rendezvous if self.others else None
-        if rendezvous is None or orders.team is None:
+        if rendezvous is None or self.lead is None:
             return
         rendezvous.tell(orders)
-        others = {member.host for member in orders.team.members} - {self.name}
+        others = self.lead.hosts() - {self.name}
         deadline = time.monotonic() + LAST_CALL_SECONDS
         while not rendezvous.all_know(others) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS)

@@ -95,10 +95,14 @@ class OtherHosts:
 
     def check_lead(self) -> None:
         """Give the sign of life of a leader; if another host has taken over, this one must end."""
-        if not self._meeting.still_leads():
+        if self.lost_lead():
             raise RunFailed(
                 "another host leads this run now: this one gave no sign of life for too long. Start it again to take part."
             )
+
+    def lost_lead(self) -> bool:
+        """Whether another host has taken over."""
+        return not self._meeting.still_leads()
 
     def silence(self) -> float:
         """Seconds since a leader answered."""

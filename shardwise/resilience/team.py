@@ -198,6 +198,10 @@ class Lead:
         self._awaited.pop(report.host, None)
         self._reached = max(self._reached, report.step)
 
+    def hosts(self) -> set[str]:
+        """Those that were heard of lately."""
+        return set(self._reports)
+
     def decide(self, now: float) -> Orders:
         """The orders for everybody, given what was heard."""
         self._awaited = {host: until for host, until in self._awaited.items() if now < until}

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from pretend import STEPS, plan_for, work
@@ -26,7 +27,7 @@ from shardwise.resilience.messages import Done, Progress, Waiting
 from shardwise.resilience.process import WorkerProcess
 from shardwise.resilience.server import server_pid, start_server
 from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, STOP_SIGNALS
-from shardwise.resilience.team import Bounds, Lead
+from shardwise.resilience.team import Bounds, Lead, Orders, Report
 
 pytestmark = pytest.mark.usefixtures("signals_as_before")  # a host leaves them ignored: its process is about to end
 Events = list[tuple[str, dict[str, Any]]]
@@ -257,3 +258,38 @@ def test_a_server_that_does_not_answer_is_named_and_the_host_goes_on(tmp_path: P
     with pytest.raises(RunFailed, match=rf"no worker comes up on here: the process .*\(pid {server_pid()}\) did not answer"):
         host.run()
     assert [event for event, _ in events].count("slot_rests") == 2
+
+
+class PretendedRendezvous:
+    """Another host that calls, and what it was told."""
+
+    def __init__(self, when_called: Callable[[], None]) -> None:
+        self.told: list[Orders] = []
+        self._when_called = when_called
+
+    def new_reports(self) -> list[tuple[Report, float]]:
+        self._when_called()
+        return [(Report("there", "10.0.0.2", (0, 1)), time.monotonic())]
+
+    def tell(self, orders: Orders) -> None:
+        self.told.append(orders)
+
+    def all_know(self, hosts: set[str]) -> bool:
+        return hosts == {"there"}
+
+
+@pytest.mark.parametrize("why", ["a signal", "no worker"])
+def test_a_leader_that_ends_before_training_has_begun_tells_the_other_hosts(tmp_path: Path, why: str) -> None:
+    host, _ = a_host(tmp_path, {})
+    stop = partial(os.kill, os.getpid(), signal.SIGTERM) if why == "a signal" else list
+    others = PretendedRendezvous(stop)
+    host.others = cast(Any, SimpleNamespace(rendezvous=others, check_lead=lambda: None, lost_lead=lambda: False))
+    if why == "a signal":
+        assert host.run() == RESUME_ME
+        assert (others.told[-1].wish, others.told[-1].status, others.told[-1].message) == ("end", RESUME_ME, "")
+    else:
+        host.start = partial(_cannot_start, "user")
+        with pytest.raises(UserError):
+            host.run()
+        assert (others.told[-1].wish, others.told[-1].status) == ("end", UserError.status)
+        assert "the data is gone" in others.told[-1].message
