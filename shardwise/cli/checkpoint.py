@@ -266,7 +266,7 @@ def _size(bytes: int | None) -> str:
 
 
 def _print_json(content: dict[str, Any]) -> None:
-    from shardwise.observe.files import to_json
+    from shardwise.observe.records import to_json
 
     print(to_json(content))
 

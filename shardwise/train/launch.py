@@ -127,10 +127,10 @@ class Output:
     def belongs_to(self, worker: Worker) -> None:
         """From now on this process is that rank."""
         self._handler = log_to(self._logs / f"rank-{worker.rank}.log", self._handler)
-        target = self._terminal if worker.rank == 0 else (self._handler.stream.fileno(),) * 2
+        target = self._terminal if worker.rank == 0 else (self._handler.file.fileno(),) * 2
         os.dup2(target[0], 1)
         os.dup2(target[1], 2)
-        faulthandler.register(signal.SIGQUIT, file=self._handler.stream, all_threads=True)
+        faulthandler.register(signal.SIGQUIT, file=self._handler.file, all_threads=True)
 
 
 class BoundedLog(logging.FileHandler):
@@ -139,15 +139,18 @@ class BoundedLog(logging.FileHandler):
     The file itself is emptied and not replaced, because what the worker prints and faulthandler's stacks go to it as well.
     """
 
-    stream: TextIO
-
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
         with contextlib.suppress(OSError):
-            if os.fstat(self.stream.fileno()).st_size > LOG_BYTES:
+            if os.fstat(self.file.fileno()).st_size > LOG_BYTES:
                 with contextlib.suppress(OSError):
                     shutil.copyfile(self.baseFilename, f"{self.baseFilename}.1")
-                self.stream.truncate(0)
+                self.file.truncate(0)
+
+    @property
+    def file(self) -> TextIO:
+        assert self.stream is not None, "it is opened at once and never again"
+        return self.stream
 
 
 def log_to(path: Path, instead_of: logging.Handler | None = None) -> BoundedLog:

@@ -32,7 +32,7 @@ def test_a_log_is_two_files_at_most_and_all_that_write_to_it_go_on(
         log.info("step %d", step)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rank-0.log", "rank-0.log.1"]
     assert all(file.stat().st_size < 5200 for file in tmp_path.iterdir())
-    faulthandler.dump_traceback(file=handler.stream)
+    faulthandler.dump_traceback(file=handler.file)
     log.info("the last")
     kept = (tmp_path / "rank-0.log.1").read_text() + path.read_text()
     assert "step 999" in kept
