@@ -135,7 +135,7 @@ def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, dict[str, 
     """The job as the drill runs it, and what of that is worth saying.
 
     To lose a host changes the layout, and with it the order of sums. In float32 training makes the roundings grow until they look
-    like a fault; in float64 they stay a million times below the tolerance. So a float32 job is then drilled in float64.
+    like a fault (1.4e-3 of a loss was seen); in float64 the same growth ends hundreds of times below the tolerance.
     """
     checkpoint: dict[str, Any] = {}
     if not config.checkpoint.every:
