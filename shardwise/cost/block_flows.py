@@ -36,10 +36,8 @@ def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
     yield calls("reduce_scatter", "tensor", "forward", passes, rank.activations)
     yield calls("all_gather", "tensor", "backward", passes + gathers, rank.activations)
     yield calls("reduce_scatter", "tensor", "backward", passes + sums, rank.activations)
-    embedded = np.where(rank.engine.single, rank.activations // rank.computed * rank.stored, rank.activations)
     for kind in ("all_gather", "reduce_scatter"):  # of the embedding and of the head; one in forward, the other in backward
-        yield calls(kind, "tensor", "ends", m, embedded)
-        yield calls(kind, "tensor", "ends", m * rank.head, rank.activations)
+        yield calls(kind, "tensor", "ends", m + m * rank.head, rank.activations)
 
 
 def loss_flows(rank: FirstRank) -> Iterator[Flow]:

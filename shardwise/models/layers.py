@@ -7,15 +7,22 @@ The cost is one read of the weight and one write of its half-size copy a forward
 parameters and 32k tokens; torch.compile fuses it where it can, and it is a no-op when the weights arrive already cast, as
 they do from FSDP2.
 
-Norms take their statistics in float32 inside torch's kernels whatever the input dtype is.
+Norms take their statistics in float32 inside torch's kernels whatever the input dtype is, and matmuls add up in float32 before
+they round. A lookup does not: the gradient of an embedding is a sum over all places where a token occurs, and torch makes it in
+the dtype of the weights. In bfloat16 such a sum stands still once it is 256 times its next summand, which is where frequent
+tokens are. So `lookup` has a backward of its own that sums in float32 and rounds once.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import Model
+from shardwise.models.dtypes import wide
 
 
 class Linear(nn.Linear):
@@ -24,6 +31,39 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` whose vectors have the computing dtype, and whose gradient is summed in float32 or better."""
+
+    compute_dtype: torch.dtype | None = None
+    """dtype of the vectors; None: that of the weights."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return lookup(ids, self.weight, self.compute_dtype, self.padding_idx)
+
+
+def lookup(ids: Tensor, weight: Tensor, dtype: torch.dtype | None = None, padding: int | None = None) -> Tensor:
+    """Rows of a weight (rows, hidden), in that dtype or the weight's own: ids of any shape to (*shape, hidden). The row `padding`
+    gets no gradient."""
+    vectors: Tensor = _Lookup.apply(weight, ids, dtype or weight.dtype, padding)  # type: ignore[no-untyped-call]
+    return vectors
+
+
+class _Lookup(torch.autograd.Function):
+    """Forward: a gather and a cast. Backward: gradients of equal ids summed in the wide dtype, then cast to the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, dtype: torch.dtype, padding: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.dtype, ctx.padding = weight.shape[0], weight.dtype, -1 if padding is None else padding
+        return F.embedding(ids, weight).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (ids,) = ctx.saved_tensors
+        summed = torch.ops.aten.embedding_dense_backward(gradient.to(wide(gradient.dtype)), ids, ctx.rows, ctx.padding, False)
+        return summed.to(ctx.dtype), None, None, None
 
 
 class RMSNorm(nn.RMSNorm):

@@ -12,7 +12,8 @@ which translates; a wrapper around it would change the names of the parameters.
 Mixed precision: shardwise's layers follow the dtype of their input, those of others do not. So in bfloat16 and float16 a module
 runs under torch's autocast, whether its weights are float32 masters (one device, zero = 0) or come cast from FSDP2. What
 `nn.Embedding` looks up is cast as in the transformer, since autocast would leave the residual stream in float32 in one case and
-not in the other, and a layout would round differently from one device.
+not in the other, and a layout would round differently from one device. A plain `nn.Embedding` becomes the transformer's kind,
+which sums its gradient in float32 (models/layers.py); one with options of its own keeps torch's sum.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from shardwise.config import Model
 from shardwise.errors import UserError
 from shardwise.models.dtypes import wide
+from shardwise.models.layers import Embedding
 
 OPTIONAL = ("documents", "positions", "logits_at")
 """Arguments that a module's forward may have or lack."""
@@ -133,10 +135,17 @@ def adapt(module: nn.Module, dtype: torch.dtype) -> None:
 
     if dtype in MIXED:
         for part in module.modules():
-            if isinstance(part, nn.Embedding):
+            if _is_plain(part):
+                part.__class__ = Embedding
+            elif isinstance(part, nn.Embedding):
                 part.register_forward_hook(lambda _, inputs, output: output.to(dtype))
     own = {"forward": forward, "_own_forward": kind.forward, "__module__": kind.__module__}
     module.__class__ = type(kind.__name__, (kind,), own)
+
+
+def _is_plain(part: nn.Module) -> bool:
+    """An embedding without behaviour of its own."""
+    return type(part) is nn.Embedding and part.max_norm is None and not part.scale_grad_by_freq and not part.sparse
 
 
 def _mixed(device_type: str, dtype: torch.dtype) -> AbstractContextManager[Any]:

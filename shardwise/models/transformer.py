@@ -12,7 +12,7 @@ Everything that needs a parameter happens inside `forward`, the loss and the log
 data parallelism (DDP's gradient hooks, FSDP2's gathering of sharded weights) act around `forward` and nowhere else. With
 targets it returns the summed loss and the full logits never exist (models/loss.py).
 
-Mixed precision: the embedding's output is cast to `compute_dtype`; every later layer follows its input (models/layers.py).
+Mixed precision: embeddings give vectors in their `compute_dtype`; every later layer follows its input (models/layers.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardwise.config import Model
 from shardwise.models.attention import Attention, DocumentMask
 from shardwise.models.experts import MixtureOfExperts
-from shardwise.models.layers import make_feed_forward, make_norm
+from shardwise.models.layers import Embedding, make_feed_forward, make_norm
 from shardwise.models.loss import linear_cross_entropy
 from shardwise.models.rotary import Angles, Rotary
 from shardwise.plan.sharding import Sharding, transformer_sharding
@@ -79,10 +79,8 @@ class Transformer(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.config = config
-        self.compute_dtype: torch.dtype | None = None
-        """dtype of the activations; None: that of the weights."""
-        self.embedding: nn.Embedding | None = nn.Embedding(config.vocabulary, config.hidden)
-        self.positions = nn.Embedding(config.max_positions, config.hidden) if config.positions == "learned" else None
+        self.embedding: Embedding | None = Embedding(config.vocabulary, config.hidden)
+        self.positions = Embedding(config.max_positions, config.hidden) if config.positions == "learned" else None
         self.rotary = Rotary(config) if config.positions == "rotary" else None
         self.mask = DocumentMask()
         self.blocks: nn.Module = nn.ModuleList(Block(config) for _ in range(config.layers))
@@ -133,9 +131,7 @@ class Transformer(nn.Module):
     def _embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None
         x: Tensor = self.embedding(inputs)
-        if self.positions is not None:
-            x = x + self.positions(positions)
-        return x.to(self.compute_dtype or x.dtype)
+        return x if self.positions is None else x + self.positions(positions)
 
     @property
     def sharding(self) -> Sharding:

@@ -20,6 +20,7 @@ from shardwise.comm import Comm
 from shardwise.config import Config, Layout, sequence_multiple
 from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise
 from shardwise.models.dtypes import DTYPES
+from shardwise.models.layers import Embedding
 from shardwise.optim import local
 from shardwise.parallel.context import own_positions, split_over_context
 from shardwise.parallel.data import DataParallel, SingleDevice, replicate, shard
@@ -63,9 +64,9 @@ def build_plain(config: Config) -> nn.Module:
         model.to(DTYPES[state_dtype(train)])
     if config.model.module is not None:
         adapt(model, DTYPES[train.precision])
-    else:
-        assert isinstance(model, Transformer)
-        model.compute_dtype = DTYPES[train.precision]
+    for module in model.modules():
+        if isinstance(module, Embedding):
+            module.compute_dtype = DTYPES[train.precision]
     return model
 
 

@@ -35,6 +35,7 @@ from shardwise.comm import Comm
 from shardwise.comm.autograd import collect, eager, gather, scatter_sum
 from shardwise.errors import UserError
 from shardwise.models import Sharding, VocabularyPart, linear_cross_entropy
+from shardwise.models.layers import lookup
 from shardwise.optim import local
 from shardwise.parallel.modules import ParallelModule, Share, make_parallel
 from shardwise.plan.chunks import largest_part
@@ -255,7 +256,8 @@ class Vocabulary(ParallelModule):
         rows = ids - first
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
         weight = weight if weight.shape[0] else F.pad(weight, (0, 0, 0, 1))  # a device may have no rows
-        vectors = F.embedding(rows.masked_fill(elsewhere, 0), weight)  # (batch, sequence, hidden)
+        dtype = getattr(self, "compute_dtype", None)  # which a user's own kind of embedding does not have
+        vectors = lookup(rows.masked_fill(elsewhere, 0), weight, dtype)  # (batch, sequence, hidden)
         return scatter_sum(vectors.masked_fill(elsewhere.unsqueeze(-1), 0), self.parallel_share.comm, AXIS, SEQUENCE)
 
     def describe_share(self) -> str:
