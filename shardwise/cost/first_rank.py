@@ -12,7 +12,7 @@ from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes
 from shardwise.cost.space import RECOMPUTE, Array, Bools, Ints, Space, Work, distinct, take
 from shardwise.cost.stack import Stack
 from shardwise.cost.stages import Cut, cut
-from shardwise.plan.dtypes import BYTES, wide
+from shardwise.plan.dtypes import BYTES, computes_wide, wide
 from shardwise.plan.engine import Engine, compiles_blocks, engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.parameters import parameter_shapes
@@ -121,6 +121,11 @@ class FirstRank:
         return sizes(self.work.model, self.space.tensor, self.shards)
 
     @property
+    def block(self) -> Ints:
+        """Numbers in the unit of a block."""
+        return self.sizes.block if self.stack.wide_routers else self.sizes.block + self.sizes.router
+
+    @property
     def computed(self) -> int:
         """Bytes of a computed number."""
         return value_bytes(self.work)
@@ -158,6 +163,8 @@ class Sizes:
     """Numbers in the units of rank 0 before they are sharded, rows padded until they divide; and what it has of whole weights."""
 
     block: Ints
+    """Without its experts, and without its router."""
+    router: Ints
     embedding: Ints
     positions: Ints
     norm: Ints
@@ -172,19 +179,19 @@ def sizes(model: Model, tensor: Ints, shards: Ints) -> Sizes:
     """For each pair of a tensor degree and a number of shards, of which there are few."""
     first, index = distinct([tensor, shards])
     pairs = zip(tensor[first].tolist(), shards[first].tolist(), strict=True)
-    table = np.asarray([_sizes_of(model, *pair) for pair in pairs], dtype=np.int64).reshape(-1, 8)[index]  # (candidates, 8)
+    table = np.asarray([_sizes_of(model, *pair) for pair in pairs], dtype=np.int64).reshape(-1, 9)[index]  # (candidates, 9)
     return Sizes(*table.T)
 
 
 @lru_cache(maxsize=65536)
 def _sizes_of(model: Model, tensor: int, shards: int) -> tuple[int, ...]:
-    parts = dict.fromkeys(("block", "embedding", "positions", "norm", "head"), 0)
+    parts = dict.fromkeys(("block", "router", "embedding", "positions", "norm", "head"), 0)
     whole = dict(parts)
     for name, shape in parameter_shapes(model.model_copy(update={"layers": 1})).items():
         if ".experts." in name:
             continue
         part, dim = "block" if name.startswith("blocks.") else name.partition(".")[0], split_dim(name, model, tensor)
         own = sliced(shape, dim, tensor, shards)
-        parts[part] += int(own.gathered)
+        parts["router" if computes_wide(name) else part] += int(own.gathered)
         whole[part] += 0 if dim is not None else int(own.shard)
     return (*parts.values(), whole["block"], whole["positions"], whole["norm"])

@@ -27,7 +27,7 @@ from shardwise.cost.space import Array, Space, Work, concatenate, distinct, take
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
-from shardwise.plan.dtypes import BYTES
+from shardwise.plan.dtypes import BYTES, wide
 from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.schedule import SCHEDULES
@@ -89,7 +89,8 @@ def _parts(model: Model, layouts: Space) -> dict[str, Part]:
 
     def part(name: str) -> Part:
         parts = [getattr(way, name) for way in ways]
-        table = np.asarray([(part.whole, part.shard, part.gathered) for part in parts]).reshape(-1, 3)[index]  # (layouts, 3)
+        rows = [(part.whole, part.shard, part.gathered, part.wide) for part in parts]
+        table = np.asarray(rows).reshape(-1, 4)[index]  # (layouts, 4)
         return Part(*table.T)
 
     return {field.name: part(field.name) for field in fields(Parts)}
@@ -209,7 +210,8 @@ def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) 
     if not stack.one_copy:
         return _two_copies(space, stack, engine, held, stored)
     whole = engine.keeps_whole_gradients(space.accumulation) | (space.zero == 1) & stack.keeps_gradients
-    weights = stored * held.shard + np.where(engine.keeps_gathered, computed * held.gathered, 0.0)
+    wider = BYTES[wide(work.precision)] - computed if stack.wide_routers else 0.0
+    weights = stored * held.shard + np.where(engine.keeps_gathered, computed * held.gathered + wider * held.wide, 0.0)
     gradients = np.where(whole, reduced * held.whole, stored * held.shard)
     return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard}
 

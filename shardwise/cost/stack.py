@@ -64,6 +64,8 @@ class Stack:
     """Unsharded gradients are summed in the buckets of torch's DistributedDataParallel; else block by block."""
     whole_experts: bool = False
     """Shards of experts are whole experts, padded until they divide (FSDP2); else equal parts of all."""
+    wide_routers: bool = False
+    """Routers of experts are computed with in the dtype of sums, and gathered by themselves; else as the rest of their block."""
     fragmentation: float = 1.0
     """Memory reserved over memory allocated."""
     overlap_sends: float = 1.0
@@ -112,6 +114,7 @@ SHARDWISE = Stack(
     selective_repeats=1.0,
     buckets=True,
     whole_experts=True,
+    wide_routers=True,
 )
 """Kernels as a profile of one step counts them (benchmarks/planner_gpu.py): 240 for a block, forward and backward. Starts and
 gaps from steps of gpt2, which the host holds up, and of qwen3-0.6b and 4b, which take 1.5 to 2.5 us a kernel longer than

@@ -1,6 +1,6 @@
 """What the data axes move: weights gathered and gradients summed, unit by unit.
 
-A unit is what FSDP2 gathers at once (parallel/data.py): a block, the experts of a block, the embedding, and a root with all that
+A unit is what FSDP2 gathers at once (parallel/data.py): a block, its experts, its router, the embedding, and a root with all that
 remains of a stage. The root stays gathered from forward to backward, so it is gathered once where others are gathered twice. With
 P numbers in the units, R of them in the root, c and r bytes of a weight and a gradient on the wire, m micro-batches:
 
@@ -36,6 +36,7 @@ FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes of gradients that torch's DistributedDataParallel sums at once."""
 Units = tuple[Any, Any]
 """How many units, and the numbers in all of them."""
+NOTHING: Units = (0.0, 0.0)
 
 
 def weight_flows(rank: FirstRank) -> Iterator[Flow]:
@@ -45,15 +46,16 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
     apart = (space.pipeline > 1) | (not model.tied)  # the embedding is a unit by itself
     positions, head = (1 if model.positions == "learned" else 0), rank.head.astype(np.int64)
     own_head = sizes.embedding if model.tied else sizes.head
-    blocks = rank.cut.first, rank.cut.first * sizes.block
+    blocks = rank.cut.first, rank.cut.first * rank.block
     embedding = apart * 1.0, np.where(apart, sizes.embedding, 0.0)
     root = (
         np.where(space.pipeline == 1, 1.0, positions + head),
         sizes.positions + head * (sizes.norm + np.where(apart, own_head, sizes.embedding)),
     )
-    yield from _sharded(rank, SHARDS, rank.shards, sharded, blocks, embedding, root)
+    yield from _sharded(rank, SHARDS, rank.shards, sharded, rank.gathered, blocks, embedding, root)
     if model.experts:
         yield from _experts(rank, sharded)
+        yield from _routers(rank, sharded)
     buckets, whole = _buckets(model, rank.stored)
     yield units("all_reduce", COPIES, "once", rank.plain, (buckets, whole), rank.stack.reduce_bytes / SHARDWISE.reduce_bytes)
 
@@ -64,7 +66,7 @@ def gathered_ahead(rank: FirstRank) -> Iterator[Flow]:
     where = np.flatnonzero((rank.shards > 1) & (space.pipeline > 1) & has_schedule(space, ("interleaved",)))
     blocks = np.zeros(len(space))
     blocks[where] = gathered_in_vain(rank.work, space.take(where), rank.stack)
-    yield calls("all_gather", SHARDS, "once", blocks, rank.sizes.block * rank.gathered if len(where) else 0.0)
+    yield calls("all_gather", SHARDS, "once", blocks, rank.block * rank.gathered if len(where) else 0.0)
 
 
 def _experts(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
@@ -74,14 +76,27 @@ def _experts(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
     if rank.stack.whole_experts:
         own = -(-own // rank.expert_shards) * rank.expert_shards
     size = rank.cut.first * own * 3 * model.expert_width * model.hidden
-    nothing = np.zeros_like(size), np.zeros_like(size)
-    yield from _sharded(rank, EXPERT_SHARDS, rank.expert_shards, sharded, (rank.cut.first, size), nothing, nothing)
+    yield from _sharded(rank, EXPERT_SHARDS, rank.expert_shards, sharded, rank.gathered, (rank.cut.first, size))
+
+
+def _routers(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
+    """Gathered in the dtype of sums, so that no score is rounded."""
+    if rank.stack.wide_routers:
+        routers = rank.cut.first, rank.cut.first * rank.sizes.router
+        yield from _sharded(rank, SHARDS, rank.shards, sharded, rank.wide, routers)
 
 
 def _sharded(
-    rank: FirstRank, axis: str, shards: Ints, here: Bools, blocks: Units, embedding: Units, root: Units
+    rank: FirstRank,
+    axis: str,
+    shards: Ints,
+    here: Bools,
+    width: float,
+    blocks: Units,
+    embedding: Units = NOTHING,
+    root: Units = NOTHING,
 ) -> Iterator[Flow]:
-    """Units that are sharded over this axis, where they are `here`."""
+    """Units that are sharded over this axis, where they are `here`, and gathered in so many bytes a weight."""
     space, stack, several = rank.space, rank.stack, here & (shards > 1)
     ends = embedding[0] + root[0], embedding[1] + root[1]
     twice = embedding[0] + ends[0], embedding[1] + ends[1]
@@ -89,13 +104,13 @@ def _sharded(
     three = (rank.engine.zero == 3) & ~rank.engine.splits_backward
     at_end = rank.engine.splits_backward | ((rank.engine.zero == 1) & (not stack.reduce_each))
     each_gather, each_sum = space.accumulation * (several & three), space.accumulation * (several & ~at_end)
-    yield units("all_gather", axis, "forward", each_gather, blocks, rank.gathered)
-    yield units("all_gather", axis, "backward", each_gather, blocks, rank.gathered)
-    yield units("all_gather", axis, "ends", each_gather, twice, rank.gathered)
+    yield units("all_gather", axis, "forward", each_gather, blocks, width)
+    yield units("all_gather", axis, "backward", each_gather, blocks, width)
+    yield units("all_gather", axis, "ends", each_gather, twice, width)
     yield units("reduce_scatter", axis, "backward", each_sum, blocks, rank.reduced)
     yield units("reduce_scatter", axis, "ends", each_sum, ends, rank.reduced)
     weights = max(stack.gathers_after, 1) * everything[0], everything[1]  # gathered one by one, where a program does that
-    yield units("all_gather", axis, "step" if stack.gathers_after else "once", several & ~three, weights, rank.gathered)
+    yield units("all_gather", axis, "step" if stack.gathers_after else "once", several & ~three, weights, width)
     yield units("reduce_scatter", axis, "once", several & at_end, everything, rank.reduced)
     among_copies = here & (rank.engine.zero == 0) & (space.replica * devices(axis, space) > 1)
     yield units("all_reduce", f"replica x {axis}", "once", among_copies, everything, rank.reduced)

@@ -10,7 +10,8 @@ loop over the experts (Gale et al. 2022, MegaBlocks). Beside the experts' arithm
 tokens × experts_per_token rows, and as many in backward. Sorting and unsorting are gathers by a permutation in both directions,
 so no sum depends on the order in which threads arrive.
 
-The router computes in float32 or better whatever flows through the model: a rounded score would send tokens elsewhere.
+The router computes in float32 or better whatever flows through the model, with weights that no layout rounds
+(parallel/data.py): a rounded score would send tokens elsewhere.
 
 Left alone, a router comes to prefer few experts. Three remedies, which may be mixed:
 

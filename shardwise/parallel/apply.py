@@ -20,6 +20,7 @@ from shardwise.comm import Comm
 from shardwise.config import Config, Layout, sequence_multiple
 from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise
 from shardwise.models.dtypes import DTYPES
+from shardwise.models.experts import Router
 from shardwise.models.layers import Embedding
 from shardwise.optim import local
 from shardwise.parallel.context import own_positions, split_over_context
@@ -137,7 +138,8 @@ def _on_data_axes(config: Config, model: nn.Module, table: Sharding, comm: Comm)
         materialise(model, table, comm.device, train.seed)
         return SingleDevice(model) if engine.single else replicate(model, comm)
     compute, reduce = DTYPES[train.precision], DTYPES[reduce_dtype(train)]
-    sharded = shard(model, _units(model, table), expert_modules(model, table), comm, compute, reduce, engine)
+    routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]
+    sharded = shard(model, _units(model, table), routers, expert_modules(model, table), comm, compute, reduce, engine)
     materialise(model, table, torch.device("cpu") if layout.offload else comm.device, train.seed, comm.device)
     return sharded
 

@@ -12,9 +12,10 @@ the root unit, and m micro-batches a step:
 | 3    | FSDP2  | and computed weights         | all-gather c(2P - R), reduce-scatter rP, each micro-batch   |
 
 A unit is what moves at once: a block, the embedding, and the root with all that remains (head, last norm, learned positions;
-in a tied model the embedding, which is the head). The root is used last in forward and first in backward, so it stays
-gathered between them and moves once. Rows that do not divide over `data` are padded until they do. tests/comm holds the
-ledger of real steps to this table, to the byte.
+in a tied model the embedding, which is the head). Of a block with experts, these are a unit of their own, and so is the router,
+which is computed with in r bytes and not in c: FSDP2 has one dtype for all of a unit. The root is used last in forward and first
+in backward, so it stays gathered between them and moves once. Rows that do not divide over `data` are padded until they do.
+tests/comm holds the ledger of real steps to this table, to the byte.
 
 Beside tensor, pipeline or expert axes, `zero = 0` is FSDP2 too, on shards of one device: nothing is gathered over the wire, and
 gradients are summed over the copies unit by unit in the last backward. With `context` above 1 its devices count as data devices.
@@ -212,14 +213,15 @@ def replicate(model: nn.Module, comm: Comm) -> Replicated:
 def shard(
     model: nn.Module,
     units: list[nn.Module],
+    wide_units: list[nn.Module],
     experts: list[nn.Module],
     comm: Comm,
     compute: torch.dtype,
     reduce: torch.dtype,
     engine: Engine,
 ) -> Sharded:
-    """Shard the model over `data x context`, one FSDP2 unit for each module given and one for what remains. Experts are units
-    too, sharded over the devices that hold the same experts.
+    """Shard the model over `data x context`, one FSDP2 unit for each module given and one for what remains. Wide units are
+    computed with in the dtype of sums. Experts are units too, sharded over the devices that hold the same experts.
     """
     layout = comm.mesh.layout
     options: dict[str, Any] = {
@@ -232,11 +234,14 @@ def shard(
         fully_shard(unit, mesh=_mesh(EXPERT_SHARDS, comm, engine), **options)
         _count(unit, comm, EXPERT_SHARDS, engine)
     dense = _mesh(SHARDS, comm, engine)
+    for unit in wide_units:
+        policy = MixedPrecisionPolicy(param_dtype=reduce, reduce_dtype=reduce, cast_forward_inputs=False)
+        fully_shard(unit, mesh=dense, **{**options, "mp_policy": policy})
     for unit in units:
         fully_shard(unit, mesh=dense, **options)
     # None: torch keeps the root gathered from forward to backward.
     fully_shard(model, mesh=dense, **{**options, "reshard_after_forward": None})
-    for unit in (*units, model):
+    for unit in (*wide_units, *units, model):
         _count(unit, comm, SHARDS, engine)
     sharded_units: list[FSDPModule] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
     return Sharded(model, engine, sharded_units, comm.device)

@@ -5,6 +5,7 @@
 | activations, weights computed with       | `train.precision`                                              |
 | weights and moments between steps        | `train.state_dtype`; left open, the wide dtype of the precision |
 | sums (losses, statistics, norms, scores) | the wide dtype of what is summed: float32, or float64 for float64 |
+| routers of experts, computed with        | the wide dtype of the precision: a rounded score would send tokens elsewhere |
 | gradients on their way through FSDP2     | the wide dtype of the precision                                |
 
 Runtime and cost model read this table; `models/dtypes.py` turns a name into torch's own dtype.
@@ -30,6 +31,12 @@ def state_dtype(train: Train) -> str:
 def reduce_dtype(train: Train) -> str:
     """The dtype FSDP2 sums gradients in, over micro-batches and over devices."""
     return wide(train.precision)
+
+
+def computes_wide(parameter: str) -> bool:
+    """Whether the weight of this name is computed with in the wide dtype, whatever the precision. FSDP2 gathers all weights of a
+    unit in one dtype, so such a weight is a unit by itself."""
+    return ".router." in parameter
 
 
 def value_bytes(precision: str) -> int:

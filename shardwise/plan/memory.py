@@ -20,8 +20,9 @@ the computing dtype that backward will need (c P at the end of forward, 2P in bf
 and one unit's buffers. `python benchmarks/memory.py` measures both.
 
 P and P/N stand for counts weight by weight (plan/slices.py): ZeRO pads rows until they divide, so gathered weights and shards are
-a little more than P and P/N. Where FSDP2 runs on shards of one device (zero = 0 beside other axes), gradients wait for the last
-micro-batch in r bytes. With these the table is what ranks hold, to the byte (tests/parallel/test_predictions.py).
+a little more than P and P/N, and routers of experts are computed with in r bytes. Where FSDP2 runs on shards of one device
+(zero = 0 beside other axes), gradients wait for the last micro-batch in r bytes. With these the table is what ranks hold, to the
+byte (tests/parallel/test_predictions.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.config import Config, Layout, Train
-from shardwise.plan.dtypes import BYTES, reduce_dtype, state_dtype
+from shardwise.plan.dtypes import BYTES, reduce_dtype, state_dtype, wide
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.schedule import rank_of_stage
@@ -76,7 +77,8 @@ class _Whole:
 
 def _states(part: Part, train: Train, whole: _Whole) -> StateBytes:
     stored, computed, reduced = BYTES[state_dtype(train)], BYTES[train.precision], BYTES[reduce_dtype(train)]
-    weights = stored * part.shard + (computed * part.gathered if whole.weights else 0)
+    wider = BYTES[wide(train.precision)] - computed
+    weights = stored * part.shard + (computed * part.gathered + wider * part.wide if whole.weights else 0)
     gradients = reduced * part.whole if whole.gradients else stored * part.shard
     return StateBytes(weights, gradients, 2 * stored * part.shard)
 

@@ -9,13 +9,14 @@ have.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
 
 from shardwise.config import Model
 from shardwise.plan import sharding
+from shardwise.plan.dtypes import computes_wide
 from shardwise.plan.parameters import Shape, parameter_shapes
 from shardwise.plan.sharding import transformer_sharding
 
@@ -33,12 +34,14 @@ class Part:
     """What it keeps of that between uses, rows padded; all of it where nothing is sharded."""
     gathered: Count = 0.0
     """What it has when the shards are put together again, padding included."""
+    wide: Count = 0.0
+    """Those of `gathered` that are computed with in the wide dtype (plan/dtypes.py)."""
 
     def __add__(self, other: Part) -> Part:
-        return Part(self.whole + other.whole, self.shard + other.shard, self.gathered + other.gathered)
+        return Part(self.whole + other.whole, self.shard + other.shard, self.gathered + other.gathered, self.wide + other.wide)
 
     def __mul__(self, times: Count) -> Part:
-        return Part(times * self.whole, times * self.shard, times * self.gathered)
+        return Part(times * self.whole, times * self.shard, times * self.gathered, times * self.wide)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ def parts_of(model: Model, tensor: int, shards: int, expert: int = 1, expert_sha
         if place == "experts":
             found[place] += sliced((model.experts // expert, *shape[1:]), None, 1, expert_shards)
         else:
-            found[place] += sliced(shape, split_dim(name, model, tensor), tensor, shards)
+            part = sliced(shape, split_dim(name, model, tensor), tensor, shards)
+            found[place] += replace(part, wide=part.gathered if computes_wide(name) else 0.0)
     copy = sliced((model.vocabulary, model.hidden), 0, tensor, shards) if model.tied else Part()
     return Parts(**found, copy=copy)
 
