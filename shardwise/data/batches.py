@@ -39,6 +39,8 @@ class Batch:
     """Targets that count in the loss, known without asking the device."""
     checksum: int = 0
     """The sum of the sequences' own checksums."""
+    first: int = 0
+    """The number in the run of the first of its sequences."""
 
 
 class Batches(Iterator[list[Batch]]):
@@ -93,12 +95,16 @@ class Batches(Iterator[list[Batch]]):
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # else pinning opens a context on the first GPU, for every rank
             while not self._stopped.is_set():
-                rows = self._dataset.sequences(seen + self._start_row, self._rows)
-                starts = range(0, self._rows, self._micro_batch)
-                self._hand_over([host_batch(_part(rows, start, self._micro_batch), self._pinned) for start in starts])
+                first = seen + self._start_row
+                rows = self._dataset.sequences(first, self._rows)
+                self._hand_over([self._micro_batch_of(rows, start, first) for start in range(0, self._rows, self._micro_batch)])
                 seen += self._global_batch
         except BaseException as error:  # whatever it is, it belongs to the consumer
             self._hand_over(error)
+
+    def _micro_batch_of(self, rows: Rows, start: int, first: int) -> Batch:
+        """From this row on; the first of all has that number in the run."""
+        return replace(host_batch(_part(rows, start, self._micro_batch), self._pinned), first=first + start)
 
     def _hand_over(self, ready: list[Batch] | BaseException) -> None:
         while not self._stopped.is_set():

@@ -30,6 +30,7 @@ from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.own import check_own, table_of
 from shardwise.parallel.placement import assign
 from shardwise.parallel.recompute import recompute
+from shardwise.parallel.seeds import Seeds
 from shardwise.parallel.stages import cut_out, own_stages
 from shardwise.parallel.tensor import split_over_tensor
 from shardwise.plan import Plan, engine_of, reduce_dtype, state_dtype
@@ -44,8 +45,10 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
     table, embeddings = table_of(plain), _embeddings(plain)
     positions = lru_cache(maxsize=8)(partial(own_positions, config.model, comm)) if layout.context > 1 else None
     multiple = sequence_multiple(config.model, layout)
+    seeds = None if config.model.module is None else Seeds(config.train.seed, comm)
     if layout.pipeline == 1:
-        return ParallelModel(comm, [_part(config, plan, plain, table, comm)], table, positions, multiple, embeddings)
+        part = _part(config, plan, plain, table, comm, seeds)
+        return ParallelModel(comm, [part], table, positions, multiple, embeddings, seeds)
     from shardwise.parallel.pipeline import Pipelined  # torch's pipelines take a second to import
 
     stages = own_stages(config, plan, comm)
@@ -53,8 +56,8 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
     for index, (stage, _) in enumerate(stages.own):
         model = build_plain(config) if index else plain
         cut_out(model, table, stage, stages)
-        parts.append(_part(config, plan, model, table, comm))
-    return Pipelined(comm, parts, table, positions, multiple, embeddings, stages=stages)
+        parts.append(_part(config, plan, model, table, comm, seeds))
+    return Pipelined(comm, parts, table, positions, multiple, embeddings, seeds, stages=stages)
 
 
 def build_plain(config: Config) -> nn.Module:
@@ -87,7 +90,7 @@ def _embeddings(model: nn.Module) -> frozenset[str]:
     return frozenset(f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding))
 
 
-def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> DataParallel:
+def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm, seeds: Seeds | None) -> DataParallel:
     """Steps 3 to 6, for the whole model or one stage of it."""
     layout = comm.mesh.layout
     if layout.tensor > 1:
@@ -96,11 +99,14 @@ def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: C
         split_over_experts(model, table, comm)
     if layout.context > 1:
         split_over_context(model, table, comm, config.model)
-    compiled, blocks = is_compiled(config, comm.device), _blocks(model, table)
+    compiled, named_blocks = is_compiled(config, comm.device), _named_blocks(model, table)
     for module in model.modules():
         if isinstance(module, Head):
             module.compiled = compiled
-    _recompute_and_compile(config, plan, blocks, compiled)
+    _recompute_and_compile(config, plan, list(named_blocks.values()), compiled)
+    if seeds is not None:
+        for name, block in named_blocks.items():
+            seeds.before(block, name)
     return _on_data_axes(config, model, table, comm)
 
 
@@ -119,16 +125,17 @@ def _recompute_and_compile(config: Config, plan: Plan, blocks: list[nn.Module], 
     whole_graph = layout.tensor == layout.context == layout.expert == 1 and ours
     around = compiled and not whole_graph and mode == "full"
     if not around:
-        recompute(blocks, mode, compiled)
+        recompute(blocks, mode, compiled, draws=config.model.module is not None)
     if compiled:
         for block in blocks:
             block.forward = torch.compile(block.forward, fullgraph=whole_graph, dynamic=False)
     if around:
-        recompute(blocks, mode, compiled)
+        recompute(blocks, mode, compiled, draws=config.model.module is not None)
 
 
-def _blocks(model: nn.Module, table: Sharding) -> list[nn.Module]:
-    return [] if table.blocks is None else list(model.get_submodule(table.blocks).children())
+def _named_blocks(model: nn.Module, table: Sharding) -> dict[str, nn.Module]:
+    """The blocks by their numbers in the whole model."""
+    return {} if table.blocks is None else dict(model.get_submodule(table.blocks).named_children())
 
 
 def _on_data_axes(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> DataParallel:
@@ -154,7 +161,7 @@ def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     embeddings = [module for path, module in model.named_modules() if (role := table.role(path)) and role.kind == "vocabulary"]
     unshared = [module for module in embeddings if all(uses[id(weight)] == 1 for weight in module.parameters())]
-    return [*_blocks(model, table), *unshared]
+    return [*_named_blocks(model, table).values(), *unshared]
 
 
 def materialise(

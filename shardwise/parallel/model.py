@@ -6,6 +6,7 @@ The loop never asks for an axis. What depends on the layout is here and in `Pipe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardwise.comm import Comm
 from shardwise.data.batches import Batch
 from shardwise.models import MixtureOfExperts, Sharding
 from shardwise.parallel.data import DataParallel
+from shardwise.parallel.seeds import Seeds
 from shardwise.parallel.stages import Stages
 from shardwise.parallel.tensor import sum_whole
 
@@ -33,6 +35,8 @@ class ParallelModel:
     """What the length of a sequence must be a multiple of, so that devices can share it."""
     embeddings: frozenset[str] = frozenset()
     """Names of the weights that are looked up, not multiplied by: they are not decayed."""
+    seeds: Seeds | None = None
+    """Of what a user's module draws; None: nothing is drawn."""
     mixtures: list[MixtureOfExperts] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,11 +112,17 @@ class ParallelModel:
         (part,) = self.parts
         total = torch.zeros_like(factor)
         for index, micro_batch in enumerate(batch):
+            self.begin(micro_batch)
             with part.micro_batch(last=index == len(batch) - 1):
                 loss = part(**self.arguments(micro_batch))
                 (loss * factor).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
         return total
+
+    def begin(self, batch: Batch) -> None:
+        """Before the forward of a micro-batch."""
+        if self.seeds is not None:
+            self.seeds.begin(batch.first)
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """What the model is called with: this device's part of the sequences."""
@@ -131,6 +141,7 @@ class ParallelModel:
     def loss(self, batch: Batch) -> Tensor:
         """This rank's share of the summed loss, without gradients."""
         (part,) = self.parts
+        self.begin(batch)
         loss: Tensor = part.model(**self.arguments(batch))
         return loss
 
@@ -151,7 +162,17 @@ class ParallelModel:
         logits: Tensor = part.model(tokens, logits_at=at, **more)
         return logits
 
-    def settle(self) -> None:
-        """Give back whatever a forward without backward left in memory."""
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, modules are in eval mode, without dropout. Afterwards each is in the mode it was in before, and whatever
+        forwards without backward left in memory is given back."""
+        modes = {module: module.training for part in self.parts for module in part.model.modules()}
+        for part in self.parts:
+            part.model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
         for part in self.parts:
             part.settle()

@@ -18,7 +18,7 @@ stay equal; the sum is one exchange between the two devices a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,8 @@ class _Stage(PipelineStage):
     comm: Comm
     split: bool
     sent: dict[int, list[Tensor]]
+    begin: Callable[[int], None]
+    """Called before the forward of each micro-batch."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Nothing to warm up: torch 2.11 would send to itself where two neighbouring stages are on one device."""
@@ -81,9 +83,10 @@ class _Stage(PipelineStage):
             self.comm.count("send", AXIS, operation.tensor)
         return operations
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.begin(fwd_chunk_id)
         with self.comm.working():
-            return super().forward_one_chunk(*args, **kwargs)
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
@@ -121,6 +124,7 @@ class Pipelined(ParallelModel):
         super().__post_init__()
         self._factor = torch.zeros(())
         self._total = torch.zeros(())
+        self._batch: Sequence[Batch] = ()
         self._modules = [
             _StageModule(part.model, stage == self.stages.last)
             for part, (stage, _) in zip(self.parts, self.stages.own, strict=True)
@@ -157,6 +161,7 @@ class Pipelined(ParallelModel):
             group=group,
         )
         runner.part, runner.comm, runner.split, runner.sent = part, self.comm, stages.splits_backward, {}
+        runner.begin = lambda index: self.begin(self._batch[index])
         return runner
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
@@ -172,7 +177,7 @@ class Pipelined(ParallelModel):
 
     def _run(self, batch: Sequence[Batch], factor: Tensor) -> Tensor:
         own = [self.own(micro_batch) for micro_batch in batch]
-        self._factor, self._total = factor, torch.zeros_like(factor)
+        self._batch, self._factor, self._total = batch, factor, torch.zeros_like(factor)
         self._tell_positions(batch[0].inputs.shape[1])
         targets = torch.cat([micro_batch.targets for micro_batch in own])
         more: dict[str, Any] = {"targets": targets}
@@ -219,6 +224,7 @@ class Pipelined(ParallelModel):
     def loss(self, batch: Batch) -> Tensor:
         """The summed loss where the last stage is, zero elsewhere; without gradients."""
         own = self.own(batch)
+        self.begin(batch)
         result = self._through(own.inputs, batch.inputs.shape[1], own.documents, targets=own.targets)
         return torch.zeros((), dtype=wide(self.stages.dtype), device=self.comm.device) if result is None else result
 

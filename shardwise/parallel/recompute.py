@@ -26,31 +26,36 @@ from shardwise._torch import set_activation_memory_budget
 from shardwise.models import MixtureOfExperts
 from shardwise.parallel.ring import RING
 
+_DROPOUT = {
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
+    torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+}
+"""Attention, and which of its arguments is the share of scores that it drops."""
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._grouped_mm.default,
+    *_DROPOUT,
     RING,
 }
 
 
-def recompute(blocks: Sequence[nn.Module], mode: str | float, compiled: bool) -> None:
-    """Arrange the blocks' forward so that activations are recomputed in backward as `mode` says."""
+def recompute(blocks: Sequence[nn.Module], mode: str | float, compiled: bool, draws: bool = False) -> None:
+    """Arrange the blocks' forward so that activations are recomputed in backward as `mode` says. Where blocks may draw random
+    numbers (`draws`), they draw the same ones again; to keep the state of the generators takes some microseconds a block."""
     if isinstance(mode, float | int):
         if compiled:
             set_activation_memory_budget(float(mode))
             return
         for block in blocks[: math.ceil((1 - mode) * len(blocks))]:
-            _wrap(block, None)
+            _wrap(block, None, draws)
     elif mode != "none":
         for block in blocks:
             for module in _selected(block) if mode == "selective" else [block]:
-                _wrap(module, _keep_products if mode == "selective" else None)
+                _wrap(module, _keep_products if mode == "selective" else None, draws)
 
 
 def _selected(block: nn.Module) -> list[nn.Module]:
@@ -65,10 +70,10 @@ def _selected(block: nn.Module) -> list[nn.Module]:
     return [*(module for module in block.children() if module not in mixtures), *shared]
 
 
-def _wrap(block: nn.Module, contexts: Callable[[], Any] | None) -> None:
+def _wrap(block: nn.Module, contexts: Callable[[], Any] | None, draws: bool) -> None:
     more: dict[str, Any] = {"context_fn": contexts} if contexts else {}
     # Replacing forward, rather than wrapping the module, keeps the parameters' names.
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **more)
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=draws, **more)
 
 
 def _keep_products() -> Any:
@@ -76,4 +81,12 @@ def _keep_products() -> Any:
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = operation in _KEPT and not _drops(operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _drops(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether attention drops scores. It is then computed again: were it left out, whatever draws after it would draw its
+    numbers."""
+    place = _DROPOUT.get(operation, len(args))
+    return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))

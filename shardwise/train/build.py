@@ -58,8 +58,7 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
     mesh = join(worker, plan.layout)
     if config.train.deterministic and mesh.device.type == "cuda":
         compute_deterministically()
-    # For modules that draw, such as dropout: the same again on each start, and on devices that hold the same activations.
-    torch.manual_seed((config.train.seed * 1_000_003 + mesh.data_index) % 2**63)
+    torch.manual_seed(config.train.seed)  # for a module that draws while it is built; what it draws later: parallel/seeds.py
     comm = Comm(mesh)
     parallel = parallelise(config, plan, comm)
     return Training(

@@ -20,13 +20,12 @@ def held_out_loss(training: Training) -> float | None:
         return None
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     devices, size = training.plan.layout.data_parallel, training.plan.micro_batch
-    with attention_backends(device.type):
+    with attention_backends(device.type), training.parallel.evaluating():
         for first in range(0, count, devices * size):
             start = first + training.mesh.data_index * size
             batch = to_batch(_rows(dataset, start, size, count), device)
             sums[0] += training.parallel.loss(batch).double()
             sums[1] += batch.valid
-    training.parallel.settle()
     for axis in ("context", "pipeline"):  # every device of these has counted the same tokens
         training.comm.all_reduce(sums[:1], axis)
     total, tokens = training.comm.sum_over_data(sums).tolist()
@@ -56,7 +55,8 @@ def sample(training: Training, prompt: str) -> str:
     def last_logits(tokens: torch.Tensor) -> torch.Tensor:
         return training.parallel.logits(tokens.to(device))
 
-    with attention_backends(device.type), torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
+    eager = torch.compiler.set_stance("force_eager")  # every length would be compiled anew
+    with attention_backends(device.type), training.parallel.evaluating(), eager:
         continued = generate(
             last_logits,
             ids,
@@ -65,5 +65,4 @@ def sample(training: Training, prompt: str) -> str:
             seed=training.config.train.seed,
             max_positions=min(training.config.model.max_positions, training.config.data.sequence_length),
         )
-    training.parallel.settle()
     return tokenizer.decode(continued)

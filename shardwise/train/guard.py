@@ -67,8 +67,8 @@ def check_copies(training: Training) -> None:
 def check_joined(training: Training) -> None:
     """Before the first step of a team: every rank is at the same step, in the same data, with the same weights.
 
-    A worker that came new or came back counts only once this holds. Our random numbers are drawn from seed, step and
-    name; the generators that a module of the user's draws from differ by rank, and come back with the state.
+    A worker that came new or came back counts only once this holds. Random numbers are drawn from seed, step and name, also
+    those that a module of the user's draws (parallel/seeds.py).
     """
     if training.mesh.worker.world == 1:
         return

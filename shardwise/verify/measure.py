@@ -127,7 +127,8 @@ def compare_with_reference(
 def watch(
     training: Training, count: int, look: Callable[[int], None], begin: Callable[[int], None] = lambda step: None
 ) -> list[Step]:
-    """Train so many steps as always, looking at the gradients of each once they are complete; `begin` is called before each."""
+    """Train so many steps as always, looking at the gradients of each once they are complete; `begin` is called before each. In
+    eval mode: dropout draws for a whole micro-batch, and those of the layout are others than those of one device."""
     parallel, original = training.parallel, training.parallel.forward_backward
 
     def watched(batch: Sequence[Any], factor: Tensor) -> Tensor:
@@ -137,7 +138,8 @@ def watch(
         return loss
 
     parallel.forward_backward = watched  # type: ignore[method-assign]
-    return list(islice(steps(training), count))
+    with parallel.evaluating():
+        return list(islice(steps(training), count))
 
 
 def reductions(training: Training, name: str, parameter: nn.Parameter) -> dict[str, int]:

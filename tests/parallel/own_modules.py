@@ -80,6 +80,27 @@ class Tied(nn.Module):
         return x if self.head is None else self.head(x, targets)
 
 
+class DroppingLayer(Layer):
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        return x + F.dropout(self.mix(F.dropout(self.norm(x), 0.2, self.training), mask), 0.1, self.training)
+
+
+class Dropping(Tied):
+    """Drops before, inside and behind its blocks; one module has been put into eval mode by its author."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.body.layers = nn.ModuleList(DroppingLayer(config) for _ in range(config.layers))
+        self.drop = nn.Dropout(0.3)
+        self.idle = nn.Dropout(0.5).eval()
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        x = inputs if self.body.words is None else self.idle(self.drop(self.body.words(inputs)) * self.scale)
+        for layer in self.body.layers:
+            x = layer(x, None)
+        return x if self.head is None else self.head(self.drop(x), targets)
+
+
 class NoTable(nn.Module):
     """The smallest that trains: the next byte from this one."""
 

@@ -51,6 +51,13 @@ def test_a_dropped_sum_of_a_module_without_blocks_is_found(tmp_path: Path) -> No
     assert "embedding.weight" in result.sabotaged["parameters"]
 
 
+def test_a_module_that_drops_is_proven_without_dropping(tmp_path: Path) -> None:
+    lookup = "self.embedding(inputs)"
+    module = written(tmp_path, lookup, f"nn.functional.dropout({lookup}, 0.3, self.training)")
+    result = prove(job(module, "layout.data=2", "train.micro_batch=1"), steps=1)
+    assert result.verdict.passes, result.verdict.errors[0]
+
+
 def test_a_parameter_that_forward_does_not_use_is_named(tmp_path: Path) -> None:
     head = "self.norm = nn.LayerNorm(config.hidden)"
     module = written(tmp_path, head, f"{head}\n        self.spare = nn.Linear(2, 2)")
