@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -103,6 +103,14 @@ class LocalAdamW(torch.optim.AdamW):
         for tensors in (parameters, gradients, *states):
             tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         return result
+
+    def pieces(self, group: dict[str, Any]) -> Iterator[tuple[Any, tuple[torch.Tensor, ...]]]:
+        """Each parameter of a group that has a gradient, with this rank's (weight, gradient, two moments, steps done)."""
+        lists: list[list[Any]] = [[] for _ in range(6)]
+        self._init_group(group, *lists)
+        parameters, gradients, first, second, _, steps = lists
+        owners = [parameter for parameter in group["params"] if parameter.grad is not None]
+        yield from zip(owners, zip(parameters, gradients, first, second, steps, strict=True), strict=True)
 
 
 def _split_as(parameter: Any, gradient: Any) -> Any:

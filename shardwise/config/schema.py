@@ -133,7 +133,9 @@ class Train(Section):
     clip: float | None = Field(1.0, gt=0, description="largest global gradient norm; `false` for none")
     precision: Precision = Field("float32", description="dtype of the computation; weights stay in `state_dtype`")
     state_dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field(
-        "auto", description="dtype of weights and optimizer state; auto: float32, or float64 with float64 precision"
+        "auto",
+        description="dtype of weights and optimizer state; auto: float32, or float64 with float64 precision; bfloat16 is half "
+        "as large, rounded by chance, and noisier",
     )
     initial_scale: float = Field(65536.0, gt=0, description="first loss scale of float16")
     scale_every: Positive = Field(2000, description="clean steps after which the float16 loss scale doubles")

@@ -43,7 +43,7 @@ from shardwise.cost.space import Array, Bools, Space, Work, concatenate
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
-from shardwise.plan.engine import engine_of
+from shardwise.plan.engine import compiles_blocks, engine_of
 from shardwise.plan.schedule import SCHEDULES
 
 CONTENTION = 0.12
@@ -55,6 +55,9 @@ BACKWARD = 0.7
 """Of a block's seconds, those of backward: twice the products, two and a half times the attention."""
 UPDATE_BYTES = 40.0
 """Traffic of a parameter's update in float32: 16 read and 12 written, and the norm's passes before."""
+ROUNDED_UPDATE_BYTES = 500.0
+"""The same of states in bfloat16, which are rounded by chance (optim/rounding.py), where it is not compiled: counted, pass by
+pass. Compiled, it is half of the above."""
 HOST_MEMORY = 2.0
 """What a device's share of the host's memory moves in an update, over its link to the host (1.7 s a step, offloaded, on an
 H200)."""
@@ -254,8 +257,9 @@ def _accumulate(work: Work, space: Space, cluster: Cluster, stack: Stack, held: 
 
 def _optimizer(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:
     """Seconds of the update: weights, gradients and two moments read, all but the gradients written, the norm taken before."""
-    ratio = 0.5 if work.state_dtype == "bfloat16" else 2.0 if work.state_dtype == "float64" else 1.0
-    return np.where(space.offload == 1, 0.0, compute.streamed(UPDATE_BYTES * ratio * held.sharded, space, cluster))
+    rounded = UPDATE_BYTES / 2 if compiles_blocks(work.compile, cluster.device_type) else ROUNDED_UPDATE_BYTES
+    moved = {"bfloat16": rounded, "float64": 2 * UPDATE_BYTES}.get(work.state_dtype, UPDATE_BYTES)
+    return np.where(space.offload == 1, 0.0, compute.streamed(moved * held.sharded, space, cluster))
 
 
 def _slowest(layer: Array, embedding: Array, head: Array, held: Holdings, space: Space, layers: float) -> tuple[Array, Array]:

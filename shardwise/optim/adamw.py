@@ -5,13 +5,15 @@ where `found_inf` is 1. So clipping (divide by norm / limit), float16 loss scali
 gradient never touches a weight" cost no pass over the gradients of their own, and no wait for the device: the host learns
 what happened when it reads the step's metrics.
 
+States in bfloat16 are updated and rounded by optim/rounding.py.
+
 Decay is decoupled (Loshchilov & Hutter, 2019) and applies to matrices only; embeddings, norms and biases are left out.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -21,27 +23,39 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import LocalAdamW
 from shardwise.config import Train
 from shardwise.optim.norm import local
+from shardwise.optim.rounding import RoundedAdamW, Slices
+from shardwise.plan.engine import compiles_blocks
 
 
 def make_optimizer(
-    named: Iterable[tuple[str, nn.Parameter]], train: Train, embeddings: Collection[str] = ()
+    named: Iterable[tuple[str, nn.Parameter]],
+    train: Train,
+    embeddings: Collection[str] = (),
+    held: Callable[[Tensor], Slices] | None = None,
 ) -> torch.optim.AdamW:
     """AdamW over parameters by name, with decay or without; parameters on different meshes go through the kernel apart.
-    `embeddings` are the names of tables of vectors, which are not decayed.
+    `embeddings` are the names of tables of vectors, which are not decayed; `held` is the slice of a parameter that this rank has;
+    None: all of it.
     """
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    names: dict[nn.Parameter, str] = {}
     for name, parameter in named:
+        names[parameter] = name
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups[parameter.ndim >= 2 and name not in embeddings, mesh].append(parameter)
     ordered = sorted(groups.items(), key=lambda item: not item[0][0])  # those with decay first
-    return LocalAdamW(
-        [{"params": params, "weight_decay": train.weight_decay if decayed else 0.0} for (decayed, _), params in ordered],
-        lr=train.learning_rate,
-        betas=train.betas,
-        eps=train.epsilon,
-        fused=True,
-    )
+    grouped = [{"params": params, "weight_decay": train.weight_decay if decayed else 0.0} for (decayed, _), params in ordered]
+    options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas, "eps": train.epsilon, "fused": True}
+    if any(parameter.dtype == torch.bfloat16 for parameter in names):
+        slices = {parameter: (held or _whole)(parameter) for parameter in names}
+        compiled = compiles_blocks(train.compile, next(iter(names)).device.type)
+        return RoundedAdamW(grouped, names, slices, train.seed, compiled, **options)
+    return LocalAdamW(grouped, **options)
+
+
+def _whole(tensor: Tensor) -> Slices:
+    return tuple(slice(0, size) for size in tensor.shape)
 
 
 def update(optimizer: torch.optim.AdamW, lr: float, divide_by: Tensor, skip: Tensor) -> None:

@@ -21,6 +21,7 @@ from shardwise.data import Dataset
 from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, local, make_optimizer
 from shardwise.parallel import ParallelModel, parallelise
+from shardwise.parallel.placement import held
 from shardwise.plan import Plan
 from shardwise.resilience.copies import Copies
 
@@ -67,7 +68,7 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
         mesh=mesh,
         comm=comm,
         parallel=parallel,
-        optimizer=make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings),
+        optimizer=make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings, held),
         dataset=dataset or Dataset.open(config.data, config.train.seed),
         checkpointer=Checkpointer(mesh, config.checkpoint.background),
         scale=LossScale.of(config.train),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.config import Checkpoint, context_attention
+from shardwise.config import Checkpoint, Train, context_attention
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
@@ -28,7 +28,7 @@ def describe_run(training: Training) -> dict[str, str]:
         "chosen": plan.chosen(),
         "batch": f"{train.global_batch} sequences of {config.data.sequence_length}: {plan.layout.data_parallel} devices x "
         f"{plan.accumulation} micro-batches of {plan.micro_batch}",
-        "precision": f"{train.precision} computation, {state_dtype(train)} weights and optimizer state, gradients summed in "
+        "precision": f"{train.precision} computation, {_stored(train)} weights and optimizer state, gradients summed in "
         f"{reduce_dtype(train) if engine_of(plan.layout, config.model.experts).sharded else state_dtype(train)}",
         **_pipeline(training),
         "attention": _attention(training),
@@ -47,6 +47,11 @@ def _saving(checkpoint: Checkpoint) -> str:
     if checkpoint.every:
         return f"every {checkpoint.every} steps, {end}"
     return f"every {checkpoint.every_minutes:g} minutes (checkpoint.every_minutes), {end}" if checkpoint.every_minutes else end
+
+
+def _stored(train: Train) -> str:
+    dtype = state_dtype(train)
+    return f"{dtype} (8 bits, rounded by chance)" if dtype == "bfloat16" else dtype
 
 
 def _attention(training: Training) -> str:

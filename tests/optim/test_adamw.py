@@ -14,10 +14,12 @@ from shardwise.config import Layout, Model, Train
 from shardwise.mesh import Worker, join
 from shardwise.models import Transformer, initialise
 from shardwise.optim import make_optimizer, update
+from shardwise.parallel.placement import held
 
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
 
 TABLES = ("embedding.weight", "positions.weight")
+STEPS = 3
 
 
 def names_by_decay(model: nn.Module, train: Train) -> dict[float, set[str]]:
@@ -84,7 +86,7 @@ def test_an_update_is_adamw_on_divided_gradients(dtype: torch.dtype, bound: floa
             assert float((mine - truth).abs().max() / truth.abs().max()) < bound
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_skipped_update_changes_no_bit(dtype: torch.dtype) -> None:
     model = model_with_gradients(dtype)
     optimizer = make_optimizer(model.named_parameters(), Train(), TABLES)
@@ -99,28 +101,32 @@ def test_a_skipped_update_changes_no_bit(dtype: torch.dtype) -> None:
     assert [bool(torch.isfinite(p.grad).all()) for p in model.parameters()].count(False) == 1
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("whole", "dtype"), [(False, torch.float64), (True, torch.float64), (False, torch.bfloat16)], ids=str)
 def test_uneven_pieces_are_updated_as_the_whole_is_also_where_torch_has_put_the_gradient_together(
-    ranks: Callable[[int], Pool], whole: bool
+    ranks: Callable[[int], Pool], whole: bool, dtype: torch.dtype
 ) -> None:
-    weight, gradient = matrices()
+    weight, gradient = matrices(dtype)
     alone = nn.Parameter(weight.clone())
     alone.grad = gradient.clone()
-    make_optimizer([("w", alone)], Train(weight_decay=0.3), ()).step()
-    for found in ranks(2).run(step_of_pieces, whole):
+    optimizer = make_optimizer([("w", alone)], Train(weight_decay=0.3), ())
+    for _ in range(STEPS):
+        optimizer.step()
+    for found in ranks(2).run(step_of_pieces, whole, dtype):
         assert torch.equal(found, alone.detach())
 
 
-def matrices() -> tuple[Tensor, Tensor]:
-    weight, gradient = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+def matrices(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    weight, gradient = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
     return weight, gradient
 
 
-def step_of_pieces(worker: Worker, whole: bool) -> Tensor:
+def step_of_pieces(worker: Worker, whole: bool, dtype: torch.dtype) -> Tensor:
     """Five columns on two ranks."""
     device_mesh = join(worker, Layout(data=1, tensor=2)).sub("tensor")
-    weight, gradient = matrices()
+    weight, gradient = matrices(dtype)
     parameter = nn.Parameter(distribute_tensor(weight, device_mesh, [Shard(1)]))
     parameter.grad = distribute_tensor(gradient, device_mesh, [Replicate() if whole else Shard(1)])
-    make_optimizer([("w", parameter)], Train(weight_decay=0.3), ()).step()
+    optimizer = make_optimizer([("w", parameter)], Train(weight_decay=0.3), (), held)
+    for _ in range(STEPS):
+        optimizer.step()
     return parameter.detach().full_tensor()
