@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents, write_checkpoint
-from shardwise.checkpoint.families import shapes
 from shardwise.checkpoint.folder import Manifest
 from shardwise.cli.main import app
 from shardwise.config import Model
+from shardwise.plan import parameter_shapes
 
 MODEL = Model(layers=16, hidden=1024, heads=16, kv_heads=16, head_dim=64, ffn=2816, vocabulary=32000)  # type: ignore[call-arg]
 WAYS = {
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def random_weights() -> Iterator[tuple[str, Tensor]]:
-    for name, shape in shapes(MODEL).items():
+    for name, shape in parameter_shapes(MODEL).items():
         yield f"model.{name}", torch.randn(shape)
 
 

@@ -3,17 +3,51 @@
 Everything a person can put right (a misspelt key, a missing file, a full disk, an unsupported torch) is raised as a
 `UserError`. The command line prints its message, without a traceback, and leaves with status 2. Any other exception is a
 fault of ours and keeps its traceback.
+
+A message often quotes what a file holds, and a file may hold anything: control characters are shown as escapes, so that none
+reaches a terminal as a command to it, and lines have an end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+LONGEST = 1000
+"""Characters of a line; of a longer one the middle is left out."""
+MOST_PROBLEMS = 40
+"""Of one configuration that are listed; the rest is counted."""
+_SHOWN = 100
+
+
+def printable(text: str) -> str:
+    """Text that is safe to show: control characters, halves of characters and marks that turn text around as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text)
+
+
+def shown(value: Any) -> str:
+    """A value in a message: as Python writes it, and not too much of it."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, brackets without end
+        return f"a huge {type(value).__name__}"
+    return printable(_without_middle(text, _SHOWN))
+
+
+def _without_middle(text: str, longest: int) -> str:
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
 
 
 class UserError(Exception):
     """What is wrong, where, and what to do about it."""
 
     status = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\n".join(_without_middle(printable(line), LONGEST) for line in message.split("\n")))
 
 
 class RunFailed(UserError):
@@ -29,4 +63,5 @@ class ConfigError(UserError):
         self.source = source
         self.problems = tuple(problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"{source} has {count}:", *(f"  {p}" for p in problems)]))
+        more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
+        super().__init__("\n".join([f"{source} has {count}:", *(f"  {p}" for p in [*problems[:MOST_PROBLEMS], *more])]))

@@ -18,19 +18,24 @@ import json
 import math
 import secrets
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from operator import add
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, NoReturn
 
 import torch
+from pydantic import AfterValidator, ConfigDict, Field
 from torch import Tensor
 
-from shardwise.checkpoint.folder import MANIFEST, Manifest, is_count, read_manifest
+from shardwise.checkpoint.folder import MANIFEST, Manifest, WrittenFile, read_manifest
 from shardwise.checkpoint.storage import BLOCK, Storage, storage
-from shardwise.errors import UserError
+from shardwise.errors import UserError, shown
+from shardwise.files import parse_as
 
 ALIGNMENT = 64
 DTYPES = {
@@ -42,26 +47,39 @@ DTYPES = {
 }
 """What a tensor in a checkpoint may be made of."""
 
-Shape = tuple[int, ...]
-Files = dict[str, dict[str, int]]
+Count = Annotated[int, Field(ge=0, lt=1 << 60)]
+Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""The first corner of a part of a tensor, and the one past its last."""
+Files = dict[str, WrittenFile]
 """Size and CRC-32 of files by name."""
+
+
+def _known_dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise ValueError(f"not one of {', '.join(DTYPES)}")
+    return name
 
 
 @dataclass(frozen=True)
 class TensorPiece:
     """A part of a tensor, and where its bytes are."""
 
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
     offset: Shape
     shape: Shape
     file: str
-    start: int
+    start: Count
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a checkpoint."""
 
-    dtype: str
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    dtype: Annotated[str, AfterValidator(_known_dtype)]
     shape: Shape
     pieces: tuple[TensorPiece, ...]
 
@@ -90,10 +108,7 @@ class Contents:
             )
         for problem in damaged_files(where, manifest, indices):
             raise UserError(f"{problem}. Remove {where.address} to resume from an older checkpoint.")
-        try:
-            tensors = _parse(where.read(indices[0]), manifest)
-        except _InvalidTensorList as error:
-            raise UserError(f"{where.address}/{indices[0]} does not belong to a checkpoint: {error}") from None
+        tensors = _parse(where.read(indices[0]), manifest, f"{where.address}/{indices[0]}")
         return cls(where.address, manifest, tensors)
 
     def read(self, name: str) -> Tensor:
@@ -149,56 +164,88 @@ def _problem_of_file(where: Storage, manifest: Manifest, name: str) -> str | Non
     return None if manifest.files[name] == {"bytes": size, "crc32": crc} else f"{where.address}/{name} is damaged"
 
 
-class _InvalidTensorList(Exception):
-    """A list of tensors that no save has written."""
+def _parse(content: bytes, manifest: Manifest, source: str) -> dict[str, StoredTensor]:
+    tensors = parse_as(dict[str, StoredTensor], content, source)
+    reader = _Meaning(manifest, source)
+    for name, stored in tensors.items():
+        reader.check(name, stored)
+    reader.check_files(tensors)
+    return tensors
 
 
-def _parse(content: bytes, manifest: Manifest) -> dict[str, StoredTensor]:
-    try:
-        tensors = json.loads(content)
-    except (ValueError, RecursionError):
-        raise _InvalidTensorList("it is not JSON") from None
-    if not isinstance(tensors, dict):
-        raise _InvalidTensorList("it is not an object")
-    return {name: _stored(name, value, manifest) for name, value in tensors.items()}
+@dataclass(frozen=True)
+class _Meaning:
+    """What types cannot say: pieces lie inside their tensor and their file, fill the one, and share no byte of the other."""
+
+    manifest: Manifest
+    source: str
+
+    def check(self, name: str, stored: StoredTensor) -> None:
+        if math.prod(stored.shape) >= 1 << 60:
+            self._refuse(f"{name} has an absurd shape {stored.shape}")
+        for piece in stored.pieces:
+            self._check_piece(name, stored, piece)
+        boxes = [(piece.offset, tuple(map(add, piece.offset, piece.shape))) for piece in stored.pieces]
+        empty = 0 in stored.shape and not boxes
+        if not empty and not _fills(boxes, ((0,) * len(stored.shape), stored.shape)):
+            self._refuse(f"the pieces of {name} do not fill it, each part once")
+
+    def _check_piece(self, name: str, stored: StoredTensor, piece: TensorPiece) -> None:
+        inside = len(piece.offset) == len(piece.shape) == len(stored.shape) and all(
+            length and begin + length <= size for begin, length, size in zip(piece.offset, piece.shape, stored.shape, strict=True)
+        )
+        if not inside:
+            self._refuse(f"a piece of {name} is empty or reaches beyond it")
+        if piece.file not in self.manifest.files or not piece.file.startswith("rank-"):
+            self._refuse(f"a piece of {name} lies in {shown(piece.file)}")
+        if piece.start + stored.bytes_of(piece.shape) > self.manifest.files[piece.file]["bytes"]:
+            self._refuse(f"a piece of {name} reaches beyond the end of {piece.file}")
+
+    def check_files(self, tensors: dict[str, StoredTensor]) -> None:
+        spans: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+        for name, stored in tensors.items():
+            for piece in stored.pieces:
+                spans[piece.file].append((piece.start, piece.start + stored.bytes_of(piece.shape), name))
+        for file, parts in spans.items():
+            for (_, end, first), (start, _, second) in pairwise(sorted(parts)):
+                if start < end:
+                    self._refuse(f"pieces of {first} and {second} share bytes of {file}")
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise UserError(f"{self.source} does not belong to a checkpoint: {problem}")
 
 
-def _stored(name: str, value: Any, manifest: Manifest) -> StoredTensor:
-    if not (isinstance(value, dict) and value.keys() == {"dtype", "shape", "pieces"} and isinstance(value["pieces"], list)):
-        raise _InvalidTensorList(f"{name} is {str(value)[:80]!r}")
-    if not (isinstance(value["dtype"], str) and value["dtype"] in DTYPES):
-        raise _InvalidTensorList(f"{name} is of type {str(value['dtype'])[:80]!r}")
-    whole = StoredTensor(value["dtype"], _shape(name, value["shape"]), ())
-    pieces = tuple(_piece(name, piece, whole, manifest) for piece in value["pieces"])
-    if sum(math.prod(piece.shape) for piece in pieces) != math.prod(whole.shape) or len({p.offset for p in pieces}) != len(
-        pieces
-    ):
-        raise _InvalidTensorList(f"the pieces of {name} do not fill it")
-    return replace(whole, pieces=pieces)
+def _fills(boxes: list[Box], whole: Box, cuts: int = 16) -> bool:
+    """Whether boxes make up the whole, each point once. A mesh splits a tensor by cuts right through, one dim after the other: so
+    the boxes are parted again along every plane that none of them crosses, until each is alone, which takes no more than n log n.
+    """
+    if len(boxes) <= 1:
+        return boxes == [whole]
+    for dim in range(len(whole[0])):
+        groups = _parted(boxes, dim)
+        if len(groups) > 1:
+            edges = [whole[0][dim], *(max(box[1][dim] for box in group) for group in groups)]
+            parts = [_cut(whole, dim, begin, end) for begin, end in pairwise(edges)]
+            fits = edges[-1] == whole[1][dim] and cuts > 0
+            return fits and all(_fills(group, part, cuts - 1) for group, part in zip(groups, parts, strict=True))
+    return False
 
 
-def _piece(name: str, value: Any, whole: StoredTensor, manifest: Manifest) -> TensorPiece:
-    if not (isinstance(value, dict) and value.keys() == {"offset", "shape", "file", "start"} and is_count(value["start"])):
-        raise _InvalidTensorList(f"a piece of {name} is {str(value)[:80]!r}")
-    piece = TensorPiece(_shape(name, value["offset"]), _shape(name, value["shape"]), value["file"], value["start"])
-    inside = len(piece.offset) == len(piece.shape) == len(whole.shape) and all(
-        begin + length <= size for begin, length, size in zip(piece.offset, piece.shape, whole.shape, strict=True)
-    )
-    if not inside:
-        raise _InvalidTensorList(f"a piece of {name} reaches beyond it")
-    if not (isinstance(piece.file, str) and piece.file in manifest.files and piece.file.startswith("rank-")):
-        raise _InvalidTensorList(f"a piece of {name} lies in {str(piece.file)[:80]!r}")
-    if piece.start + whole.bytes_of(piece.shape) > manifest.files[piece.file]["bytes"]:
-        raise _InvalidTensorList(f"a piece of {name} reaches beyond the end of {piece.file}")
-    return piece
+def _parted(boxes: list[Box], dim: int) -> list[list[Box]]:
+    groups: list[list[Box]] = []
+    reached = -1
+    for box in sorted(boxes, key=lambda box: box[0][dim]):
+        if box[0][dim] >= reached:
+            groups.append([])
+        groups[-1].append(box)
+        reached = max(reached, box[1][dim])
+    return groups
 
 
-def _shape(name: str, value: Any) -> Shape:
-    if not (isinstance(value, list) and len(value) <= 64 and all(is_count(size) for size in value)):
-        raise _InvalidTensorList(f"{name} has a shape {str(value)[:80]!r}")
-    if math.prod(value) >= 1 << 60:
-        raise _InvalidTensorList(f"{name} has an absurd shape {value}")
-    return tuple(value)
+def _cut(box: Box, dim: int, begin: int, end: int) -> Box:
+    low, high = list(box[0]), list(box[1])
+    low[dim], high[dim] = begin, end
+    return tuple(low), tuple(high)
 
 
 def encode(tensors: dict[str, StoredTensor]) -> bytes:
@@ -229,7 +276,7 @@ class DataFile:
             self._stream.write(block)
             self._size += len(block)
 
-    def size_and_crc(self) -> dict[str, int]:
+    def size_and_crc(self) -> WrittenFile:
         """Size and CRC-32 of all that was written."""
         return {"bytes": self._size, "crc32": self._crc.result()}
 

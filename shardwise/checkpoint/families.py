@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import Model
-from shardwise.models import Transformer
+from shardwise.plan import parameter_shapes
 
 Convert = Callable[[list[Tensor]], list[Tensor]]
 
@@ -268,7 +268,7 @@ FAMILIES = {family.model_type: family for family in (LLAMA, QWEN3, GPT2, MIXTRAL
 
 def tensor_matches(family: Family, model: Model, fused: bool = False) -> list[TensorMatch]:
     """Every tensor of this model with its counterparts; the blocks in order."""
-    ours, table = shapes(model), family.fused if fused else family.weights
+    ours, table = parameter_shapes(model), family.fused if fused else family.weights
     inside = [match for match in table if "{layer}" in match.ours[0]]
     outside = [match for match in table if match not in inside]
     matches = [*outside, *(match.of_layer(layer, model.experts) for layer in range(model.layers) for match in inside)]
@@ -277,12 +277,6 @@ def tensor_matches(family: Family, model: Model, fused: bool = False) -> list[Te
     ]  # biases, norms of queries, a head of its own: only where the model has them
     assert sorted(name for match in matches for name in match.ours) == sorted(ours), "a tensor without a counterpart"
     return matches
-
-
-def shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """The parameters of the plain model."""
-    with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
 
 
 def their_shapes(match: TensorMatch, ours: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ The manifest is put in place last, whole or not at all, and a folder without one
 save, so that saving a step again touches no file of the checkpoint that is there, and a writer left over from workers that are
 long gone writes files that no manifest will ever name. A crash at any byte thus leaves the old checkpoint or the new one.
 
-One flipped bit anywhere is noticed: the manifest holds a CRC-32 of every file, and ends with one of itself. Nothing is ever
+One flipped bit anywhere is noticed: the manifest holds a CRC-32 of every file, and is sealed by one of itself. Nothing is ever
 unpickled, here or elsewhere in this room, so opening a checkpoint runs no code from it; names in it that are not of the three
 kinds above are refused, which leaves no way out of the folder.
 """
@@ -18,42 +18,53 @@ kinds above are refused, which leaves no way out of the folder.
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.checkpoint.storage import Storage, parent, storage
 from shardwise.config import Config, Model
 from shardwise.errors import UserError
+from shardwise.files import read_sealed, seal
 from shardwise.locks import take_lock
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2
 
 _STEP = re.compile(r"step-(\d{1,18})")
-_FILE = re.compile(r"(tensors-[0-9a-z]{1,32}\.json|rank-\d{1,9}-[0-9a-z]{1,32}\.data)")
-_END = b',\n "crc32": '
+_FILE = r"^(tensors-[0-9a-z]{1,32}\.json|rank-[0-9]{1,9}-[0-9a-z]{1,32}\.data)$"
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class WrittenFile(TypedDict):
+    """Size and checksum of a file."""
+
+    bytes: Annotated[int, Field(ge=0, lt=1 << 60)]
+    crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a checkpoint says of itself."""
 
-    step: int
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+    step: Annotated[int, Field(ge=0)]
     model: dict[str, Any]
     train: dict[str, Any]
     data: dict[str, Any]
     layout: dict[str, Any]
     loss_scale: dict[str, Any]
-    world: int
+    world: Annotated[int, Field(ge=1)]
     torch: str
-    files: dict[str, dict[str, int]]
-    sequences: int = 0
+    files: dict[Annotated[str, Field(pattern=_FILE)], WrittenFile]
+    sequences: Annotated[int, Field(ge=0, lt=1 << 60)] = 0
     """How many the run had seen: where its data goes on."""
     format: int = FORMAT
 
@@ -63,23 +74,18 @@ class Manifest:
         return sum(file["bytes"] for file in self.files.values())
 
     def encode(self) -> bytes:
-        """As JSON whose last key is the CRC-32 of all that stands before it."""
-        body = json.dumps(asdict(self), indent=1).encode().removesuffix(b"\n}")
-        return body + _ending(body)
+        """As the file holds it."""
+        return seal(asdict(self))
 
     def write(self, folder: str | Path) -> None:
         """As checkpoint.json in that folder: from now on it is a checkpoint."""
         storage(folder).put(MANIFEST, self.encode())
 
 
-def _ending(body: bytes) -> bytes:
-    return _END + b"%d\n}\n" % zlib.crc32(body)
-
-
 def read_manifest(folder: str | Path) -> Manifest:
     """The manifest of a checkpoint, with its files' sizes compared against the storage."""
     where = storage(folder)
-    manifest = _decode(_content(where), where.address)
+    manifest = _decode(_content(where), where)
     if ".metadata" in where.names():
         raise UserError(f"{where.address}/.metadata is a pickle, which may run code: it is no part of a checkpoint. Remove it.")
     for name, file in manifest.files.items():
@@ -103,68 +109,12 @@ def _advice(where: Storage) -> str:
     return f"Remove {where.address} to resume from an older checkpoint."
 
 
-def _decode(content: bytes, address: str) -> Manifest:
-    body, end, tail = content.rpartition(_END)
-    if end + tail != _ending(body):
-        older = _format_of(content) if not end else None
-        if older not in (None, FORMAT):
-            raise UserError(f"{address} has checkpoint format {older}; this version of shardwise reads {FORMAT}")
-        raise UserError(f"{address}/{MANIFEST} is damaged. Remove {address} to resume from an older checkpoint.")
-    fields = _with_sequences(_object(body + b"\n}") or {})
-    if fields.get("format") != FORMAT:
-        raise UserError(f"{address} has checkpoint format {fields.get('format')}; this version of shardwise reads {FORMAT}")
-    problem = _problem(fields)
-    if problem:
-        raise UserError(f"{address}/{MANIFEST} does not belong to a checkpoint: {problem}")
-    return Manifest(**fields)
-
-
-def _with_sequences(fields: dict[str, Any]) -> dict[str, Any]:
-    """A manifest from before sequences were counted: each of its steps had taken the batch that it names."""
-    train, step = fields.get("train"), fields.get("step", -1)
-    batch = train.get("global_batch", 0) if isinstance(train, dict) else -1
-    return {"sequences": step * batch, **fields} if is_count(step) and is_count(batch) else fields
-
-
-def _object(text: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _format_of(content: bytes) -> Any:
-    return (_object(content) or {}).get("format")
-
-
-_KINDS = {
-    **dict.fromkeys(("step", "sequences", "world", "format"), int),
-    **dict.fromkeys(("model", "train", "data", "layout", "loss_scale", "files"), dict),
-    "torch": str,
-}
-
-
-def _problem(manifest: dict[str, Any]) -> str | None:
-    """What is wrong with a manifest that is undamaged, but perhaps not ours."""
-    if manifest.keys() != _KINDS.keys():
-        return f"its keys are {', '.join(sorted(manifest))}"
-    for key, kind in _KINDS.items():
-        if type(manifest[key]) is not kind:
-            return f"{key} is {manifest[key]!r}"
-    if not (is_count(manifest["step"]) and is_count(manifest["sequences"]) and manifest["world"] >= 1):
-        return f"step is {manifest['step']}, sequences {manifest['sequences']} and world {manifest['world']}"
-    for name, file in manifest["files"].items():
-        if not _FILE.fullmatch(name):
-            return f"it names a file {name!r}"
-        if not (isinstance(file, dict) and file.keys() == {"bytes", "crc32"} and all(is_count(value) for value in file.values())):
-            return f"of {name} it says {file!r}"
-    return None
-
-
-def is_count(value: Any) -> bool:
-    """Whether something read from a file is a number of things: whole, not negative, and not absurd."""
-    return type(value) is int and 0 <= value < 1 << 60
+def _decode(content: bytes, where: Storage) -> Manifest:
+    manifest = read_sealed(Manifest, content, f"{where.address}/{MANIFEST}", ("format", FORMAT), _advice(where))
+    if manifest.step and not manifest.sequences:  # from before they were counted: each step had taken the batch that is named
+        batch = manifest.train.get("global_batch")
+        return replace(manifest, sequences=manifest.step * batch) if type(batch) is int and batch > 0 else manifest
+    return manifest
 
 
 def checkpoint_folder(config: Config) -> str:
@@ -278,11 +228,11 @@ def prune(folder: str | Path, keep: int, keep_every: int = 0) -> None:
 def _remove_leftovers(where: Storage) -> None:
     """Files of saves of the same step that never finished, or that a later one replaced."""
     try:
-        named = {MANIFEST, *_decode(_content(where), where.address).files}
+        named = {MANIFEST, *_decode(_content(where), where).files}
     except UserError:
         return  # a damaged manifest: what is here may still help somebody to mend it
     for name in where.names():
-        if name not in named and (_FILE.fullmatch(name) or name.startswith(f".{MANIFEST}.")):
+        if name not in named and (re.fullmatch(_FILE, name) or name.startswith(f".{MANIFEST}.")):
             where.remove(name)
 
 

@@ -25,12 +25,13 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.families import TensorMatch, shapes, tensor_matches, their_shapes
+from shardwise.checkpoint.families import TensorMatch, tensor_matches, their_shapes
 from shardwise.checkpoint.model_config import to_config
 from shardwise.config import Model
 from shardwise.data import load_tokenizer
 from shardwise.data.tokenizer import BYTES, HuggingFaceTokenizer
-from shardwise.errors import UserError
+from shardwise.errors import UserError, shown
+from shardwise.plan import parameter_shapes
 
 Progress = Callable[[int, int, int, int], None]
 """Told of tensors done, tensors in all, bytes done, bytes in all."""
@@ -104,7 +105,7 @@ def held_model(contents: Contents) -> Model:
     try:
         return Model.model_validate(contents.manifest.model)
     except ValidationError as error:
-        wrong = ", ".join(f"model.{detail['loc'][0]} = {detail['input']!r}" for detail in error.errors())
+        wrong = ", ".join(f"model.{detail['loc'][0]} = {shown(detail['input'])}" for detail in error.errors())
         raise UserError(f"{contents.address} holds a model that this version of shardwise does not know: {wrong}") from None
 
 
@@ -141,7 +142,7 @@ def _aside(folder: Path) -> Iterator[Path]:
 
 
 def _entries(source: ExportSource, plan: list[TensorMatch], dtype: str | None) -> list[TensorEntry]:
-    ours, entries = shapes(source.model), []
+    ours, entries = parameter_shapes(source.model), []
     if absent := [name for name in ours if name not in source.dtypes]:
         raise UserError(f"the checkpoint lacks {listed(absent)} of the model that it says it holds")
     for match in plan:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from shardwise.checkpoint.families import FAMILIES, GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, Family
 from shardwise.config import Model
 from shardwise.config.check import problems_across
-from shardwise.errors import UserError
+from shardwise.errors import UserError, shown
 from shardwise.models.rotary import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR
 
 _NEVER = {"rope_interleaved": False, "quantization_config": None, "is_encoder_decoder": False, "partial_rotary_factor": 1.0}
@@ -87,7 +87,7 @@ def to_model(config: dict[str, Any], source: str) -> tuple[Family, Model]:
     """The family and our model of a config.json; every key that we cannot follow is named."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        raise UserError(f"{source}: model_type = {config.get('model_type')!r} is not known; {', '.join(FAMILIES)} are")
+        raise UserError(f"{source}: model_type = {shown(config.get('model_type'))} is not known; {', '.join(FAMILIES)} are")
     problems = [*_refused(family, config)]
     fields = _read_fields(family, config, problems)
     if family is not GPT2 and not problems:
@@ -103,7 +103,7 @@ def to_model(config: dict[str, Any], source: str) -> tuple[Family, Model]:
         model = Model.model_validate({**family.fixed, **fields})
     except ValidationError as error:
         raise _unreadable(
-            source, [f"{detail['loc'][0]} = {detail['input']!r}: {detail['msg']}" for detail in error.errors()]
+            source, [f"{detail['loc'][0]} = {shown(detail['input'])}: {detail['msg']}" for detail in error.errors()]
         ) from None
     if problems := problems_across({"model": model}):
         raise _unreadable(source, problems)
@@ -117,9 +117,16 @@ def _unreadable(source: str, problems: Iterable[str]) -> UserError:
 def _refused(family: Family, config: dict[str, Any]) -> Iterator[str]:
     for key, values in {**family.demands, **{key: (value,) for key, value in _NEVER.items()}}.items():
         if (value := config.get(key, values[0])) not in values:
-            yield f"{key} = {value!r}: only {' or '.join(map(repr, values))} is known"
-    if others := set(config.get("layer_types") or ()) - {"full_attention"}:
-        yield f"layer_types holds {', '.join(sorted(others))}: only full_attention is known"
+            yield f"{key} = {shown(value)}: only {' or '.join(map(repr, values))} is known"
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list):
+        yield f"layer_types = {shown(kinds)}: not a list"
+    elif others := sorted({str(kind) for kind in kinds if kind != "full_attention"}):
+        yield f"layer_types holds {', '.join(others[:8])}: only full_attention is known"
+    for key in ("sliding_window", "max_position_embeddings", "router_aux_loss_coef"):
+        if not isinstance(config.get(key) or 0, int | float):
+            yield f"{key} = {shown(config[key])}: not a number"
+            return
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
     if window and longest and window < longest and config.get("use_sliding_window", True):
         yield f"sliding_window = {window}: shorter than max_position_embeddings = {longest}, so that it would cut attention"
@@ -129,11 +136,11 @@ def _read_fields(family: Family, config: dict[str, Any], problems: list[str]) ->
     fields: dict[str, Any] = {}
     for ours, keys in family.fields.items():
         values = {key: config[key] for key in keys if config.get(key) is not None}
-        if wrong := [f"{key} = {value!r}: not a number above 0" for key, value in values.items() if not _is_sound(value)]:
+        if wrong := [f"{key} = {shown(value)}: not a number above 0" for key, value in values.items() if not _is_sound(value)]:
             problems.extend(wrong)
         elif len(set(map(repr, values.values()))) > 1:
             problems.append(
-                " and ".join(f"{key} = {value!r}" for key, value in values.items()) + ": only the same for all is known"
+                " and ".join(f"{key} = {shown(value)}" for key, value in values.items()) + ": only the same for all is known"
             )
         elif values:
             fields[ours] = next(iter(values.values()))
@@ -154,7 +161,7 @@ def _from_rope(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     scaling = config.get(key) or {}
     if not isinstance(scaling, dict):
-        problems.append(f"{key} = {scaling!r}: not an object")
+        problems.append(f"{key} = {shown(scaling)}: not an object")
         return {}
     fields: dict[str, Any] = {"rope_theta": scaling.get("rope_theta") or config.get("rope_theta") or 10000.0}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -163,9 +170,9 @@ def _from_rope(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
         required |= {"low_freq_factor": LOW_FREQUENCY_FACTOR, "high_freq_factor": HIGH_FREQUENCY_FACTOR}
         fields |= {"rope_scale": scaling.get("factor"), "rope_original": scaling.get("original_max_position_embeddings")}
     elif kind != "default":
-        problems.append(f"{key}.rope_type = {kind!r}: only 'default' and 'llama3' are known")
+        problems.append(f"{key}.rope_type = {shown(kind)}: only 'default' and 'llama3' are known")
     for name, value in required.items():
         if scaling.get(name, value) != value:
-            problems.append(f"{key}.{name} = {scaling[name]!r}: only {value!r} is known")
+            problems.append(f"{key}.{name} = {shown(scaling[name])}: only {value!r} is known")
     problems.extend(f"{key}: the {name.removeprefix('rope_')} is missing" for name, value in fields.items() if value is None)
     return fields

@@ -12,20 +12,21 @@ layer's: files are mapped, and let go after each tensor.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.checkpoint.contents import write_checkpoint
-from shardwise.checkpoint.families import Family, TensorMatch, shapes, tensor_matches, their_shapes
+from shardwise.checkpoint.families import Family, TensorMatch, tensor_matches, their_shapes
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.huggingface import CONFIG, DTYPES, INDEX, PREFIX, WEIGHTS, Progress, listed, no_progress
 from shardwise.checkpoint.model_config import to_model
@@ -33,6 +34,8 @@ from shardwise.checkpoint.storage import storage
 from shardwise.config import Model
 from shardwise.data.tokenizer import FILE
 from shardwise.errors import UserError
+from shardwise.files import inside, parse_as, read_bytes
+from shardwise.plan import parameter_shapes
 
 HEAD = "lm_head.weight"
 _KNOWN = dict(DTYPES.values())
@@ -112,12 +115,12 @@ def open_folder(folder: Path) -> Pretrained:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}")
-    family, model = to_model(_read_json(path), str(path))
+    family, model = to_model(parse_as(dict[str, Any], read_bytes(_file(folder, CONFIG)), path), str(path))
     stored = _stored_tensors(folder, family)
     fused = _is_fused(family, model, stored)
     plan = tensor_matches(family, model, fused)
     _check_tensors(folder, model, plan, stored)
-    tokenizer = folder / FILE
+    tokenizer = _file(folder, FILE)
     return Pretrained(folder, model, plan, stored, tokenizer if tokenizer.is_file() else None)
 
 
@@ -137,7 +140,7 @@ def _stored_tensors(folder: Path, family: Family) -> dict[str, FolderTensor]:
     """Every tensor in the folder by its full name, constants left out."""
     tensors: dict[str, FolderTensor] = {}
     for file, promised in _files(folder).items():
-        with _opened(folder / file) as stream:
+        with _opened(_file(folder, file)) as stream:
             present = set(stream.keys())
             if absent := sorted((promised or set()) - present):
                 raise UserError(f"{folder / file} lacks {listed(absent)}, which {INDEX} says it holds")
@@ -145,7 +148,8 @@ def _stored_tensors(folder: Path, family: Family) -> dict[str, FolderTensor]:
                 if not _BUFFERS.search(name):
                     part = stream.get_slice(name)
                     tensor = FolderTensor(folder / file, name, tuple(part.get_shape()), part.get_dtype())
-                    tensors[_full_name(name, family)] = tensor
+                    if (known := tensors.setdefault(_full_name(name, family), tensor)) is not tensor:
+                        raise UserError(f"{folder / file} has {name}, which {known.file} has as {known.name}; keep one")
     return tensors
 
 
@@ -156,12 +160,11 @@ def _full_name(name: str, family: Family) -> str:
 def _files(folder: Path) -> dict[str, set[str] | None]:
     """The files with weights, and the tensors that the index promises in each; None: whatever is there."""
     if (folder / INDEX).is_file():
-        weight_map = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) and _is_plain(file) for file in weight_map.values()):
-            raise UserError(f"{folder / INDEX} has no weight_map from tensors to files of this folder")
-        files: dict[str, set[str] | None] = {
-            file: {name for name in weight_map if weight_map[name] == file} for file in weight_map.values()
-        }
+        weight_map = parse_as(_WeightIndex, read_bytes(_file(folder, INDEX)), folder / INDEX)["weight_map"]
+        promised: dict[str, set[str]] = {}
+        for name, file in weight_map.items():
+            promised.setdefault(file, set()).add(name)
+        files: dict[str, set[str] | None] = {**promised}
         if absent := [file for file in files if not (folder / file).is_file()]:
             raise UserError(f"{folder} lacks {listed(sorted(absent))}, which {INDEX} names; download it again")
         return files
@@ -173,10 +176,6 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
             "where you trust them: open the folder with transformers' from_pretrained and write it with save_pretrained."
         )
     raise UserError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}")
-
-
-def _is_plain(file: str) -> bool:
-    return Path(file).name == file and file.endswith(".safetensors")
 
 
 def _is_fused(family: Family, model: Model, stored: Mapping[str, FolderTensor]) -> bool:
@@ -191,7 +190,7 @@ def _is_fused(family: Family, model: Model, stored: Mapping[str, FolderTensor]) 
 
 def _check_tensors(folder: Path, model: Model, plan: list[TensorMatch], stored: Mapping[str, FolderTensor]) -> None:
     """Name all that is missing, left over, of another shape, or of a dtype that is not plain numbers."""
-    ours = shapes(model)
+    ours = parameter_shapes(model)
     expected = {name: shape for match in plan for name, shape in their_shapes(match, ours).items()}
     spare = {HEAD} if model.tied else set()
     wrong = [
@@ -212,14 +211,16 @@ def _check_tensors(folder: Path, model: Model, plan: list[TensorMatch], stored: 
         raise UserError(f"the tensors in {folder} are not those of its {CONFIG}:\n  " + "\n  ".join(lines))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object")
-    return content
+class _WeightIndex(TypedDict):
+    """What of the index of several files is read here."""
+
+    weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/]+\.safetensors$")]]
+
+
+def _file(folder: Path, name: str) -> Path:
+    """A file of the folder. In the hub's own cache it is a link to where the blobs of all versions of a model are."""
+    in_cache = folder.absolute().parent.name == "snapshots"
+    return inside(folder, name, folder.absolute().parents[1] if in_cache else None)
 
 
 @contextmanager

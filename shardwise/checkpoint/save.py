@@ -33,12 +33,14 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint.contents import Contents, damaged_files, save_id
 from shardwise.checkpoint.dcp import DcpReader, load_planner
 from shardwise.checkpoint.folder import (
+    MANIFEST,
     Manifest,
     check_same_model,
     checkpoint_folder,
     checkpoints,
     none_is_whole,
     prune,
+    read_manifest,
     resume_candidates,
     step_of,
 )
@@ -332,9 +334,13 @@ class _Save:
 
 
 def _clear(task: _Save, identity: str) -> None:
-    """Remove what a failed save has written, and nothing else."""
+    """Remove what a failed save has written, and nothing else. A save may fail after its manifest is in place, when that is made
+    durable: then it is there and whole, and stays.
+    """
     where = storage(task.address)
     try:
+        if where.size(MANIFEST) is not None and any(identity in name for name in read_manifest(task.address).files):
+            return
         for name in where.names():
             if identity in name:
                 where.remove(name)

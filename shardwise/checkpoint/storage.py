@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardwise.errors import UserError
+from shardwise.files import inside, read_bytes
 
 BLOCK = 1 << 24
 """Bytes read or written at once: large enough that the calls cost nothing, small enough for any memory."""
@@ -110,14 +111,14 @@ class _Local(Storage):
             return []
 
     def size(self, name: str) -> int | None:
-        path = self._path / name
+        path = inside(self._path, name)
         return path.stat().st_size if path.is_file() else None
 
     def read(self, name: str) -> bytes:
-        return (self._path / name).read_bytes()
+        return read_bytes(inside(self._path, name))
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        with (self._path / name).open("rb", buffering=0) as stream:
+        with inside(self._path, name).open("rb", buffering=0) as stream:
             stream.seek(start)
             filled = 0
             while filled < len(buffer):
@@ -128,7 +129,7 @@ class _Local(Storage):
 
     def blocks(self, name: str) -> Iterator[bytes | memoryview]:
         buffer = memoryview(bytearray(BLOCK))
-        with (self._path / name).open("rb", buffering=0) as stream:
+        with inside(self._path, name).open("rb", buffering=0) as stream:
             while got := stream.readinto(buffer):
                 yield buffer[:got]
 

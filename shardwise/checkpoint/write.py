@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from shardwise.checkpoint.contents import DTYPES, Files, Shape, StoredTensor, TensorPiece, commit, data_file
-from shardwise.checkpoint.folder import Manifest
+from shardwise.checkpoint.folder import Manifest, WrittenFile
 from shardwise.checkpoint.storage import Storage
 from shardwise.comm import Peers
 
@@ -152,7 +152,7 @@ class Written(TypedDict):
     """What a rank has written: one file, and where in it each piece begins."""
 
     file: str
-    size_and_crc: dict[str, int]
+    size_and_crc: WrittenFile
     starts: list[int]
 
 

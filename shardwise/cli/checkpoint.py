@@ -166,13 +166,14 @@ def _checkpoints_of(folder: str) -> list[str]:
 
 def _run_checkpoints(config: Path) -> str | None:
     """Where the job of a run folder said that its checkpoints go, if it did."""
-    import tomllib
+    from shardwise.files import parse_toml, read_bytes
 
     try:
-        folder = tomllib.loads(config.read_text()).get("checkpoint", {}).get("folder")
-    except (OSError, ValueError):
+        table = parse_toml(read_bytes(config), config).get("checkpoint")
+    except (OSError, UserError):
         return None
-    return str(folder) if folder else None
+    folder = table.get("folder") if isinstance(table, dict) else None
+    return folder if isinstance(folder, str) else None
 
 
 def _faults(address: str) -> Iterator[str]:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from shardwise.config.schema import ClusterSection, Data, Layout, Model, Section, Train
 
+MOST_WEIGHTS = 10**15
+
 
 def problems_across(sections: Mapping[str, Section]) -> list[str]:
     """Every broken rule among the sections that are valid in themselves."""
@@ -38,7 +40,18 @@ def _model(model: Model) -> Iterator[str]:
         )
     if model.positions == "rotary" and model.head_dim % 2:
         yield f"model.head_dim = {model.head_dim}: rotary positions need an even head_dim"
+    if (weights := _weights(model)) > MOST_WEIGHTS:
+        yield f"model: {weights:.1e} weights, of at most {MOST_WEIGHTS:.0e}; give fewer model.layers, or less of another size"
     yield from _experts(model) if model.experts else _dense(model)
+
+
+def _weights(model: Model) -> int:
+    """About as many as the model has: its matrices."""
+    attention = 2 * (model.heads + model.kv_heads) * model.head_dim
+    ffn = (model.experts + model.shared_experts) * model.expert_width if model.experts else model.ffn
+    return model.hidden * (model.vocabulary + model.max_positions * (model.positions == "learned")) + model.layers * (
+        model.hidden * (attention + 3 * ffn)
+    )
 
 
 def _experts(model: Model) -> Iterator[str]:

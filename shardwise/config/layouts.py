@@ -7,7 +7,7 @@ else may be combined: any product of the axes, with any ZeRO stage, schedule, pr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 from math import lcm, log2, prod
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
 """Schedules that compute the gradients of inputs and of weights apart."""
 IN_A_V = ("zbv", "dualpipev")
 """Schedules with two stages a device: the model goes down the devices and comes back."""
+MOST_TRIED = 100_000
+"""Layouts that are looked at for the nearest one: a few seconds of them."""
 BORROWED_FROM = ("tensor", "context", "data")
 """Axes whose devices hold the experts, in the order in which they are taken."""
 
@@ -178,7 +180,7 @@ def nearest_layout(model: Model, data: Data, train: Train, layout: Layout, devic
 def nearest_to(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> Layout | None:
     """The layout on as many devices that works and changes the degrees least."""
     world = devices or (layout.world if layout.data > 0 else None)
-    others = _others(model, layout, world)
+    others = islice(_others(model, layout, world), MOST_TRIED)
     works = [other for other in others if not _rules(model, data, train, other) and not _batch(train, other)]
     return min(works, key=lambda other: _distance(layout, other), default=None)
 
@@ -190,7 +192,7 @@ def _others(model: Model, layout: Layout, world: int | None) -> Iterator[Layout]
     experts = divisors(model.experts) if model.experts else [1]
     attentions = {layout.attention, "auto" if layout.attention == "ulysses" else layout.attention}
     schedules = {(layout.schedule, layout.stages_per_rank), ("1f1b", None)}
-    for pipeline, context, tensor in product(degrees, repeat=3):
+    for pipeline, context, tensor in _triples(degrees, world // layout.replica if world else 0):
         fixed = pipeline * context * tensor * layout.replica
         if world and world % fixed:
             continue
@@ -204,6 +206,13 @@ def _others(model: Model, layout: Layout, world: int | None) -> Iterator[Layout]
                 model.layers,
             )
             yield other if fits else other.model_copy(update={"stages": None})
+
+
+def _triples(degrees: list[int], whole: int) -> Iterator[tuple[int, int, int]]:
+    """Every three of the degrees whose product divides the whole; every three where it is 0."""
+    for first in (degree for degree in degrees if whole % degree == 0):
+        for second in (degree for degree in degrees if whole // first % degree == 0):
+            yield from ((first, second, third) for third in degrees if whole // (first * second) % third == 0)
 
 
 def _distance(layout: Layout, other: Layout) -> tuple[float, ...]:

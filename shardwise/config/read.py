@@ -7,7 +7,6 @@ tables (config/check.py) run over the tables that were valid.
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from shardwise.config.check import problems_across
 from shardwise.config.layouts import problems_of_layout
 from shardwise.config.presets import PRESETS
 from shardwise.config.schema import Config, Data, Layout, Model, Section, Train
-from shardwise.errors import ConfigError, UserError
+from shardwise.errors import ConfigError, UserError, shown
+from shardwise.files import parse_toml, read_bytes
 
 Tables = dict[str, dict[str, Any]]
 
@@ -46,16 +46,11 @@ def from_tables(tables: Tables, source: str = "configuration") -> Config:
 
 
 def _load(path: Path) -> dict[str, Any]:
+    advice = "Give the path of a TOML job file, for example examples/quickstart.toml."
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(read_bytes(path, advice), path)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file. Give the path of a job file, for example examples/quickstart.toml.") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder. Give the path of a TOML job file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from None
+        raise UserError(f"{path}: no such file. {advice}") from None
 
 
 def _tables(raw: dict[str, Any], problems: list[str]) -> Tables:
@@ -64,7 +59,7 @@ def _tables(raw: dict[str, Any], problems: list[str]) -> Tables:
         if name == "layout" and table == "auto":
             continue
         if not isinstance(table, dict):
-            problems.append(f"{name} = {table!r}: expected a table; write [{name}] and its keys below it")
+            problems.append(f"{name} = {shown(table)}: expected a table; write [{name}] and its keys below it")
         else:
             tables[name] = dict(table)
     return tables
@@ -74,7 +69,7 @@ def _apply(override: str, tables: Tables, problems: list[str]) -> None:
     key, equals, text = override.partition("=")
     section, dot, field = key.strip().partition(".")
     if not equals or not dot or not field:
-        problems.append(f"override {override!r}: write it as section.key=value, for example train.steps=100")
+        problems.append(f"override {shown(override)}: write it as section.key=value, for example train.steps=100")
         return
     tables.setdefault(section, {})[field] = _parse(text.strip(), section, field)
 
@@ -86,8 +81,8 @@ def _parse(text: str, section: str, field: str) -> Any:
     if annotation in (str, str | None) and not text.startswith(("'", '"')):
         return text
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}".encode(), "override")["value"]
+    except UserError:
         return text
 
 
@@ -120,7 +115,7 @@ def _with_preset(table: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     if not isinstance(preset, str):
         return table
     if preset not in PRESETS:
-        problems.append(f"model.preset = {preset!r}: unknown preset{_suggest(preset, PRESETS)}")
+        problems.append(f"model.preset = {shown(preset)}: unknown preset{_suggest(preset, PRESETS)}")
         return table
     return {**PRESETS[preset], **table}
 
@@ -128,7 +123,7 @@ def _with_preset(table: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 def _explain(section: str, kind: type[Section], detail: ErrorDetails) -> str:
     location = [str(part) for part in detail["loc"] if not str(part).startswith(("literal", "float", "constrained", "function"))]
     key = ".".join([section, *_without_union_tags(location, kind)])
-    setting = f"{key} = {detail['input']!r}"
+    setting = f"{key} = {shown(detail['input'])}"
     if detail["type"] == "extra_forbidden":
         return f"{setting}: unknown key{_suggest(location[-1], kind.model_fields, prefix=section + '.')}"
     if detail["type"] == "missing":

@@ -93,7 +93,8 @@ def _range(field: FieldInfo) -> str:
     bounds = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     inner = [item for argument in get_args(field.annotation) for item in getattr(argument, "__metadata__", ())]
     rules = [*field.metadata, *(rule for item in inner for rule in getattr(item, "metadata", ()))]
-    limits = [f"{sign} {getattr(rule, name)}" for rule in rules for name, sign in bounds.items() if hasattr(rule, name)]
+    known = [(sign, getattr(rule, name)) for rule in rules for name, sign in bounds.items() if hasattr(rule, name)]
+    limits = [f"{sign} {limit}" for sign, limit in known if limit < 2**16]  # above are those that nobody meets
     return ", " + ", ".join(limits) if limits else ""
 
 

@@ -6,7 +6,7 @@ are all made from them, so a field is documented by its `description` here and n
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,8 +25,16 @@ _PEER_SPELLINGS = {
     "ep": "expert",
 }
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+# Beyond all that is trained today by a factor of a hundred or more, and small enough that every sum and every search ends.
+MOST_DEVICES = 2**20
+Positive = Annotated[int, Field(ge=1, le=2**40)]
+NonNegative = Annotated[int, Field(ge=0, le=2**40)]
+Width = Annotated[int, Field(ge=1, le=2**24)]
+Batch = Annotated[int, Field(ge=1, le=2**24)]
+Degree = Annotated[int, Field(ge=1, le=2**20)]
+Layers = Annotated[int, Field(ge=1, le=4096)]
+Length = Annotated[int, Field(ge=1, le=2**32)]
+Experts = Annotated[int, Field(ge=0, le=2**16)]
 
 
 class Section(BaseModel):
@@ -42,28 +50,28 @@ class Model(Section):
     module: str | None = Field(
         None, description="your own `nn.Module` in place of the transformer, as `file.py:Class` (docs/sharding.md)"
     )
-    layers: Positive = Field(2, description="transformer blocks")
-    hidden: Positive = Field(128, description="width of the residual stream")
-    heads: Positive = Field(4, description="query heads")
-    kv_heads: Positive = Field(4, description="key and value heads; fewer than `heads` is grouped-query attention")
-    head_dim: Positive = Field(32, description="width of one head")
-    ffn: Positive = Field(512, description="inner width of the feed-forward layer")
-    vocabulary: Positive = Field(257, description="number of token ids; the byte tokenizer needs 257")
+    layers: Layers = Field(2, description="transformer blocks")
+    hidden: Width = Field(128, description="width of the residual stream")
+    heads: Degree = Field(4, description="query heads")
+    kv_heads: Degree = Field(4, description="key and value heads; fewer than `heads` is grouped-query attention")
+    head_dim: Width = Field(32, description="width of one head")
+    ffn: Width = Field(512, description="inner width of the feed-forward layer")
+    vocabulary: Width = Field(257, description="number of token ids; the byte tokenizer needs 257")
     norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm (Llama, Qwen) or LayerNorm with bias (GPT)")
     norm_epsilon: float = Field(1e-5, gt=0, description="added to the variance in every norm")
     positions: Literal["rotary", "learned"] = Field("rotary", description="rotary embedding or a learned table")
-    max_positions: Positive = Field(2048, description="longest sequence: rows of the learned table, limit of rotary")
+    max_positions: Length = Field(2048, description="longest sequence: rows of the learned table, limit of rotary")
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
     rope_scale: float = Field(1.0, ge=1, description="Llama 3.1 frequency scaling factor; 1 is off")
-    rope_original: Positive = Field(8192, description="sequence length the unscaled rotary frequencies were trained for")
+    rope_original: Length = Field(8192, description="sequence length the unscaled rotary frequencies were trained for")
     qk_norm: bool = Field(False, description="RMSNorm over each query and key head (Qwen 3)")
     activation: Literal["swiglu", "gelu"] = Field("swiglu", description="gated SiLU or tanh-approximated GELU")
     bias: bool = Field(False, description="biases in the attention and feed-forward projections")
     tied: bool = Field(False, description="use the embedding matrix as the output head")
-    experts: NonNegative = Field(0, description="experts in each block, of which a token visits a few; 0: a dense layer")
-    experts_per_token: NonNegative = Field(0, description="experts that each token visits")
-    expert_ffn: Positive | None = Field(None, description="inner width of one expert; left out: `ffn`")
-    shared_experts: NonNegative = Field(0, description="experts that every token visits, beside the chosen ones")
+    experts: Experts = Field(0, description="experts in each block, of which a token visits a few; 0: a dense layer")
+    experts_per_token: Experts = Field(0, description="experts that each token visits")
+    expert_ffn: Width | None = Field(None, description="inner width of one expert; left out: `ffn`")
+    shared_experts: Experts = Field(0, description="experts that every token visits, beside the chosen ones")
     router: Literal["softmax", "sigmoid"] = Field("softmax", description="how an expert's score is made from the router's logit")
     normalise_routing: bool = Field(True, description="scale the weights of a token's chosen experts so that they sum to 1")
     routing_scale: float = Field(1.0, gt=0, description="factor on the weights of the chosen experts")
@@ -95,7 +103,7 @@ class Data(Section):
     sources: tuple[Source, ...] = Field((), description="several sources with weights, instead of `source`")
     tokenizer: str = Field("bytes", description="`bytes`, or the path of a Hugging Face tokenizer.json")
     text_field: str = Field("text", description="the column holding the text in JSONL, Parquet and Arrow files")
-    sequence_length: Positive = Field(256, description="tokens a sequence")
+    sequence_length: Length = Field(256, description="tokens a sequence")
     held_out: float = Field(0.05, ge=0, lt=1, description="share of the sequences kept for evaluation, never trained on")
     reset_attention: bool = Field(
         False, description="tokens see only their own document, and no loss is taken across a document boundary"
@@ -114,7 +122,7 @@ class Train(Section):
     """How to train."""
 
     steps: Positive = Field(100, description="optimizer steps")
-    global_batch: Positive = Field(32, le=2**24, description="sequences an optimizer step sees, over all devices")
+    global_batch: Batch = Field(32, description="sequences an optimizer step sees, over all devices")
     micro_batch: Positive | None = Field(
         None,
         description="sequences one forward sees on one device; left out: planned where the job names a cluster or no layout, "
@@ -153,7 +161,7 @@ class Train(Section):
     check_every: NonNegative = Field(
         0, description="steps between checks that copies of weights agree and every parameter got a gradient; 0: never"
     )
-    seed: NonNegative = Field(0, le=2**63 - 1, description="decides the weights and the order of the data")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="decides the weights and the order of the data")
 
     @model_validator(mode="before")
     @classmethod
@@ -170,12 +178,14 @@ class Train(Section):
 class Layout(Section):
     """Who computes what. `replica x data` is the data-parallel size; states are sharded over `data`."""
 
-    pipeline: Positive = Field(1, description="pipeline stages")
-    replica: Positive = Field(1, description="copies of the sharded model (hybrid sharding)")
-    data: int = Field(-1, ge=-1, description="data-parallel devices that share sharded states; -1: the rest of the devices")
-    context: Positive = Field(1, description="devices that split one sequence")
-    tensor: Positive = Field(1, description="devices that split each matrix")
-    expert: Positive = Field(1, description="devices that split the experts, borrowed from data, context and tensor")
+    pipeline: Degree = Field(1, description="pipeline stages")
+    replica: Degree = Field(1, description="copies of the sharded model (hybrid sharding)")
+    data: Annotated[int, Field(ge=-1, le=2**20)] = Field(
+        -1, description="data-parallel devices that share sharded states; -1: the rest of the devices"
+    )
+    context: Degree = Field(1, description="devices that split one sequence")
+    tensor: Degree = Field(1, description="devices that split each matrix")
+    expert: Degree = Field(1, description="devices that split the experts, borrowed from data, context and tensor")
     zero: Literal[0, 1, 2, 3] | None = Field(
         None,
         description="what is sharded over `data`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights; "
@@ -184,10 +194,10 @@ class Layout(Section):
     schedule: Schedule = Field(
         "1f1b", description="order of the pipeline's work: see docs/pipelines.md; `zb1p`, `zbv` and `dualpipev` split backward"
     )
-    stages_per_rank: Positive | None = Field(
+    stages_per_rank: Degree | None = Field(
         None, description="pipeline stages a device holds; left out: 2 for `interleaved`, `zbv` and `dualpipev`, else 1"
     )
-    stages: tuple[Positive, ...] | None = Field(
+    stages: tuple[Degree, ...] | None = Field(
         None, description="blocks of each pipeline stage, by hand; left out: cut so that the slowest stage is as fast as can be"
     )
     attention: Literal["auto", "ring", "ulysses"] = Field(
@@ -208,6 +218,12 @@ class Layout(Section):
         if twice := {axis for axis in axes if axes.count(axis) > 1}:
             raise ValueError(f"{', '.join(sorted(twice))} is given twice, under two spellings; keep one")
         return dict(zip(axes, values.values(), strict=True))
+
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if (devices := self.fixed * max(self.data, 1)) > MOST_DEVICES:
+            raise ValueError(f"{devices} devices; at most {MOST_DEVICES} can be planned for")
+        return self
 
     @property
     def fixed(self) -> int:
@@ -238,7 +254,7 @@ class ClusterSection(Section):
         None, description="a named cluster, with a number of devices: `h100x64`; the names are in docs/planner.md"
     )
     file: str | None = Field(None, description="a cluster file, as `shardwise probe` writes it, instead of a preset")
-    devices: Positive | None = Field(None, description="devices to plan for; left out: all that the preset or the file names")
+    devices: Degree | None = Field(None, description="devices to plan for; left out: all that the preset or the file names")
     margin: float = Field(0.08, ge=0, lt=1, description="share of a device's memory that a plan leaves free")
 
 

@@ -7,7 +7,6 @@ six digits: more than anything here is known to.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from shardwise.config.schema import Section
 from shardwise.cost.cluster import GIB, KINDS, TERMS, Cluster, Device, Kind, Link, Measured, Term
-from shardwise.errors import ConfigError, UserError
+from shardwise.errors import ConfigError, UserError, shown
+from shardwise.files import parse_toml, read_bytes
 
 Precision = Literal["float64", "float32", "bfloat16", "float16", "float8", "float4"]
 _LARGEST = 1e18
@@ -126,13 +126,11 @@ _NEEDED = {"device": ("memory_gib", "bandwidth_gb_s", "peak"), "link": ("bandwid
 
 def read_cluster(path: Path, presets: Mapping[str, Cluster]) -> Cluster:
     """The cluster that a file describes, whole or as changes to a preset; every problem in it is reported at once."""
+    source = f"cluster.file = '{path}'"
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(f"cluster.file = '{path}': cannot be read ({reason}); `shardwise probe` writes one") from None
-    except (ValueError, RecursionError) as error:  # no TOML, no text, a number of thousands of digits, thousands of brackets
-        raise UserError(f"cluster.file = '{path}': is not TOML ({error})") from None
+        raw = parse_toml(read_bytes(path), source)
+    except FileNotFoundError:
+        raise UserError(f"{source}: cannot be read (no such file); `shardwise probe` writes one") from None
     problems = list(_missing(raw, presets))
     try:
         table = ClusterTable.model_validate(raw)
@@ -149,7 +147,7 @@ def _missing(raw: Mapping[str, Any], presets: Mapping[str, Cluster]) -> Iterator
     preset = raw.get("preset")
     if preset is not None:
         if not isinstance(preset, str) or preset not in presets:
-            yield f"preset = {preset!r}: unknown; known are {', '.join(sorted(presets))}"
+            yield f"preset = {shown(preset)}: unknown; known are {', '.join(sorted(presets))}"
         return
     nodes, inside, between = (raw.get(key, empty) for key, empty in (("nodes", 1), ("inside", {}), ("between", {})))
     if "between" not in raw and isinstance(nodes, int) and nodes > 1:
@@ -177,7 +175,7 @@ def _explain(detail: ErrorDetails) -> str:
     if "measured" in path and len(detail["loc"]) > 2 and problem != "advice":
         return f"{path[0]}.measured: {_OF_A_ROW}"
     if problem == "advice":
-        return f"{key} = {detail['input']!r}: {detail['msg']}"
+        return f"{key} = {shown(detail['input'])}: {detail['msg']}"
     if problem == "extra_forbidden":
         tables: dict[str, type[Section]] = {"device": DeviceTable, "inside": LinkTable, "between": LinkTable}
         known = tables[path[0]] if len(path) > 1 else ClusterTable

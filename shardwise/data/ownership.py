@@ -8,7 +8,6 @@ them, wherever a crash fell. A new folder must be empty; a user's own is refused
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection
@@ -17,6 +16,7 @@ from pathlib import Path
 from shardwise.data.shards import INDEX, Index
 from shardwise.data.tokenizer import FILE
 from shardwise.errors import UserError
+from shardwise.files import parse_json, read_bytes
 
 RECORD = "preparing.json"
 LOCK = ".lock"
@@ -66,8 +66,8 @@ def _ours(path: Path, names: Collection[str]) -> bool:
     if not path.is_file():
         return False
     try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        values = parse_json(read_bytes(path), path)
+    except (OSError, UserError):
         values = None
     if isinstance(values, dict):
         return 2 * sum(name in values for name in names) >= len(names)

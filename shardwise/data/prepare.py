@@ -21,13 +21,15 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from pydantic import ConfigDict
 
 from shardwise.config import Data, Source
 from shardwise.data.ownership import LOCK, RECORD, check_target, clear, is_begun, is_prepared
-from shardwise.data.shards import VERSION, Index, Shard, ShardWriter, read_shard, token_dtype, write_atomically
+from shardwise.data.shards import VERSION, Index, Shard, ShardWriter, token_dtype, write_atomically
 from shardwise.data.sources import PIECE_BYTES, SourceFile, TextPiece, find_files, read_pieces
 from shardwise.data.tokenizer import BYTES, FILE, Tokenizer, load_tokenizer, tokenizer_fingerprint
 from shardwise.errors import UserError
+from shardwise.files import inside, parse_as, read_bytes, seal, unseal
 from shardwise.locks import take_lock
 
 Progress = Callable[[int, int], None]
@@ -42,21 +44,23 @@ _log = logging.getLogger(__name__)
 class _ResumePoint:
     """How far preparing has come: the whole shards, and the first piece that is in none of them."""
 
+    __pydantic_config__ = ConfigDict(strict=True)
+
     fingerprint: str
     shards: tuple[Shard, ...] = ()
     file: int = 0
     piece: int = 0
 
     def write(self, folder: Path) -> None:
-        write_atomically(folder / RECORD, json.dumps(asdict(self)).encode())
+        write_atomically(folder / RECORD, seal(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path, fingerprint: str) -> _ResumePoint:
         """The point recorded in the folder if it belongs to the same work, else the beginning."""
         try:
-            values = json.loads((folder / RECORD).read_bytes())
-            point = cls(**{**values, "shards": tuple(read_shard(shard) for shard in values["shards"])})
-        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+            sealed = unseal(read_bytes(inside(folder, RECORD)))
+            point = parse_as(cls, sealed, folder / RECORD) if sealed else cls(fingerprint)
+        except (FileNotFoundError, UserError):
             return cls(fingerprint)
         return point if point.fingerprint == fingerprint else cls(fingerprint)
 

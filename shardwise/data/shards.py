@@ -2,45 +2,54 @@
 
 A prepared folder holds
 
-    index.json          what is here: dtype, tokenizer, counts, and for each shard its checksums
+    index.json          what is here: dtype, tokenizer, counts, and for each shard its checksums; sealed by one of itself
     shard-00000.bin     token ids, little-endian, uint16 where the vocabulary allows, else uint32
     shard-00000.ends    int64: for each document that ends in this shard, the offset just after its last token
     tokenizer.json      a copy, unless the tokenizer is `bytes`
 
 Shards join into one long row of tokens (`tokens.py` reads it); a document may run over into the next shard. Two bytes a
 token for vocabularies up to 65,536 ids, four above, and eight bytes a document. Every 1 MiB block has a CRC-32. A file
-is written beside its final name, synced and renamed: a crash never leaves half a shard looking whole.
+is written beside its final name, synced and renamed: a crash never leaves half a shard looking whole. Data of another version are
+refused, and made again by the same command.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
 
 from shardwise.errors import UserError
+from shardwise.files import inside, read_bytes, read_sealed, seal
 
-VERSION = 1
+VERSION = 2
+"""Since 2 the index is sealed (files.py)."""
 BLOCK = 1 << 20
 INDEX = "index.json"
+
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 60)]
+_Checksum = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 @dataclass(frozen=True)
 class Shard:
     """One pair of files and what they must hold."""
 
-    file: str
-    tokens: int
-    documents: int
-    blocks: tuple[int, ...]
-    ends_checksum: int
+    __pydantic_config__ = ConfigDict(strict=True)
+
+    file: Annotated[str, Field(pattern=r"^shard-\d{5,9}\.bin$")]
+    tokens: Annotated[_Count, Field(ge=1)]
+    documents: _Count
+    blocks: tuple[_Checksum, ...]
+    ends_checksum: _Checksum
 
     @property
     def ends_file(self) -> str:
@@ -52,13 +61,15 @@ class Shard:
 class Index:
     """What a prepared folder says of itself."""
 
+    __pydantic_config__ = ConfigDict(strict=True)
+
     source: str
-    tokenizer: str
+    tokenizer: Annotated[str, Field(pattern=r"^(bytes|tokenizer\.json)$")]
     tokenizer_fingerprint: str
-    vocabulary: int
-    end: int
-    dtype: str
-    shards: tuple[Shard, ...]
+    vocabulary: Annotated[int, Field(ge=1, le=1 << 32)]
+    end: _Count
+    dtype: Annotated[str, Field(pattern="^<u[24]$")]
+    shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
     version: int = VERSION
 
     @property
@@ -74,25 +85,37 @@ class Index:
     def write(self, folder: Path) -> None:
         """The last file to appear: with it, the folder is whole."""
         totals = {"tokens": self.tokens, "documents": self.documents}
-        write_atomically(folder / INDEX, json.dumps({**asdict(self), **totals}, indent=1).encode())
+        write_atomically(folder / INDEX, seal({**asdict(self), **totals}))
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """The index of a folder; a `UserError` where it cannot be understood."""
-        path = folder / INDEX
+        """The index of a folder; a `UserError` where it cannot be understood, or contradicts itself."""
+        path, advice = folder / INDEX, prepare_again(folder)
         try:
-            values = json.loads(path.read_bytes())
-            if values["version"] != VERSION:
-                raise UserError(f"{path} has format {values['version']}, this version reads {VERSION}. {prepare_again(folder)}")
-            values["shards"] = tuple(read_shard(shard) for shard in values["shards"])
-            return cls(**{name: values[name] for name in cls.__dataclass_fields__})
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{path} is damaged ({error}). {prepare_again(folder)}") from None
+            content = read_bytes(inside(folder, INDEX), advice)
+        except FileNotFoundError:
+            raise UserError(f"{path} is missing. {advice}") from None
+        index = read_sealed(cls, content, path, ("version", VERSION), advice)
+        for problem in index._contradictions():
+            raise UserError(f"{path} contradicts itself: {problem}. {advice}")
+        return index
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.dtype != token_dtype(self.vocabulary) or self.end >= self.vocabulary:
+            yield f"a vocabulary of {self.vocabulary} with dtype {self.dtype} and {self.end} as the end of a document"
+        size = int(self.dtype[-1])
+        for number, shard in enumerate(self.shards):
+            if shard.file != shard_name(number):
+                yield f"shards[{number}] is {shard.file}"
+            if len(shard.blocks) != -(-shard.tokens * size // BLOCK):
+                yield f"{shard.file} has {shard.tokens} tokens and {len(shard.blocks)} checksums"
+            if shard.documents > shard.tokens:
+                yield f"{shard.file} has {shard.tokens} tokens and {shard.documents} documents"
 
 
-def read_shard(values: Mapping[str, Any]) -> Shard:
-    """A shard's entry, as JSON keeps it."""
-    return Shard(**{**values, "blocks": tuple(values["blocks"])})
+def shard_name(number: int) -> str:
+    """The file of a shard's tokens."""
+    return f"shard-{number:05d}.bin"
 
 
 def token_dtype(vocabulary: int) -> str:
@@ -124,7 +147,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, number: int, dtype: str) -> None:
         self.tokens = 0
-        self._path = folder / f"shard-{number:05d}.bin"
+        self._path = folder / shard_name(number)
         self._aside = self._path.with_name(self._path.name + ".partial")
         self._file = open(self._aside, "wb")  # noqa: SIM115  (closed by finish or abandon)
         self._dtype = np.dtype(dtype)

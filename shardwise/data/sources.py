@@ -25,10 +25,13 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, NotRequired, cast
+
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.data.columnar import arrow_rows, no_field, parquet_rows, text_of
 from shardwise.errors import UserError
+from shardwise.files import inside, parse_as, read_bytes
 
 PIECE_BYTES = 1 << 20
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -53,6 +56,19 @@ class SourceFile:
     path: Path
     size: int
     modified: int
+
+
+class _DataFile(TypedDict):
+    filename: str
+
+
+class _SavedState(TypedDict):
+    _data_files: list[_DataFile]
+    _indices_data_files: NotRequired[Any]
+    _indices_files: NotRequired[Any]
+
+
+"""What of a `state.json` is read here."""
 
 
 def find_files(source: str | Path) -> list[SourceFile]:
@@ -117,14 +133,11 @@ def _hidden(relative: Path) -> bool:
 
 def _saved_to_disk(folder: Path) -> list[Path]:
     """The files of `save_to_disk`, in the order of its state.json."""
-    try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        files = [folder / entry["filename"] for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{folder / 'state.json'} cannot be read: {error}. Save the data set again with save_to_disk.") from None
+    path, advice = folder / "state.json", "Save the data set again with save_to_disk."
+    state = parse_as(_SavedState, read_bytes(path, advice), path, advice)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise UserError(f"{folder} was saved with an index of chosen rows; call flatten_indices() on it and save it again.")
-    return files
+    return [inside(folder, entry["filename"]) for entry in state["_data_files"]]
 
 
 def _described(path: Path) -> SourceFile:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import UserError
+from shardwise.files import read_bytes
 
 BYTES = "bytes"
 FILE = "tokenizer.json"
@@ -131,14 +132,11 @@ def _locate(name_or_path: str | Path) -> Path:
 
 
 def _read(path: Path) -> bytes:
+    advice = f"Give the path of a Hugging Face {FILE} as data.tokenizer, or {BYTES!r} for the built-in one."
     try:
-        return path.read_bytes()
+        return read_bytes(path, advice)
     except FileNotFoundError:
-        raise UserError(
-            f"data.tokenizer: {path} does not exist. Give the path of a Hugging Face {FILE}, or {BYTES!r} for the built-in one."
-        ) from None
-    except OSError as error:
-        raise UserError(f"data.tokenizer: {path} cannot be read: {error.strerror or error}") from None
+        raise UserError(f"data.tokenizer: {path} does not exist. {advice}") from None
 
 
 def _parse(path: Path, content: bytes) -> Any:
@@ -146,7 +144,9 @@ def _parse(path: Path, content: bytes) -> Any:
 
     try:
         return Library.from_str(content.decode("utf-8"))
-    except Exception as error:  # the library raises bare Exception for every malformed file
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception for a malformed file, and a panic is not even one of those
         raise UserError(
             f"data.tokenizer: {path} is not a Hugging Face {FILE} ({error}). Give the {FILE} that came with the model."
         ) from None

@@ -2,11 +2,13 @@
 
 Files are mapped rather than read, so the ranks of one machine share the page cache, and opening a terabyte takes no
 time. Each 1 MiB block is checked against its CRC-32 the first time it is read; data of at most 256 MiB are checked
-whole when opened, so that a damaged file is known before training starts.
+whole when opened, so that a damaged file is known before training starts. With its checksum a block is held to the vocabulary,
+since a token beyond it would be a read outside of the embedding.
 """
 
 from __future__ import annotations
 
+import stat
 import zlib
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 
 from shardwise.data.shards import BLOCK, Index, Shard, prepare_again
 from shardwise.errors import UserError
+from shardwise.files import inside
 
 CHECKED_WHOLE = 256 << 20
 
@@ -24,10 +27,10 @@ CHECKED_WHOLE = 256 << 20
 class _MappedShard:
     """One shard, mapped when first touched."""
 
-    def __init__(self, folder: Path, shard: Shard, dtype: str) -> None:
+    def __init__(self, folder: Path, shard: Shard, index: Index) -> None:
         self.shard = shard
         self._folder = folder
-        self._dtype = np.dtype(dtype)
+        self._dtype, self._vocabulary = np.dtype(index.dtype), index.vocabulary
         self._verified = np.zeros(len(shard.blocks), dtype=bool)
         self._check_size(shard.file, shard.tokens * self._dtype.itemsize)
         self._check_size(shard.ends_file, shard.documents * 8)
@@ -43,6 +46,8 @@ class _MappedShard:
         content = np.memmap(path, dtype="<i8", mode="r") if self.shard.documents else np.zeros(0, dtype="<i8")
         if zlib.crc32(content.data) != self.shard.ends_checksum:
             raise self._damaged(self.shard.ends_file, "its checksum is wrong")
+        if len(content) and (content[0] < 1 or content[-1] > self.shard.tokens or (content[1:] <= content[:-1]).any()):
+            raise self._damaged(self.shard.ends_file, "its offsets do not ascend within the shard")
         return content
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
@@ -57,15 +62,18 @@ class _MappedShard:
             block = self._bytes[number * BLOCK : (number + 1) * BLOCK]
             if zlib.crc32(block.data) != self.shard.blocks[number]:
                 raise self._damaged(self.shard.file, f"the checksum of MiB {number} is wrong")
+            if (largest := int(block.view(self._dtype).max())) >= self._vocabulary:
+                raise self._damaged(self.shard.file, f"MiB {number} has a token {largest} of a vocabulary of {self._vocabulary}")
             self._verified[number] = True
 
     def _check_size(self, name: str, expected: int) -> None:
         try:
-            size = (self._folder / name).stat().st_size
+            status = inside(self._folder, name).stat()
         except OSError as error:
             raise self._damaged(name, f"it cannot be read: {error.strerror or error}") from None
+        size = status.st_size if stat.S_ISREG(status.st_mode) else None
         if size != expected:
-            raise self._damaged(name, f"it has {size} bytes, not {expected}")
+            raise self._damaged(name, f"it has {size} bytes, not {expected}" if size is not None else "it is not a file")
 
     def _damaged(self, name: str, reason: str) -> UserError:
         return UserError(f"{self._folder / name} is damaged: {reason}. {prepare_again(self._folder)}")
@@ -77,7 +85,7 @@ class Tokens:
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder = folder
         self.index = index
-        self._shards = [_MappedShard(folder, shard, index.dtype) for shard in index.shards]
+        self._shards = [_MappedShard(folder, shard, index) for shard in index.shards]
         self._starts = np.cumsum([0, *(shard.tokens for shard in index.shards)], dtype=np.int64)
 
     @classmethod

@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.errors import printable
 from shardwise.observe import predicted
 from shardwise.observe.draw import bar, line_plot
 from shardwise.observe.format import format_bytes, format_count, format_duration, format_percent
@@ -62,7 +63,8 @@ _COLOURS = {
 
 
 def render(summary: Summary, console: Console) -> None:
-    """Draw the summary of a run."""
+    """Draw the summary of a run. Its texts come from files, and must not reach the terminal as commands."""
+    summary = _printable(summary)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True, overflow=_CROP)
     grid.add_column(overflow="fold")
@@ -79,6 +81,14 @@ def render(summary: Summary, console: Console) -> None:
     if summary["predicted_and_measured"]:
         _heading(console, "predicted and measured", f"a step of rank 0, median of {summary['measured_steps']}")
         predicted.show(summary["predicted_and_measured"], console)
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(part) for part in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def _overview(summary: Summary) -> Iterator[tuple[str, str]]:

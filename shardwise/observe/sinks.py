@@ -7,17 +7,17 @@ run folder is touched, so a missing one costs nothing but the message. A mirror 
 
 from __future__ import annotations
 
-import json
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import UserError
+from shardwise.files import parse_toml, read_bytes
 from shardwise.observe.files import EventsFile, MetricsFile, Say, log
 from shardwise.observe.records import Record
+from shardwise.plan import read_plan
 
 if TYPE_CHECKING:
     from shardwise.config import Observe
@@ -163,9 +163,8 @@ def _missing(setting: str, extra: str) -> UserError:
 def _job(folder: Path) -> dict[str, Any]:
     """The job as it was asked for, and what the plan settled of it."""
     job, plan = folder / "config.toml", folder / "plan.json"
-    tables: dict[str, Any] = tomllib.loads(job.read_text(encoding="utf-8")) if job.exists() else {}
-    decisions = json.loads(plan.read_text(encoding="utf-8"))["decisions"] if plan.exists() else {}
-    for setting, decision in decisions.items():
+    tables = parse_toml(read_bytes(job), job) if job.exists() else {}
+    for setting, decision in read_plan(plan).get("decisions", {}).items():
         table, _, name = setting.partition(".")
         tables.setdefault(table, {})[name] = decision["value"]
     return tables

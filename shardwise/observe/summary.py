@@ -11,23 +11,26 @@ How often to save is the planner's to say. This package may not import the plann
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.errors import UserError
+from shardwise.files import parse_toml_as, read_bytes
 from shardwise.observe.clock import SPANS
 from shardwise.observe.goodput import goodput
 from shardwise.observe.memory import memory_kind
 from shardwise.observe.predicted import Row, compare, waits_are_known
 from shardwise.observe.records import Record, read_events, read_metrics
 from shardwise.observe.totals import RunTotals
+from shardwise.plan import KeptLayout, KeptPlan, read_plan
 
 CURVE_POINTS = 240
 
@@ -39,7 +42,7 @@ _T = TypeVar("_T")
 def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> Summary:
     """The summary of the run in a folder; it may still be running. `advise` (search/interval.py) says how often to save."""
     folder = Path(folder)
-    config, plan, (events, damaged_events) = _table(folder), _plan(folder), _events(folder)
+    config, plan, (events, damaged_events) = _job(folder), read_plan(folder / "plan.json"), _events(folder)
     start = next((event for event in reversed(events) if event["event"] in ("start", "resume")), {})
     run, time_used, damaged_steps = _steps(folder, events)
     steady = run.steady.kept
@@ -96,14 +99,25 @@ def _steps(folder: Path, events: Sequence[Record]) -> tuple[RunTotals, Summary, 
     return run, time_used, lines.damaged
 
 
-def _table(folder: Path) -> Record:
-    path = folder / "config.toml"
-    return _read(path, lambda: tomllib.loads(path.read_text(encoding="utf-8"))) or {}
+@with_config(ConfigDict(strict=True))
+class _TrainTable(TypedDict, total=False):
+    steps: Annotated[int, Field(ge=0, le=2**40)]
+    precision: str
 
 
-def _plan(folder: Path) -> Record:
-    path = folder / "plan.json"
-    return _read(path, lambda: json.loads(path.read_bytes())) or {}
+class _Job(TypedDict, total=False):
+    """What of a run's config.toml is shown, whichever version wrote it."""
+
+    train: _TrainTable
+    layout: KeptLayout
+
+
+def _job(folder: Path) -> _Job:
+    path, advice = folder / "config.toml", "It is written by `shardwise train`; restore or remove it."
+    try:
+        return parse_toml_as(_Job, read_bytes(path, advice), path, advice)
+    except FileNotFoundError:
+        return {}
 
 
 def _events(folder: Path) -> tuple[list[Record], int]:
@@ -130,12 +144,13 @@ def _planned_since(events: Sequence[Record]) -> int:
     return since
 
 
-def _predicted(plan: Record, steps: Sequence[Record], start: Record) -> list[Row] | None:
+def _predicted(plan: KeptPlan, steps: Sequence[Record], start: Record) -> list[Row] | None:
     """Term by term, what the plan predicted and what was measured; null where it predicted nothing."""
-    if not plan.get("predicted") or not steps:
+    predicted = plan.get("predicted")
+    if not predicted or not steps:
         return None
     on_cpu = start.get("memory_kind") in (None, memory_kind("cpu"))
-    return compare(plan["predicted"], steps, waits_are_known(steps, plan.get("layout", {}), on_cpu), on_cpu)
+    return compare(predicted, steps, waits_are_known(steps, plan.get("layout", {}), on_cpu), on_cpu)
 
 
 def _loss(run: RunTotals) -> Summary:

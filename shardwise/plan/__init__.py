@@ -7,7 +7,7 @@ from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.plan.grid import COPIES, RANK_AXES
 from shardwise.plan.memory import StateBytes, state_bytes
 from shardwise.plan.parameters import active_count, count, parameter_shapes
-from shardwise.plan.plan import Decision, Plan
+from shardwise.plan.plan import Decision, KeptLayout, KeptPlan, Plan, read_plan
 from shardwise.plan.schedule import SCHEDULES, Action, Schedule, make_schedule
 from shardwise.plan.stages import block_costs, cut, stage_blocks, stage_costs
 from shardwise.plan.timeline import Timeline, peak_in_flight, simulate
@@ -21,6 +21,8 @@ __all__ = [
     "Asked",
     "Decision",
     "Engine",
+    "KeptLayout",
+    "KeptPlan",
     "Plan",
     "Schedule",
     "StateBytes",
@@ -37,6 +39,7 @@ __all__ = [
     "micro_batch_size",
     "parameter_shapes",
     "peak_in_flight",
+    "read_plan",
     "reduce_dtype",
     "simulate",
     "stage_blocks",

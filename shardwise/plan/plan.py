@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, with_config
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.config import Config, Layout
+from shardwise.files import parse_as, read_bytes
 from shardwise.plan.flops import FLOP_CONVENTION
 from shardwise.plan.memory import StateBytes
 
@@ -18,6 +23,12 @@ GIB = 2**30
 Recompute = Literal["none", "selective", "full"] | float
 DEFAULT = "the default"
 """Why a setting is as it is, where nobody gave it and nothing decides it."""
+
+
+def _with_total(parts: dict[str, Any]) -> dict[str, Any]:
+    if "total" not in parts:
+        raise ValueError("the total is missing")
+    return parts
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,69 @@ class Plan:
         decisions = {name: Decision(**_tupled(decision)) for name, decision in value["decisions"].items()}
         layout = Layout.model_validate(value["layout"])
         return cls(**{**fields, "layout": layout, "decisions": decisions, "state_bytes": StateBytes(**memory)})
+
+
+# -- plan.json, as a report reads it -------------------------------------------------------------------------------------
+
+Number = Annotated[int | float, Field(ge=0, le=1e18)]
+_KEPT = ConfigDict(strict=True, extra="allow")
+
+
+@with_config(_KEPT)
+class PredictedFlow(TypedDict):
+    """What a step sends of one kind over one axis."""
+
+    kind: str
+    axis: str
+    count: Number
+    bytes: Number
+
+
+@with_config(_KEPT)
+class Prediction(TypedDict):
+    """What search/forecast.py predicts of a step."""
+
+    step_seconds: Annotated[dict[str, Number], AfterValidator(_with_total)]
+    memory_gib: Annotated[dict[str, Number], AfterValidator(_with_total)]
+    tokens_per_second: Number
+    bytes: list[PredictedFlow]
+
+
+@with_config(_KEPT)
+class KeptLayout(TypedDict, total=False):
+    """The degrees of a layout; its other choices are only shown."""
+
+    pipeline: int
+    replica: int
+    data: int
+    context: int
+    tensor: int
+    expert: int
+
+
+@with_config(_KEPT)
+class KeptPlan(TypedDict, total=False):
+    """A plan.json, perhaps of another version: any key may be missing, but none is of another type."""
+
+    layout: KeptLayout
+    micro_batch: Annotated[int, Field(ge=1, le=2**40)]
+    accumulation: Annotated[int, Field(ge=1, le=2**40)]
+    recompute: str | float
+    decisions: dict[str, dict[str, Any]]
+    parameters: Number
+    flop_convention: str
+    memory_gib: dict[str, Number]
+    cluster_file: str | None
+    predicted: Prediction | None
+
+
+def read_plan(path: Path) -> KeptPlan:
+    """The plan that a run keeps; an empty one where it keeps none."""
+    advice = "It is written by `shardwise train`; restore or remove it."
+    try:
+        return parse_as(KeptPlan, read_bytes(path, advice), path, advice)
+    except FileNotFoundError:
+        return {}
 
 
 def _listed(decision: dict[str, Any]) -> dict[str, Any]:

@@ -110,10 +110,10 @@ def test_a_manifest_that_makes_no_sense_is_the_users_to_mend(saved: Path, text: 
 @pytest.mark.parametrize("older", [1, 99])
 def test_another_format_is_refused(saved: Path, older: int) -> None:
     rewrite(saved, format=older)
-    with pytest.raises(UserError, match=f"checkpoint format {older}; this version of shardwise reads 2"):
+    with pytest.raises(UserError, match=rf"checkpoint\.json has format {older}; this version of shardwise reads 2"):
         read_manifest(saved)
     (saved / MANIFEST).write_text(json.dumps({"format": 1, "files": {".metadata": {"bytes": 1, "crc32": 1}}}))
-    with pytest.raises(UserError, match="checkpoint format 1; this version of shardwise reads 2"):
+    with pytest.raises(UserError, match=r"checkpoint\.json has format 1; this version of shardwise reads 2"):
         read_manifest(saved)
 
 
@@ -165,7 +165,7 @@ def test_a_poisoned_list_of_tensors_is_refused(saved: Path, kind: str) -> None:
     tensors = json.loads(listed.read_text())
     POISONED[kind](tensors)
     replace_file(saved, listed.name, json.dumps(tensors).encode())
-    with pytest.raises(UserError, match=f"{listed} does not belong to a checkpoint: "):
+    with pytest.raises(UserError, match=rf"{listed}( does not belong to a checkpoint|): "):
         Contents.open(saved)
     assert [*faults(saved)]
 
@@ -183,21 +183,21 @@ def test_a_pickle_is_never_opened(corpus: str, saved: Path) -> None:
             restore(training, str(saved))
         (saved / name).write_bytes(before)
     replace_file(saved, one(saved, "tensors-*.json").name, PAYLOAD)
-    with pytest.raises(UserError, match="does not belong to a checkpoint: it is not JSON"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         restore(training, str(saved))
 
 
 @pytest.mark.parametrize("name", ["../rank-0-a.data", "/etc/passwd", ".metadata", "rank-0-a.data/..", "rank-0-A.pt", ""])
 def test_a_manifest_may_name_only_files_of_a_checkpoint(saved: Path, name: str) -> None:
     rewrite(saved, files={name: {"bytes": 1, "crc32": 1}})
-    with pytest.raises(UserError, match="does not belong to a checkpoint: it names a file"):
+    with pytest.raises(UserError, match=r"checkpoint\.json: files.*should match pattern"):
         read_manifest(saved)
 
 
 @pytest.mark.parametrize("change", [{"step": -1}, {"step": "3"}, {"world": 0}, {"model": []}, {"files": {"rank-0-a.data": 3}}])
 def test_a_manifest_with_senseless_values_is_refused(saved: Path, change: dict[str, Any]) -> None:
     rewrite(saved, **change)
-    with pytest.raises(UserError, match="does not belong to a checkpoint"):
+    with pytest.raises(UserError, match=rf"checkpoint\.json: {next(iter(change))}"):
         read_manifest(saved)
 
 

@@ -179,10 +179,10 @@ def test_a_file_that_is_no_safetensors_is_named(folder: Path, content: bytes) ->
 @pytest.mark.parametrize(
     ("places", "says"),
     [
-        ({"a": "../model.safetensors"}, "no weight_map from tensors to files of this folder"),
-        ({"a": "/etc/passwd"}, "no weight_map"),
-        ({"a": 3}, "no weight_map"),
-        ("all", "no weight_map"),
+        ({"a": "../model.safetensors"}, r"index\.json: weight_map\.a = '\.\./model\.safetensors'"),
+        ({"a": "/etc/passwd"}, r"weight_map\.a = '/etc/passwd'"),
+        ({"a": 3}, r"weight_map\.a = 3"),
+        ("all", r"weight_map = 'all'"),
         ({"a": "absent.safetensors"}, r"lacks absent.safetensors"),
         ({"a": "model.safetensors"}, r"model.safetensors lacks a"),
     ],

@@ -258,7 +258,7 @@ def test_the_devices_advised_do_fit(plan: Plan) -> None:
     [
         ('preset = "h100"\n[between]\nbandwidth_gb_s = -50', ["between.bandwidth_gb_s = -50", "more than 0"]),
         ('preset = "h10"', ["preset = 'h10'", "unknown"]),
-        ("nodes = =", ["is not TOML"]),
+        ("nodes = =", ["is not valid TOML"]),
         (
             "nodes = 0\n[device]\nmemory_gib = 0",
             ["nodes = 0", "device.memory_gib = 0", "device.peak: missing", "inside.latency_us: missing"],

@@ -12,6 +12,7 @@ from shardwise.data import tokens as reader
 from shardwise.data.shards import BLOCK, Index, ShardWriter, token_dtype
 from shardwise.data.tokens import Tokens
 from shardwise.errors import UserError
+from shardwise.files import seal
 
 
 def write(folder: Path, shards: list[list[tuple[list[int], bool]]], vocabulary: int = 257) -> Index:
@@ -126,8 +127,9 @@ def test_a_damaged_or_foreign_index_is_explained(tmp_path: Path) -> None:
     index = tmp_path / "index.json"
     values = json.loads(index.read_text())
     assert (values["tokens"], values["documents"]) == (BLOCK + 1000, 1)
-    index.write_text(json.dumps({**values, "version": 99}))
-    with pytest.raises(UserError, match=r"index\.json has format 99, this version reads 1"):
+    del values["crc32"]
+    index.write_bytes(seal({**values, "version": 99}))
+    with pytest.raises(UserError, match=r"index\.json has format 99; this version of shardwise reads 2\. Delete the folder"):
         Tokens.open(tmp_path)
     index.write_text(index.read_text()[:50])
     with pytest.raises(UserError, match=r"index\.json is damaged.*prepare the data again"):

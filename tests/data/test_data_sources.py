@@ -183,7 +183,7 @@ def test_damaged_gzip_and_odd_hugging_face_folders_are_explained(tmp_path: Path)
     with pytest.raises(UserError, match="holds several splits; give one of them: train"):
         find_files(tmp_path / "both")
     (saved / "state.json").write_text("{}")
-    with pytest.raises(UserError, match=r"state\.json cannot be read"):
+    with pytest.raises(UserError, match=r"state\.json: _data_files: field required.*Save the data set again"):
         find_files(saved)
 
 

@@ -280,7 +280,7 @@ def test_what_is_not_a_run_is_the_users_mistake(tmp_path):
         summarise(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "seconds": 0.5, "tokens_per_second": 10.0}\n')
     (tmp_path / "plan.json").write_text("{not json")
-    with pytest.raises(UserError, match=r"plan\.json cannot be read"):
+    with pytest.raises(UserError, match=r"plan\.json is not valid JSON.*restore or remove it"):
         summarise(tmp_path)
 
 

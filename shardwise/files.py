@@ -1,0 +1,201 @@
+"""Files from outside, through one reader: bounded, typed, and refused in one line that says file, place and reason. No torch.
+
+A job from a colleague, a model from a hub, a run folder from another machine, a disk that flips a bit: whatever is read here may
+be anything. What is not a regular file or too large is never read, so that no pipe or device hangs a command. Text must be JSON
+or TOML that stays within what we ever write: nested at most `DEEPEST` times, numbers of a bounded length, and no
+control characters, which would reach a terminal as commands to it. pydantic then holds the values to the types of a schema.
+
+What we write and later rely on is sealed: a JSON object whose last key is the CRC-32 of all that stands before it, so that one
+flipped bit is noticed. A seal is against damage, not against a hand that knows the format: meaning is checked as well.
+
+A file may name others only in its own folder (`inside`): no `..`, no absolute path, no link that leads out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import tomllib
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from shardwise.errors import UserError, printable, shown
+
+LARGEST = 1 << 30
+"""Bytes of a file that is read whole; the list of tensors of the largest checkpoints is a few hundred MiB."""
+DEEPEST = 64
+"""Tables in tables; a plan has six."""
+_SEAL = b',\n "crc32": '
+
+T = TypeVar("T")
+
+
+def read_bytes(path: Path, advice: str = "") -> bytes:
+    """A whole file. One that is not there is the caller's to explain (`FileNotFoundError`); any other obstacle is named here."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe nobody writes to would block
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                _refuse(path, "is a folder" if stat.S_ISDIR(status.st_mode) else "is not a regular file", advice)
+            if status.st_size > LARGEST:
+                _refuse(path, f"is larger than {LARGEST >> 20} MiB", advice)
+            with open(descriptor, "rb", closefd=False) as stream:
+                return stream.read()
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        _refuse(path, f"cannot be read: {getattr(error, 'strerror', None) or error}", advice)
+
+
+def parse_json(content: bytes, source: str | Path, advice: str = "") -> Any:
+    """What JSON text holds, within bounds."""
+    try:
+        value = json.loads(content, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of thousands of digits, brackets without end
+        _refuse(source, f"is not valid JSON: {error}", advice)
+    return _bounded(value, source, advice, bits=63)
+
+
+def parse_toml(content: bytes, source: str | Path, advice: str = "") -> dict[str, Any]:
+    """What TOML text holds, within bounds. People write it, so what is wrong with a number is the schema's to say."""
+    try:
+        value = tomllib.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        _refuse(source, f"is not valid TOML: {error}", advice)
+    _bounded(value, source, advice, bits=10_000)
+    return value
+
+
+def parse_as(schema: type[T], content: bytes, source: str | Path, advice: str = "") -> T:
+    """What JSON text holds, as a type that pydantic knows; the first value that is not of its type is named."""
+    parse_json(content, source, advice)
+    value: T = _as(schema, lambda adapter: adapter.validate_json(content), source, advice)
+    return value
+
+
+def parse_toml_as(schema: type[T], content: bytes, source: str | Path, advice: str = "") -> T:
+    """The same of TOML text."""
+    tables = parse_toml(content, source, advice)
+    value: T = _as(schema, lambda adapter: adapter.validate_python(tables), source, advice)
+    return value
+
+
+def _as(schema: Any, validate: Callable[[TypeAdapter[Any]], Any], source: str | Path, advice: str) -> Any:
+    try:
+        return validate(_adapter(schema))
+    except ValidationError as error:
+        _refuse(f"{source}:", first_problem(error), advice)
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of pydantic's findings: the place, what is there, and what is wrong with it."""
+    detail = error.errors(include_url=False)[0]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).lstrip(".")
+    held = "" if detail["type"] == "missing" else f" = {shown(detail['input'])}"
+    return f"{where}{held}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+
+
+def seal(values: Mapping[str, Any]) -> bytes:
+    """As JSON whose last key is the CRC-32 of all that stands before it."""
+    body = json.dumps(values, indent=1).encode().removesuffix(b"\n}")
+    return body + _end_of(body)
+
+
+def unseal(content: bytes) -> bytes | None:
+    """The JSON that was sealed; None where it is not what was sealed."""
+    body, end, tail = content.rpartition(_SEAL)
+    return body + b"\n}" if end and end + tail == _end_of(body) else None
+
+
+def read_sealed(schema: type[T], content: bytes, source: str | Path, version: tuple[str, int], advice: str) -> T:
+    """What was sealed, as a type; `version` is the key that says which format a file has, and the one that is read here."""
+    key, wanted = version
+    body = unseal(content)
+    if body is None:
+        older = None
+        with suppress(UserError):
+            older = parse_json(content, source)
+        found = older.get(key) if isinstance(older, dict) and "crc32" not in older else None
+        other = type(found) is int and found != wanted
+        _refuse(source, f"has format {found}; this version of shardwise reads {wanted}" if other else "is damaged", advice)
+    values = parse_json(body, source, advice)
+    if values.get(key) != wanted:
+        _refuse(source, f"has format {shown(values.get(key))}; this version of shardwise reads {wanted}", advice)
+    return parse_as(schema, body, source, advice)
+
+
+def inside(folder: Path, name: str, root: Path | None = None) -> Path:
+    """The file of this name in a folder, refused if it is elsewhere: by its name, or by a link that leads out of `root`, which is
+    the folder where not given. The folder itself may be reached by a link: that is its owner's choice.
+    """
+    path = folder / name
+    if not name or name in (".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
+        raise UserError(f"{folder} names a file {shown(name)}; only files in the folder itself are read")
+    if path.is_symlink() and not path.resolve().is_relative_to((root or folder).resolve()):
+        raise UserError(f"{path} is a link that leads out of its folder; put the file itself there")
+    return path
+
+
+def _end_of(body: bytes) -> bytes:
+    return _SEAL + b"%d\n}\n" % zlib.crc32(body)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+@lru_cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
+
+
+def _bounded(value: Any, source: str | Path, advice: str, bits: int) -> Any:
+    """The value, if nothing in it is beyond what we would write; numbers of so many bits and a sign."""
+    pending: list[tuple[Any, tuple[Any, ...], int]] = [(value, (), 0)]  # what, its place as (outer place, key), how deep
+    while pending:
+        item, place, depth = pending.pop()
+        kind = type(item)
+        if kind is dict or kind is list:
+            if depth == DEEPEST:
+                _refuse(source, f"is nested more than {DEEPEST} times", advice)
+            entries = item.items() if kind is dict else enumerate(item)
+            pending += [(part, (place, key), depth + 1) for key, part in entries]
+            if kind is dict and (key := next((key for key in item if not key.isprintable()), None)) is not None:
+                _refuse(f"{source}:", f"{_named(place)}has a key {shown(key)} with a control character", advice)
+        elif kind is str and not _is_text(item):
+            _refuse(f"{source}:", f"{_named(place)}= {shown(item)} has a control character", advice)
+        elif kind is float and bits < 64 and not math.isfinite(item):
+            _refuse(f"{source}:", f"{_named(place)}is not a finite number", advice)
+        elif kind is int and item.bit_length() > bits:
+            _refuse(f"{source}:", f"{_named(place)}is a number of {item.bit_length()} bits, of at most {bits}", advice)
+    return value
+
+
+def _is_text(text: str) -> bool:
+    """Whether it has no control characters but tabs and line ends, and no half of a character."""
+    return text.isprintable() or not any(
+        (code < 32 and code not in (9, 10, 13)) or 127 <= code < 160 or 0xD800 <= code < 0xE000 for code in map(ord, text)
+    )
+
+
+def _named(place: tuple[Any, ...]) -> str:
+    keys: list[str] = []
+    while place:
+        place, key = place
+        keys.append(f"[{key}]" if isinstance(key, int) else f".{key}")
+    return "".join(reversed(keys)).lstrip(".") + " " if keys else ""
+
+
+def _refuse(source: str | Path, reason: str, advice: str) -> NoReturn:
+    raise UserError(f"{source} {printable(reason)}" + (f". {advice}" if advice else "")) from None

@@ -1,0 +1,95 @@
+"""The one reader of files from outside: what it takes, and how it says what it does not."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import files
+from shardwise.errors import ConfigError, UserError
+from shardwise.files import inside, parse_as, parse_json, parse_toml, read_bytes, seal, unseal
+
+
+def test_what_was_sealed_comes_back_and_one_flipped_bit_is_noticed() -> None:
+    content = seal({"step": 3, "name": "ä"})
+    body = unseal(content)
+    assert body is not None
+    assert parse_json(body, "it") == {"step": 3, "name": "ä"}
+    assert int(content.split()[-2]) == zlib.crc32(body.removesuffix(b"\n}"))
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        assert unseal(bytes(flipped)) is None
+    for length in range(len(content)):
+        assert unseal(content[:length]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "f.json is not valid JSON: "),
+        ('{"a": NaN}', "f.json is not valid JSON: NaN is not a number"),
+        ('{"a": [1, 1e999]}', "f.json: a[1] is not a finite number"),
+        ('{"a": {"b": 99999999999999999999}}', "f.json: a.b is a number of 67 bits, of at most 63"),
+        ('{"a": "\\u001b[2J"}', "f.json: a = '\\x1b[2J' has a control character"),
+        ('{"a\\nb": 1}', "f.json: has a key 'a\\nb' with a control character"),
+        ('["\\ud800"]', "f.json: [0] = '\\ud800' has a control character"),
+        ("[" * 70 + "]" * 70, "f.json is nested more than 64 times"),
+        ("[" * 100_000, "f.json is not valid JSON: "),
+        ('{"a": "x"}', "f.json: a = 'x': input should be a valid integer"),
+    ],
+)
+def test_file_place_and_reason_are_in_one_line(text: str, reason: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        parse_as(dict[str, int], text.encode(), "f.json")
+    assert str(refusal.value).startswith(reason)
+    assert "\n" not in str(refusal.value)
+
+
+def test_text_with_lines_and_tabs_is_text() -> None:
+    assert parse_toml(b'sample = "a\\tb\\nc"', "f.toml") == {"sample": "a\tb\nc"}
+
+
+def test_what_is_no_file_or_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(bytes(11))
+    monkeypatch.setattr(files, "LARGEST", 10)
+    refused: dict[Any, str] = {
+        "pipe": "is not a regular file",
+        "large": "is larger than",
+        "": "is a folder",
+        "a\0b": "cannot be read",
+    }
+    for name, reason in refused.items():
+        with pytest.raises(UserError, match=reason):
+            read_bytes(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        read_bytes(tmp_path / "absent")
+
+
+def test_a_name_stays_in_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "within").mkdir(parents=True)
+    for name in ("outside", "folder/within/file"):
+        (tmp_path / name).write_text("text")
+    (folder / "out").symlink_to(tmp_path / "outside")
+    (folder / "in").symlink_to("within/file")
+    (tmp_path / "elsewhere").symlink_to(folder)
+    assert inside(folder, "in").read_text() == "text"
+    assert inside(tmp_path / "elsewhere", "in").read_text() == "text"
+    assert inside(folder, "out", root=tmp_path).read_text() == "text"
+    for name in ("out", "..", ".", "", "within/file", "/etc/passwd", "../outside", "a\0b", "x" * 300):
+        with pytest.raises(UserError):
+            inside(folder, name)
+
+
+def test_a_message_is_bounded_and_shows_what_would_command_a_terminal() -> None:
+    assert str(UserError("a\x1b[2J\x9b\u202eb\nc\td")) == "a\\x1b[2J\\x9b\\u202eb\nc\\td"
+    assert len(str(UserError("x" * 10**6))) <= 1001
+    problems = str(ConfigError("job", [f"problem {number}" for number in range(1000)]))
+    assert problems.startswith("job has 1000 problems:")
+    assert problems.endswith("and 960 more")
