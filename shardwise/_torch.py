@@ -6,7 +6,7 @@ A new torch release is checked against this file first.
 from __future__ import annotations
 
 import os
-import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,12 +46,13 @@ def compute_deterministically() -> None:
         inductor.deterministic = True
 
 
-def end_compile_workers() -> None:
-    """End the processes that the compiler has compiled in, as it does itself when Python exits. A worker leaves without that, and
-    without their parent they would leave semaphores behind, of which Python then warns.
+def lock_progress_bars_among_threads() -> None:
+    """The compiler walks its graphs behind a progress bar that nobody sees, and tqdm locks bars among processes: by a semaphore,
+    which Python calls leaked when a worker leaves at once. A worker's bars are its own.
     """
-    if (compiler := sys.modules.get("torch._inductor.async_compile")) is not None:
-        compiler.shutdown_compile_workers()
+    bar: Any = getattr(torch.hub, "tqdm", None)
+    if hasattr(bar, "set_lock"):  # else tqdm is not installed
+        bar.set_lock(threading.RLock())
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -95,20 +95,20 @@ def _name_of_job(config: Config) -> str:
 
 def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connection) -> NoReturn:
     """Be a worker of our own host. Ends this process, in every case at once: peers may wait in a collective forever."""
-    from shardwise._torch import end_compile_workers
+    from shardwise._torch import lock_progress_bars_among_threads
     from shardwise.resilience.host_link import HostLink
     from shardwise.train.run import last_collective, run
 
     os.environ.update(environment)
     log.addHandler(logging.NullHandler())  # until it is known which rank's log this is
     output = Output(Path(config.run.folder) / "logs")
+    lock_progress_bars_among_threads()
     link = HostLink(pipe, last_collective, output.belongs_to)
     status = 1
     try:
         with unblocked_output():
             status = run(config, link)
         link.done(status)
-        end_compile_workers()
     except BaseException as error:
         log.error("%s", "".join(traceback.format_exception(error)))
         link.failed(error)

@@ -150,6 +150,12 @@ def test_a_run_that_goes_on_with_other_data_says_so(shardwise: Shardwise) -> Non
     assert "train.global_batch was 8 and is now 4" in " ".join(done.stderr.split())
 
 
+@pytest.mark.full
+def test_a_compiled_run_ends_without_a_warning_of_leaks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardwise", "train", *JOB, "train.steps=1", "layout.data=1", "train.compile=true"]
+    trained(subprocess.run([*command, f"run.folder={tmp_path}/run"], cwd=ROOT, capture_output=True, text=True, timeout=600))
+
+
 def test_torchrun_starts_it(tmp_path: Path, undisturbed: Undisturbed) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "shardwise", "train"]
     command = [*launcher, *JOB, "train.steps=3", "layout.data=2", f"run.folder={tmp_path}/run"]

@@ -122,6 +122,8 @@ MORE = [
     row(replica=2, data=2, zero=2),
     *(row("experts", data=4, expert=2, zero=zero) for zero in (1, 2)),
     row("experts", tensor=2, zero=1),
+    # Gathers that nobody waits for, where experts have somebody to share with and the rest has not, and where all have.
+    *(row("deep experts", SINGLES, pipeline=2, zero=3, schedule="interleaved", **{axis: 2}) for axis in ("tensor", "data")),
     *(row("tied", SINGLES, pipeline=2, data=2, zero=zero) for zero in (0, 1, 2)),
     *(row("llama", SINGLES, pipeline=2, data=2, zero=zero, schedule="zbv") for zero in (0, 1)),
     row("gpt", SINGLES, pipeline=2, tensor=2, schedule="zb1p"),
