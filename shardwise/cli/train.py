@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.signals import stopped_as_interrupted
+from shardwise.resilience.stopping import Stopped
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -42,6 +43,9 @@ def train(
     try:
         with stopped_as_interrupted() as received:
             raise typer.Exit(_train(job, overrides or [], workers, (min_workers, max_workers)))
+    except Stopped as stopped:
+        typer.echo(stopped, err=True)
+        raise typer.Exit(stopped.status) from None
     except KeyboardInterrupt:
         typer.echo("stopped at once; what was saved is kept", err=True)
         raise typer.Exit(75 if received and signal.SIGINT not in received else 130) from None
@@ -201,12 +205,13 @@ def _parameters(config: Config) -> int | None:
 
 def _be_worker(config: Config, worker: Worker) -> int:
     """One of the workers that another launcher started: what goes wrong is that launcher's to answer."""
-    from shardwise.resilience.stopping import CollectSignals
+    from shardwise.resilience.stopping import CollectSignals, cut_short
 
     with CollectSignals() as signals:  # before anything is imported: one rank alone that leaves would keep the others waiting
+        from shardwise.mesh import peer_is_gone
         from shardwise.observe import unblocked_output
         from shardwise.resilience.host_link import NoHost
-        from shardwise.train.launch import log_to
+        from shardwise.train.launch import log_to, newest_saved
         from shardwise.train.planner import planner_of_worker
         from shardwise.train.run import run
 
@@ -215,5 +220,12 @@ def _be_worker(config: Config, worker: Worker) -> int:
         plan = planner_of_worker(config, worker).first
         if worker.rank == 0:
             _check_room(config, plan)
-        with unblocked_output():
-            return run(config, NoHost(worker, plan, signals))
+        link = NoHost(worker, plan, signals)
+        try:
+            with unblocked_output():
+                return run(config, link)
+        except Exception as error:
+            if signals.status is None or not peer_is_gone(error):
+                raise
+            cause = f"a peer was lost while the run was stopping: {str(error).splitlines()[0]}"
+            raise cut_short(cause, newest_saved(config), link.reached > 0, signals.status) from error

@@ -59,6 +59,8 @@ class NoHost:
         team = Team(worker.generation, members, plan, worker.address, worker.port, "", present_time())
         self._only: tuple[Worker, Team] | None = (worker, team)
         self._signals = signals or CollectSignals()
+        self.reached = 0
+        """The last step that is done."""
 
     def next_team(self) -> tuple[Worker, Team] | None:
         """The team to train with next, and this worker's part in it; None: the run has ended."""
@@ -67,6 +69,7 @@ class NoHost:
 
     def progress(self, phase: Phase, step: int) -> None:
         """This phase began, or this step is done."""
+        self.reached = step
 
     def reads(self, rows: str) -> None:
         """What of every step's data is this worker's, to be named should it die."""

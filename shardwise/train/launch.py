@@ -77,7 +77,7 @@ def _host(name: str, config: Config, workers: int, lead: Lead | None, others: Ot
         logs=Path(config.run.folder) / "logs",
         lead=lead,
         record=events.write,
-        newest_saved=lambda: max(map(step_of, checkpoints(checkpoint_folder(config))), default=None),
+        newest_saved=partial(newest_saved, config),
         others=others,
     )
     with closing(events), unblocked_output():
@@ -86,6 +86,11 @@ def _host(name: str, config: Config, workers: int, lead: Lead | None, others: Ot
 
 def _warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def newest_saved(config: Config) -> int | None:
+    """The step of the newest whole checkpoint of a run, if there is one."""
+    return max(map(step_of, checkpoints(checkpoint_folder(config))), default=None)
 
 
 def _name_of_job(config: Config) -> str:

@@ -176,10 +176,12 @@ def test_the_ranks_of_torchrun_save_whoever_is_signalled(
         process.kill()
     output, _ = torchrun.communicate()
     assert not left, output
-    assert {path.name: path.read_text() for path in folder.glob("status-*")} == dict.fromkeys(
-        ("status-0", "status-1"), str(STATUS[sent] if target != "host" or sent != signal.SIGUSR1 else 75)
-    ), output
-    everything_is_saved(run, output)
+    statuses = {path.name: path.read_text() for path in folder.glob("status-*")}
+    assert statuses == dict.fromkeys(("status-0", "status-1"), str(STATUS[sent])), output
+    if target == "start" and not (run / "metrics.jsonl").exists():  # torchrun died, and with it the store in which ranks meet
+        assert "a peer was lost while the run was stopping" in output
+    else:
+        everything_is_saved(run, output)
 
 
 def test_nothing_outlives_a_host_that_is_killed_not_even_what_is_stopped(started: Started, tmp_path: Path) -> None:
@@ -202,3 +204,21 @@ def test_a_run_survives_the_death_of_the_server_that_its_workers_were_forked_fro
     assert command.returncode == 0, errors
     assert "recovered in" in errors
     assert lines(tmp_path / "run/metrics.jsonl")[-1]["step"] == 60
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sent", STATUS)
+def test_all_hosts_save_when_every_process_is_signalled(started: Started, tmp_path: Path, sent: signal.Signals) -> None:
+    common = {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}",
+        "PET_RDZV_ID": "test",
+    }
+    hosts = [started(*JOB, PET_NODE_RANK=str(rank), **common) for rank in range(2)]
+    until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 3, "step 3")
+    for host in reversed(hosts):
+        os.killpg(host.pid, sent)
+    outputs = [host.communicate(SECONDS)[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [STATUS[sent]] * 2, outputs
+    everything_is_saved(tmp_path / "run", "".join(outputs))
