@@ -38,6 +38,8 @@ LAST_CALL_SECONDS = 5.0
 """How long the leader answers after the end."""
 PARTING_SECONDS = 3.0
 """How long a worker may take to let go of a team that broke, before it is replaced."""
+ANSWER_SECONDS = 1.0
+"""How long the leader may be silent before a host says that it waits for it."""
 SAY_SECONDS = 5.0
 """How long a run waits for workers before it says so."""
 RETRY_SECONDS = 60.0
@@ -305,7 +307,7 @@ class Host:
         if silence > LOST_SECONDS:
             for worker in self._at_work():
                 self._discard(worker)
-        if silence < SAY_SECONDS:
+        if silence < ANSWER_SECONDS:
             self._said_missing = False
         elif not self._said_missing:
             self._said_missing = True

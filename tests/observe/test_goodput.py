@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from datetime import UTC, datetime
 
 import pytest
@@ -178,3 +179,34 @@ def test_whatever_happens_the_parts_add_up_to_the_whole(happened, done) -> None:
     assert sum(found["parts"].values()) == pytest.approx(found["wall_seconds"], abs=1e-5)
     assert all(seconds >= 0 for seconds in found["parts"].values())
     json.dumps(found)
+
+
+def history(seed: int):
+    """A run as it could have been: pauses, evaluations, saves that end later, faults with their recoveries."""
+    draw, at, events, steps, saves = random.Random(seed), 1.0, [event(0, "start")], [], []
+    for number in range(1, 60):
+        at += draw.choice([0.0, 0.01, 0.2])
+        seconds = draw.uniform(0.1, 1.0)
+        if draw.random() < 0.05:
+            lost, restart = draw.uniform(0, 0.5), draw.uniform(0.2, 1.0)
+            events.append(event(at + lost, "fault", **{**FAULT, "generation": number}))
+            events.append(event(at + lost + restart / 2, "resume", step=number - 1))
+            at += lost + restart
+            events.append(event(at + seconds, "recovery", step=number - 1, lost_seconds=0.0, seconds=restart + seconds))
+        at += seconds
+        steps.append(step(number, at, seconds, data=seconds * draw.random(), latest={"rank": 1, "behind": seconds / 10}))
+        if draw.random() < 0.1:
+            at += 0.3
+            events.append(event(at, "evaluate", step=number, seconds=0.3))
+        if draw.random() < 0.1:
+            stall = draw.uniform(0.05, 0.3)
+            saves.append(event(at + 2.0, "save", step=number, seconds=2.0, stall_seconds=stall))
+            at += stall
+    return [*events, *saves], steps
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_that_are_added_up_while_they_are_read_give_the_parts_of_single_ones(seed: int) -> None:
+    events, steps = history(seed)
+    marks = [event(one["time"] - T0, "mark") for one in steps]  # something happens after every step: none is added to another
+    assert goodput(events, iter(steps))["parts"] == pytest.approx(goodput([*events, *marks], steps)["parts"], abs=1e-6)
