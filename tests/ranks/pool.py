@@ -28,6 +28,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from shardwise.mesh import Worker, leave, open_rendezvous_store
+from shardwise.resilience.server import start_server
 
 SECONDS = 120.0
 MOST_THREADS = 16
@@ -118,8 +119,8 @@ class _Rank:
         descriptor, name = tempfile.mkstemp(prefix=f"rank-{number}-of-{world}-", suffix=".log")
         os.close(descriptor)
         self.log = Path(name)
+        start_server(["shardwise.train.steps"])  # torch is imported once, and every rank forks from there
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["shardwise.train.steps"])  # torch is imported once, and every rank forks from there
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, name), daemon=True)
         self.process.start()
