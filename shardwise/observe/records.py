@@ -25,12 +25,14 @@ Record = dict[str, Any]
 LONGEST_LINE = 1 << 22
 """Bytes: a longer line is damaged. One with the load of ten thousand experts takes a twentieth of it."""
 _BLOCK = 1 << 16
+_CONTROLS = {code: f"\\u{code:04x}" for code in range(127, 160)}
+"""Those that JSON lets stand, and a terminal may obey."""
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def to_json(record: Any, indent: int | None = None) -> str:
-    """Strict JSON: floats to the bit, non-finite ones as strings."""
-    return json.dumps(_encode_non_finite(record), allow_nan=False, ensure_ascii=False, indent=indent)
+    """Strict JSON: floats to the bit, non-finite ones as strings, control characters of every kind as escapes."""
+    return json.dumps(_encode_non_finite(record), allow_nan=False, ensure_ascii=False, indent=indent).translate(_CONTROLS)
 
 
 def from_json(text: str | bytes) -> Any:

@@ -214,7 +214,7 @@ def _experts(run: RunTotals) -> Summary | None:
 
 def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:
     """What was saved and is kept; of a typical save, how long it took, for how long training stood still, and its size."""
-    kept = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdigit()]
+    kept = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
     saves = [event for event in events if event["event"] == "save"]
     typical = {key: _median(saves, key) for key in ("seconds", "stall_seconds", "bytes")}
     return {

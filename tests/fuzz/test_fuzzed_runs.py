@@ -16,6 +16,7 @@ from rich.console import Console
 from shardwise.config import Observe, from_tables, to_toml
 from shardwise.cost.clusters import asked_for
 from shardwise.observe import open_sinks, render, summarise
+from shardwise.observe.records import to_json
 from shardwise.plan import choose
 from shardwise.search.forecast import forecast
 from shardwise.search.interval import advise
@@ -63,8 +64,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drawn(folder: Path) -> str:
     """The report as a terminal gets it."""
     console = Console(file=io.StringIO(), width=100, highlight=False, force_terminal=False)
-    render(summarise(folder, advise), console)
-    text = console.file.getvalue()
+    summary = summarise(folder, advise)
+    render(summary, console)
+    text = console.file.getvalue() + to_json(summary, indent=1)
     assert not [mark for mark in text if mark != "\n" and (ord(mark) < 32 or 127 <= ord(mark) < 160)]
     return text
 
@@ -105,4 +107,5 @@ def test_what_events_say_reaches_the_terminal_as_text(whole: Path, tmp_path: Pat
     for harmless in ('"killed"', '"2 x CPU"'):
         content = content.replace(harmless, json.dumps(ESCAPE))
     (folder / "events.jsonl").write_text(content)
+    (folder / "checkpoints" / "step-²").mkdir(parents=True)  # a digit to Python, but no number
     assert "\\x1b" in drawn(folder)
