@@ -62,7 +62,7 @@ def private_uses(source: str) -> Iterator[str]:
         if isinstance(node, ast.Attribute) and _is_private(node.attr) and (node.attr not in own or _root(node) in roots):
             yield node.attr
         if isinstance(node, ast.ClassDef) and node.bases:
-            methods = (item.name for item in node.body if isinstance(item, ast.FunctionDef))
+            methods = (item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
             yield from (name for name in methods if _is_private(name) and any(hasattr(cls, name) for cls in TORCH_CLASSES))
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             yield from (part for part in (node.module or "").split(".") if _is_private(part))
@@ -78,7 +78,7 @@ def _is_private(name: str) -> bool:
 
 def _defined(tree: ast.Module) -> set[str]:
     """Names that the file gives to functions, classes, variables and attributes."""
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
     stored = (node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store))
     for node in stored:
         names |= {node.id} if isinstance(node, ast.Name) else {node.attr} if isinstance(node, ast.Attribute) else set()
