@@ -165,7 +165,7 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
         for name, file in weight_map.items():
             promised.setdefault(file, set()).add(name)
         files: dict[str, set[str] | None] = {**promised}
-        if absent := [file for file in files if not (folder / file).is_file()]:
+        if absent := [file for file in files if not _file(folder, file).is_file()]:
             raise UserError(f"{folder} lacks {listed(sorted(absent))}, which {INDEX} names; download it again")
         return files
     if (folder / WEIGHTS).is_file():

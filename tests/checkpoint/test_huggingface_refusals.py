@@ -183,6 +183,7 @@ def test_a_file_that_is_no_safetensors_is_named(folder: Path, content: bytes) ->
         ({"a": "/etc/passwd"}, r"weight_map\.a = '/etc/passwd'"),
         ({"a": 3}, r"weight_map\.a = 3"),
         ("all", r"weight_map = 'all'"),
+        ({"a": "x" * 300 + ".safetensors"}, r"only files in the folder itself are read"),
         ({"a": "absent.safetensors"}, r"lacks absent.safetensors"),
         ({"a": "model.safetensors"}, r"model.safetensors lacks a"),
     ],
