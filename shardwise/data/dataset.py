@@ -149,12 +149,17 @@ class Dataset:
             window[row] = tokens.read(sample * length, length + 1)
             if self.reset_attention:
                 ends[row, tokens.boundaries(sample * length, length)] = True
-        inputs, targets = window[:, :-1].copy(), window[:, 1:].copy()
-        if not self.reset_attention:
-            return Rows(inputs, targets, None)
-        targets[ends] = IGNORED
-        documents = np.cumsum(ends, axis=1, dtype=np.int32) - ends  # an end still belongs to the document it ends
-        return Rows(inputs, targets, documents)
+        return rows_of(window, ends, self.reset_attention)
+
+
+def rows_of(window: NDArray[np.int64], ends: NDArray[np.bool_], reset_attention: bool) -> Rows:
+    """Rows from tokens (rows, sequence_length + 1), and whether each input is the last of its document."""
+    inputs, targets = window[:, :-1].copy(), window[:, 1:].copy()
+    if not reset_attention:
+        return Rows(inputs, targets, None)
+    targets[ends] = IGNORED
+    documents = np.cumsum(ends, axis=1, dtype=np.int32) - ends  # an end still belongs to the document it ends
+    return Rows(inputs, targets, documents)
 
 
 def check_vocabulary(dataset: Dataset, model_vocabulary: int) -> None:

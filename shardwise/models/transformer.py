@@ -59,12 +59,14 @@ class Head(nn.Module):
         """compile the elementwise part of the loss; worth it on GPUs."""
         self.split_backward = False
         """allow backward in two halves, as zero-bubble pipelines run it."""
+        self.chunk: int | None = None
+        """tokens whose logits exist at once; None: as many as the budget allows (plan/chunks.py)."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
         """Of (batch, sequence, hidden): the loss summed over targets, or the logits at one position, or at all."""
         if targets is not None:
-            flat, goals = hidden.flatten(0, 1), targets.flatten()
-            return linear_cross_entropy(flat, self.weight, goals, compiled=self.compiled, split_backward=self.split_backward)
+            flat, goals, split = hidden.flatten(0, 1), targets.flatten(), self.split_backward
+            return linear_cross_entropy(flat, self.weight, goals, self.chunk, compiled=self.compiled, split_backward=split)
         chosen = hidden if at is None else hidden[:, at]
         return nn.functional.linear(chosen, self.weight.to(hidden.dtype))
 

@@ -85,6 +85,18 @@ def count_parameters(config: Config) -> int | None:
     return None if config.model.module is None else sum(parameter.numel() for parameter in build_plain(config).parameters())
 
 
+def embedded_ids(config: Config) -> int | None:
+    """How many token ids a user's own module looks up; None where no sharding table says which module does."""
+    model = build_plain(config)
+    table, modules = table_of(model), dict(model.named_modules())
+    rows = [
+        module.num_embeddings
+        for path, module in modules.items()
+        if isinstance(module, nn.Embedding) and (role := table.role(path)) and role.kind == "vocabulary"
+    ]
+    return min(rows, default=None)
+
+
 def _embeddings(model: nn.Module) -> frozenset[str]:
     """Names of the weights that are looked up, not multiplied by."""
     return frozenset(f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding))

@@ -282,14 +282,15 @@ class VocabularyLoss(ParallelModule):
 
     weight: Tensor
     split_backward: bool
+    chunk: int | None
 
     @eager
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
         """Of (batch, part of the sequence, hidden): the loss, or whole logits at one position, or at all."""
         hidden, weight = gather(hidden, self.parallel_share.comm, AXIS, SEQUENCE), self.weight  # (batch, sequence, hidden)
         if targets is not None:
-            flat, part = hidden.flatten(0, 1), self._part_of_vocabulary()
-            return linear_cross_entropy(flat, weight, targets.flatten(), part=part, split_backward=self.split_backward)
+            flat, goals, part = hidden.flatten(0, 1), targets.flatten(), self._part_of_vocabulary()
+            return linear_cross_entropy(flat, weight, goals, self.chunk, part=part, split_backward=self.split_backward)
         chosen = hidden if at is None else hidden[:, at]
         return _put_together(F.linear(chosen, weight.to(hidden.dtype)), _rows_of(self), self.parallel_share)
 

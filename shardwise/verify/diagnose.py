@@ -14,6 +14,7 @@ may follow from an earlier one:
    or one over it, points to that axis; copies that, added up over an axis, give the reference were not summed over it; copies
    that differ along an axis were not all summed over it; what is left of the step before was not set to zero.
 6. Do gradients agree, but their norm, or the weights after the update? Then norm, clipping or optimizer.
+7. Do all of those agree, but the loads of experts in that step, or the loss on held-out rows? Then that sum.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from shardwise.verify.reports import ModuleDifference, RankReport, RankTrace, SliceComparison
+from shardwise.verify.reports import HELD_OUT, LOAD, ModuleDifference, RankReport, RankTrace, SliceComparison
 from shardwise.verify.verdict import EXACT, QuantityError, Verdict
 
 ROUGHLY = 0.4
@@ -331,11 +332,23 @@ def _late_causes(verdict: Verdict, first: int, reports: Sequence[RankReport]) ->
             what = f"gradients agree, but not the {error.quantity}"
             yield Cause(f"{what}: missing reduction over {axes}" if axes else what, axes, (), error.ranks, None)
             return
+    if loads := [error for error in verdict.failing(LOAD) if error.step == first]:
+        yield from _joined(_sum_cause(error, reports) for error in loads)
+        return
+    if all(error.quantity == HELD_OUT for error in verdict.failing()):
+        yield from (_sum_cause(error, reports) for error in verdict.failing())
     if weights := verdict.failing("weight"):
         names, ranks = tuple(error.parameter for error in weights), {rank for error in weights for rank in error.ranks}
         yield Cause(UPDATE, None, names, tuple(sorted(ranks)), None)
     for error in verdict.failing("buffer"):
         yield Cause("a buffer differs", None, (error.parameter,), error.ranks, None)
+
+
+def _sum_cause(error: QuantityError, reports: Sequence[RankReport]) -> Cause:
+    """Of a number that every rank should have alike: ranks that have another miss a sum along the axis between them."""
+    axis = " or ".join(sorted(_GradientCopies(error, reports).unequal_axes())) or None
+    what = f"all else agrees, but not the {error.quantity}" if axis is None else f"the {error.quantity}: {MISSING} {axis}"
+    return Cause(what, axis, (error.parameter,) if error.parameter else (), error.ranks, None)
 
 
 def _axes_of(bad: Sequence[int], reports: Sequence[RankReport]) -> str | None:

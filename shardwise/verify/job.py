@@ -3,12 +3,14 @@
 Left as in training: model, layout, data order, micro-batches, recomputation, optimizer, clipping. Changed, because it would only
 make the proof weaker or slower: the schedule is that of a run which ends just after the proof's steps (in a long warm-up the
 learning rate is near zero, so that no weight would move and a wrong update would go unseen; here it rises and falls), blocks are
-not compiled, and everything runs on CPU processes.
+not compiled, and everything runs on CPU processes. Between the rows of the job's data are others, made to reach what its text may
+never (verify/rows.py); the loss is cut into a few chunks of tokens, as only large jobs have it, and on one device into none;
+and a global batch and one row more are evaluated on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardwise.config import Config, Layout, fewest_devices
@@ -21,6 +23,8 @@ ROUNDING: dict[Dtype, float] = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloa
 """The spacing of numbers just above 1."""
 ALLOWANCE = 8.0
 """In a short dtype, how many times one device's own rounding error a layout may be off by."""
+CHUNKS = 3
+"""Of the loss, for a micro-batch of more than a few tokens; the last is shorter."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,14 @@ class ProofJob:
     plan: Plan
     steps: int
     dtype: Dtype
+    ids: int
+    """Of tokens: the model takes those from 0 to one below this."""
+    parts: int
+    """Into which the layout's tensor devices cut them; on one device too, so that its rows are the same."""
+    chunk: int | None = None
+    """Tokens of the loss at a time; None: all."""
+    made_rows: bool = True
+    """Whether every other row is made for the proof; else all are the job's own."""
 
     @property
     def world(self) -> int:
@@ -44,12 +56,12 @@ class ProofJob:
         config = self.config.model_copy(
             update={"layout": layout, "train": self.config.train.model_copy(update=train)},
         )
-        return ProofJob(config, choose(config, 1), self.steps, dtype)
+        return replace(self, config=config, plan=choose(config, 1), dtype=dtype, chunk=None)
 
     def in_dtype(self, dtype: Dtype) -> ProofJob:
         """The same layout in another dtype."""
         train = self.config.train.model_copy(update=_train(self.config, self.steps, dtype))
-        return ProofJob(self.config.model_copy(update={"train": train}), self.plan, self.steps, dtype)
+        return replace(self, config=self.config.model_copy(update={"train": train}), dtype=dtype)
 
 
 def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, dict[str, Any] | None]:
@@ -57,7 +69,9 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
     small, shrunk = shrink(config)
     layout = small.layout.model_copy(update={"data": smallest_data(small.layout), "offload": False})
     small = small.model_copy(update={"layout": layout, "train": small.train.model_copy(update=_train(small, steps, dtype))})
-    return ProofJob(small, choose(small, layout.world), steps, dtype), shrunk
+    plan = choose(small, layout.world)
+    chunk = plan.micro_batch * small.data.sequence_length // layout.context // CHUNKS + 1
+    return ProofJob(small, plan, steps, dtype, small.model.vocabulary, layout.tensor, chunk), shrunk
 
 
 def smallest_data(layout: Layout) -> int:
@@ -77,6 +91,7 @@ def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
         "decay": 2,
         "compile": False,
         "check_every": 0,
+        "evaluate_sequences": min(train.evaluate_sequences, train.global_batch + 1),
     }
 
 

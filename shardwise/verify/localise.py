@@ -38,9 +38,9 @@ from shardwise.optim import local
 from shardwise.optim.norm import sharded_axes
 from shardwise.parallel.placement import held
 from shardwise.plan import COPIES
-from shardwise.train.build import Training, build
+from shardwise.train.build import Training
 from shardwise.verify.job import ProofJob, Sabotage
-from shardwise.verify.measure import watch
+from shardwise.verify.measure import build_proof, watch
 from shardwise.verify.reports import Key, ModuleDifference, RankTrace
 from shardwise.verify.sabotage import apply_sabotage
 from shardwise.verify.verdict import EXACT, LIMIT
@@ -97,7 +97,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 def write_reference_trace(worker: Worker, proof: ProofJob, path: Path, step: int) -> None:
     """One device: write the trace of a step."""
-    training = build(proof.config, proof.plan, worker)
+    training = build_proof(worker, proof)
     traced = _trace(training, step)
     torch.save((dict(traced.modules.outputs), dict(traced.modules.gradients), traced.before), path)
 
@@ -113,7 +113,7 @@ def compare_traces(
 ) -> RankTrace:
     """The layout: compare this rank's trace of a step with that of one device, and the suspects' gradients, summed over each axis
     and held against those of the step before, too."""
-    training = build(proof.config, proof.plan, worker)
+    training = build_proof(worker, proof)
     if sabotage:
         apply_sabotage(sabotage, training)
     traced = _trace(training, step)

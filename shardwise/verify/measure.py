@@ -1,9 +1,9 @@
 """Both sides of the comparison, inside the workers: one device writes the reference, every rank compares its part with it.
 
 The loop is the one that trains (train/steps.py), merely watched: after each backward, when gradients are complete and not yet
-divided for the update, and again after the last step. A rank compares what it holds itself, slice by slice, so every copy on
-every rank is checked, and a whole parameter is put together nowhere but in the reference. The file is mapped, not read: ranks
-of one machine share its pages.
+divided for the update; when the loads of experts are taken; and after the last step, which is followed by an evaluation. A rank
+compares what it holds itself, slice by slice, so every copy on every rank is checked, and a whole parameter is put together
+nowhere but in the reference. The file is mapped, not read: ranks of one machine share its pages.
 
 What a rank reports of a slice are three sums, from which errors and ratios follow for any union of slices: the squares of the
 difference, of the reference and of its own values, and the product of the last two.
@@ -22,21 +22,34 @@ from torch import Tensor, nn
 from shardwise.config import AXES
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
+from shardwise.models import Head
 from shardwise.optim import local
 from shardwise.optim.norm import sharded_axes
 from shardwise.parallel.placement import held
 from shardwise.plan import COPIES
 from shardwise.train.build import Training, build
+from shardwise.train.evaluate import held_out_loss
 from shardwise.train.steps import Step, steps
 from shardwise.verify.job import ProofJob, Sabotage
 from shardwise.verify.plain import Reader, Text, checksum, train_plainly
-from shardwise.verify.reports import Key, RankReport, Reference, SliceComparison
+from shardwise.verify.reports import HELD_OUT, LOAD, Key, RankReport, Reference, SliceComparison
+from shardwise.verify.rows import ProofDataset
 from shardwise.verify.sabotage import apply_sabotage
+
+
+def build_proof(worker: Worker, proof: ProofJob) -> Training:
+    """The job of a proof on this rank: its rows, and its chunks of the loss."""
+    training = build(proof.config, proof.plan, worker, ProofDataset.of(proof) if proof.made_rows else None)
+    for part in training.parallel.parts:
+        for module in part.model.modules():
+            if isinstance(module, Head):
+                module.chunk = proof.chunk
+    return training
 
 
 def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
     """Train on one device, and write gradients and weights to a file."""
-    training = build(proof.config, proof.plan, worker)
+    training = build_proof(worker, proof)
     tensors: dict[Key, Tensor] = {}
 
     def keep(step: int) -> None:
@@ -48,19 +61,23 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
                 )
             tensors[name, "gradient", step] = parameter.grad.detach().clone()
 
+    loads = watch_loads(training)
     done = watch(training, proof.steps, keep)
     for name, quantity, tensor in _state(training):
         tensors[name, quantity, proof.steps] = tensor.detach().clone()
+    tensors.update(loads)
     torch.save(tensors, path)
-    numbers = {key: value**2 for step in done for key, value in _numbers(step)}
+    numbers = dict(_numbers(done, held_out_loss(training)))
     return Reference(
         losses=[step.loss for step in done],
         norms=[step.gradient_norm for step in done],
         shapes={name: tuple(parameter.shape) for name, parameter in training.parallel.named_parameters()},
         buffers={name: tuple(buffer.shape) for name, buffer in training.parallel.named_buffers()},
-        squares={**{key: _squares(tensor) for key, tensor in tensors.items()}, **numbers},
+        squares=_all_squares(tensors, numbers),
         learning_rate=max(step.learning_rate for step in done),
         data=[step.data for step in done],
+        numbers=numbers,
+        idle_experts=_idle_experts(loads),
     )
 
 
@@ -78,16 +95,17 @@ def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Refere
     tensors |= {(name, "weight", proof.steps): weight for name, weight in weights.items()}
     tensors |= {(name, "buffer", proof.steps): buffer for name, buffer in buffers.items()}
     torch.save(tensors, path)
-    numbers = {("", "loss", step.step): step.loss**2 for step in done}
-    numbers |= {("", "gradient norm", step.step): step.norm**2 for step in done}
+    numbers = {("", "loss", step.step): step.loss for step in done}
+    numbers |= {("", "gradient norm", step.step): step.norm for step in done}
     return Reference(
         losses=[step.loss for step in done],
         norms=[step.norm for step in done],
         shapes={name: tuple(weight.shape) for name, weight in weights.items()},
         buffers={name: tuple(buffer.shape) for name, buffer in buffers.items()},
-        squares={**{key: _squares(tensor) for key, tensor in tensors.items()}, **numbers},
+        squares=_all_squares(tensors, numbers),
         learning_rate=max(step.learning_rate for step in done),
         data=[checksum(reader.batch(step.step)[0]) for step in done],
+        numbers=numbers,
     )
 
 
@@ -95,7 +113,7 @@ def compare_with_reference(
     worker: Worker, proof: ProofJob, path: Path, reference: Reference, sabotage: Sabotage | None = None
 ) -> RankReport:
     """Train on the layout, and compare everything that this rank has with the file."""
-    training = build(proof.config, proof.plan, worker)
+    training = build_proof(worker, proof)
     sabotaged = apply_sabotage(sabotage, training) if sabotage else None
     tensors = torch.load(path, mmap=True)
     slices: list[SliceComparison] = []
@@ -108,10 +126,13 @@ def compare_with_reference(
             else:
                 slices.append(_compare_slice((name, "gradient", step), parameter, local(parameter.grad), tensors))
 
+    loads = watch_loads(training)
     done = watch(training, proof.steps, check)
     for name, quantity, tensor in _state(training):
         slices.append(_compare_slice((name, quantity, proof.steps), tensor, local(tensor), tensors))
-    slices += [_compare_number(key, value, reference) for step in done for key, value in _numbers(step)]
+    slices += [_compare_slice(key, load, load, tensors) for key, load in loads.items() if key in tensors]
+    numbers, known = _numbers(done, held_out_loss(training)), reference.numbers  # plain torch has no loads, and evaluates nothing
+    slices += [_compare_number(key, own, known[key]) for key, own in numbers if key in known]
     return RankReport(
         rank=worker.rank,
         coordinates={axis: training.mesh.coordinate(axis) for axis in AXES},
@@ -142,6 +163,31 @@ def watch(
         return list(islice(steps(training), count))
 
 
+def watch_loads(training: Training) -> dict[Key, Tensor]:
+    """What each step takes for the loads of this rank's mixtures of experts, as it trains."""
+    parallel, original = training.parallel, training.parallel.take_loads
+    paths = {module: path for part in parallel.parts for path, module in part.model.named_modules()}
+    loads: dict[Key, Tensor] = {}
+
+    def watched() -> Tensor:
+        taken = original()
+        for mixture, load in zip(parallel.mixtures, taken, strict=True):
+            loads[paths[mixture], LOAD, training.step + 1] = load
+        return taken
+
+    parallel.take_loads = watched  # type: ignore[method-assign]
+    return loads
+
+
+def _idle_experts(loads: dict[Key, Tensor]) -> dict[str, list[int]]:
+    """By the path of a mixture, the experts that no token chose in any step; a mixture without such is left out."""
+    total: dict[str, Tensor] = {}
+    for (path, _, _), load in loads.items():
+        total[path] = total.get(path, torch.zeros_like(load)) + load
+    idle = {path: (load == 0).nonzero().flatten().tolist() for path, load in total.items()}
+    return {path: experts for path, experts in idle.items() if experts}
+
+
 def reductions(training: Training, name: str, parameter: nn.Parameter) -> dict[str, int]:
     """The axes that the gradient of a parameter is summed over; several that are summed at once count as one."""
     mesh, parallel = training.mesh, training.parallel
@@ -165,13 +211,18 @@ def _state(training: Training) -> Iterator[tuple[str, str, Tensor]]:
         yield name, "buffer", buffer
 
 
-def _numbers(step: Step) -> Iterator[tuple[Key, float]]:
-    yield ("", "loss", step.step), step.loss
-    yield ("", "gradient norm", step.step), step.gradient_norm
+def _numbers(done: Sequence[Step], held_out: float | None) -> Iterator[tuple[Key, float]]:
+    """What each step said of itself, and the evaluation after the last."""
+    for step in done:
+        yield ("", "loss", step.step), step.loss
+        yield ("", "gradient norm", step.step), step.gradient_norm
+        if step.expert_imbalance is not None:
+            yield ("", "expert imbalance", step.step), step.expert_imbalance
+    if held_out is not None:
+        yield ("", HELD_OUT, len(done)), held_out
 
 
-def _compare_number(key: Key, own: float, reference_run: Reference) -> SliceComparison:
-    reference = (reference_run.losses if key[1] == "loss" else reference_run.norms)[key[2] - 1]
+def _compare_number(key: Key, own: float, reference: float) -> SliceComparison:
     return SliceComparison(key, (), (own - reference) ** 2, reference**2, own**2, own * reference)
 
 
@@ -183,6 +234,10 @@ def _compare_slice(key: Key, holder: Tensor, own: Tensor, tensors: dict[Key, Ten
     return SliceComparison(
         key, box, _squares(own - reference), _squares(reference), _squares(own), float((own * reference).sum())
     )
+
+
+def _all_squares(tensors: dict[Key, Tensor], numbers: dict[Key, float]) -> dict[Key, float]:
+    return {**{key: _squares(tensor) for key, tensor in tensors.items()}, **{key: own**2 for key, own in numbers.items()}}
 
 
 def _squares(tensor: Tensor) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.config import AXES, Config
@@ -20,7 +20,8 @@ from shardwise.data import Dataset, check_vocabulary
 from shardwise.errors import UserError
 from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
 from shardwise.verify.job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
-from shardwise.verify.reports import RankReport, Reference
+from shardwise.verify.reports import HELD_OUT, RankReport, Reference
+from shardwise.verify.rows import ProofDataset, Reached, what_is_reached
 from shardwise.verify.verdict import Verdict, judge
 from shardwise.verify.workers import Workers
 
@@ -43,6 +44,7 @@ class ProofResult:
     diagnosis: Diagnosis | None
     seconds: float
     against: Against = "one-device"
+    reached: Reached | None = None
 
     @property
     def sabotaged(self) -> dict[str, Any] | None:
@@ -77,12 +79,14 @@ class ProofResult:
                 "by_step": [list(pair) for pair in zip(self.reference.losses, parallel, strict=True)],
             },
             "gradient_norm": {"reference": self.reference.norms, **numbers["gradient norm"]},
+            "held_out_loss": numbers.get(HELD_OUT),
             "worst": worst,
             "faults": list(verdict.faults),
             "parameters": parameters,
             "diagnosis": None if self.diagnosis is None else self.diagnosis.to_json(),
             "sabotage": self.sabotaged,
             "sabotage_found": None if self.sabotaged is None else not self.unnoticed,
+            "reached": None if self.reached is None else self.reached.to_json(),
             "shrunk": None if self.shrunk is None else {key: list(pair) for key, pair in self.shrunk.items()},
             "seconds": round(self.seconds, 3),
         }
@@ -113,10 +117,14 @@ def prove(
     proof, shrunk = prepare_proof(config, steps, dtype)
     if sabotage is not None:
         check_sabotage(sabotage, proof)
-    _check_module(proof)
+    embedded = _check_module(proof)
     with preparing() as progress:
         dataset = Dataset.open(proof.config.data, proof.config.train.seed, progress)
     check_vocabulary(dataset, proof.config.model.vocabulary)
+    if proof.config.model.module is not None:
+        proof = replace(proof, ids=min(embedded or dataset.vocabulary, proof.ids))
+    if against == "plain":  # which reads the job's data by itself
+        proof = replace(proof, made_rows=False)
     with Workers(proof.world) as workers:
         say(f"{steps} steps {'in plain torch' if against == 'plain' else 'on one device'}")
         path = workers.folder / (PLAIN_FILE if against == "plain" else REFERENCE_FILE)
@@ -133,7 +141,8 @@ def prove(
         if not verdict.passes:
             localise = _localise_shared if against == "plain" else _localise
             diagnosis = localise(workers, proof, verdict, reference, reports, sabotage, say)
-    return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, time.monotonic() - started, against)
+    reached = what_is_reached(proof, ProofDataset.of(proof, dataset), reference.idle_experts) if proof.made_rows else None
+    return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, time.monotonic() - started, against, reached)
 
 
 def _check_plain(config: Config, dtype: Dtype) -> None:
@@ -145,12 +154,15 @@ def _check_plain(config: Config, dtype: Dtype) -> None:
     check_known(config)
 
 
-def _check_module(proof: ProofJob) -> None:
-    """A user's own module is tried here, before any process starts; only then does this one import torch."""
-    if proof.config.model.module is not None:
-        from shardwise.parallel import check_module
+def _check_module(proof: ProofJob) -> int | None:
+    """A user's own module is tried here, before any process starts; only then does this one import torch. Returns how many ids it
+    looks up, where its sharding table says by which module."""
+    if proof.config.model.module is None:
+        return None
+    from shardwise.parallel import check_module, embedded_ids
 
-        check_module(proof.config, proof.plan.layout)
+    check_module(proof.config, proof.plan.layout)
+    return embedded_ids(proof.config)
 
 
 def _localise_shared(

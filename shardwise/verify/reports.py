@@ -8,7 +8,9 @@ from typing import Any
 Box = tuple[tuple[int, int], ...]
 """A slice of a tensor: where it begins and ends in each dim."""
 Key = tuple[str, str, int]
-"""(parameter, quantity, step). Quantities are gradient, weight, buffer, and with no parameter loss and gradient norm."""
+"""(parameter, quantity, step). Quantities are gradient, weight, buffer; of a mixture of experts, its load; and with no parameter
+loss, gradient norm, expert imbalance and held-out loss."""
+HELD_OUT, LOAD = "held-out loss", "load"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class Reference:
     learning_rate: float
     data: list[str] = field(default_factory=list)
     """Of each step, the checksum of the sequences."""
+    numbers: dict[Key, float] = field(default_factory=dict)
+    """Quantities that belong to no parameter."""
+    idle_experts: dict[str, list[int]] = field(default_factory=dict)
+    """By layer, experts that no token chose in any step."""
 
 
 @dataclass(frozen=True)

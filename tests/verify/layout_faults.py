@@ -9,16 +9,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace as with_fields
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm import GradientSum, autograd
+from shardwise.models import loss as chunked_loss
 from shardwise.parallel import model as parallel_model
+from shardwise.parallel import ring
 from shardwise.parallel import tensor as parallel_tensor
+from shardwise.train import evaluate
 from shardwise.train.build import Training
 from shardwise.verify import localise, measure
 
@@ -170,8 +175,101 @@ def _change_training(replace: Replace, change: Callable[[Training], None]) -> No
         change(training)
         return training
 
-    for module in (measure, localise):
-        replace(module, "build", build)
+    replace(measure, "build", build)
+
+
+def _looked_up(first_is_lost: bool, off: int) -> Callable[..., Tensor]:
+    """The embedding split by ids, with its upper parts wrong: rows so far off, or no vector for the first."""
+
+    def forward(self: parallel_tensor.Vocabulary, ids: Tensor) -> Tensor:
+        share = self.parallel_share
+        own, upper = share.range_of(parallel_tensor._rows_of(self)), share.index > 0
+        rows = ids - own.start
+        elsewhere = (rows < (1 if upper and first_is_lost else 0)) | (rows >= len(own))
+        rows = (rows + off) % len(own) if upper else rows
+        vectors = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return autograd.scatter_sum(vectors.masked_fill(elsewhere.unsqueeze(-1), 0), share.comm, "tensor", 1)
+
+    return forward
+
+
+def upper_embeddings_one_row_off(replace: Replace) -> None:
+    replace(parallel_tensor.Vocabulary, "forward", _looked_up(first_is_lost=False, off=1))
+
+
+def first_row_of_upper_shards_lost(replace: Replace) -> None:
+    replace(parallel_tensor.Vocabulary, "forward", _looked_up(first_is_lost=True, off=0))
+
+
+def upper_one_hot_off_by_one(replace: Replace) -> None:
+    honest = parallel_tensor.VocabularyLoss._part_of_vocabulary
+
+    def part(self: parallel_tensor.VocabularyLoss) -> Any:
+        right = honest(self)
+        return with_fields(right, first=right.first + 1) if right.first else right
+
+    replace(parallel_tensor.VocabularyLoss, "_part_of_vocabulary", part)
+
+
+def later_chunks_replace_the_gradient(replace: Replace) -> None:
+    """Of the loss's weight: right while there is one chunk."""
+
+    def multiply(left: Tensor, right: Tensor, into: Tensor) -> None:
+        into.copy_(left.to(into.dtype) @ right.to(into.dtype))
+
+    replace(chunked_loss, "_multiply_add", multiply)
+
+
+def held_out_loss_of_half_the_context(replace: Replace) -> None:
+    def held_out_loss(training: Any) -> float | None:
+        comm, honest = training.comm, type(training.comm).all_reduce
+        comm.all_reduce = lambda tensor, axis, **more: tensor if axis == "context" else honest(comm, tensor, axis, **more)
+        try:
+            return evaluate.held_out_loss(training)
+        finally:
+            del comm.all_reduce
+
+    replace(measure, "held_out_loss", held_out_loss)
+
+
+def loads_not_summed_over_data(replace: Replace) -> None:
+    def take_loads(self: parallel_model.ParallelModel) -> Tensor:
+        loads = torch.stack([mixture.take_load() for mixture in self.mixtures])
+        return self.comm.all_reduce(loads, "tensor")
+
+    replace(parallel_model.ParallelModel, "take_loads", take_loads)
+
+
+def blocks_skipped_where_one_row_has_nothing_in_common(replace: Replace) -> None:
+    """Documents: a block of the ring is left out for all rows of a micro-batch, where it may be for some."""
+
+    def strangers(documents: Any) -> bool:
+        if documents is None:
+            return False
+        queries, keys = documents
+        return bool(((queries.amin(1) > keys.amax(1)) | (keys.amin(1) > queries.amax(1))).any())
+
+    replace(ring, "_strangers", strangers)
+
+
+def ignored_targets_count_in_a_part(replace: Replace) -> None:
+    honest = chunked_loss._chunk_loss_and_gradient_of_part
+
+    def chunk(logits: Tensor, targets: Tensor, scale: float, part: Any) -> Tensor:
+        return honest(logits, targets.where(targets != chunked_loss.IGNORED, 0), scale, part)
+
+    replace(chunked_loss, "_chunk_loss_and_gradient_of_part", chunk)
+
+
+def documents_shifted_by_one(replace: Replace) -> None:
+    """A document's last token is taken for the first of the next."""
+    honest = parallel_model.ParallelModel.own
+
+    def own(self: parallel_model.ParallelModel, batch: Any) -> Any:
+        shifted = with_fields(batch, documents=torch.cat((batch.documents[:, 1:], batch.documents[:, -1:]), 1))
+        return honest(self, shifted)
+
+    replace(parallel_model.ParallelModel, "own", own)
 
 
 def rank_dies(replace: Replace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -61,7 +61,7 @@ class Compared:
 
 def compared(config: Config, folder: Path, refer: Callable[..., Any], steps: int = 3) -> Compared:
     torch.set_num_threads(1)
-    proof, _ = prepare_proof(config, steps, "float64")
+    proof = replace(prepare_proof(config, steps, "float64")[0], made_rows=False)
     reference = refer(ALONE, proof.on_one_device("float64"), folder / "reference.pt")
     report = measure.compare_with_reference(ALONE, proof, folder / "reference.pt", reference)
     verdict = judge([report], reference, None, "float64")
