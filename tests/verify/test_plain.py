@@ -111,8 +111,8 @@ def test_plain_torch_reads_several_sources_in_the_order_of_training(corpus: str,
 
 
 def swapped_betas() -> AbstractContextManager[Any]:
-    def make(named: Any, train: Any, embeddings: Any = ()) -> Any:
-        optimizer = adamw.make_optimizer(named, train, embeddings)
+    def make(named: Any, train: Any, *more: Any) -> Any:
+        optimizer = adamw.make_optimizer(named, train, *more)
         for group in optimizer.param_groups:
             group["betas"] = group["betas"][::-1]
         return optimizer
@@ -131,8 +131,8 @@ def ignored_targets_in_the_divisor() -> AbstractContextManager[Any]:
 
 
 def decayed_norms() -> AbstractContextManager[Any]:
-    def make(named: Any, train: Any, embeddings: Any = ()) -> Any:
-        optimizer = adamw.make_optimizer(named, train, embeddings)
+    def make(named: Any, train: Any, *more: Any) -> Any:
+        optimizer = adamw.make_optimizer(named, train, *more)
         for group in optimizer.param_groups:
             group["weight_decay"] = train.weight_decay
         return optimizer
