@@ -1,6 +1,6 @@
 """Who started this process, and who are its peers.
 
-Environment variables are read here, and the names of networks in sockets.py; nowhere else. Three situations exist:
+This is the only module that reads environment variables. Three situations exist:
 
 - *alone*: someone typed a command. We start the local workers ourselves.
 - *node*: something started one process on each node (srun with one task a node, or a Kubernetes operator that sets PET_*
@@ -54,6 +54,8 @@ class Node:
 
 
 ALONE: Literal["alone"] = "alone"
+GIVEN_INTERFACES = {name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
+"""Variables in which the user has named a network interface: these are obeyed."""
 LEAST_SECRET = 16
 """Characters of a secret that nobody guesses."""
 Launched = Worker | Node | Literal["alone"]

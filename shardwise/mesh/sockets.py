@@ -12,9 +12,9 @@ import socket
 
 import psutil
 
+from shardwise.mesh.launched import GIVEN_INTERFACES
+
 LOOPBACK = "127.0.0.1"
-_GIVEN = {name: os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ}
-"""Network interfaces that the user named: these are taken."""
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -54,6 +54,4 @@ def use_network_towards(address: str, port: int) -> None:
     interfaces = psutil.net_if_addrs().items()
     interface = next((name for name, addresses in interfaces if any(entry.address == own for entry in addresses)), None)
     wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface if own == LOOPBACK else None}
-    for name, value in wanted.items():
-        if value is not None and name not in _GIVEN:
-            os.environ[name] = value
+    os.environ.update({name: value for name, value in wanted.items() if value is not None and name not in GIVEN_INTERFACES})
