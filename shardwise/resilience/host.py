@@ -46,6 +46,8 @@ RETRY_SECONDS = 60.0
 """How long a slot rests after two workers in a row did not come up in it."""
 SHUTDOWN_SECONDS = 300.0
 """How long workers may take to save after a signal before they are killed."""
+SILENT_SERVER_SECONDS = 60.0
+"""How long the server may fork nobody before that is a failure of the slot."""
 SERVER_SECONDS = 2.0
 """How long the server may take to fork a worker, or to tell that one has ended, before it is taken for stopped."""
 
@@ -76,6 +78,7 @@ class Host:
         """Each slot, and until when it rests."""
         self._failed_starts = dict.fromkeys(self.slots, 0)
         self._server_is_ready = False
+        self._server_silent_since: float | None = None
         self._processes: dict[int, WorkerProcess] = {}
         self._generation, self._team_since = 0, 0.0
         self._faults: list[Fault] = []
@@ -207,11 +210,14 @@ class Host:
     def _fork(self, slot: int) -> bool:
         """Start a worker in this slot. The first one waits for the server's imports, no other for long."""
         seconds = 2 * SERVER_SECONDS if self._server_is_ready else self.recovery.start_seconds
+        began = time.monotonic()
         worker, fault = fork(slot, self.start, seconds, lambda: bool(self._signals.received))
         if fault is None:
-            self._processes[slot], self._server_is_ready = worker, True
+            self._processes[slot], self._server_is_ready, self._server_silent_since = worker, True, None
         elif not self._signals.received:
-            self._note_failed_start(worker, fault)
+            self._server_silent_since = self._server_silent_since or began
+            if time.monotonic() - self._server_silent_since > SILENT_SERVER_SECONDS:  # till then the machine may be busy
+                self._note_failed_start(worker, fault)
         return fault is None
 
     def _usable_slots(self) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from namespaces import ADDRESSES, POSSIBLE, hosts, inside, kill, plug, pull
+from namespaces import ADDRESSES, OURS, POSSIBLE, hosts, inside, kill, plug, pull
 
 ROOT = Path(__file__).parents[2]
 JOB = ["examples/quickstart.toml", "model.preset=bytes-400k", "observe.sample=", "train.evaluate_every=0", "run.folder=run"]
@@ -65,7 +65,7 @@ def ports(host: str) -> list[str]:
 
 def memory(host: str) -> int:
     """Bytes in memory of all processes of a host."""
-    pids = subprocess.run(["ip", "netns", "pids", f"sw-{host}"], capture_output=True, text=True, check=True).stdout
+    pids = subprocess.run(["ip", "netns", "pids", f"{OURS}-{host}"], capture_output=True, text=True, check=True).stdout
     return sum(psutil.Process(int(pid)).memory_info().rss for pid in pids.split())
 
 

@@ -254,6 +254,7 @@ def test_a_server_that_was_stopped_freezes_nobody(tmp_path: Path, monkeypatch: p
 
 def test_a_server_that_does_not_answer_is_named_and_the_host_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardwise.resilience.process.start_process", lambda process, seconds, given_up: False)
+    monkeypatch.setattr(host_module, "SILENT_SERVER_SECONDS", -1.0)
     host, events = a_host(tmp_path, {})
     with pytest.raises(RunFailed, match=rf"no worker comes up on here: the process .*\(pid {server_pid()}\) did not answer"):
         host.run()
