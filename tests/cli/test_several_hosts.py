@@ -102,6 +102,7 @@ def test_a_host_that_is_cut_off_is_done_without_and_taken_back(tmp_path: Path) -
     assert [event["kind"] for event in faults] == ["host lost"]
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_the_first_host_is_lost_for_good_and_the_others_go_on_with_the_same_bits(tmp_path: Path) -> None:
     """Three hosts of a worker each, of which two train: when the first dies, the third steps in, and the layout stays."""
