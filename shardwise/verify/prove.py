@@ -10,7 +10,8 @@ processes; on disk, for a while, K + 1 copies of the model in float64.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from shardwise.data import Dataset, check_vocabulary
 from shardwise.errors import UserError
 from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
 from shardwise.verify.job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
-from shardwise.verify.reports import HELD_OUT, RankReport, Reference
+from shardwise.verify.reports import HELD_OUT, RankReport, Reference, ShortSum
 from shardwise.verify.rows import ProofDataset, Reached, what_is_reached
 from shardwise.verify.verdict import Verdict, judge
 from shardwise.verify.workers import Workers
@@ -30,6 +31,9 @@ REFER_PLAIN = "shardwise.verify.measure:write_plain_reference"
 REFER_TRACE, COMPARE_TRACE = "shardwise.verify.localise:write_reference_trace", "shardwise.verify.localise:compare_traces"
 REFERENCE_FILE = "reference.pt"
 PLAIN_FILE = "plain.pt"
+
+
+SHORT_SUMS = SHORT_SUMS_REFERENCE = "shardwise.verify.sums:short_sums"
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,23 @@ def prove(
         if not verdict.passes:
             localise = _localise_shared if against == "plain" else _localise
             diagnosis = localise(workers, proof, verdict, reference, reports, sabotage, say)
+        if verdict.passes and sabotage is None and against == "one-device":
+            verdict = replace(verdict, faults=tuple(_wrong_sums(workers, proof, say)))
     reached = what_is_reached(proof, ProofDataset.of(proof, dataset), reference.idle_experts) if proof.made_rows else None
     return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, time.monotonic() - started, against, reached)
+
+
+def _wrong_sums(workers: Workers, proof: ProofJob, say: Callable[[str], None]) -> Iterator[str]:
+    """Sums that the layout takes in 16 bits and one device does not, which no error in float64 shows."""
+    say("one step in bfloat16, for the dtype of sums")
+    allowed: list[list[ShortSum]] = workers.run(SHORT_SUMS_REFERENCE, proof.on_one_device("bfloat16"), on=1)
+    ranks: dict[ShortSum, list[str]] = defaultdict(list)
+    for rank, sums in enumerate(workers.run(SHORT_SUMS, proof.in_dtype("bfloat16"))):
+        for found in sums:
+            ranks[found].append(str(rank))
+    for (operator, function), on in ranks.items():
+        if (operator, function) not in allowed[0]:
+            yield f"summed in bfloat16, not in float32: {operator} in {function} (ranks {', '.join(on)})"
 
 
 def _check_plain(config: Config, dtype: Dtype) -> None:

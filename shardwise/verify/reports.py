@@ -10,6 +10,8 @@ Box = tuple[tuple[int, int], ...]
 Key = tuple[str, str, int]
 """(parameter, quantity, step). Quantities are gradient, weight, buffer; of a mixture of experts, its load; and with no parameter
 loss, gradient norm, expert imbalance and held-out loss."""
+ShortSum = tuple[str, str]
+"""A sum in 16 bits: the operator, and the function that called it; autograd: where gradients of one tensor meet."""
 HELD_OUT, LOAD = "held-out loss", "load"
 
 

@@ -23,7 +23,7 @@ TORCH_CLASSES = (nn.Module, PipelineStage, DistributedDataParallel, torch.Tensor
 
 KERNELS = "attention kernels that return the log-sum-exp, and their backwards, are operators without a public name"
 PARAMETERS = "a weight replaced in place, or read beside a property of its name, which `getattr` would ask instead"
-STANDARD = {"_exit", "_current_frames", "_replace"}
+STANDARD = {"_exit", "_current_frames", "_getframe", "_replace"}
 """Documented names of Python's own library."""
 ALLOWED = {
     "parallel/blockwise.py": {

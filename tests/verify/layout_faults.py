@@ -20,12 +20,13 @@ from torch import Tensor
 
 from shardwise.comm import GradientSum, autograd
 from shardwise.models import loss as chunked_loss
+from shardwise.models.dtypes import wide
+from shardwise.parallel import blockwise, ring
 from shardwise.parallel import model as parallel_model
-from shardwise.parallel import ring
 from shardwise.parallel import tensor as parallel_tensor
 from shardwise.train import evaluate
 from shardwise.train.build import Training
-from shardwise.verify import localise, measure
+from shardwise.verify import localise, measure, sums
 
 Replace = Callable[[Any, str, Any], None]
 
@@ -240,6 +241,20 @@ def loads_not_summed_over_data(replace: Replace) -> None:
     replace(parallel_model.ParallelModel, "take_loads", take_loads)
 
 
+def ring_sums_outputs_in_their_own_dtype(replace: Replace) -> None:
+    """Those of queries, and their gradients."""
+    replace(ring, "wide", lambda dtype: dtype)
+    replace(ring, "_zeros", lambda like: torch.zeros_like(like, dtype=wide(like.dtype)))
+
+
+def ring_sums_gradients_in_their_own_dtype(replace: Replace) -> None:
+    replace(ring, "_zeros", torch.zeros_like)
+
+
+def masked_blocks_sum_gradients_in_their_own_dtype(replace: Replace) -> None:
+    replace(blockwise, "wide", lambda dtype: dtype)
+
+
 def blocks_skipped_where_one_row_has_nothing_in_common(replace: Replace) -> None:
     """Documents: a block of the ring is left out for all rows of a micro-batch, where it may be for some."""
 
@@ -282,7 +297,7 @@ def rank_raises(replace: Replace) -> None:
 
 def __getattr__(name: str) -> Callable[..., Any]:
     side, _, fault = name.partition("_")
-    honest = {"measured": measure.compare_with_reference, "traced": localise.compare_traces}[side]
+    honest = {"measured": measure.compare_with_reference, "traced": localise.compare_traces, "summed": sums.short_sums}[side]
     return partial(_broken, fault, honest)
 
 

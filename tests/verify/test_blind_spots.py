@@ -1,4 +1,4 @@
-"""Faults that only some of what a layout may meet can show: rare ids, later chunks, documents, evaluation, loads.
+"""Faults that only some of what a layout may meet can show: rare ids, later chunks, documents, evaluation, loads, dtypes of sums.
 
 The text is one document of small letters, as a user's may be: none of this occurs in it.
 """
@@ -49,6 +49,9 @@ def job(source: str, layout: dict[str, Any], model: dict[str, Any] = MODEL, rese
         ("later_chunks_replace_the_gradient", {"data": 2}, MODEL, False, "head.weight"),
         ("held_out_loss_of_half_the_context", RING, MODEL, False, "the held-out loss: missing reduction over context"),
         ("loads_not_summed_over_data", {"data": 2}, EXPERTS, False, "load: missing reduction over data: blocks.0.feed_forward"),
+        ("ring_sums_outputs_in_their_own_dtype", RING, MODEL, False, "addcmul_ in shardwise/parallel/blockwise.py merge_"),
+        ("ring_sums_gradients_in_their_own_dtype", RING, MODEL, False, "add_ in shardwise/parallel/ring.py _add"),
+        ("masked_blocks_sum_gradients_in_their_own_dtype", RING, MODEL, True, "add_ in shardwise/parallel/blockwise.py attend"),
         ("blocks_skipped_where_one_row_has_nothing_in_common", RING, MODEL, True, "that of blocks.0.attention.mixing"),
         ("documents_shifted_by_one", RING, MODEL, True, "that of blocks.0.attention.mixing"),
         ("ignored_targets_count_in_a_part", {"tensor": 2}, MODEL, True, "that of the output of norm on"),
@@ -65,6 +68,7 @@ def test_a_fault_is_found_where_it_is(
 ) -> None:
     monkeypatch.setattr(proving, "COMPARE", f"layout_faults:measured_{fault}")
     monkeypatch.setattr(proving, "COMPARE_TRACE", f"layout_faults:traced_{fault}")
+    monkeypatch.setattr(proving, "SHORT_SUMS", f"layout_faults:summed_{fault}", raising=False)
     result = prove(job(text, layout, model, reset), steps=1)
     assert not result.verdict.passes
     said = "\n".join((*result.verdict.faults, *(result.diagnosis.sentences() if result.diagnosis else ())))
