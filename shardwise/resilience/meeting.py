@@ -18,6 +18,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from shardwise.errors import UserError
+from shardwise.files import parse_as, read_bytes
 from shardwise.resilience.channel import Credentials
 
 FILE = "meeting.json"
@@ -54,11 +56,8 @@ class MeetingFile:
     def read(self) -> Meeting | None:
         """What it says now; None where there is none, or none that is whole."""
         try:
-            meeting = Meeting(**json.loads(self.path.read_text()))
-            types = (str, str, int, str, int)
-            if not all(isinstance(part, kind) for part, kind in zip(asdict(meeting).values(), types, strict=True)):
-                return None
-        except (OSError, ValueError, TypeError, RecursionError):
+            meeting = parse_as(Meeting, read_bytes(self.path), self.path)
+        except (FileNotFoundError, UserError):
             return None
         if meeting != self._seen:
             self._seen, self._seen_at = meeting, time.monotonic()
