@@ -2,9 +2,14 @@
 
 The forward of a sequence does not depend on the other sequences, so the first loss is the same but for the order of a float32
 sum. Weight gradients are products over tokens that are rounded to the computing dtype once a rank, so they differ by its
-unit roundoff u (2^-24, 2^-8, 2^-11), and the norm, which averages over thousands of them, by less than that. Later losses
-are means over hundreds of tokens of weights moved by such gradients: a quarter of u bounds them in 16 bits. In float32 the
-order of summation counts too; there the bound is the 1e-5 that every layout of a float32 job has to keep.
+unit roundoff u (2^-24, 2^-8, 2^-11), and the norm, which averages over thousands of them, by a fraction: a quarter of u bounds
+it in 16 bits. Later losses are means over hundreds of tokens of weights moved by such gradients: a sixteenth of u. In float32
+the order of summation counts too; there the bound is the 1e-5 that every layout of a float32 job has to keep.
+
+All of that supposes that weights move in proportion to gradients. AdamW's first updates do not: with its usual epsilon they are
+the signs of gradients, also of those that are nothing but rounding, so two runs of equal exactness part by 30 times as much (in
+float16 by 1e-3 at the third norm, each 5e-4 from float64's, on either side of it). An epsilon of the size of these gradients,
+1e-3, makes updates proportional.
 """
 
 from __future__ import annotations
@@ -25,8 +30,8 @@ def largest(found: list[float], truth: list[float]) -> float:
     ("precision", "loss_bound", "norm_bound"),
     [
         ("float32", 1e-5, 1e-5),
-        ("bfloat16", 2**-10, 2**-8),
-        pytest.param("float16", 2**-13, 2**-10, marks=pytest.mark.full),
+        ("bfloat16", 2**-12, 2**-10),
+        pytest.param("float16", 2**-15, 2**-13, marks=pytest.mark.full),
     ],
 )
 def test_two_ranks_differ_from_one_by_rounding_only(
@@ -34,7 +39,7 @@ def test_two_ranks_differ_from_one_by_rounding_only(
 ) -> None:
     tables = job(
         corpus,
-        train={"precision": precision, "steps": 6, "initial_scale": 1024.0, "micro_batch": 4},
+        train={"precision": precision, "steps": 6, "initial_scale": 1024.0, "micro_batch": 4, "epsilon": 1e-3},
         layout={"data": 2, "zero": zero},
     )
     truth = on_one_device(tables)
