@@ -96,9 +96,12 @@ def free_port() -> int:
 
 
 def _inside(target: Callable[..., None], pipe: Connection, log: str, *arguments: Any) -> None:
-    with open(log, "w", buffering=1) as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-        target(pipe, *arguments)
-        pipe.close()
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    except FileNotFoundError:  # whoever asked for this process was stopped before it was there, and took the folder along
+        os._exit(0)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    target(pipe, *arguments)
+    pipe.close()
     os._exit(0)  # there is nothing left to tidy up, and libraries' threads need not be waited for

@@ -18,8 +18,6 @@ from shardwise.resilience.server import start_server
 
 start_server(["test_server"])
 worker = fork(0, garbage_collection, (), Path(sys.argv[1]))
-print(worker.hear())
-end([worker])
 """
 
 
@@ -27,8 +25,17 @@ def garbage_collection(pipe: Connection) -> None:
     pipe.send((gc.isenabled(), gc.get_freeze_count() > 1000))
 
 
-def test_a_worker_collects_garbage_but_not_among_what_its_server_imported(tmp_path: Path) -> None:
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     places = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", PROGRAM + program, str(folder)]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, timeout=60)
+
+
+def test_a_worker_collects_garbage_but_not_among_what_its_server_imported(tmp_path: Path) -> None:
+    done = run("print(worker.hear()); end([worker])", tmp_path)
     assert done.stdout == "(True, True)\n", done.stderr
+
+
+def test_a_worker_whose_starter_is_gone_with_its_folder_ends_without_a_word(tmp_path: Path) -> None:
+    done = run("worker.process.join(); print(worker.process.exitcode)", tmp_path / "gone")
+    assert (done.stdout, done.stderr) == ("0\n", "")
