@@ -257,7 +257,15 @@ class Lead:
             )
             self.orders = replace(self.orders, wish="end", status=1, message=message)
         else:
-            self._form(now, self.faults[-1])  # as it was when it was noticed: a wait for workers is part of the recovery
+            self._form(now, self._to_recover_from(self.faults[-1]))
+
+    def _to_recover_from(self, fault: Fault) -> Fault:
+        """The fault as it was when it was noticed: a wait for workers is part of the recovery. So is a team that was formed to
+        recover from an earlier one and broke before it did a step."""
+        team = self.orders.team
+        if team is not None and team.fault is not None and not self._has_stepped(team):
+            return replace(fault, at=min(fault.at, team.fault.at))
+        return fault
 
     def _cause_may_come(self, faults: list[Fault], now: float) -> bool:
         """Whether some host may still say why a peer is gone, or turn out to be lost."""

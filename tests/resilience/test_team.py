@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,6 +124,18 @@ def test_a_peer_that_is_gone_without_a_cause_still_leads_to_a_new_team() -> None
     orders = decide(judge, 1, host("a", 2, generation=1, faults=(echo,)))
     assert orders.team is not None
     assert orders.team.generation == 2
+
+
+@pytest.mark.parametrize(("step", "from_the_first"), [(0, True), (5, False)])
+def test_a_recovery_that_breaks_before_a_step_is_done_goes_on_from_the_first_fault(step: int, from_the_first: bool) -> None:
+    judge = lead(2, 2)
+    decide(judge, 0, host("a", 2))
+    first, second = fault(1, at=100.0), fault(2, at=103.0, cause="and its successor")
+    decide(judge, 1, host("a", 2, generation=1, step=3, faults=(first,)))
+    orders = decide(judge, 4, host("a", 2, generation=2, step=step, faults=(second,)))
+    assert orders.team is not None
+    assert orders.team.fault == replace(second, at=100.0 if from_the_first else 103.0)
+    assert judge.faults == [first, second]
 
 
 def test_a_silent_host_is_lost_and_the_run_goes_on_without_it() -> None:
