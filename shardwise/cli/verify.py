@@ -92,8 +92,7 @@ def _show(result: ProofResult) -> None:
     for line in (*verdict.faults, *diagnosis):
         print(line)
     layout = " x ".join(f"{axis} {size}" for axis, size in _axes(result).items()) or "one device"
-    if result.reached is not None:
-        print(result.reached.sentence())
+    print(result.reached.sentence())
     run = f"{layout}, zero {proof.plan.layout.zero}, on {proof.world} processes, {proof.steps} steps in {proof.dtype}"
     reference = "plain torch" if result.against == "plain" else "one device"
     meaning = f"{'computes' if verdict.passes else 'does not compute'} what {reference} computes"

@@ -165,6 +165,10 @@ def diagnose_shared(verdict: Verdict, reports: Sequence[RankReport], data: Seque
         what, names = "the backward pass, or the losses of routers", failing["gradient"]
     elif failing["gradient norm"]:
         what, names = "the gradient norm", []
+    elif failing[LOAD] or failing["expert imbalance"]:
+        what, names = "the loads of experts", []
+    elif not names and failing[HELD_OUT]:
+        what = "the evaluation"
     ranks = tuple(report.rank for report in reports)
     return Diagnosis(None, None, (Cause(f"{SHARED} {what}", None, tuple(names), ranks, None),), step, traced=False)
 

@@ -41,8 +41,6 @@ class ProofJob:
     """Into which the layout's tensor devices cut them; on one device too, so that its rows are the same."""
     chunk: int | None = None
     """Tokens of the loss at a time; None: all."""
-    made_rows: bool = True
-    """Whether every other row is made for the proof; else all are the job's own."""
 
     @property
     def world(self) -> int:

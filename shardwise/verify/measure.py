@@ -12,14 +12,17 @@ difference, of the reference and of its own values, and the product of the last 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import AXES
+from shardwise.data import Rows
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.models import Head
@@ -31,7 +34,9 @@ from shardwise.train.build import Training, build
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.steps import Step, steps
 from shardwise.verify.job import ProofJob, Sabotage
-from shardwise.verify.plain import Reader, Text, checksum, train_plainly
+from shardwise.verify.plain import PlainStep, Reader, Text, checksum, train_plainly
+from shardwise.verify.plain import Rows as PlainRows
+from shardwise.verify.plain import held_out_loss as plain_held_out_loss
 from shardwise.verify.reports import HELD_OUT, LOAD, Key, RankReport, Reference, SliceComparison
 from shardwise.verify.rows import ProofDataset
 from shardwise.verify.sabotage import apply_sabotage
@@ -39,7 +44,7 @@ from shardwise.verify.sabotage import apply_sabotage
 
 def build_proof(worker: Worker, proof: ProofJob) -> Training:
     """The job of a proof on this rank: its rows, and its chunks of the loss."""
-    training = build(proof.config, proof.plan, worker, ProofDataset.of(proof) if proof.made_rows else None)
+    training = build(proof.config, proof.plan, worker, ProofDataset.of(proof))
     for part in training.parallel.parts:
         for module in part.model.modules():
             if isinstance(module, Head):
@@ -83,20 +88,23 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
 
 def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
     """Train in plain torch (verify/plain.py), from the first weights and the prepared folders that one device has."""
-    training = build(proof.config, proof.plan, worker)
-    streams, done = training.dataset.streams, []
-    tensors: dict[Key, Tensor] = {}
-    reader = Reader(proof.config, [Text(stream.tokens.folder) for stream in streams], [stream.weight for stream in streams])
+    training = build_proof(worker, proof)
+    rows, tensors, done = _PlainRows.of(training), dict[Key, Tensor](), list[PlainStep]()
     weights = {name: parameter.detach().clone() for name, parameter in training.parallel.named_parameters()}
     buffers = {name: buffer.clone() for name, buffer in training.parallel.named_buffers()}
-    for step in train_plainly(proof.config, weights, buffers, reader.batch, proof.steps):
+    for step in train_plainly(proof.config, weights, buffers, rows.batch, proof.steps):
         tensors |= {(name, "gradient", step.step): gradient for name, gradient in step.gradients.items()}
+        tensors |= {(name, LOAD, step.step): load for name, load in step.loads.items()}
         done.append(step)
     tensors |= {(name, "weight", proof.steps): weight for name, weight in weights.items()}
     tensors |= {(name, "buffer", proof.steps): buffer for name, buffer in buffers.items()}
     torch.save(tensors, path)
     numbers = {("", "loss", step.step): step.loss for step in done}
     numbers |= {("", "gradient norm", step.step): step.norm for step in done}
+    if proof.config.model.experts:
+        numbers |= {("", "expert imbalance", step.step): step.imbalance for step in done}
+    if (held_out := rows.held_out()) is not None:
+        numbers["", HELD_OUT, proof.steps] = plain_held_out_loss(proof.config, weights, buffers, held_out)
     return Reference(
         losses=[step.loss for step in done],
         norms=[step.norm for step in done],
@@ -104,9 +112,50 @@ def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Refere
         buffers={name: tuple(buffer.shape) for name, buffer in buffers.items()},
         squares=_all_squares(tensors, numbers),
         learning_rate=max(step.learning_rate for step in done),
-        data=[checksum(reader.batch(step.step)[0]) for step in done],
+        data=[checksum(rows.batch(step.step)[0]) for step in done],
         numbers=numbers,
+        idle_experts=_idle_experts({key: tensor for key, tensor in tensors.items() if key[1] == LOAD}),
     )
+
+
+@dataclass(frozen=True)
+class _PlainRows:
+    """The rows of a proof as verify/plain.py reads them, but for those that the proof makes, which are given to it."""
+
+    reader: Reader
+    dataset: ProofDataset
+
+    @classmethod
+    def of(cls, training: Training) -> _PlainRows:
+        """For the job of a proof."""
+        dataset = training.dataset
+        assert isinstance(dataset, ProofDataset), "a proof trains on rows of its own"
+        texts = [Text(stream.tokens.folder) for stream in dataset.streams]
+        return cls(Reader(training.config, texts, [stream.weight for stream in dataset.streams]), dataset)
+
+    def batch(self, step: int) -> PlainRows:
+        """The global batch of a step, counted from 1."""
+        size = self.reader.config.train.global_batch
+        places = range((step - 1) * size, step * size)
+        made = [self.dataset.is_made(place) for place in places]
+        return _with_made(self.reader.batch(step), self.dataset.sequences(places.start, size), made)
+
+    def held_out(self) -> PlainRows | None:
+        """What is evaluated on."""
+        count = min(self.dataset.held_out_count, self.reader.config.train.evaluate_sequences)
+        if not count:
+            return None
+        made = [self.dataset.held_out_is_made(row) for row in range(count)]
+        return _with_made(self.reader.held_out(count), self.dataset.held_out_rows(0, count), made)
+
+
+def _with_made(own: PlainRows, given: Rows, made: Sequence[bool]) -> PlainRows:
+    documents = np.zeros_like(given.inputs) if given.documents is None else given.documents
+    inputs, targets, documents_of = (
+        torch.where(torch.tensor(made)[:, None], torch.from_numpy(theirs), mine)
+        for mine, theirs in zip(own, (given.inputs, given.targets, documents), strict=True)
+    )
+    return inputs, targets, documents_of
 
 
 def compare_with_reference(
@@ -130,9 +179,8 @@ def compare_with_reference(
     done = watch(training, proof.steps, check)
     for name, quantity, tensor in _state(training):
         slices.append(_compare_slice((name, quantity, proof.steps), tensor, local(tensor), tensors))
-    slices += [_compare_slice(key, load, load, tensors) for key, load in loads.items() if key in tensors]
-    numbers, known = _numbers(done, held_out_loss(training)), reference.numbers  # plain torch has no loads, and evaluates nothing
-    slices += [_compare_number(key, own, known[key]) for key, own in numbers if key in known]
+    slices += [_compare_slice(key, load, load, tensors) for key, load in loads.items()]
+    slices += [_compare_number(key, own, reference.numbers[key]) for key, own in _numbers(done, held_out_loss(training))]
     return RankReport(
         rank=worker.rank,
         coordinates={axis: training.mesh.coordinate(axis) for axis in AXES},

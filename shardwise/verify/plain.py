@@ -326,6 +326,11 @@ class PlainStep:
     loads: dict[str, Tensor]
     """By mixture of experts, how often each was chosen."""
 
+    @property
+    def imbalance(self) -> float:
+        """The load of the busiest expert of any layer, relative to an even load."""
+        return max(float(load.max() / load.mean()) for load in self.loads.values())
+
 
 def train_plainly(config: Config, weights: State, biases: State, batch: Callable[[int], Rows], steps: int) -> Iterator[PlainStep]:
     """Train from these weights and routers' biases, which are changed in place; `batch(step)` gives the rows of a step."""

@@ -29,11 +29,9 @@ from shardwise.verify.workers import Workers
 REFER, COMPARE = "shardwise.verify.measure:write_reference", "shardwise.verify.measure:compare_with_reference"
 REFER_PLAIN = "shardwise.verify.measure:write_plain_reference"
 REFER_TRACE, COMPARE_TRACE = "shardwise.verify.localise:write_reference_trace", "shardwise.verify.localise:compare_traces"
+REFER_SUMS = COMPARE_SUMS = "shardwise.verify.sums:short_sums"
 REFERENCE_FILE = "reference.pt"
 PLAIN_FILE = "plain.pt"
-
-
-SHORT_SUMS = SHORT_SUMS_REFERENCE = "shardwise.verify.sums:short_sums"
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ class ProofResult:
     reports: list[RankReport]
     diagnosis: Diagnosis | None
     seconds: float
-    against: Against = "one-device"
-    reached: Reached | None = None
+    against: Against
+    reached: Reached
 
     @property
     def sabotaged(self) -> dict[str, Any] | None:
@@ -90,7 +88,7 @@ class ProofResult:
             "diagnosis": None if self.diagnosis is None else self.diagnosis.to_json(),
             "sabotage": self.sabotaged,
             "sabotage_found": None if self.sabotaged is None else not self.unnoticed,
-            "reached": None if self.reached is None else self.reached.to_json(),
+            "reached": self.reached.to_json(),
             "shrunk": None if self.shrunk is None else {key: list(pair) for key, pair in self.shrunk.items()},
             "seconds": round(self.seconds, 3),
         }
@@ -127,8 +125,6 @@ def prove(
     check_vocabulary(dataset, proof.config.model.vocabulary)
     if proof.config.model.module is not None:
         proof = replace(proof, ids=min(embedded or dataset.vocabulary, proof.ids))
-    if against == "plain":  # which reads the job's data by itself
-        proof = replace(proof, made_rows=False)
     with Workers(proof.world) as workers:
         say(f"{steps} steps {'in plain torch' if against == 'plain' else 'on one device'}")
         path = workers.folder / (PLAIN_FILE if against == "plain" else REFERENCE_FILE)
@@ -143,20 +139,21 @@ def prove(
         verdict = judge(reports, reference, cost, dtype)
         diagnosis = None
         if not verdict.passes:
-            localise = _localise_shared if against == "plain" else _localise
-            diagnosis = localise(workers, proof, verdict, reference, reports, sabotage, say)
+            search = _Search(workers, proof, sabotage, say)
+            localise = search.in_shared if against == "plain" else search.in_layout
+            diagnosis = localise(verdict, reference, reports)
         if verdict.passes and sabotage is None and against == "one-device":
             verdict = replace(verdict, faults=tuple(_wrong_sums(workers, proof, say)))
-    reached = what_is_reached(proof, ProofDataset.of(proof, dataset), reference.idle_experts) if proof.made_rows else None
+    reached = what_is_reached(proof, ProofDataset.of(proof, dataset), reference.idle_experts)
     return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, time.monotonic() - started, against, reached)
 
 
 def _wrong_sums(workers: Workers, proof: ProofJob, say: Callable[[str], None]) -> Iterator[str]:
     """Sums that the layout takes in 16 bits and one device does not, which no error in float64 shows."""
     say("one step in bfloat16, for the dtype of sums")
-    allowed: list[list[ShortSum]] = workers.run(SHORT_SUMS_REFERENCE, proof.on_one_device("bfloat16"), on=1)
+    allowed: list[list[ShortSum]] = workers.run(REFER_SUMS, proof.on_one_device("bfloat16"), on=1)
     ranks: dict[ShortSum, list[str]] = defaultdict(list)
-    for rank, sums in enumerate(workers.run(SHORT_SUMS, proof.in_dtype("bfloat16"))):
+    for rank, sums in enumerate(workers.run(COMPARE_SUMS, proof.in_dtype("bfloat16"))):
         for found in sums:
             ranks[found].append(str(rank))
     for (operator, function), on in ranks.items():
@@ -184,43 +181,36 @@ def _check_module(proof: ProofJob) -> int | None:
     return embedded_ids(proof.config)
 
 
-def _localise_shared(
-    workers: Workers,
-    proof: ProofJob,
-    verdict: Verdict,
-    reference: Reference,
-    reports: list[RankReport],
-    sabotage: Sabotage | None,
-    say: Callable[[str], None],
-) -> Diagnosis:
-    """What differs from plain torch is the layout's fault, which one device of ours shows, or one that all layouts share."""
-    say(f"it fails: {proof.steps} steps on one device, to tell a fault of the layout from one that all layouts share")
-    path = workers.folder / REFERENCE_FILE
-    (one_device,) = workers.run(REFER, proof.on_one_device("float64"), path, on=1)
-    again = workers.run(COMPARE, proof, path, one_device, sabotage)
-    layout = judge(again, one_device, None, "float64")
-    if layout.passes:
-        return diagnose_shared(verdict, reports, reference.data)
-    return _localise(workers, proof, layout, one_device, again, sabotage, say)
+@dataclass(frozen=True)
+class _Search:
+    """For the cause, once a proof has failed."""
 
+    workers: Workers
+    proof: ProofJob
+    sabotage: Sabotage | None
+    say: Callable[[str], None]
 
-def _localise(
-    workers: Workers,
-    proof: ProofJob,
-    verdict: Verdict,
-    reference: Reference,
-    reports: list[RankReport],
-    sabotage: Sabotage | None,
-    say: Callable[[str], None],
-) -> Diagnosis:
-    """In float64 whatever the dtype of the proof: a fault of the layout shows there, and rounding does not."""
-    step = verdict.first_step
-    say(f"it fails: looking for the first module that differs in step {step}")
-    path, tensors = workers.folder / "trace.pt", workers.folder / REFERENCE_FILE
-    suspects = [error.parameter for error in verdict.failing("gradient") if error.step == step]
-    workers.run(REFER_TRACE, proof.on_one_device("float64"), path, step, on=1)
-    traces = workers.run(COMPARE_TRACE, proof.in_dtype("float64"), path, tensors, step, suspects, sabotage)
-    layout = proof.plan.layout
-    micro_batches = proof.config.train.global_batch // layout.data_parallel // proof.plan.micro_batch
-    sizes = {axis: getattr(layout, axis) for axis in AXES} | {MICRO_BATCHES: micro_batches}
-    return diagnose(verdict, reports, traces, sizes, reference.data)
+    def in_layout(self, verdict: Verdict, reference: Reference, reports: list[RankReport]) -> Diagnosis:
+        """In float64 whatever the dtype of the proof: a fault of the layout shows there, and rounding does not."""
+        step = verdict.first_step
+        self.say(f"it fails: looking for the first module that differs in step {step}")
+        workers, proof = self.workers, self.proof
+        path, tensors = workers.folder / "trace.pt", workers.folder / REFERENCE_FILE
+        suspects = [error.parameter for error in verdict.failing("gradient") if error.step == step]
+        workers.run(REFER_TRACE, proof.on_one_device("float64"), path, step, on=1)
+        traces = workers.run(COMPARE_TRACE, proof.in_dtype("float64"), path, tensors, step, suspects, self.sabotage)
+        layout = proof.plan.layout
+        micro_batches = proof.config.train.global_batch // layout.data_parallel // proof.plan.micro_batch
+        sizes = {axis: getattr(layout, axis) for axis in AXES} | {MICRO_BATCHES: micro_batches}
+        return diagnose(verdict, reports, traces, sizes, reference.data)
+
+    def in_shared(self, verdict: Verdict, reference: Reference, reports: list[RankReport]) -> Diagnosis:
+        """What differs from plain torch is the layout's fault, which one device of ours shows, or one that all layouts share."""
+        self.say(f"it fails: {self.proof.steps} steps on one device, to tell a fault of the layout from one that all share")
+        path = self.workers.folder / REFERENCE_FILE
+        (one_device,) = self.workers.run(REFER, self.proof.on_one_device("float64"), path, on=1)
+        again = self.workers.run(COMPARE, self.proof, path, one_device, self.sabotage)
+        layout = judge(again, one_device, None, "float64")
+        if layout.passes:
+            return diagnose_shared(verdict, reports, reference.data)
+        return self.in_layout(layout, one_device, again)

@@ -51,13 +51,20 @@ class ProofDataset(Dataset):
     def sequences(self, first: int, count: int) -> Rows:
         """Training sequences as a run sees them, of which the made ones are replaced."""
         own = super().sequences(first, count)
-        made = {row: first + row for row in range(count) if sum(divmod(first + row, self.batch)) % 2 == 0}  # step and row in it
-        return self._replaced(own, made, _TRAINING)
+        return self._replaced(own, {row: first + row for row in range(count) if self.is_made(first + row)}, _TRAINING)
 
     def held_out_rows(self, start: int, count: int) -> Rows:
         """Held-out sequences, every other of them made."""
         own = super().held_out_rows(start, count)
-        return self._replaced(own, {row: start + row for row in range(count) if (start + row) % 2 == 0}, _HELD_OUT)
+        return self._replaced(own, {row: start + row for row in range(count) if self.held_out_is_made(start + row)}, _HELD_OUT)
+
+    def is_made(self, place: int) -> bool:
+        """Whether the row at this place of the stream is made: in turn by step, and by row within it."""
+        return sum(divmod(place, self.batch)) % 2 == 0
+
+    def held_out_is_made(self, row: int) -> bool:
+        """Whether a held-out row is."""
+        return row % 2 == 0
 
     def edges(self) -> list[range]:
         """The ids of each part, where it has any."""

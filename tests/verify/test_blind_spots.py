@@ -68,7 +68,7 @@ def test_a_fault_is_found_where_it_is(
 ) -> None:
     monkeypatch.setattr(proving, "COMPARE", f"layout_faults:measured_{fault}")
     monkeypatch.setattr(proving, "COMPARE_TRACE", f"layout_faults:traced_{fault}")
-    monkeypatch.setattr(proving, "SHORT_SUMS", f"layout_faults:summed_{fault}", raising=False)
+    monkeypatch.setattr(proving, "COMPARE_SUMS", f"layout_faults:summed_{fault}")
     result = prove(job(text, layout, model, reset), steps=1)
     assert not result.verdict.passes
     said = "\n".join((*result.verdict.faults, *(result.diagnosis.sentences() if result.diagnosis else ())))

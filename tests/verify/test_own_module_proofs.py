@@ -20,6 +20,7 @@ from shardwise.verify.diagnose import diagnose
 from shardwise.verify.job import prepare_proof
 from shardwise.verify.prove import prove
 from shardwise.verify.reports import ModuleDifference, RankReport, RankTrace, Reference, SliceComparison
+from shardwise.verify.rows import Reached
 from shardwise.verify.verdict import QuantityError, Verdict, judge
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +88,9 @@ def test_a_sabotage_that_passes_is_status_1(monkeypatch: pytest.MonkeyPatch, cap
     report = RankReport(0, {}, number, [1.0], [], {}, {"kind": "scale-gradient", "rank": 0})
     truth = Reference([1.0], [1.0], {}, {}, {("", "loss", 1): 1.0, ("", "gradient norm", 1): 1.0}, 0.1)
     proof, _ = prepare_proof(job(ROOT / "examples" / "own_model.py", "layout.data=1"), 1, "float64")
-    result = proving.ProofResult(proof, None, judge([report], truth, None, "float64"), truth, [report], None, 0.0)
+    reached = Reached((1, 1), (1, 1), None, 0, None, {}, 0)
+    verdict = judge([report], truth, None, "float64")
+    result = proving.ProofResult(proof, None, verdict, truth, [report], None, 0.0, "one-device", reached)
     assert result.verdict.passes
     assert result.to_json()["sabotage_found"] is False
     monkeypatch.setattr(command, "_prove", lambda *arguments: result)

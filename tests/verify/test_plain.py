@@ -21,6 +21,7 @@ from shardwise.models import experts, transformer
 from shardwise.models import rotary as our_rotary
 from shardwise.optim import adamw
 from shardwise.train import build as building
+from shardwise.train import evaluate
 from shardwise.train import steps as stepping
 from shardwise.verify import measure, plain
 from shardwise.verify.diagnose import SHARED, Diagnosis, diagnose_shared
@@ -61,7 +62,7 @@ class Compared:
 
 def compared(config: Config, folder: Path, refer: Callable[..., Any], steps: int = 3) -> Compared:
     torch.set_num_threads(1)
-    proof = replace(prepare_proof(config, steps, "float64")[0], made_rows=False)
+    proof = prepare_proof(config, steps, "float64")[0]
     reference = refer(ALONE, proof.on_one_device("float64"), folder / "reference.pt")
     report = measure.compare_with_reference(ALONE, proof, folder / "reference.pt", reference)
     verdict = judge([report], reference, None, "float64")
@@ -197,6 +198,17 @@ def samples_in_file_order() -> AbstractContextManager[Any]:
     return patch.object(order, "permute", lambda index, size, keys: index)
 
 
+def an_evaluation_over_ignored_targets() -> AbstractContextManager[Any]:
+    honest = evaluate.to_batch
+    counted = lambda rows, device: replace(batch := honest(rows, device), valid=batch.targets.numel())  # noqa: E731
+    return patch.object(evaluate, "to_batch", counted)
+
+
+def loads_without_the_last_expert() -> AbstractContextManager[Any]:
+    honest = experts.MixtureOfExperts._add_load
+    return patch.object(experts.MixtureOfExperts, "_add_load", lambda self, counts: honest(self, counts * (torch.arange(4) < 3)))
+
+
 FORWARD, UPDATE = "the forward pass or the loss", "the update (learning rate, clipping, AdamW, decay)"
 AFTER_STEP_1, AFTER_STEP_2 = (f"{UPDATE} of step {step}; --steps {step} shows of which weights" for step in (1, 2))
 """In the first step AdamW divides a gradient by itself, whatever the betas, and the schedule has no step before it."""
@@ -214,6 +226,8 @@ AFTER_STEP_1, AFTER_STEP_2 = (f"{UPDATE} of step {step}; --steps {step} shows of
         (positions_from_one, "gpt2", FORWARD),
         (balance_over_tokens_of_the_batch, "mixtral", "the backward pass, or the losses of routers"),
         (targets_of_the_next_token_but_one, "qwen3", FORWARD),
+        (an_evaluation_over_ignored_targets, "llama", "the evaluation"),
+        (loads_without_the_last_expert, "shared experts", "the loads of experts"),
         (samples_in_file_order, "llama", "the rows of data that a step reads"),
     ],
 )
