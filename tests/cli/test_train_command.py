@@ -138,7 +138,8 @@ def test_a_killed_worker_is_replaced_and_the_losses_are_those_of_a_run_without_a
     assert losses(tmp_path / "run") == undisturbed(2, 40)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events if event["event"] == "fault"] == ["died"]
-    assert next(event["lost_steps"] for event in events if event["event"] == "recovery") <= (1 if copies else 5)
+    lost = next(event["lost_steps"] for event in events if event["event"] == "recovery")
+    assert lost <= (1 if copies else 2 * 5), "a save every 5 steps, and the last of them may still have been under way"
     assert not list((tmp_path / "run").glob("checkpoints.old-*")), "its own checkpoints stay where they are"
 
 
