@@ -56,6 +56,10 @@ class RunFailed(UserError):
     status = 1
 
 
+class Unreadable(RunFailed):
+    """A file that the system could not read just now. It may be there and whole: trying again later may help."""
+
+
 class ConfigError(UserError):
     """Every problem found in one configuration, reported together."""
 

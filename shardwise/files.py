@@ -13,6 +13,7 @@ A file may name others only in its own folder (`inside`): no `..`, no absolute p
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -27,12 +28,13 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from shardwise.errors import UserError, printable, shown
+from shardwise.errors import Unreadable, UserError, printable, shown
 
 LARGEST = 1 << 30
 """Bytes of a file that is read whole; the list of tensors of the largest checkpoints is a few hundred MiB."""
 DEEPEST = 64
 """Tables in tables; a plan has six."""
+_LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 _SEAL = b',\n "crc32": '
 
 T = TypeVar("T")
@@ -55,7 +57,14 @@ def read_bytes(path: Path, advice: str = "") -> bytes:
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        if may_pass(error):
+            raise Unreadable(f"{path} cannot be read: {error}") from None
         _refuse(path, f"cannot be read: {getattr(error, 'strerror', None) or error}", advice)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether what kept us from a file may be over in a while: a disk or a server that does not answer, and not a wrong path."""
+    return isinstance(error, OSError) and error.errno not in _LASTING
 
 
 def parse_json(content: bytes, source: str | Path, advice: str = "") -> Any:

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.folder import MANIFEST, Manifest, WrittenFile, read_manifest
 from shardwise.checkpoint.storage import BLOCK, Storage, storage
-from shardwise.errors import UserError, shown
-from shardwise.files import parse_as
+from shardwise.errors import Unreadable, UserError, shown
+from shardwise.files import may_pass, parse_as
 
 ALIGNMENT = 64
 DTYPES = {
@@ -143,7 +143,11 @@ def faults(folder: str | Path) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    yield from damaged_files(storage(contents.address), contents.manifest, contents.manifest.files)
+    for name in contents.manifest.files:
+        try:
+            yield from damaged_files(storage(contents.address), contents.manifest, [name])
+        except Unreadable as error:
+            yield str(error)
 
 
 def damaged_files(where: Storage, manifest: Manifest, files: Iterable[str]) -> Iterator[str]:
@@ -160,6 +164,8 @@ def _problem_of_file(where: Storage, manifest: Manifest, name: str) -> str | Non
         for block in where.blocks(name):
             crc, size = zlib.crc32(block, crc), size + len(block)
     except OSError as error:
+        if may_pass(error):
+            raise Unreadable(f"{where.address}/{name} cannot be read ({error})") from None
         return f"{where.address}/{name} cannot be read ({error})"
     return None if manifest.files[name] == {"bytes": size, "crc32": crc} else f"{where.address}/{name} is damaged"
 

@@ -30,8 +30,8 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from shardwise.checkpoint.storage import Storage, parent, storage
 from shardwise.config import Config, Model
-from shardwise.errors import UserError
-from shardwise.files import read_sealed, seal
+from shardwise.errors import Unreadable, UserError
+from shardwise.files import may_pass, read_sealed, seal
 from shardwise.locks import take_lock
 
 MANIFEST = "checkpoint.json"
@@ -102,7 +102,8 @@ def _content(where: Storage) -> bytes:
     except FileNotFoundError:
         raise UserError(f"{where.address} is not a checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
-        raise UserError(f"{where.address}/{MANIFEST} cannot be read: {error}. {_advice(where)}") from None
+        kind = Unreadable if may_pass(error) else UserError
+        raise kind(f"{where.address}/{MANIFEST} cannot be read: {error}. {_advice(where)}") from None
 
 
 def _advice(where: Storage) -> str:

@@ -22,7 +22,8 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +49,17 @@ from shardwise.checkpoint.storage import storage
 from shardwise.checkpoint.write import SaveRefused, write_together
 from shardwise.comm import Peers
 from shardwise.config import Config
-from shardwise.errors import RunFailed, UserError
+from shardwise.errors import RunFailed, Unreadable, UserError
+from shardwise.files import may_pass
 from shardwise.mesh import Mesh
 
 State = dict[str, Tensor]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PATIENCE = 1.0
 """Seconds that giving up a save may take."""
+PAUSES = (1.0, 4.0, 15.0)
+"""Seconds between attempts to read a checkpoint from storage that does not answer."""
+T = TypeVar("T")
 
 log = logging.getLogger("shardwise")
 
@@ -215,11 +220,13 @@ class Checkpointer:
         """What to start from. Rank 0 lists the folder and everyone hears; then each reads a share of the files, to see that they
         are what was saved. A damaged checkpoint is skipped for an older one, unless it was asked for by its path.
         """
-        candidates = self._from_main(lambda: resume_candidates(config))
+        candidates = _patiently(lambda: self._from_main(lambda: resume_candidates(config)))
         skipped: list[tuple[str, str]] = []
         for address in candidates:
             try:
-                manifest = self._checked_manifest(address)
+                manifest = _patiently(partial(self._checked_manifest, address))
+            except Unreadable:  # it may be whole, and newer than all others
+                raise
             except UserError as error:
                 if config.checkpoint.resume != "auto":
                     raise
@@ -233,7 +240,9 @@ class Checkpointer:
 
     def newest_step(self, config: Config) -> int:
         """Of the checkpoints in the run's folder, whole or not, as rank 0 sees them; -1 if there is none."""
-        steps = self._from_main(lambda: [step_of(address) for address in checkpoints(checkpoint_folder(config))])
+        steps = _patiently(
+            lambda: self._from_main(lambda: [step_of(address) for address in checkpoints(checkpoint_folder(config))])
+        )
         return max(steps, default=-1)
 
     def load(self, folder: str, state: State, same_world: bool) -> None:
@@ -241,14 +250,14 @@ class Checkpointer:
         as it is when new.
         """
         if self._checked != folder:
-            self._checked_manifest(folder)
+            _patiently(lambda: self._checked_manifest(folder))
         rank, device = self.mesh.worker.rank, self.mesh.device
         opened: list[Contents] = []
-        self._together(lambda: opened.append(Contents.open(folder)))  # by all, or by none: nobody may wait for the others in vain
-        contents = opened[0]
+        _patiently(lambda: self._together(lambda: opened.append(Contents.open(folder))))  # by all or none: nobody waits in vain
+        contents = opened[-1]
         # A run that moves from CPU to GPU finds no state of the GPU's generator.
         random = {name: value for name, value in random_state(rank, device).items() if same_world and name in contents.tensors}
-        self._together(lambda: _load({**_expected(state, contents), **random}, contents))
+        _patiently(lambda: self._together(lambda: _load({**_expected(state, contents), **random}, contents)))
         set_random_state(random, rank, device)
 
     def _run_in_background(self, task: _Save, numbers: State, stall: float) -> None:
@@ -299,15 +308,29 @@ class Checkpointer:
         """Run on every rank and share the results; a failure of one is raised on all, so that none goes on or waits alone."""
         try:
             mine = {"value": action()}
+        except Unreadable as error:
+            mine = {"unreadable": str(error)}
         except UserError as error:
             mine = {"refused": str(error)}
         except Exception as error:  # of whatever kind the storage raises
-            mine = {"refused": f"checkpoints cannot be read: {error}"}
+            mine = {"unreadable": f"checkpoints cannot be read: {error}"}
         everyone = self.peers.from_everyone(mine)
-        for outcome in everyone:
-            if "refused" in outcome:
-                raise UserError(outcome["refused"])
+        for kind, raised in (("refused", UserError), ("unreadable", Unreadable)):
+            for outcome in everyone:
+                if kind in outcome:
+                    raise raised(outcome[kind])
         return [outcome["value"] for outcome in everyone]
+
+
+def _patiently(action: Callable[[], T]) -> T:
+    """Try again while storage does not answer; if that is in vain, a new team may try later. All ranks fail and wait together."""
+    for seconds in PAUSES:
+        try:
+            return action()
+        except Unreadable as error:
+            log.warning("%s; trying again in %g s", error, seconds)
+            time.sleep(seconds)
+    return action()
 
 
 @dataclass(frozen=True)
@@ -376,4 +399,5 @@ def _load(state: State, contents: Contents) -> None:
     except (OSError, CheckpointException) as error:
         causes = list(error.failures.values()) if isinstance(error, CheckpointException) else [error]
         cause = causes[0][0] if isinstance(causes[0], tuple) else causes[0]
-        raise UserError(f"{contents.address} could not be loaded: {cause}") from None
+        kind = Unreadable if isinstance(cause, Unreadable) or may_pass(cause) else UserError
+        raise kind(f"{contents.address} could not be loaded: {cause}") from None
