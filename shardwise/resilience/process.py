@@ -23,6 +23,9 @@ from shardwise.resilience.messages import FromHost, Phase
 from shardwise.resilience.server import server_pid, start_process
 from shardwise.resilience.team import Fault
 
+SAVE_SECONDS = 3600.0
+"""How long a save may take before it is a hang: its size and the storage decide, and to end it would lose the newest steps."""
+
 
 @dataclass
 class WorkerProcess:
@@ -63,6 +66,8 @@ class WorkerProcess:
         if self.phase in ("build", "restore") or not self.seconds:
             return recovery.start_seconds
         step = recovery.hang_seconds or max(60.0, 30.0 * statistics.median(self.seconds))
+        if self.phase == "save":
+            return max(step, SAVE_SECONDS)
         return step if self.phase == "step" else max(step, min(10 * step, recovery.start_seconds))
 
 

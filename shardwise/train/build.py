@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwise._torch import compute_deterministically
 from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest
 from shardwise.checkpoint.save import Checkpointer, Retention, random_state, set_random_state, state_of
-from shardwise.comm import Comm
+from shardwise.comm import Comm, Peers
 from shardwise.config import Config
 from shardwise.data import Dataset
 from shardwise.mesh import Mesh, Worker, join
@@ -38,6 +38,8 @@ class Training:
     optimizer: torch.optim.AdamW
     dataset: Dataset
     checkpointer: Checkpointer
+    peers: Peers
+    """For what ranks say to each other between steps. A save in the background has its own: messages of two threads would mix."""
     scale: LossScale
     step: int = 0
     sequences: int = 0
@@ -62,6 +64,8 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
     torch.manual_seed(config.train.seed)  # for a module that draws while it is built; what it draws later: parallel/seeds.py
     comm = Comm(mesh)
     parallel = parallelise(config, plan, comm)
+    checkpointer = Checkpointer(mesh, config.checkpoint.background)
+    at_the_same_time = config.train.check_every > 0 and config.checkpoint.background
     return Training(
         config=config,
         plan=plan,
@@ -70,7 +74,8 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
         parallel=parallel,
         optimizer=make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings, held),
         dataset=dataset or Dataset.open(config.data, config.train.seed),
-        checkpointer=Checkpointer(mesh, config.checkpoint.background),
+        checkpointer=checkpointer,
+        peers=Peers.meet(mesh) if at_the_same_time else checkpointer.peers,
         scale=LossScale.of(config.train),
     )
 

@@ -154,8 +154,7 @@ def _loop(training: Training, reporter: Reporter, link: NoHost, copies: Copies) 
         if training.mesh.is_main:
             log.info("step %d: %.6f s, %s", done.step, done.seconds, done.spans)
         if last or done.stop or done.save or (checkpoint.every and training.step % checkpoint.every == 0):
-            if last or done.stop:
-                link.progress("save", training.step)
+            link.progress("save", training.step)  # it may wait for the one before
             save(training, wait=last or done.stop)
             saved_at, saved_time = training.step, time.monotonic()
         reporter.saves(outcomes := training.checkpointer.outcomes())
@@ -187,7 +186,7 @@ def _agree_on_end(training: Training, reporter: Reporter, status: int | None) ->
     """All ranks stopped after the same step: the run ends, with this status, if any of them was asked to end it; None: they form
     another team.
     """
-    status = max(training.checkpointer.peers.from_everyone(status or 0)) or None
+    status = max(training.peers.from_everyone(status or 0)) or None
     reporter.stopped(status is not None)
     return status
 
@@ -223,7 +222,7 @@ def _check_same_job(training: Training) -> None:
     decided = [plan[name] for name in ("layout", "micro_batch", "accumulation", "recompute")]
     job = json.dumps([to_toml(training.config, as_asked=True), decided]).encode()
     mine = hashlib.sha256(job).hexdigest()
-    if training.checkpointer.peers.from_rank(mine, 0) != mine:
+    if training.peers.from_rank(mine, 0) != mine:
         raise UserError(
             f"rank {training.mesh.worker.rank} was started with another job than rank 0: "
             "give every node the same job file and overrides, and say layout.zero if the nodes' memory differs"
