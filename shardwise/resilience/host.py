@@ -44,8 +44,6 @@ SAY_SECONDS = 5.0
 """How long a run waits for workers before it says so."""
 RETRY_SECONDS = 60.0
 """How long a slot rests after two workers in a row did not come up in it."""
-SHUTDOWN_SECONDS = 300.0
-"""How long workers may take to save after a signal before they are killed."""
 SILENT_SERVER_SECONDS = 60.0
 """How long the server may fork nobody before that is a failure of the slot."""
 SERVER_SECONDS = 2.0
@@ -88,7 +86,6 @@ class Host:
         self._step = 0
         """The last step that the present team has done itself."""
         self._signals = CollectSignals()
-        self._signalled = 0.0
         self._recorded_faults = 0
         self._missing_since, self._said_missing = time.monotonic(), False
         self._last_call, self._answered = 0.0, False
@@ -271,7 +268,7 @@ class Host:
         if self.lead is not None:
             self.lead.hear(self._report(), now)  # first of all: rank 0 is to be here
             for report, arrived in rendezvous.new_reports() if rendezvous else []:
-                self.lead.hear(report, arrived)
+                self.lead.hear(report, arrived, from_afar=True)
             if self.others:
                 self.others.check_lead()
             self._orders = self.lead.decide(now)
@@ -412,15 +409,14 @@ class Host:
             self._discard(worker)
 
     def _answer_signals(self) -> None:
-        """Pass a wish to stop on to the workers: all stop after the same step, and save."""
+        """Pass a wish to stop on to the workers: all stop after the same step, and save. They have the time that they need, which
+        only the sender knows; workers that make no progress are a hang."""
         if not self._signals.received:
-            self._signalled = time.monotonic()
             return
-        if time.monotonic() - self._signalled > SHUTDOWN_SECONDS:
-            raise self._cut_short(f"the workers did not stop within {SHUTDOWN_SECONDS:.0f} s and were ended")
         training = [worker for worker in self._at_work() if worker.phase not in ("build", "restore")]
         begun = training or self._statuses or self._orders.wish != "work"
-        if not begun and self.lead is not None:  # nothing has been trained that is not saved
+        waits = self.lead is not None and self.lead.lacks is not None and not self._at_work()
+        if self.lead is not None and (waits or not begun):  # nothing has been trained that is not saved
             raise Stopped(self._signals.status or RESUME_ME)
         if self.lead is not None and self._orders.wish == "work" and self._orders.team is not None:
             self.lead.orders = replace(self._orders, wish="stop")

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Literal
 
-from shardwise.errors import UserError
+from shardwise.errors import Unreadable, UserError
 from shardwise.mesh import Worker
 from shardwise.observe import present_time
 from shardwise.plan import Plan
@@ -43,10 +43,12 @@ from shardwise.resilience.messages import (
     Stop,
     Waiting,
 )
-from shardwise.resilience.stopping import RESUME_ME, CollectSignals, stop_signals_as_bytes
+from shardwise.resilience.stopping import RESUME_ME, STOP_SIGNALS, CollectSignals, stop_signals_as_bytes
 from shardwise.resilience.team import Fault, Member, Team
 
 Wish = Literal["stop", "regroup"]
+LONGEST_CAUSE, LONGEST_TRACE = 2000, 8000
+"""Characters of what a worker says of its end: orders to other hosts carry it, and a line between hosts has 64 KiB."""
 
 
 class NoHost:
@@ -123,15 +125,16 @@ class HostLink(NoHost):
         """Tell the host that this worker ends, and why."""
         ours = isinstance(error, UserError)
         causes = [str(error) if ours else f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+        trace = "" if ours else "".join(traceback.format_exception(error))
         fault = Fault(
             kind="failed",
             rank=self._worker.rank,
             step=self._step,
-            cause="; ".join(causes),
+            cause=_without_middle("; ".join(causes), LONGEST_CAUSE),
             at=present_time(),
             generation=self._worker.generation,
-            status=error.status if isinstance(error, UserError) else None,
-            trace="" if ours else "".join(traceback.format_exception(error)),
+            status=error.status if isinstance(error, UserError) and not isinstance(error, Unreadable) else None,
+            trace=_without_middle(trace, LONGEST_TRACE),
         )
         self._send(Failed(fault))
 
@@ -156,7 +159,7 @@ class HostLink(NoHost):
         while True:
             ready = wait([self._pipe, self._signal_bytes])
             if self._signal_bytes in ready:
-                for number in set(os.read(self._signal_bytes, 4096)):
+                for number in set(os.read(self._signal_bytes, 4096)) & set(STOP_SIGNALS):  # a module may handle others
                     self._send(Signalled(number))
             if self._pipe in ready:
                 self._hear()
@@ -178,6 +181,10 @@ class HostLink(NoHost):
                 self._wish = "stop"
             case Leave():
                 self._teams.put(None)
+
+
+def _without_middle(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]}\n…\n{text[-longest // 2 :]}"
 
 
 def stacks() -> str:

@@ -182,6 +182,8 @@ class Lead:
         self._reached = 0
         self._furthest, self._fruitless = 0, 0
         """The furthest step of any fault, and the faults since that came no further."""
+        self._heard_at: dict[tuple[str, int, int | None], float] = {}
+        """When a fault of a host, a generation and a rank was first heard of."""
         self._awaited: dict[str, float] = {}
         """Hosts that are to be heard before the next team is formed, and until when."""
 
@@ -192,11 +194,16 @@ class Lead:
         self._awaited = dict.fromkeys(hosts - {own_host, former_leader}, now + LOST_SECONDS)
         self._reached = orders.team.reached if orders.team else 0
 
-    def hear(self, report: Report, now: float) -> None:
-        """Take note of what a host says."""
+    def hear(self, report: Report, now: float, from_afar: bool = False) -> None:
+        """Take note of what a host says. Faults on another machine count from when they are heard of: its clock is not ours."""
+        if from_afar:
+            report = replace(report, faults=tuple(self._stamped(report.host, fault) for fault in report.faults))
         self._reports[report.host] = (report, now)
         self._awaited.pop(report.host, None)
         self._reached = max(self._reached, report.step)
+
+    def _stamped(self, host: str, fault: Fault) -> Fault:
+        return replace(fault, at=self._heard_at.setdefault((host, fault.generation, fault.rank), present_time()))
 
     def hosts(self) -> set[str]:
         """Those that were heard of lately."""
@@ -230,6 +237,8 @@ class Lead:
         elif self.orders.wish == "regroup":
             if len(present) == len(hosts) and all(report.idle for report in present):
                 self._form(now, None)
+                if self.orders.wish == "regroup" and any(report.leaving for report in present):  # too few are left to go on
+                    self.orders = replace(self.orders, wish="end", status=RESUME_ME)
         elif self.orders.wish == "work":
             self._reconsider(team, now)
 

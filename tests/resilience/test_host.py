@@ -19,15 +19,16 @@ import pytest
 from pretend import STEPS, plan_for, work
 
 from shardwise.config import Recovery
-from shardwise.errors import RunFailed, UserError
+from shardwise.errors import RunFailed, Unreadable, UserError
 from shardwise.resilience import host as host_module
+from shardwise.resilience.channel import LINE_BYTES, Channel
 from shardwise.resilience.host import Host
 from shardwise.resilience.host_link import HostLink
-from shardwise.resilience.messages import Done, Progress, Waiting
+from shardwise.resilience.messages import Done, Failed, Progress, Signalled, Waiting
 from shardwise.resilience.process import WorkerProcess
 from shardwise.resilience.server import server_pid, start_server
 from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, STOP_SIGNALS
-from shardwise.resilience.team import Bounds, Lead, Orders, Report
+from shardwise.resilience.team import Bounds, Lead, Member, Orders, Report, Team
 
 pytestmark = pytest.mark.usefixtures("signals_as_before")  # a host leaves them ignored: its process is about to end
 Events = list[tuple[str, dict[str, Any]]]
@@ -202,6 +203,68 @@ def test_a_late_word_of_an_earlier_team_says_nothing_about_the_present_one(
     host._hear(worker, Done(0))
     report = host._report()
     assert (report.generation, report.step, report.done) == (2, step, status)
+
+
+def test_a_worker_says_a_bounded_part_of_why_it_failed() -> None:
+    said = _said_by(_fails_with_a_long_text)
+    assert isinstance(said, Failed)
+    team = Team(2, (Member("a", 0),), plan_for(1), "10.0.0.1", 5, "name", 1.5, said.fault)
+    orders = Orders("work", team, message=said.fault.trace)
+    assert len(Channel(b"key", "leader").line(orders.to_json())) < LINE_BYTES
+    assert "the beginning" in said.fault.cause
+    assert "the end" in said.fault.cause
+
+
+def _fails_with_a_long_text(pipe: Any) -> None:
+    noise = os.urandom(1 << 20).hex()
+    HostLink(pipe, str, lambda worker: None).failed(ValueError(f"the beginning {noise} the end"))
+    os._exit(1)
+
+
+def test_storage_that_cannot_be_read_now_is_worth_another_attempt() -> None:
+    said = _said_by(_cannot_read)
+    assert isinstance(said, Failed)
+    assert (said.fault.status, said.fault.cause, said.fault.trace) == (None, "x cannot be read: it does not answer", "")
+
+
+def _cannot_read(pipe: Any) -> None:
+    HostLink(pipe, str, lambda worker: None).failed(Unreadable("x cannot be read: it does not answer"))
+    os._exit(1)
+
+
+def test_a_signal_that_a_module_handles_for_itself_asks_nobody_to_stop() -> None:
+    assert _said_by(_alarms_itself_and_terminates) == Signalled(signal.SIGTERM)
+
+
+def _alarms_itself_and_terminates(pipe: Any) -> None:
+    HostLink(pipe, str, lambda worker: None)
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        os.kill(os.getpid(), number)
+        time.sleep(0.2)  # so that each is read by itself
+    time.sleep(10)
+
+
+def _said_by(work: Any) -> Any:
+    """The first word of a worker that does this."""
+    start_server(["shardwise.resilience.host_link"])
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=work, args=(theirs,), daemon=True)
+    worker.start()
+    theirs.close()
+    try:
+        return ours.recv()
+    finally:
+        worker.kill()
+        worker.join()
+
+
+@pytest.mark.parametrize(("phase", "hangs"), [("step", True), ("evaluate", True), ("save", False)])
+def test_a_save_may_take_as_long_as_it_needs(phase: Any, hangs: bool) -> None:
+    worker = WorkerProcess(0, multiprocessing.Process(), multiprocessing.Pipe()[0], "working", 1, step=8, phase=phase)
+    worker.seconds.append(0.5)
+    assert (worker.hang_limit(Recovery(hang_seconds=1.0)) < 1800.0) == hangs
 
 
 def test_a_worker_ends_when_its_host_is_gone() -> None:

@@ -10,6 +10,7 @@ import pytest
 from pretend import plan_for
 
 from shardwise.plan import Plan
+from shardwise.resilience import team as team_module
 from shardwise.resilience.channel import LINE_BYTES, Channel
 from shardwise.resilience.team import (
     LOST_SECONDS,
@@ -318,6 +319,31 @@ def test_a_host_that_takes_over_waits_for_the_others_and_forms_the_next_team_wit
     assert orders.team is not None
     assert orders.team.fault is not None
     assert (orders.team.generation, orders.team.reached, orders.team.fault.kind) == (2, 7, "host lost")
+
+
+def test_two_hosts_that_leave_one_after_the_other_end_the_run_where_too_few_are_left() -> None:
+    judge = lead(4, 6)
+    decide(judge, 0, host("a", 2), host("b", 2), host("c", 2))
+    at_work = {"generation": 1, "step": 5}
+    orders = decide(judge, 1, host("a", 2, **at_work), host("b", 2, **at_work, leaving=True), host("c", 2, **at_work))
+    assert orders.wish == "regroup"
+    idle = {"generation": 1, "step": 6, "idle": True}
+    leaving = [host(name, 2, **idle, leaving=True) for name in "bc"]
+    orders = decide(judge, 2, host("a", 2, **idle), *leaving)
+    assert (orders.wish, orders.status, orders.message) == ("end", 75, "")
+
+
+def test_faults_on_other_machines_count_from_when_they_are_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team_module, "present_time", lambda: 1000.0)
+    judge = lead(2, 2)
+    decide(judge, 0, host("a", 1), host("b", 1))
+    of_a_clock_that_is_ahead = fault(1, at=5000.0)
+    judge.hear(host("b", 1, generation=1, faults=(of_a_clock_that_is_ahead,)), 1, from_afar=True)
+    monkeypatch.setattr(team_module, "present_time", lambda: 1003.0)
+    judge.hear(host("b", 1, generation=1, faults=(of_a_clock_that_is_ahead,)), 2, from_afar=True)
+    orders = decide(judge, 2, host("a", 1, generation=1))
+    assert orders.team is not None
+    assert orders.team.fault == replace(of_a_clock_that_is_ahead, at=1000.0)
 
 
 def test_a_host_that_takes_over_does_not_wait_forever_for_one_that_is_lost_too() -> None:
