@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -43,6 +44,7 @@ class OtherHosts:
         self._answered = self._accepted = time.monotonic()
         """When a leader last answered, and when somebody did not refuse us last."""
         self._tried = 0.0
+        self._said: set[str] = set()
 
     def begin(self) -> Lead | None:
         """Lead a new run, as its first node does. None where the run lives and another host leads it: this one was lost for a
@@ -56,7 +58,10 @@ class OtherHosts:
             self._folder_in_use = in_use
             return None
         self.rendezvous = Rendezvous(*self._first, self._meeting.begin())
-        self._meeting.announce(*self._first)
+        try:
+            self._meeting.announce(*self._first)
+        except OSError as error:
+            raise UserError(self._unwritten(error)) from None
         return self._make_lead(self._held.enter_context(open_store(self.address)))
 
     def take_over(self) -> Lead | None:
@@ -72,6 +77,18 @@ class OtherHosts:
             self._held.enter_context(self._hold())
         except UserError:
             return None
+        try:
+            self._announce_oneself()
+        except OSError as error:  # a full disk, say: whoever finds room first leads, this host or another
+            self._let_go()
+            self._say_once(f"no host can lead this run on: {self._unwritten(error)}")
+            return None
+        lead = self._make_lead(self._held.enter_context(open_store(self.address)))
+        lead.take_over(self._last_orders, self._name, former.leader, time.monotonic())
+        return lead
+
+    def _announce_oneself(self) -> None:
+        """Take calls from the other hosts, and let them know where."""
         _, _, credentials = self._meeting.find()
         assert credentials is not None, "it has called a leader"
         try:
@@ -79,9 +96,21 @@ class OtherHosts:
         except UserError:  # on one machine, several hosts cannot have the same port
             self.rendezvous = Rendezvous(self.address, 0, credentials)
         self._meeting.announce(self.address, self.rendezvous.port)
-        lead = self._make_lead(self._held.enter_context(open_store(self.address)))
-        lead.take_over(self._last_orders, self._name, former.leader, time.monotonic())
-        return lead
+
+    def _unwritten(self, error: OSError) -> str:
+        return f"{self._meeting.path}, where hosts look for their leader, cannot be written ({error.strerror}); make room there"
+
+    def _let_go(self) -> None:
+        """Lead no more: take no calls, and leave the run's folder to others."""
+        if self.rendezvous is not None:
+            self.rendezvous.close()
+        self.rendezvous = None
+        self._held.close()
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            print(text, file=sys.stderr, flush=True)
 
     def call(self, report: Report) -> Orders | None:
         """Tell the leader how things are here; what it wants, or None if it cannot be reached."""
@@ -133,6 +162,4 @@ class OtherHosts:
     def close(self) -> None:
         """Leave."""
         self._client.close()
-        if self.rendezvous is not None:
-            self.rendezvous.close()
-        self._held.close()
+        self._let_go()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +129,45 @@ def test_a_first_node_whose_folder_another_run_writes_is_refused(tmp_path: Path,
     stranger = others("a", tmp_path, port)
     with pytest.raises(UserError, match="the run's secret is not known yet: the first node writes"):
         stranger.give_up_if_too_long()
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_first_node_that_cannot_write_where_it_is_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = others("a", tmp_path, free_port())
+    monkeypatch.setattr(MeetingFile, "_write", full)
+    with pytest.raises(UserError, match=rf"{FILE}, .*, cannot be written \(No space left on device\); make room there"):
+        first.begin()
+    first.close()
+
+
+def test_a_host_that_cannot_take_over_for_want_of_room_leaves_that_to_others_and_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting_module, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(other_hosts_module, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(other_hosts_module, "TRY_SECONDS", 0.0)
+    held: list[str] = []
+
+    @contextmanager
+    def hold() -> Iterator[None]:
+        held.append("b")
+        yield
+        held.remove("b")
+
+    port = free_port()
+    first, second = others("a", tmp_path, port), others("b", tmp_path, port, hold)
+    assert first.begin() is not None
+    assert second.call(Report("b", HERE, (0,))) is not None
+    first.close()
+    with monkeypatch.context() as disk:
+        disk.setattr(MeetingFile, "_write", full)
+        for _ in range(2):
+            assert second.take_over() is None
+            assert (second.rendezvous, held) == (None, [])
+    assert capsys.readouterr().err.count("cannot be written (No space left on device)") == 1
+    assert second.take_over() is not None
+    assert held == ["b"]
+    second.close()
