@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class MeetingFile:
         self._own_name, self._run, self._given, self._first = own_name, run, given, first
         self._secret = ""
         """Of a run that this host began."""
+        self._written: Meeting | None = None
         self._written_at = 0.0
         self._seen: Meeting | None = None
         self._seen_at = time.monotonic()
@@ -85,17 +87,21 @@ class MeetingFile:
         """Whether nothing was written here for so long that the leader must be gone."""
         return self.read() is not None and time.monotonic() - self._seen_at > SILENT_SECONDS
 
-    def still_leads(self) -> bool:
-        """Give a sign of life, if it is time to; False if another host has taken over meanwhile."""
+    def still_leads(self, on_deleted: Callable[[], None] = lambda: None) -> bool:
+        """Give a sign of life, if it is time to; False if another host has taken over meanwhile. Where the file was deleted,
+        with the run's folder perhaps, it is written again, after a call of `on_deleted`.
+        """
         now = time.monotonic()
         if now - self._written_at < BEAT_SECONDS:
             return True
         meeting = self.read()
         if meeting is not None and meeting.leader != self._own_name:
             return False
-        if meeting is not None:
+        if meeting is None and self._written is not None:
+            on_deleted()
+        if (last := meeting or self._written) is not None:
             with contextlib.suppress(OSError):  # a full disk: the lock still tells that we lead
-                self._write(replace(meeting, beat=meeting.beat + 1))
+                self._write(replace(last, beat=last.beat + 1))
         self._written_at = now
         return True
 
@@ -107,4 +113,5 @@ class MeetingFile:
         with os.fdopen(descriptor, "w") as stream:
             json.dump(asdict(meeting), stream)
         part.replace(self.path)
+        self._written = meeting
         self._written_at = time.monotonic()

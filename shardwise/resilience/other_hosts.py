@@ -38,7 +38,8 @@ class OtherHosts:
         """Where this host leads."""
         self._name, self._first, self._meeting, self._hold, self._make_lead = name, first, meeting, hold, make_lead
         self._client = RendezvousClient(meeting.find)
-        self._held = ExitStack()
+        self._locks, self._held = ExitStack(), ExitStack()
+        """Of the run's folders, and what else ends with this host."""
         self._folder_in_use: UserError | None = None
         self._last_orders: Orders | None = None
         self._answered = self._accepted = time.monotonic()
@@ -51,7 +52,7 @@ class OtherHosts:
         while, and takes part again.
         """
         try:
-            self._held.enter_context(self._hold())
+            self._locks.enter_context(self._hold())
         except UserError as in_use:
             if self._meeting.read() is None:
                 raise
@@ -74,7 +75,7 @@ class OtherHosts:
         if former is None or not self._meeting.leader_is_silent():
             return None
         try:
-            self._held.enter_context(self._hold())
+            self._locks.enter_context(self._hold())
         except UserError:
             return None
         try:
@@ -106,6 +107,7 @@ class OtherHosts:
             self.rendezvous.close()
         self.rendezvous = None
         self._held.close()
+        self._locks.close()
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:
@@ -131,7 +133,15 @@ class OtherHosts:
 
     def lost_lead(self) -> bool:
         """Whether another host has taken over."""
-        return not self._meeting.still_leads()
+        return not self._meeting.still_leads(self._hold_again)
+
+    def _hold_again(self) -> None:
+        """Make the run's folders again, which were deleted, and keep others out of the new ones: the old locks do not."""
+        self._locks.close()
+        try:
+            self._locks.enter_context(self._hold())
+        except UserError as error:
+            self._say_once(f"warning: the run's folder was deleted, and others are not kept out of the new one: {error}")
 
     def silence(self) -> float:
         """Seconds since a leader answered."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from pretend import plan_for
 
 from shardwise.errors import UserError
+from shardwise.locks import take_lock
 from shardwise.resilience import meeting as meeting_module
 from shardwise.resilience import other_hosts as other_hosts_module
 from shardwise.resilience.forked import free_port
@@ -171,3 +173,37 @@ def test_a_host_that_cannot_take_over_for_want_of_room_leaves_that_to_others_and
     assert second.take_over() is not None
     assert held == ["b"]
     second.close()
+
+
+def test_a_leader_whose_folder_was_deleted_is_found_in_the_new_one_and_keeps_others_out_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(meeting_module, "BEAT_SECONDS", -1.0)
+    folder = tmp_path / "run"
+
+    def hold() -> Any:
+        folder.mkdir(exist_ok=True)
+        return take_lock(folder / ".lock", "another run is writing there now")
+
+    first = others("a", folder, free_port(), hold)
+    assert first.begin() is not None
+    told = json.loads((folder / FILE).read_text())
+    shutil.rmtree(folder)
+    first.check_lead()
+    again = json.loads((folder / FILE).read_text())
+    assert again == {**told, "beat": again["beat"]}
+    with pytest.raises(UserError, match="another run is writing there now"):
+        hold()
+    shutil.rmtree(folder)
+    with hold():
+        first.check_lead()
+        (folder / FILE).unlink()
+        first.check_lead()
+    assert capsys.readouterr().err.count("others are not kept out of the new one: another run is writing there now") == 1
+    first.close()
+
+
+def test_a_host_that_does_not_lead_writes_no_file_where_there_is_none(tmp_path: Path) -> None:
+    second = seen_by("b", tmp_path)
+    assert second.still_leads(lambda: pytest.fail("it holds no folder"))
+    assert second.read() is None
