@@ -6,6 +6,8 @@ can read. Other hosts read it there. Where they share no folder, SHARDWISE_SECRE
 Who leads is who holds the lock of the run's folder. The system lets go of it when the leader dies, and a host that finds it free
 takes over and writes its own address. Not every file system's locks are seen by all hosts, so the leader also counts up a number
 in the file, and nobody takes over while it moves: no clocks are compared.
+
+A leader that ends the run removes the file. One that dies leaves it behind, so what it says may be of a run that is over.
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ class MeetingFile:
         self._written_at = 0.0
         self._seen: Meeting | None = None
         self._seen_at = time.monotonic()
+        self._left_over = self.read()
+        """What was there before this host: perhaps of a run that is over."""
 
     def read(self) -> Meeting | None:
         """What it says now; None where there is none, or none that is whole."""
@@ -65,10 +69,14 @@ class MeetingFile:
             self._seen, self._seen_at = meeting, time.monotonic()
         return meeting
 
-    def find(self) -> tuple[str, int, Credentials | None]:
-        """Where the leader is, and what it will ask for, as far as that is known."""
-        meeting = self.read()
-        address, port = (meeting.address, meeting.port) if meeting else self._first
+    def find(self, attempt: int = 0) -> tuple[str, int, Credentials | None]:
+        """Where the leader is, and what it will ask for, as far as that is known. Hosts with a given secret may share no folder,
+        and what they find in their own may be of an earlier run: every second attempt of theirs goes where the launcher says.
+        """
+        meeting = self.read() or self._seen
+        address, port = self._first
+        if meeting and not (self._given and attempt % 2):
+            address, port = meeting.address, meeting.port
         secret = self._given or (meeting.secret if meeting else "")
         return address, port, Credentials(self._run, secret.encode()) if secret else None
 
@@ -79,13 +87,13 @@ class MeetingFile:
 
     def announce(self, address: str, port: int) -> None:
         """Lead the run from now on, at this place: hosts that look for their leader find us."""
-        before = self.read()
+        before = self.read() or self._seen
         secret = "" if self._given else self._secret or (before.secret if before else "")
         self._write(Meeting(self._own_name, address, port, secret, before.beat + 1 if before else 0))
 
     def leader_is_silent(self) -> bool:
         """Whether nothing was written here for so long that the leader must be gone."""
-        return self.read() is not None and time.monotonic() - self._seen_at > SILENT_SECONDS
+        return self.read() not in (None, self._left_over) and time.monotonic() - self._seen_at > SILENT_SECONDS
 
     def still_leads(self, on_deleted: Callable[[], None] = lambda: None) -> bool:
         """Give a sign of life, if it is time to; False if another host has taken over meanwhile. Where the file was deleted,
@@ -104,6 +112,13 @@ class MeetingFile:
                 self._write(replace(last, beat=last.beat + 1))
         self._written_at = now
         return True
+
+    def remove(self) -> None:
+        """The run is over: whoever comes next need not look for its leader."""
+        meeting = self.read()
+        if meeting is not None and meeting.leader == self._own_name:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
 
     def _write(self, meeting: Meeting) -> None:
         """Whole or not at all, and for this user's eyes only."""

@@ -18,7 +18,9 @@ from shardwise.resilience.team import Lead, Orders, Report
 GIVE_UP_SECONDS = 1800.0
 """How long a host looks for its leader."""
 REFUSED_SECONDS = 60.0
-"""How long a host is refused before it gives up: the file with the secret may come a moment later."""
+"""How long a host is refused before it gives up: the file with the secret may come a moment later. A first node whose folder is
+in use looks just as long for the host that leads the run there.
+"""
 TRY_SECONDS = 1.0
 """Between two attempts to take over."""
 
@@ -37,10 +39,13 @@ class OtherHosts:
         self.rendezvous: Rendezvous | None = None
         """Where this host leads."""
         self._name, self._first, self._meeting, self._hold, self._make_lead = name, first, meeting, hold, make_lead
-        self._client = RendezvousClient(meeting.find)
+        self._unanswered = 0
+        """Calls since a leader answered."""
+        self._client = RendezvousClient(lambda: meeting.find(self._unanswered))
         self._locks, self._held = ExitStack(), ExitStack()
         """Of the run's folders, and what else ends with this host."""
         self._folder_in_use: UserError | None = None
+        """Until the host answers that leads the run there."""
         self._last_orders: Orders | None = None
         self._answered = self._accepted = time.monotonic()
         """When a leader last answered, and when somebody did not refuse us last."""
@@ -120,8 +125,16 @@ class OtherHosts:
         now = time.monotonic()
         if not self._client.refused:
             self._accepted = now
-        if orders is not None:
-            self._answered, self._last_orders = now, orders
+        if orders is None:
+            self._unanswered += 1
+            return None
+        self._unanswered, self._answered, self._last_orders = 0, now, orders
+        if self._folder_in_use is not None:
+            self._folder_in_use = None
+            self._say_once(
+                f"this run has begun already, led by {self._client.address}:{self._client.port}, and this host takes part in it. "
+                "If another run was meant, stop this one and give it another run.folder"
+            )
         return orders
 
     def check_lead(self) -> None:
@@ -149,7 +162,10 @@ class OtherHosts:
 
     def trouble(self) -> str:
         """Why there is no leader, as far as this host can tell, and what can be done."""
-        address, port, credentials = self._meeting.find()
+        _, _, credentials = self._meeting.find()
+        address, port = self._client.address, self._client.port
+        if self._folder_in_use is not None:
+            return f"{self._folder_in_use} (should that be this run: {address}:{port}, which leads it, does not answer)"
         if credentials is None:
             return (
                 f"the run's secret is not known yet: the first node writes {self._meeting.path}. Do all nodes see the same "
@@ -164,12 +180,16 @@ class OtherHosts:
 
     def give_up_if_too_long(self) -> None:
         """Raise once there is no hope that a leader will answer."""
+        if self._folder_in_use is not None and self.silence() > REFUSED_SECONDS:
+            raise self._folder_in_use
         if time.monotonic() - self._accepted > REFUSED_SECONDS:
-            raise self._folder_in_use or UserError(self.trouble())
+            raise UserError(self.trouble())
         if self.silence() > GIVE_UP_SECONDS:
             raise RunFailed(self.trouble())
 
     def close(self) -> None:
         """Leave."""
+        if self.rendezvous is not None and self.rendezvous.has_ended():
+            self._meeting.remove()
         self._client.close()
         self._let_go()

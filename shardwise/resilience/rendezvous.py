@@ -87,6 +87,10 @@ class Rendezvous:
         with self._lock:
             return hosts <= self._informed
 
+    def has_ended(self) -> bool:
+        """Whether hosts are told that the run is over."""
+        return self._orders.wish == "end"
+
     def close(self) -> None:
         """Stop answering."""
         self._loop.call_soon_threadsafe(self._closing.set)

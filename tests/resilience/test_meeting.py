@@ -20,7 +20,7 @@ from shardwise.resilience import other_hosts as other_hosts_module
 from shardwise.resilience.forked import free_port
 from shardwise.resilience.meeting import FILE, MeetingFile
 from shardwise.resilience.other_hosts import OtherHosts
-from shardwise.resilience.team import Bounds, Lead, Report
+from shardwise.resilience.team import Bounds, Lead, Orders, Report
 
 HERE = "127.0.0.1"
 
@@ -79,11 +79,11 @@ def test_a_leader_is_silent_once_its_number_stands_still(tmp_path: Path, monkeyp
     assert second.still_leads()
 
 
-def others(host: str, folder: Path, port: int, hold: Any = nullcontext) -> OtherHosts:
+def others(host: str, folder: Path, port: int, hold: Any = nullcontext, given: str | None = None) -> OtherHosts:
     def make_lead(store_port: int) -> Lead:
         return Lead(Bounds(1, 1), plan_for, 3, store_port)
 
-    return OtherHosts(host, (HERE, port), MeetingFile(folder, host, "run", None, (HERE, port)), hold, make_lead)
+    return OtherHosts(host, (HERE, port), MeetingFile(folder, host, "run", given, (HERE, port)), hold, make_lead)
 
 
 def in_use() -> Any:
@@ -207,3 +207,83 @@ def test_a_host_that_does_not_lead_writes_no_file_where_there_is_none(tmp_path: 
     second = seen_by("b", tmp_path)
     assert second.still_leads(lambda: pytest.fail("it holds no folder"))
     assert second.read() is None
+
+
+def test_the_file_is_removed_by_the_leader_that_ends_the_run_and_by_nobody_else(tmp_path: Path, no_store: None) -> None:
+    first, follower = others("a", tmp_path, free_port()), others("b", tmp_path, free_port())
+    assert first.begin() is not None
+    assert first.rendezvous is not None
+    first.rendezvous.tell(Orders("end"))
+    seen_by("c", tmp_path).announce(HERE, 1)
+    follower.close()
+    first.close()
+    assert seen_by("d", tmp_path).read() is not None, "another leads, of whose run nothing is known here"
+    for orders, is_left in ((Orders("work"), True), (Orders("end"), False)):
+        last = others("a", tmp_path, free_port())
+        assert last.begin() is not None
+        assert last.rendezvous is not None
+        last.rendezvous.tell(orders)
+        last.close()
+        assert (tmp_path / FILE).exists() == is_left
+
+
+def test_a_first_node_whose_folder_is_in_use_looks_a_minute_for_a_leader_that_an_old_file_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen_by("of an earlier run", tmp_path).announce(HERE, free_port())
+    first = others("a", tmp_path, free_port(), in_use)
+    assert first.begin() is None, "the run may live, and another host lead it"
+    assert first.call(Report("a", HERE, (0,))) is None
+    first.give_up_if_too_long()
+    assert "another run is writing there now (should that be this run: " in first.trouble()
+    monkeypatch.setattr(other_hosts_module, "REFUSED_SECONDS", -1.0)
+    with pytest.raises(UserError, match=r"^another run is writing there now$"):
+        first.give_up_if_too_long()
+    first.close()
+
+
+def test_a_first_node_that_comes_into_a_run_that_lives_says_so_and_then_looks_for_a_leader_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    first = others("a", tmp_path, port)
+    assert first.begin() is not None
+    second = others("a2", tmp_path, port, in_use)
+    assert second.begin() is None
+    assert second.call(Report("a2", HERE, (0,))) is not None
+    assert f"this run has begun already, led by {HERE}:{port}, and this host takes part in it" in capsys.readouterr().err
+    monkeypatch.setattr(other_hosts_module, "REFUSED_SECONDS", 0.0)
+    first.close()
+    assert second.call(Report("a2", HERE, (0,))) is None
+    second._accepted += 1000
+    second.give_up_if_too_long()
+    second.close()
+
+
+def test_hosts_with_a_given_secret_find_their_leader_past_a_file_of_an_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None
+) -> None:
+    """They share no folder, and one of them led an earlier run, whose file lies in its own."""
+    monkeypatch.setattr(meeting_module, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(other_hosts_module, "SILENT_SECONDS", 0.0)
+    for host in "ab":
+        (tmp_path / host).mkdir()
+    seen_by("b before", tmp_path / "b", "given by the site").announce(HERE, free_port())
+    port = free_port()
+    first, second = (others(host, tmp_path / host, port, given="given by the site") for host in "ab")
+    assert first.begin() is not None
+    answers = [second.call(Report("b", HERE, (0,))) for _ in range(2)]
+    assert [answer is not None for answer in answers] == [False, True]
+    first.close()
+    assert second.call(Report("b", HERE, (0,))) is None
+    assert second.take_over() is None, "its own folder does not tell whether the leader lives"
+    second.close()
+
+
+def test_a_host_that_has_read_the_file_finds_its_leader_although_the_file_is_gone(tmp_path: Path) -> None:
+    first, second = seen_by("a", tmp_path), seen_by("b", tmp_path)
+    credentials = first.begin()
+    first.announce("10.0.0.1", 5)
+    second.read()
+    (tmp_path / FILE).unlink()
+    assert second.find() == ("10.0.0.1", 5, credentials)
