@@ -21,7 +21,7 @@ from shardwise._torch import count_groups_anew, flatten, forget_meshes, part_of
 from shardwise.config import Layout
 from shardwise.mesh.devices import pick_device
 from shardwise.mesh.launched import Worker
-from shardwise.mesh.sockets import LOOPBACK, listen, use_network_towards
+from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines, listen, use_network_towards
 from shardwise.plan.grid import JOINED_AXES, devices, grid_dims, joined_name, label, members
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -112,10 +112,11 @@ def _rendezvous(worker: Worker) -> dict[str, Any]:
         return {"store": HashStore()}
     if worker.launcher == "torchrun":
         return {"init_method": "env://"}
-    use_network_towards(worker.address, worker.port)
+    address = worker.address if worker.world == worker.local_world else address_for_other_machines(worker.address)
+    use_network_towards(address, worker.port)
     if worker.launcher != "shardwise" and worker.rank == 0:
-        return {"store": _store_at(worker.address, worker.port)}
-    store = TCPStore(worker.address, worker.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+        return {"store": _store_at(address, worker.port)}
+    store = TCPStore(address, worker.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
     if worker.launcher != "shardwise":
         return {"store": store}
     # Peers of an earlier team left their addresses in the store, under its own name.

@@ -7,11 +7,13 @@ machine has more networks than the one that a run is meant for.
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 
 import psutil
 
+from shardwise.errors import UserError
 from shardwise.mesh.launched import GIVEN_INTERFACES
 
 LOOPBACK = "127.0.0.1"
@@ -46,6 +48,49 @@ def address_towards(address: str, port: int) -> str:
         except OSError:
             return LOOPBACK
         return str(probe.getsockname()[0])
+
+
+def address_for_other_machines(name: str) -> str:
+    """The name of the first node, unless it leads to nowhere but this machine, as Debian has it for a machine's own name
+    (127.0.1.1): then the address of this machine that leads outside. What is a loopback address by its own words stays one.
+    """
+    if "localhost" in name or _is_address(name):
+        return name
+    try:
+        answers = [str(answer[4][0]) for answer in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)]
+    except OSError:  # the names of the network may come later
+        return name
+    if not _is_loopback(answers[0]):
+        return name
+    outside = next((answer for answer in answers if not _is_loopback(answer)), None) or _address_outside()
+    if outside is None:
+        raise UserError(
+            f"{name} leads to {answers[0]} here, where other machines cannot call: name the first node by its address on their "
+            "network (PET_RDZV_ENDPOINT, MASTER_ADDR), or by localhost if all nodes are on this machine"
+        )
+    return outside
+
+
+def _address_outside() -> str | None:
+    """This machine's address on the way to anywhere; without such a way, its only one that is not a loopback address."""
+    own = address_towards("192.0.2.1", 9)  # nobody's (RFC 5737), so the default route leads there
+    if not _is_loopback(own):
+        return own
+    entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface if entry.family == socket.AF_INET]
+    outside = [str(entry.address) for entry in entries if not _is_loopback(entry.address)]
+    return outside[0] if len(outside) == 1 else None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def use_network_towards(address: str, port: int) -> None:

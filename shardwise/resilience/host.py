@@ -317,6 +317,7 @@ class Host:
             print(f"{self.others.trouble()}; waiting for up to {GIVE_UP_SECONDS / 60:.0f} min", file=sys.stderr, flush=True)
         self.lead = self.others.take_over()
         if self.lead is not None:
+            self.address = self.others.address
             self._note("lead", host=self.name)
             print("the host that led this run is lost: this one leads it now", file=sys.stderr, flush=True)
             return

@@ -35,7 +35,7 @@ class OtherHosts:
 
     def __init__(self, name: str, first: tuple[str, int], meeting: MeetingFile, hold: Hold, make_lead: MakeLead) -> None:
         self.address = address_towards(*first)
-        """This host's, as the others see it."""
+        """This host's, as the others see it; where names are not known yet, only once a leader has answered."""
         self.rendezvous: Rendezvous | None = None
         """Where this host leads."""
         self._name, self._first, self._meeting, self._hold, self._make_lead = name, first, meeting, hold, make_lead
@@ -129,6 +129,7 @@ class OtherHosts:
             self._unanswered += 1
             return None
         self._unanswered, self._answered, self._last_orders = 0, now, orders
+        self.address = self._client.own_address
         if self._folder_in_use is not None:
             self._folder_in_use = None
             self._say_once(

@@ -154,6 +154,8 @@ class RendezvousClient:
     def __init__(self, find: Callable[[], tuple[str, int, Credentials | None]]) -> None:
         self._find = find
         self.address, self.port, _ = find()
+        self.own_address = ""
+        """This host's, as the leader sees it, once it was dialled."""
         self.refused = False
         """Whether somebody answered the last call who does not know this run's secret."""
         self._socket: socket.socket | None = None
@@ -188,6 +190,7 @@ class RendezvousClient:
         if credentials is None:
             raise OSError("the run's secret is not known yet")
         self._socket = socket.create_connection((self.address, self.port), timeout=REPLY_SECONDS)
+        self.own_address = str(self._socket.getsockname()[0])
         hello, channel = answer(credentials, self._line(deadline))
         self._send(hello, deadline)
         self._channel = channel

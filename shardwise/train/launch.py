@@ -27,7 +27,7 @@ from typing import NoReturn, TextIO
 from shardwise.checkpoint import checkpoint_folder, checkpoints, step_of
 from shardwise.config import Config, to_toml
 from shardwise.mesh import Node, Worker, worker_environment
-from shardwise.mesh.sockets import LOOPBACK
+from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines
 from shardwise.observe import EventsFile, unblocked_output
 from shardwise.resilience.host import Host
 from shardwise.resilience.meeting import MeetingFile
@@ -51,16 +51,16 @@ def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, plan
 
     Only here does the server start that imports torch: a job that is refused before leaves at once.
     """
+    first = (address_for_other_machines(node.address), node.port) if node is not None and node.nodes > 1 else None
     start_server(WORKERS_IMPORT)
     name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
 
     def make_lead(store_port: int) -> Lead:
         return Lead(bounds, lambda devices: planner.on(devices, bounds.least), config.recovery.attempts, store_port)
 
-    if node is None or node.nodes == 1:
+    if node is None or first is None:
         with hold(), open_store(LOOPBACK) as port:
             return _host(name, config, workers, make_lead(port), None)
-    first = (node.address, node.port)
     meeting = MeetingFile(Path(config.run.folder), name, node.run_id or _name_of_job(config), node.secret, first)
     with closing(OtherHosts(name, first, meeting, hold, make_lead)) as others:
         return _host(name, config, workers, others.begin() if node.node_rank == 0 else None, others)

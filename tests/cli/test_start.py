@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import typer
@@ -19,8 +20,9 @@ from shardwise.cli.drill import _drill
 from shardwise.cli.probe import _probe
 from shardwise.cli.train import _train
 from shardwise.cli.verify import _prove
+from shardwise.config import read
 from shardwise.errors import UserError
-from shardwise.mesh import local_gpus
+from shardwise.mesh import Node, local_gpus
 from shardwise.resilience.stopping import STOP_SIGNALS
 from shardwise.resilience.team import Bounds
 from shardwise.train import launch
@@ -136,3 +138,15 @@ def test_a_command_that_was_not_stopped_leaves_signals_as_they_were(monkeypatch:
     with pytest.raises(typer.Exit):
         command.train(JOB)
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+def test_nodes_meet_at_an_address_that_other_machines_can_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(name: str, first: tuple[str, int], *_: object) -> None:
+        raise UserError(f"the first node is at {first}")
+
+    monkeypatch.setattr(launch, "start_server", lambda preload: None)
+    monkeypatch.setattr(launch, "address_for_other_machines", lambda name: f"the address of {name}")
+    monkeypatch.setattr(launch, "OtherHosts", stop)
+    node = Node(2, 0, 1, "node-1", 29400, "run", "a test")
+    with pytest.raises(UserError, match=r"the first node is at \('the address of node-1', 29400\)"):
+        launch.launch(read(JOB, []), 1, Bounds(1, 2), node, cast(Any, None), nullcontext)

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardwise.comm import Comm
 from shardwise.config import Layout
 from shardwise.mesh import Mesh, Worker, join, leave
+from shardwise.mesh import mesh as mesh_module
 from shardwise.plan import RANK_AXES
 
 
@@ -93,3 +94,15 @@ def test_one_device_needs_no_process_group() -> None:
     assert all(mesh.group(axis) is None for axis in RANK_AXES)
     assert float(Comm(mesh).sum_over_data(torch.tensor(3.0))) == 3.0
     leave()
+
+
+@pytest.mark.parametrize(("local_world", "address"), [(4, "node-1"), (2, "10.0.0.5")])
+def test_workers_of_several_nodes_meet_where_other_machines_can_call(
+    monkeypatch: pytest.MonkeyPatch, local_world: int, address: str
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(mesh_module, "address_for_other_machines", lambda name: "10.0.0.5")
+    monkeypatch.setattr(mesh_module, "use_network_towards", lambda address, port: called.append(address))
+    monkeypatch.setattr(mesh_module, "TCPStore", lambda address, *_, **__: called.append(address))
+    mesh_module._rendezvous(Worker(1, 4, 1, local_world, "node-1", 29400, "srun, one process a device"))
+    assert called == [address, address]

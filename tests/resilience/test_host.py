@@ -357,3 +357,10 @@ def test_a_leader_that_ends_before_training_has_begun_tells_the_other_hosts(tmp_
             host.run()
         assert (others.told[-1].wish, others.told[-1].status) == ("end", UserError.status)
         assert "the data is gone" in others.told[-1].message
+
+
+def test_a_host_that_takes_over_reports_the_address_that_it_has_by_then(tmp_path: Path) -> None:
+    host, _ = a_host(tmp_path, {})
+    host.others = cast(Any, SimpleNamespace(address="10.0.0.7", silence=lambda: 0.0, take_over=lambda: host.lead))
+    host._on_leader_unreachable()
+    assert host._report().address == "10.0.0.7"

@@ -287,3 +287,22 @@ def test_a_host_that_has_read_the_file_finds_its_leader_although_the_file_is_gon
     second.read()
     (tmp_path / FILE).unlink()
     assert second.find() == ("10.0.0.1", 5, credentials)
+
+
+def test_a_host_takes_over_at_the_address_by_which_it_called_its_leader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None
+) -> None:
+    """When it began it may not have known one: names of the network come later."""
+    for module in (meeting_module, other_hosts_module):
+        monkeypatch.setattr(module, "SILENT_SECONDS", 0.0)
+    port = free_port()
+    first = others("a", tmp_path, port)
+    monkeypatch.setattr(other_hosts_module, "address_towards", lambda address, port: "127.0.0.9")
+    second = others("b", tmp_path, port)
+    assert first.begin() is not None
+    assert second.address == "127.0.0.9"
+    assert second.call(Report("b", second.address, (0,))) is not None
+    first.close()
+    assert second.take_over() is not None
+    assert (second.address, json.loads((tmp_path / FILE).read_text())["address"]) == (HERE, HERE)
+    second.close()
