@@ -12,7 +12,7 @@ from shardwise.errors import RunFailed, UserError
 from shardwise.mesh.sockets import address_towards
 from shardwise.resilience.meeting import SILENT_SECONDS, MeetingFile
 from shardwise.resilience.rendezvous import Rendezvous, RendezvousClient
-from shardwise.resilience.store import open_store
+from shardwise.resilience.store import FindPort, open_store
 from shardwise.resilience.team import Lead, Orders, Report
 
 GIVE_UP_SECONDS = 1800.0
@@ -26,8 +26,8 @@ TRY_SECONDS = 1.0
 
 Hold = Callable[[], AbstractContextManager[Any]]
 """Takes the locks of the run's folders; a UserError where another process has them."""
-MakeLead = Callable[[int], Lead]
-"""From the port of the store in which workers meet."""
+MakeLead = Callable[[FindPort], Lead]
+"""From what knows the port of the store in which workers meet."""
 
 
 class OtherHosts:

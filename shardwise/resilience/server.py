@@ -28,10 +28,11 @@ from shardwise.resilience.stopping import STOP_SIGNALS
 def start_server(preload: Sequence[str]) -> None:
     """Start it, if it does not run yet. It ends with the thread that calls this (preload.py): the main one."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["shardwise.resilience.preload", *preload])
-    _ensure_running()
+    ensure_server()
 
 
-def _ensure_running() -> None:
+def ensure_server() -> None:
+    """Start it again, should it have ended."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a new process has its parent's mask
     try:
         resource_tracker.ensure_running()  # lets two of them through again here, once the tracker is there
@@ -43,7 +44,7 @@ def _ensure_running() -> None:
 
 def start_process(process: BaseProcess, seconds: float, given_up: Callable[[], bool]) -> bool:
     """Let the server fork this process; whether it did within so many seconds. Asking it blocks, so a thread does that."""
-    _ensure_running()  # not in that thread: a server that is started there would end with it
+    ensure_server()  # not in that thread: a server that is started there would end with it
     failures: list[BaseException] = []
 
     def start() -> None:

@@ -169,8 +169,9 @@ MakePlan = Callable[[int], Plan | None]
 class Lead:
     """What the leader decides: takes the reports of all hosts, and gives orders to all."""
 
-    def __init__(self, bounds: Bounds, make_plan: MakePlan, attempts: int, port: int) -> None:
+    def __init__(self, bounds: Bounds, make_plan: MakePlan, attempts: int, port: Callable[[], int]) -> None:
         self.bounds, self.make_plan, self.attempts, self.port = bounds, make_plan, attempts, port
+        """The port: where the store is in which workers meet, asked for each team, since a store can be lost."""
         self.orders = Orders()
         self._store_name = secrets.token_hex(16)
         self.faults: list[Fault] = []
@@ -299,7 +300,7 @@ class Lead:
             members=tuple(slots[: plan.world]),
             plan=plan,
             address=self._reports[slots[0].host][0].address,
-            port=self.port,
+            port=self.port(),
             store_name=self._store_name,
             formed=present_time(),
             fault=fault,

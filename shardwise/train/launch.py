@@ -33,7 +33,7 @@ from shardwise.resilience.host import Host
 from shardwise.resilience.meeting import MeetingFile
 from shardwise.resilience.other_hosts import Hold, OtherHosts
 from shardwise.resilience.server import start_server
-from shardwise.resilience.store import open_store
+from shardwise.resilience.store import FindPort, open_store
 from shardwise.resilience.team import Bounds, Lead
 from shardwise.train.planner import Planner
 
@@ -55,8 +55,8 @@ def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, plan
     start_server(WORKERS_IMPORT)
     name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
 
-    def make_lead(store_port: int) -> Lead:
-        return Lead(bounds, lambda devices: planner.on(devices, bounds.least), config.recovery.attempts, store_port)
+    def make_lead(port: FindPort) -> Lead:
+        return Lead(bounds, lambda devices: planner.on(devices, bounds.least), config.recovery.attempts, port)
 
     if node is None or first is None:
         with hold(), open_store(LOOPBACK) as port:

@@ -207,6 +207,22 @@ def test_a_run_survives_the_death_of_the_server_that_its_workers_were_forked_fro
 
 
 @pytest.mark.full
+def test_a_run_survives_the_death_of_the_store_in_which_its_workers_meet(started: Started, tmp_path: Path) -> None:
+    command = started(*JOB, "train.steps=60", "checkpoint.every=5")
+    until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 8, "step 8")
+    server = next(child for child in psutil.Process(command.pid).children() if child.children())
+    members = workers(tmp_path / "run")
+    (store,) = {child.pid for child in server.children()} - set(members.values())
+    for pid in (store, members[1]):
+        os.kill(pid, signal.SIGKILL)
+    _, errors = command.communicate(SECONDS)
+    assert command.returncode == 0, errors
+    assert "the store in which workers meet was lost; another is opened" in errors
+    assert [event["kind"] for event in lines(tmp_path / "run/events.jsonl") if event["event"] == "fault"] == ["died"]
+    assert lines(tmp_path / "run/metrics.jsonl")[-1]["step"] == 60
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("sent", STATUS)
 def test_all_hosts_save_when_every_process_is_signalled(started: Started, tmp_path: Path, sent: signal.Signals) -> None:
     common = {

@@ -43,7 +43,7 @@ def a_host(folder: Path, deeds: dict[str, int], workers: int = 2) -> tuple[Host,
         start=partial(work, str(folder), deeds),
         recovery=Recovery(hang_seconds=1.0),
         logs=folder,
-        lead=Lead(Bounds(workers, workers), plan_for, 3, 0),
+        lead=Lead(Bounds(workers, workers), plan_for, 3, lambda: 0),
         record=lambda event, **facts: events.append((event, facts)),
         newest_saved=lambda: int(saved.read_text()) if (saved := folder / "saved").exists() else None,
     )

@@ -20,6 +20,7 @@ from shardwise.resilience import other_hosts as other_hosts_module
 from shardwise.resilience.forked import free_port
 from shardwise.resilience.meeting import FILE, MeetingFile
 from shardwise.resilience.other_hosts import OtherHosts
+from shardwise.resilience.store import FindPort
 from shardwise.resilience.team import Bounds, Lead, Orders, Report
 
 HERE = "127.0.0.1"
@@ -80,8 +81,8 @@ def test_a_leader_is_silent_once_its_number_stands_still(tmp_path: Path, monkeyp
 
 
 def others(host: str, folder: Path, port: int, hold: Any = nullcontext, given: str | None = None) -> OtherHosts:
-    def make_lead(store_port: int) -> Lead:
-        return Lead(Bounds(1, 1), plan_for, 3, store_port)
+    def make_lead(port: FindPort) -> Lead:
+        return Lead(Bounds(1, 1), plan_for, 3, port)
 
     return OtherHosts(host, (HERE, port), MeetingFile(folder, host, "run", given, (HERE, port)), hold, make_lead)
 
@@ -92,7 +93,7 @@ def in_use() -> Any:
 
 @pytest.fixture
 def no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_hosts_module, "open_store", lambda address: nullcontext(5))
+    monkeypatch.setattr(other_hosts_module, "open_store", lambda address: nullcontext(lambda: 5))
 
 
 def test_a_lost_leader_is_succeeded_by_a_host_that_can_hold_the_folder(

@@ -35,7 +35,7 @@ def even_numbers(devices: int) -> Plan | None:
 
 
 def lead(least: int, most: int, make_plan: Any = any_number, attempts: int = 3) -> Lead:
-    return Lead(Bounds(least, most), make_plan, attempts, port=5)
+    return Lead(Bounds(least, most), make_plan, attempts, port=lambda: 5)
 
 
 def host(name: str, slots: int, **facts: Any) -> Report:
@@ -90,6 +90,15 @@ def test_a_worker_that_died_is_replaced_at_once_in_the_next_generation() -> None
     assert orders.team is not None
     assert (orders.team.generation, orders.team.fault, orders.team.reached) == (2, died, 3)
     assert decide(judge, 1.1, host("a", 2, generation=1, step=3, faults=(died,))) == orders, "an old report changes nothing"
+
+
+def test_each_team_meets_where_the_store_is_when_it_is_formed() -> None:
+    judge = lead(2, 2)
+    assert (team := decide(judge, 0.0, host("a", 2)).team) is not None
+    judge.port = lambda: 6
+    assert decide(judge, 1.0, host("a", 2, generation=1, idle=False)).team == team
+    assert (after := decide(judge, 2.0, host("a", 2, generation=1, faults=(fault(1),))).team) is not None
+    assert (team.port, after.generation, after.port) == (5, 2, 6)
 
 
 def test_a_peer_that_is_gone_is_no_cause_while_the_cause_may_still_come() -> None:
