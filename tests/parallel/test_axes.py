@@ -97,7 +97,7 @@ PAIRS = [
     Row(layout(**{one: 2, other: 2}, zero=zero), model)
     for one, other in combinations(AXES, 2)
     for model, zero in (("llama", 3), ("experts", 1))
-] + [Row(layout(**{axis: 2}, data=2, zero=zero), "tied") for axis in ("tensor", "context", "pipeline") for zero in (0, 2)]
+] + [Row(layout(**{axis: 2}, data=2, zero=zero), "tied") for axis, zero in (("tensor", 0), ("context", 2), ("pipeline", 2))]
 PRODUCTS = [
     Row(layout(pipeline=2, data=2, tensor=2, zero=2)),
     Row(layout(context=2, data=2, tensor=2, zero=3)),
@@ -105,7 +105,6 @@ PRODUCTS = [
     Row(layout(data=2, expert=4, tensor=2, zero=0), "experts"),
     Row(layout(pipeline=2, context=2, data=2, zero=1), "tied", recompute="selective", reset=True),
     Row(layout(replica=2, data=2, tensor=2, zero=3), recompute="full"),
-    Row(layout(pipeline=2, context=2, data=2, tensor=2, expert=2, zero=3), "experts"),
 ]
 ROWS = [*ALONE, *PIPELINES, *PAIRS, *PRODUCTS]
 MATRIX = [
@@ -113,6 +112,7 @@ MATRIX = [
     *(Row(layout(**{axis: 2}, data=2, zero=zero), "tied") for axis in ("tensor", "context", "pipeline") for zero in (1, 3)),
     Row(layout(pipeline=2, schedule="gpipe", data=2, zero=3), "tied"),
     Row(layout(pipeline=2, data=2, tensor=2, zero=0), "gpt"),
+    Row(layout(pipeline=2, context=2, data=2, tensor=2, expert=2, zero=3), "experts"),
     *(
         Row(degrees, model, recompute=recompute, reset=reset)
         for degrees, model, recompute, reset in product(

@@ -14,8 +14,6 @@ from ranks.jobs import GPT, LLAMA, Tables, job
 from ranks.trained import Runs, check_held, check_sent
 from ranks.truth import check_as_one_device
 
-from shardwise.config import Layout
-
 
 @dataclass(frozen=True)
 class Row:
@@ -49,14 +47,13 @@ LAYOUTS: list[dict[str, Any]] = [
     {"replica": 2, "data": 1},
     {"replica": 4, "data": 1},
 ]
-FOUR = [layout for layout in LAYOUTS if Layout(**layout).world == 4]
 ROWS = [
     *(Row(layout, micro_batch=2) for layout in LAYOUTS),  # one micro-batch on four ranks, two on two
-    *(Row(layout, micro_batch=1) for layout in FOUR),  # two micro-batches
-    *(Row({"data": 4, "zero": zero}, model=TIED) for zero in range(4)),
-    *(Row({"replica": 2, "data": 2, "zero": zero}, model=GPT) for zero in range(4)),
+    *(Row({"data": 4, "zero": zero}, micro_batch=1) for zero in range(4)),  # two micro-batches
+    *(Row({"data": 4, "zero": zero}, model=TIED) for zero in (0, 3)),
+    *(Row({"replica": 2, "data": 2, "zero": zero}, model=GPT) for zero in (1, 3)),
     *(Row({"data": 2, "zero": zero}, recompute=mode) for zero in (0, 3) for mode in ("selective", "full", 0.5)),
-    *(Row({"data": 4, "zero": zero}, reset=True) for zero in range(4)),
+    *(Row({"data": 4, "zero": zero}, reset=True) for zero in (0, 2)),
     Row({"replica": 2, "data": 2, "zero": 3}, reset=True, recompute="selective"),
     Row({"data": 4, "zero": 3, "offload": True}),
 ]

@@ -79,8 +79,6 @@ PIPELINES = [
     *(row("tied", SINGLES, pipeline=2, data=2, zero=3, schedule=schedule) for schedule in ("interleaved", "zbv")),
     row("gpt", SINGLES, pipeline=2, data=2, zero=1),
     row("deep", SINGLES, pipeline=2, data=2, zero=1, schedule="interleaved"),  # gathers that nobody waits for
-    row("llama", {**SINGLES, **FULL}, pipeline=2, context=2, schedule="zbv", attention="ulysses"),
-    row("llama", {**SINGLES, **FULL}, pipeline=2, tensor=2, schedule="dualpipev"),
 ]
 PAIRS = [
     row("llama", data=2, tensor=2, zero=3),
@@ -93,6 +91,8 @@ PAIRS = [
 ]
 ROWS = [*ALONE, *PIPELINES, *PAIRS]
 MORE = [
+    row("llama", {**SINGLES, **FULL}, pipeline=2, context=2, schedule="zbv", attention="ulysses"),
+    row("llama", {**SINGLES, **FULL}, pipeline=2, tensor=2, schedule="dualpipev"),
     row("experts", tensor=2),
     row("llama", SELECTIVE, tensor=2),
     row("experts", FULL, tensor=2),

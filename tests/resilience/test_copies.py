@@ -77,7 +77,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
 def test_what_one_worker_lost_comes_back_from_its_neighbour(
     ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, model: str, layout: dict[str, Any], lost: int
