@@ -20,11 +20,11 @@ import os
 import stat
 import tomllib
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -42,24 +42,38 @@ T = TypeVar("T")
 
 def read_bytes(path: Path, advice: str = "") -> bytes:
     """A whole file. One that is not there is the caller's to explain (`FileNotFoundError`); any other obstacle is named here."""
+    with reading(path, advice), open_regular(path, advice) as stream:
+        if os.fstat(stream.fileno()).st_size > LARGEST:
+            _refuse(path, f"is larger than {LARGEST >> 20} MiB", advice)
+        return stream.read()
+
+
+@contextmanager
+def reading(source: str | Path, advice: str = "") -> Iterator[None]:
+    """Refuse a path that the system will not look at: no permission, a name too long, a disk that fails. `Path.is_file` and the
+    like raise these too; only that nothing is there (`FileNotFoundError`) is left to the caller.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe nobody writes to would block
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                _refuse(path, "is a folder" if stat.S_ISDIR(status.st_mode) else "is not a regular file", advice)
-            if status.st_size > LARGEST:
-                _refuse(path, f"is larger than {LARGEST >> 20} MiB", advice)
-            with open(descriptor, "rb", closefd=False) as stream:
-                return stream.read()
-        finally:
-            os.close(descriptor)
+        yield
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL
         if may_pass(error):
-            raise Unreadable(f"{path} cannot be read: {error}") from None
-        _refuse(path, f"cannot be read: {getattr(error, 'strerror', None) or error}", advice)
+            raise Unreadable(f"{source} cannot be read: {error}") from None
+        _refuse(source, f"cannot be read: {getattr(error, 'strerror', None) or error}", advice)
+
+
+def open_regular(path: Path, advice: str = "") -> BinaryIO:
+    """A file to be read, if it is a regular one: a pipe that nobody writes to would block, and a device need not end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            _refuse(path, "is a folder" if stat.S_ISDIR(mode) else "is not a regular file", advice)
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def may_pass(error: BaseException) -> bool:
@@ -151,8 +165,10 @@ def inside(folder: Path, name: str, root: Path | None = None) -> Path:
     path = folder / name
     if not name or name in (".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
         raise UserError(f"{folder} names a file {shown(name)}; only files in the folder itself are read")
-    if path.is_symlink() and not path.resolve().is_relative_to((root or folder).resolve()):
-        raise UserError(f"{path} is a link that leads out of its folder; put the file itself there")
+    with reading(path):
+        # Not Path.resolve, which raises for a link to itself.
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root or folder)):
+            raise UserError(f"{path} is a link that leads out of its folder; put the file itself there")
     return path
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise import files
 from shardwise.errors import ConfigError, UserError
-from shardwise.files import inside, parse_as, parse_json, parse_toml, read_bytes, seal, unseal
+from shardwise.files import inside, parse_as, parse_json, parse_toml, read_bytes, reading, seal, unseal
 
 
 def test_what_was_sealed_comes_back_and_one_flipped_bit_is_noticed() -> None:
@@ -85,6 +85,22 @@ def test_a_name_stays_in_its_folder(tmp_path: Path) -> None:
     for name in ("out", "..", ".", "", "within/file", "/etc/passwd", "../outside", "a\0b", "x" * 300):
         with pytest.raises(UserError):
             inside(folder, name)
+
+
+def test_a_path_that_the_system_refuses_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """A name too long stands for all of them: no permission and a broken disk come by the same calls."""
+    too_long = tmp_path / ("x" * 300)
+    with pytest.raises(UserError, match=r"x cannot be read: File name too long\. Try another$"), reading(too_long, "Try another"):
+        too_long.is_file()
+    with pytest.raises(UserError, match=r"checkpoint\.json cannot be read: File name too long"):
+        inside(too_long, "checkpoint.json")
+    with pytest.raises(FileNotFoundError), reading(tmp_path / "absent"):
+        os.listdir(tmp_path / "absent")
+
+
+def test_a_link_to_itself_is_a_file_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert not inside(tmp_path, "loop").is_file()
 
 
 def test_a_message_is_bounded_and_shows_what_would_command_a_terminal() -> None:

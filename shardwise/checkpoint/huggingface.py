@@ -31,6 +31,7 @@ from shardwise.config import Model
 from shardwise.data import load_tokenizer
 from shardwise.data.tokenizer import BYTES, HuggingFaceTokenizer
 from shardwise.errors import UserError, shown
+from shardwise.files import reading
 from shardwise.plan import parameter_shapes
 
 Progress = Callable[[int, int, int, int], None]
@@ -113,8 +114,9 @@ def write_folder(
     source: ExportSource, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress = no_progress
 ) -> Exported:
     """A Hugging Face folder of a model. It has its name only once it is whole."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already and not empty; give another folder, or remove it")
+    with reading(folder, "Give another folder."):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is there already and not empty; give another folder, or remove it")
     family, config = to_config(source.model)
     plan = tensor_matches(family, source.model)
     entries = _entries(source, plan, dtype)

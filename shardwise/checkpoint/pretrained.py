@@ -34,7 +34,7 @@ from shardwise.checkpoint.storage import storage
 from shardwise.config import Model
 from shardwise.data.tokenizer import FILE
 from shardwise.errors import UserError
-from shardwise.files import inside, parse_as, read_bytes
+from shardwise.files import inside, parse_as, read_bytes, reading
 from shardwise.plan import parameter_shapes
 
 HEAD = "lm_head.weight"
@@ -113,8 +113,9 @@ class Pretrained:
 def open_folder(folder: Path) -> Pretrained:
     """Read config.json and the headers of the weights, and refuse whatever is not a model that we have."""
     path = folder / CONFIG
-    if not path.is_file():
-        raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}")
+    with reading(path):
+        if not path.is_file():
+            raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}")
     family, model = to_model(parse_as(dict[str, Any], read_bytes(_file(folder, CONFIG)), path), str(path))
     stored = _stored_tensors(folder, family)
     fused = _is_fused(family, model, stored)

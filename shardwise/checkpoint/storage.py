@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardwise.errors import UserError
-from shardwise.files import inside, read_bytes
+from shardwise.files import inside, read_bytes, reading
 
 BLOCK = 1 << 24
 """Bytes read or written at once: large enough that the calls cost nothing, small enough for any memory."""
@@ -105,14 +105,14 @@ class _Local(Storage):
         return _Local(str(self._path / name))
 
     def names(self) -> list[str]:
-        try:
+        with reading(self._path), suppress(FileNotFoundError, NotADirectoryError):
             return sorted(os.listdir(self._path))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+        return []
 
     def size(self, name: str) -> int | None:
         path = inside(self._path, name)
-        return path.stat().st_size if path.is_file() else None
+        with reading(path):
+            return path.stat().st_size if path.is_file() else None
 
     def read(self, name: str) -> bytes:
         return read_bytes(inside(self._path, name))

@@ -160,9 +160,9 @@ def _check_writable(path: Path, option: str) -> None:
     """Refuse a file that cannot be written, before the search and not after it."""
     from shardwise.errors import UserError
 
-    if path.is_dir():
-        raise UserError(f"{option} {path}: is a folder; give the path of a file")
     try:
+        if path.is_dir():
+            raise UserError(f"{option} {path}: is a folder; give the path of a file")
         with path.open("a"):
             pass
         if path.stat().st_size == 0:

@@ -94,15 +94,17 @@ def _be_worker(worker: Worker, output: Path, budgets: Mapping[str, Budget]) -> C
 def _check(output: Path) -> None:
     """Whether the file can be written, before minutes are spent."""
     from shardwise.errors import UserError
+    from shardwise.files import reading
 
     folder = output.absolute().parent
     problem = None
-    if output.is_dir():
-        problem = "is a folder; give a file in it"
-    elif not folder.is_dir():
-        problem = f"there is no folder {folder}; make it, or give another path"
-    elif not os.access(folder, os.W_OK) or (output.exists() and not os.access(output, os.W_OK)):
-        problem = "cannot be written; give another path"
+    with reading(f"--output {output}:", "Give another path."):
+        if output.is_dir():
+            problem = "is a folder; give a file in it"
+        elif not folder.is_dir():
+            problem = f"there is no folder {folder}; make it, or give another path"
+        elif not os.access(folder, os.W_OK) or (output.exists() and not os.access(output, os.W_OK)):
+            problem = "cannot be written; give another path"
     if problem:
         raise UserError(f"--output {output}: {problem}")
 

@@ -5,6 +5,7 @@ With `--calibrate` the planner learns from it: what was measured is folded into 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,11 +109,14 @@ def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
     from shardwise.cost.cluster_file import read_cluster
     from shardwise.cost.clusters import CLUSTERS, asked_for
     from shardwise.errors import UserError
+    from shardwise.files import reading
 
-    if asked is None and not path.exists():
-        raise UserError(f"--calibrate: cluster.file = '{path}' of the run is not there; give a file with --cluster FILE")
-    if path.exists():
+    with reading(path, "Give another file with --cluster FILE."):
+        there = path.exists()
+    if there:
         return read_cluster(path, CLUSTERS)
+    if asked is None:
+        raise UserError(f"--calibrate: cluster.file = '{path}' of the run is not there; give a file with --cluster FILE")
     named = asked_for(config)
     if named is None:
         raise UserError(f"--cluster {path}: is not there, and the job names no cluster to make it from")
@@ -150,7 +154,7 @@ def _write(path: Path, cluster: Cluster) -> None:
         reason = f"cannot be written ({error.strerror}); give another file with --cluster FILE"
         raise UserError(f"--calibrate: {path} {reason}") from None
     finally:
-        if aside.exists():
+        with suppress(OSError):
             aside.unlink()
 
 

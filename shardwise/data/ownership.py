@@ -16,7 +16,7 @@ from pathlib import Path
 from shardwise.data.shards import INDEX, Index
 from shardwise.data.tokenizer import FILE
 from shardwise.errors import UserError
-from shardwise.files import parse_json, read_bytes
+from shardwise.files import parse_json, read_bytes, reading
 
 RECORD = "preparing.json"
 LOCK = ".lock"
@@ -63,12 +63,14 @@ def clear(folder: Path) -> None:
 
 def _ours(path: Path, names: Collection[str]) -> bool:
     """A JSON object with most of our names; or, beside shards, a file that is no JSON object any more."""
-    if not path.is_file():
-        return False
+    with reading(path.parent):
+        if not path.is_file():
+            return False
     try:
         values = parse_json(read_bytes(path), path)
     except (OSError, UserError):
         values = None
     if isinstance(values, dict):
         return 2 * sum(name in values for name in names) >= len(names)
-    return any(_SHARD.fullmatch(name) for name in os.listdir(path.parent))
+    with reading(path.parent):
+        return any(_SHARD.fullmatch(name) for name in os.listdir(path.parent))

@@ -31,7 +31,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from shardwise.data.columnar import arrow_rows, no_field, parquet_rows, text_of
 from shardwise.errors import UserError
-from shardwise.files import inside, parse_as, read_bytes
+from shardwise.files import inside, parse_as, read_bytes, reading
 
 PIECE_BYTES = 1 << 20
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -75,18 +75,22 @@ def find_files(source: str | Path) -> list[SourceFile]:
     """Every file of a source: a file, a folder or a glob. Sorted, so that the order never depends on the file system."""
     if not str(source).strip():
         raise UserError("data source: an empty path. Give a text, JSONL or Parquet file, or a folder of them.")
-    path = Path(source)
-    if path.is_dir():
-        paths = _in_folder(path)
-    elif path.exists():
-        paths = [path]
-    elif glob.has_magic(str(source)):
-        paths = [file for match in sorted(glob.glob(str(source), recursive=True)) for file in _matched(Path(match))]
-    else:
-        raise UserError(f"data source {source}: no such file or folder. Check the path (it is relative to {Path.cwd()}).")
+    with reading(f"data source {source}:"):
+        paths = _paths(source)
     if not paths:
         raise UserError(f"data source {source}: no files in it. Give a text, JSONL or Parquet file, or a folder of them.")
     return [_described(path) for path in paths]
+
+
+def _paths(source: str | Path) -> list[Path]:
+    path = Path(source)
+    if path.is_dir():
+        return _in_folder(path)
+    if path.exists():
+        return [path]
+    if glob.has_magic(str(source)):
+        return [file for match in sorted(glob.glob(str(source), recursive=True)) for file in _matched(Path(match))]
+    raise UserError(f"data source {source}: no such file or folder. Check the path (it is relative to {Path.cwd()}).")
 
 
 def read_pieces(file: SourceFile, text_field: str) -> Iterator[TextPiece]:

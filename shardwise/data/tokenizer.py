@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import UserError
-from shardwise.files import read_bytes
+from shardwise.files import read_bytes, reading
 
 BYTES = "bytes"
 FILE = "tokenizer.json"
+_ADVICE = f"Give the path of a Hugging Face {FILE} as data.tokenizer, or {BYTES!r} for the built-in one."
 END_NAMES = (
     "<|end_of_text|>",  # Llama 3
     "<|endoftext|>",  # GPT-2, Qwen, SmolLM
@@ -128,15 +129,15 @@ def tokenizer_fingerprint(name_or_path: str | Path) -> str:
 
 def _locate(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
-    return path / FILE if path.is_dir() else path
+    with reading(f"data.tokenizer: {path}", _ADVICE):
+        return path / FILE if path.is_dir() else path
 
 
 def _read(path: Path) -> bytes:
-    advice = f"Give the path of a Hugging Face {FILE} as data.tokenizer, or {BYTES!r} for the built-in one."
     try:
-        return read_bytes(path, advice)
+        return read_bytes(path, _ADVICE)
     except FileNotFoundError:
-        raise UserError(f"data.tokenizer: {path} does not exist. {advice}") from None
+        raise UserError(f"data.tokenizer: {path} does not exist. {_ADVICE}") from None
 
 
 def _parse(path: Path, content: bytes) -> Any:

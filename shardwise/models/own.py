@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from shardwise.config import Model
 from shardwise.errors import UserError
+from shardwise.files import reading
 from shardwise.models.dtypes import wide
 from shardwise.models.layers import Embedding
 
@@ -69,8 +70,9 @@ def _find(model: Model) -> Callable[[Model], Any]:
     if not colon or not file or not name.isidentifier():
         raise UserError(f"{where}: write it as file.py:Class, for example examples/own_model.py:OwnModel")
     path = Path(file).resolve()
-    if not path.is_file():
-        raise UserError(f"{where}: no such file: {path}. Paths in a job start from the folder where the command is run")
+    with reading(f"{where}:"):
+        if not path.is_file():
+            raise UserError(f"{where}: no such file: {path}. Paths in a job start from the folder where the command is run")
     try:
         loaded = _load(path)
     except Exception as error:

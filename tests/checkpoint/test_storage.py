@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks.jobs import ALONE, Tables, job, start, weights
 
-from shardwise.checkpoint import Manifest, checkpoints, read_manifest, set_aside, step_of
+from shardwise.checkpoint import Manifest, checkpoints, read_manifest, set_aside, step_of, to_resume
 from shardwise.checkpoint.contents import Contents, faults, write_checkpoint
 from shardwise.checkpoint.storage import storage
 from shardwise.config import from_tables
@@ -69,6 +69,15 @@ def test_later_checkpoints_at_an_address_are_set_aside_beside_it(corpus: str, tm
 def test_an_address_that_nobody_knows_is_the_users_to_mend(corpus: str) -> None:
     with pytest.raises(UserError, match=r"nosuch://bucket/run cannot be reached: .*Give a folder"):
         checkpoints("nosuch://bucket/run")
+
+
+def test_a_folder_that_the_system_refuses_is_the_users_to_mend() -> None:
+    too_long = "x" * 300
+    for ask in (lambda: checkpoints(too_long), lambda: storage(too_long).size("a"), lambda: read_manifest(too_long)):
+        with pytest.raises(UserError, match=r"x(/.*)? cannot be read: File name too long"):
+            ask()
+    with pytest.raises(UserError, match="x cannot be read: File name too long"):
+        to_resume(from_tables(job("text.txt", checkpoint={"resume": too_long})))
 
 
 def test_a_checkpoint_of_weights_only_starts_with_a_new_optimizer(corpus: str, tmp_path: Path) -> None:

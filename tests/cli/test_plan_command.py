@@ -276,3 +276,4 @@ def test_a_bad_cluster_file_is_named(plan: Plan, tmp_path: Path, text: str | Non
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(plan: Plan, tmp_path: Path) -> None:
     refused(plan(LARGE, "--html", str(tmp_path)), "is a folder; give the path of a file")
     refused(plan(LARGE, "--html", str(tmp_path / "no" / "page.html")), "cannot be written", "give another path")
+    refused(plan(LARGE, "--html", str(tmp_path / ("x" * 300))), "cannot be written (File name too long); give another path")

@@ -23,7 +23,13 @@ def test_the_quick_probe_writes_a_file_and_prints_only_json(shardwise, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("output", "says"), [("nowhere/cluster.toml", "there is no folder"), (".", "is a folder"), ("examples", "is a folder")]
+    ("output", "says"),
+    [
+        ("nowhere/cluster.toml", "there is no folder"),
+        (".", "is a folder"),
+        ("examples", "is a folder"),
+        ("x" * 300, "cannot be read: File name too long. Give another path."),
+    ],
 )
 def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(shardwise, output: str, says: str) -> None:
     done = shardwise("probe", "--output", output)

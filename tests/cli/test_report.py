@@ -150,6 +150,8 @@ def test_what_cannot_be_calibrated_is_refused_with_the_reason(run, tmp_path_fact
     assert "4 steps" in refusal(folder / "run", "--calibrate")
     planned_run(folder / "long", {"preset": "cpux2"})
     assert "cannot be written" in refusal(folder / "long", "--calibrate", "--cluster", folder / "absent" / "new.toml")
+    for length in (252, 300):  # the file beside it, or the file itself, would have too long a name
+        assert "File name too long" in refusal(folder / "long", "--calibrate", "--cluster", folder / ("x" * length))
     (folder / "notes.toml").write_text("milk = 2\n")
     assert "milk" in refusal(folder / "long", "--calibrate", "--cluster", folder / "notes.toml")
     assert (folder / "notes.toml").read_text() == "milk = 2\n"

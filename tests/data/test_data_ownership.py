@@ -31,6 +31,11 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def test_a_folder_that_the_system_refuses_is_named_with_the_reason() -> None:
+    with pytest.raises(UserError, match=r"^x+ cannot be read: File name too long$"):
+        prepared(Data(source="x" * 300))
+
+
 @pytest.mark.parametrize(
     "files",
     [

@@ -129,6 +129,8 @@ def test_missing_and_empty_places_are_explained(tmp_path: Path) -> None:
         find_files("")
     with pytest.raises(UserError, match=r"nowhere\.txt: no such file or folder"):
         find_files(tmp_path / "nowhere.txt")
+    with pytest.raises(UserError, match=r"^data source x+: cannot be read: File name too long$"):
+        find_files("x" * 300)
     with pytest.raises(UserError, match="no files in it"):
         find_files(tmp_path)
     with pytest.raises(UserError, match="no files in it"):

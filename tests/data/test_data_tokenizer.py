@@ -68,6 +68,8 @@ def test_the_usual_end_tokens_are_found(
 def test_mistakes_are_explained(tmp_path: Path, make_tokenizer: Callable[..., Path]) -> None:
     with pytest.raises(UserError, match=r"nowhere\.json does not exist"):
         load_tokenizer(tmp_path / "nowhere.json")
+    with pytest.raises(UserError, match=r"data\.tokenizer: x+ cannot be read: File name too long\. Give the path"):
+        load_tokenizer("x" * 300)
     with pytest.raises(UserError, match=r"tokenizer\.json does not exist"):
         load_tokenizer(tmp_path)
     bad = tmp_path / "bad.json"

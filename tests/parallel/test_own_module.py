@@ -187,6 +187,7 @@ def test_bfloat16_differs_from_float64_by_rounding_alone(
     [
         ("own_modules.py", {}, ["own_modules.py", "file.py:Class"]),
         ("nowhere.py:Model", {}, ["no such file", "nowhere.py"]),
+        (f"{'x' * 300}.py:Model", {}, ["model.module = ", "cannot be read: File name too long"]),
         (own("Missing"), {}, ["no class or function Missing", "NoTable", "Tied"]),
         (own("Broken"), {}, ["could not be built", "TypeError", "own_modules.py, line", "meta"]),
         (own("number"), {}, ["gave int", "torch.nn.Module"]),
