@@ -4,7 +4,8 @@ Nothing that trains or reports may stop for a damaged line: a flipped bit turns 
 leaves half a line. A line that is not whole, that lacks what its reader needs, or in which a field we know has a value of another
 kind, is skipped and counted; `Lines.damaged` says how many. The torn end of a file is not counted: it is being written.
 
-Files grow by a line a step. They are read one line at a time, and from their end by whoever needs only the last steps. pydantic
+Files grow by a line a step. They are read one line at a time, and from their end by whoever needs only the last steps; a line of
+any length takes no more memory than the longest that is read. What is not a regular file is not opened. pydantic
 parses and checks a line in a few microseconds; a million steps take seconds, and none of them is kept here.
 """
 
@@ -20,11 +21,15 @@ from typing import Annotated, Any, BinaryIO
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
+from shardwise.errors import UserError
+from shardwise.files import open_regular
+
 Record = dict[str, Any]
 
 LONGEST_LINE = 1 << 22
 """Bytes: a longer line is damaged. One with the load of ten thousand experts takes a twentieth of it."""
 _BLOCK = 1 << 16
+_ADVICE = "It is written by `shardwise train`; restore or remove it."
 _CONTROLS = {code: f"\\u{code:04x}" for code in range(127, 160)}
 """Those that JSON lets stand, and a terminal may obey."""
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -136,7 +141,7 @@ class Lines:
 
     def __iter__(self) -> Iterator[Record]:
         self.damaged = 0
-        with self.path.open("rb") as file:
+        with open_regular(self.path, _ADVICE) as file:
             while line := file.readline(LONGEST_LINE):
                 if (record := self.parse(line)) is not None:
                     yield record
@@ -147,7 +152,7 @@ class Lines:
     def backwards(self) -> Iterator[tuple[int, Record]]:
         """The same records from the last to the first, each with the offset at which its line ends."""
         self.damaged = 0
-        with self.path.open("rb") as file:
+        with open_regular(self.path, _ADVICE) as file:
             for end, line in _lines_backwards(file):
                 if (record := self.parse(line)) is not None:
                     yield end, record
@@ -156,7 +161,7 @@ class Lines:
 
     def parse(self, line: bytes) -> Record | None:
         """A line's record; None for a line that is torn or damaged."""
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n") or len(line) > LONGEST_LINE:
             return None
         try:
             record: Record = self._kind.validate_json(line)
@@ -179,7 +184,7 @@ def newest(folder: Path) -> Record:
     """The last step in the records of this folder; empty before the first. Reads only the end of the file."""
     try:
         return next((record for _, record in read_metrics(folder).backwards()), {})
-    except OSError:
+    except (OSError, UserError):
         return {}
 
 
@@ -189,23 +194,23 @@ def _skip_rest(file: BinaryIO, line: bytes) -> None:
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Whole lines from the end of the file, with the offsets at which they end; what follows the last line end is torn."""
-    position = file.seek(0, 2)
-    rest, torn = b"", True
+    """Lines from the end of the file, with the offsets at which they end; what follows the last line end is torn. A line that is
+    too long is not put together: it comes as an empty one, which is damaged too.
+    """
+    end = position = file.seek(0, 2)
+    rest, passed, torn = b"", 0, True  # of the line that ends at `end`: what was read, and the bytes of it that were passed over
     while position:
         size = min(max(_BLOCK, len(rest)), position)  # a long line is not put together again and again
         position -= size
         file.seek(position)
         first, *pieces = (file.read(size) + rest).split(b"\n")
-        end = position + len(first) + sum(len(piece) + 1 for piece in pieces)
         for piece in reversed(pieces):
             if not torn:
-                yield end + 1, piece + b"\n"
-            torn = False
-            end -= len(piece) + 1
-        rest = first
+                yield end + 1, b"\n" if passed else piece + b"\n"
+            end, passed, torn = end - len(piece) - passed - 1, 0, False
+        rest, passed = (b"", passed + len(first)) if passed or len(first) >= LONGEST_LINE else (first, 0)
     if not torn:
-        yield len(rest) + 1, rest + b"\n"
+        yield end + 1, b"\n" if passed else rest + b"\n"
 
 
 def _encode_non_finite(value: Any) -> Any:

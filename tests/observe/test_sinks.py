@@ -17,7 +17,18 @@ from hypothesis import strategies as st
 
 from shardwise.config import Observe
 from shardwise.errors import UserError
-from shardwise.observe import EventsFile, MetricsFile, files, from_json, open_sinks, read_events, read_metrics, records, to_json
+from shardwise.observe import (
+    EventsFile,
+    MetricsFile,
+    files,
+    from_json,
+    newest,
+    open_sinks,
+    read_events,
+    read_metrics,
+    records,
+    to_json,
+)
 from shardwise.observe.sinks import scalars
 
 
@@ -139,6 +150,36 @@ def test_resuming_reads_the_end_of_a_long_file_and_leaves_the_rest_alone(tmp_pat
     assert len(MetricsFile(path, resume_step=4990).dropped) == 10
     assert len(parsed) <= 12
     assert path.read_bytes().splitlines(keepends=True) == kept
+
+
+@pytest.mark.parametrize("size", [1, 7, 40, 1000])
+def test_a_line_that_is_too_long_is_damaged_from_either_end_and_never_put_together(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(records, "LONGEST_LINE", 200)
+    monkeypatch.setattr(records, "_BLOCK", size)
+    path, put_together = tmp_path / "metrics.jsonl", []
+    fills = [0, 250, 60, 900, 900, 30, 5000]
+    path.write_text("".join(json.dumps(step(number, data="0" * fill)) + "\n" for number, fill in enumerate(fills, start=1)))
+    ends = [end for end, byte in enumerate(path.read_bytes(), start=1) if byte == ord("\n")]
+    lines = read_metrics(tmp_path)
+    assert [record["step"] for record in lines] == [1, 3, 6]
+    assert lines.damaged == 4
+    parse = records.Lines.parse
+    monkeypatch.setattr(records.Lines, "parse", lambda self, line: put_together.append(len(line)) or parse(self, line))
+    assert [(end, record["step"]) for end, record in lines.backwards()] == [(ends[5], 6), (ends[2], 3), (ends[0], 1)]
+    assert lines.damaged == 4
+    assert max(put_together) <= 200 + max(200, size)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_records_that_are_no_regular_file_are_refused_and_hold_nobody_up(tmp_path, name, kind):
+    make = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": Path.mkdir}[kind]
+    make(tmp_path / name)
+    lines = (read_metrics if name == "metrics.jsonl" else read_events)(tmp_path)
+    for read in (iter(lines), lines.backwards()):
+        with pytest.raises(UserError, match=r"jsonl is (not a regular file|a folder)\. It is written by `shardwise train`"):
+            next(read)
+    assert newest(tmp_path) == {}
 
 
 class Disk:
