@@ -54,7 +54,7 @@ def sparkline(values: Sequence[float], width: int, ascii_only: bool = False) -> 
 
 def bar(fraction: float, width: int, ascii_only: bool = False) -> str:
     """A horizontal bar, to an eighth of a character."""
-    eighths = round(min(max(fraction, 0.0), 1.0) * width * 8)
+    eighths = 0 if math.isnan(fraction) else round(min(max(fraction, 0.0), 1.0) * width * 8)
     if ascii_only:
         return "#" * round(eighths / 8)
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8]
@@ -74,7 +74,7 @@ def line_plot(
     columns, rows = (width, height) if ascii_only else (2 * width, 4 * height)
     xs = np.linspace(left, right, columns)
     curve = np.interp(xs, [x for x, _ in points], [y for _, y in points])
-    dots = _connected((high - curve) / (high - low) * (rows - 1))
+    dots = _connected(np.clip((high - curve) / (high - low), 0, 1) * (rows - 1))  # tiny numbers interpolate beyond their ends
     cells = _ascii_cells(dots, width, height) if ascii_only else _braille_cells(dots, width, height)
     for x, y in marks:
         column = round(min(max((x - left) / (right - left), 0), 1) * (width - 1))

@@ -137,22 +137,21 @@ def goodput(events: Sequence[Record], steps: Iterable[Record]) -> dict[str, Any]
         "wall_seconds": wall,
         "parts": parts,
         "faults": _faults(timed),
-        "recoveries": _events_named(events, "recovery"),
+        "recoveries": [_without_name(event) for _, _, event in _recoveries(timed)],
         "stragglers": _stragglers(events),
     }
 
 
-def _events_named(events: Iterable[Record], name: str) -> list[Record]:
-    return [{key: value for key, value in event.items() if key != "event"} for event in events if event["event"] == name]
+def _without_name(event: Record) -> Record:
+    return {key: value for key, value in event.items() if key != "event"}
 
 
 def _faults(timed: Sequence[_Timed]) -> list[Record]:
     """Each with the number of its recovery in the list of those; null: none."""
     spans = _recoveries(timed)
-    fault_times = [at for at, event in timed if event["event"] == "fault"]
-    ends = [next((index for index, (start, end, _) in enumerate(spans) if start - TICK <= at <= end), None) for at in fault_times]
-    faults = _events_named((event for _, event in timed), "fault")
-    return [{**fault, "recovery": end} for fault, end in zip(faults, ends, strict=True)]
+    faults = [(at, event) for at, event in timed if event["event"] == "fault"]
+    ends = [next((index for index, (start, end, _) in enumerate(spans) if start - TICK <= at <= end), None) for at, _ in faults]
+    return [{**_without_name(fault), "recovery": end} for (_, fault), end in zip(faults, ends, strict=True)]
 
 
 def _stragglers(events: Sequence[Record]) -> list[Record]:
@@ -300,8 +299,9 @@ def _claims(session: _Session) -> Iterator[_Claim]:
 
 def _save(event: Record, at: float, step_done: float | None, evaluated: Sequence[float]) -> _Claim:
     """Training stops when a save begins: after its step, and after an evaluation there. The event comes when it is complete."""
-    stall: float = event.get("stall_seconds") or event.get("seconds") or 0.0
-    begun: float = at - event.get("seconds", stall) if step_done is None else step_done
+    seconds = event.get("seconds")
+    stall: float = event.get("stall_seconds") or seconds or 0.0
+    begun: float = step_done if step_done is not None else at - (stall if seconds is None else seconds)
     begun = max([begun, *evaluated])
     return _Claim("checkpoint", begun, begun + stall)
 
@@ -318,7 +318,6 @@ def _breaks(session: _Session, begins: Sequence[float], ends: Sequence[float]) -
         until = [over for _, over, _ in own_recovery] or [begin for begin in begins if begin >= at]
         yield _Claim("recovery", began, min([*until, *next_break], default=session.end))
         if event["event"] == "fault":
-            ends_before = [end for end in ends if end <= began] or [
-                began - recovery_event.get("lost_seconds", began - session.start)
-            ]
+            lost = recovery_event.get("lost_seconds")
+            ends_before = [end for end in ends if end <= began] or [session.start if lost is None else began - lost]
             yield _Claim("lost", max(session.start, ends_before[-1]), began)

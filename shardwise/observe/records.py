@@ -50,7 +50,20 @@ _KNOWN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(strict=False, allow_inf_nan=True)]
 """Need not be finite: then it is text in the file."""
-Seconds = Annotated[float, Field(ge=0)]
+MOST = 1e18
+"""Of what is measured. Sums, ratios and rounded values of such numbers exist."""
+Measured = Annotated[float, Field(ge=-MOST, le=MOST)]
+Seconds = Annotated[float, Field(ge=0, le=MOST)]
+
+
+def _check_drawable(loss: float) -> float:
+    if math.isfinite(loss) and abs(loss) > 1e100:  # a run that diverges in float32 ends at 3e38
+        raise ValueError("out of range")
+    return loss
+
+
+Loss = Annotated[Number, AfterValidator(_check_drawable)]
+"""A number, which may not be finite, of which a curve can be drawn."""
 
 
 def _check_timestamp(text: str) -> str:
@@ -72,7 +85,7 @@ class _Latest(TypedDict):
     __pydantic_config__ = _KNOWN  # type: ignore[misc]
 
     rank: Count | None
-    behind: float
+    behind: Measured
 
 
 class _Step(TypedDict, total=False):
@@ -81,27 +94,27 @@ class _Step(TypedDict, total=False):
     __pydantic_config__ = _KNOWN  # type: ignore[misc]
 
     step: Count
-    time: float
-    loss: Number
+    time: Measured
+    loss: Loss
     gradient_norm: Number
     learning_rate: float
     tokens: Count
-    tokens_per_second: float | None
-    sequences_per_second: float | None
-    seconds: float
-    mfu: float | None
-    memory_bytes: float | None
-    spans: dict[str, float]
+    tokens_per_second: Measured | None
+    sequences_per_second: Measured | None
+    seconds: Seconds
+    mfu: Measured | None
+    memory_bytes: Measured | None
+    spans: dict[str, Seconds]
     data: str
     collectives: dict[str, _Calls]
-    communication_efficiency: float | None
-    communication_seconds: float
+    communication_efficiency: Measured | None
+    communication_seconds: Seconds
     latest: _Latest
     loss_scale: Number
     skipped: bool
     expert_imbalance: Number
     expert_load: list[Number]
-    held_out_loss: Number
+    held_out_loss: Loss
 
 
 class _Event(TypedDict, total=False):
@@ -116,20 +129,31 @@ class _Event(TypedDict, total=False):
     stall_seconds: Seconds | None
     lost_seconds: Seconds | None
     lost_steps: Count
-    bytes: float | None
+    bytes: Measured | None
     rank: Count | None
     world: Annotated[int, Field(ge=1, lt=2**63)]
     generation: Count
-    factor: float
+    factor: Measured
     kind: str
     cause: str
     memory_kind: str
     layout: dict[str, Any] | None
     parts: dict[str, Any]
-    held_out_loss: Number
+    held_out_loss: Loss
 
 
-_STEP, _EVENT = TypeAdapter(_Step), TypeAdapter(_Event)
+_NEEDED = {"recovery": ("seconds",), "straggler": ("factor",)}
+"""Without which an event of that name says nothing."""
+
+
+def _check_event(event: Record) -> Record:
+    if any(event.get(name) is None for name in _NEEDED.get(event.get("event", ""), ())):
+        raise ValueError("incomplete")
+    return event
+
+
+_STEP = TypeAdapter(_Step)
+_EVENT = TypeAdapter(Annotated[_Event, AfterValidator(_check_event)])
 
 
 class Lines:

@@ -33,6 +33,8 @@ from shardwise.observe.totals import RunTotals
 from shardwise.plan import KeptLayout, KeptPlan, read_plan
 
 CURVE_POINTS = 240
+_SHORTEST_STEP = 1e-6
+"""Seconds; no step takes less, and an interval has no number of such steps."""
 
 Summary = dict[str, Any]
 
@@ -227,8 +229,8 @@ def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:
 
 
 def _advice(advise: Callable[..., Any] | None, saves: Summary, time_used: Summary, time: Summary, world: int) -> Summary | None:
-    """How often to save, from this run's own saves, steps and faults; null where it has not saved yet."""
-    if advise is None or saves["save_seconds"] is None:
+    """How often to save, from this run's own saves, steps and faults; null where it has not saved yet, or took no time."""
+    if advise is None or saves["save_seconds"] is None or time["seconds_a_step"] < _SHORTEST_STEP:
         return None
     advice = advise(
         stall=saves["stall_seconds"],

@@ -159,6 +159,30 @@ def test_stragglers_are_listed_until_they_are_let_off() -> None:
     ]
 
 
+def test_a_fault_names_its_recovery_by_its_place_among_those_that_are_listed() -> None:
+    events = [
+        event(0, "start"),
+        event(2, "recovery", step=1),  # without the time it took: of no fault
+        event(3, "fault", **FAULT),
+        event(5, "recovery", step=2, lost_steps=1, seconds=2.5),
+    ]
+    found = goodput(events, [step(1, 1), step(2, 2)])
+    (fault,) = found["faults"]
+    assert found["recoveries"][fault["recovery"]]["seconds"] == 2.5
+
+
+def test_what_an_event_does_not_know_is_null_or_left_out_alike() -> None:
+    def history(**unknown):
+        return [
+            event(0, "start"),
+            event(3, "save", step=9, stall_seconds=0.5, **unknown),
+            event(4, "fault", **FAULT),
+            event(6, "recovery", step=2, seconds=2.5, **{key.replace("seconds", "lost_seconds"): None for key in unknown}),
+        ]
+
+    assert goodput(history(seconds=None), [])["parts"] == goodput(history(), [])["parts"]
+
+
 @pytest.mark.parametrize("events", [[], [{"event": "start"}]])
 def test_records_without_times_have_no_goodput(events) -> None:
     found = goodput(events, [{"step": 1, "seconds": 1.0, "loss": 1.0}])

@@ -285,7 +285,7 @@ def test_the_time_of_records_does_not_jump_with_the_clock(tmp_path, monkeypatch)
     events = EventsFile(tmp_path / "events.jsonl")
     events.write("fault")
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    events.write("recovery")
+    events.write("recovery", seconds=1.0)
     first, second = (datetime.fromisoformat(event["time"]) for event in read_events(tmp_path))
     assert 0 <= (second - first).total_seconds() < 60
 

@@ -298,6 +298,53 @@ def test_a_damaged_line_is_counted_and_said_and_the_rest_is_summed_up(run):
     assert "2 of metrics.jsonl, 1 of events.jsonl (skipped)" in out.file.getvalue()
 
 
+def report_of(folder, steps, events=()):
+    """What `shardwise report` shows, and the summary, of a run with these records."""
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    summary, out = summarise(folder, advise), Console(file=io.StringIO(), width=130)
+    render(summary, out)
+    return out.file.getvalue(), summary
+
+
+@pytest.mark.parametrize("lacking", [("straggler", "factor"), ("recovery", "seconds")])
+def test_an_event_that_lacks_what_it_is_about_is_damaged(tmp_path, lacking):
+    name, field = lacking
+    second = [event(12.5, "fault", **FAULT), event(14, "recovery", step=5, lost_steps=2, seconds=2.0)]
+    history = [*HISTORY, *second]
+    number = next(index for index, one in enumerate(history) if one["event"] == name)
+    for damage in ({field: None}, {}):
+        history[number] = {key: value for key, value in history[number].items() if key != field} | damage
+        text, summary = report_of(tmp_path / f"run-{len(damage)}", [record(1, 1.0, 1.0, 1.0, 0.0, time=T0 + 2)], history)
+        assert summary["damaged_lines"]["events.jsonl"] == 1
+        assert "in 2.0 s" in text
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"seconds": 1e308}, {"loss": -1e308}, {"spans": {"data": 1e300}}, {"seconds": -1.0}, {"memory_bytes": 1e200}]
+)
+def test_a_number_that_no_run_measures_is_damage(tmp_path, wrong):
+    steps = [record(step, 1e30, 1.0, 1.0, 0.0) for step in range(1, 5)]
+    text, summary = report_of(tmp_path / "run", [*steps, {**steps[0], "step": 5, **wrong}, {**steps[0], "step": 6, **wrong}])
+    assert summary["damaged_lines"]["metrics.jsonl"] == 2
+    assert (summary["seconds"], summary["loss"]["last"]) == (4.0, 1e30)
+    assert "2 of metrics.jsonl (skipped)" in text
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-320])
+def test_steps_that_took_no_time_get_no_advice(tmp_path, seconds):
+    history = [event(0, "start"), event(5, "save", step=1, seconds=1.0)]
+    _, summary = report_of(tmp_path / "run", [record(step, 1.0, seconds, 1.0, 0.0) for step in range(1, 5)], history)
+    assert summary["checkpoints"]["advice"] is None
+
+
+def test_loads_of_experts_that_are_no_numbers_are_drawn_without_a_bar(tmp_path):
+    load = ["NaN", "Infinity", 1.0]
+    text, _ = report_of(tmp_path / "run", [record(1, 1.0, 1.0, 1.0, 0.0, expert_imbalance="Infinity", expert_load=load)])
+    assert "load of each expert" in text
+
+
 def long_history(steps):
     """Saves every thousand steps; a step takes a second, of which a quarter is spent on waiting for data, and a pause follows."""
     at = 0.0

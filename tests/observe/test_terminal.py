@@ -121,6 +121,7 @@ def test_a_bar_is_drawn_to_an_eighth():
     assert bar(0.5, 10) == "█████"
     assert bar(1 / 80, 10) == "▏"
     assert bar(0, 10) == ""
+    assert bar(math.nan, 10) == ""
     assert bar(2.0, 3) == "███"
     assert bar(0.5, 10, ascii_only=True) == "#####"
 
@@ -142,6 +143,7 @@ def test_a_falling_line_runs_from_the_top_left_to_the_bottom_right(ascii_only):
 def test_a_plot_of_one_point_a_flat_line_or_nothing_does_not_fail():
     assert line_plot([(1, math.nan)]) == []
     assert len(line_plot([(1, 2.0)], height=4)) == 6
+    assert len(line_plot([(1, 1e-323), (4, 0.0)], height=4)) == 6
     assert len(line_plot([(1, 0.0), (2, 0.0)], height=4)) == 6
 
 
