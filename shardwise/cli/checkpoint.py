@@ -38,11 +38,13 @@ def list_(folder: Many, json: Json = False) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("step", "saved", "size", "layout", "state", "folder", box=None, pad_edge=False)
     for row in rows:
         saved = (row["saved"] or "").replace("T", " ")
-        table.add_row(str(row["step"]), saved, _size(row["bytes"]), row["layout"], row["problem"] or "whole", row["path"])
+        cells = (str(row["step"]), saved, _size(row["bytes"]), row["layout"], row["problem"] or "whole", row["path"])
+        table.add_row(*map(Text, cells))  # as they are: rich would take what is in brackets for a style
     console = Console(highlight=False)
     console.print(table) if console.is_terminal else _print_plain(table)
 

@@ -108,7 +108,7 @@ def _print(answer: dict[str, Any], shown: list[Any], json: bool) -> None:
         return
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for part in shown:
         console.print(part, soft_wrap=isinstance(part, str))
 
@@ -140,7 +140,7 @@ def _show(answer: dict[str, Any]) -> None:
 
     from shardwise.cli.plan_show import show
 
-    show(answer, Console(highlight=False))
+    show(answer, Console(highlight=False, markup=False))
 
 
 def _cluster(config: Config) -> Cluster:

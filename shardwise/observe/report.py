@@ -316,7 +316,7 @@ def _collectives(collectives: Summary, console: Console) -> None:
     for key, row in collectives.items():
         kind, _, axis = key.partition("/")
         counts = (f"{row['count']:g}", format_bytes(row["bytes"]), f"{row['total_count']:,}", format_bytes(row["total_bytes"]))
-        table.add_row(kind.replace("_", " "), axis, *counts)
+        table.add_row(*map(Text, (kind.replace("_", " "), axis, *counts)))
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
 

@@ -75,6 +75,12 @@ def test_list_takes_one_checkpoint_and_tells_its_layout(place: Path) -> None:
     assert (row["step"], row["layout"]) == (2, "data 2, zero 3")
 
 
+def test_a_folder_with_brackets_in_its_name_is_shown_as_it_is(tmp_path: Path) -> None:
+    for name in ("runs/[lr=1e-3]", "runs/[/red]"):
+        checkpoint_of(tmp_path / name / "step-1", weight=torch.ones(1))
+        assert f"{name}/step-1" in call(tmp_path, "checkpoint", "list", name).stdout
+
+
 def test_a_run_that_saved_elsewhere_is_followed_there(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "one" / "checkpoints", tmp_path / "elsewhere")
     (tmp_path / "run").mkdir()

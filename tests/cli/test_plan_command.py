@@ -7,12 +7,15 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.cli.main import main
+from shardwise.cost.cluster_file import write_cluster
+from shardwise.cost.clusters import named
 
 ROOT = Path(__file__).parents[2]
 LARGE, SMALL = str(ROOT / "examples" / "llama3-70b-64xh100.toml"), str(ROOT / "examples" / "quickstart.toml")
@@ -271,6 +274,13 @@ def test_a_bad_cluster_file_is_named(plan: Plan, tmp_path: Path, text: str | Non
     if text is not None:
         path.write_text(text)
     refused(plan(SMALL, f"cluster.file={path}"), str(path), *words)
+
+
+def test_a_device_with_brackets_in_its_name_is_shown_as_it_is(plan: Plan, tmp_path: Path) -> None:
+    cluster = named("cpux2")
+    path = tmp_path / "cluster.toml"
+    path.write_text(write_cluster(replace(cluster, device=replace(cluster.device, name="mine [/red]"))))
+    assert "2 x mine [/red] (" in plan(SMALL, f"cluster.file={path}")[1]
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(plan: Plan, tmp_path: Path) -> None:

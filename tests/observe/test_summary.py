@@ -339,6 +339,12 @@ def test_steps_that_took_no_time_get_no_advice(tmp_path, seconds):
     assert summary["checkpoints"]["advice"] is None
 
 
+def test_names_with_brackets_are_shown_as_they_are(tmp_path):
+    names = {"all_gather/[/x]": {"count": 1, "bytes": 1}, "[red]kind/[bold]axis": {"count": 1, "bytes": 1}}
+    text, _ = report_of(tmp_path / "run", [record(1, 1.0, 1.0, 1.0, 0.0) | {"collectives": names}])
+    assert all(part in text for part in ("[/x]", "[red]kind", "[bold]axis"))
+
+
 def test_loads_of_experts_that_are_no_numbers_are_drawn_without_a_bar(tmp_path):
     load = ["NaN", "Infinity", 1.0]
     text, _ = report_of(tmp_path / "run", [record(1, 1.0, 1.0, 1.0, 0.0, expert_imbalance="Infinity", expert_load=load)])
