@@ -28,12 +28,18 @@ SOME_AND_MANY = [pytest.param(60, id="some"), pytest.param(400, id="many", marks
 """Cases of each kind of damage: in the usual tests, and where there is time."""
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m"
+MARKUP = "x/[/x][red]y"
 _DEEP, _DIGITS = "@deep@", "@digits@"
 _RAW = {_DEEP: "[" * 20_000 + "]" * 20_000, _DIGITS: "9" * 5000}
 _ODD: list[Any] = [
     *(None, True, False, -1, 0, 1, 3, 2**31, 2**62, 2**63, 2**70, 1 << 20_000, -(2**62), 0.5, -0.5, 1e308, 1e-320, 1e18),
     *("", "x", "1", "x" * 100_000, ESCAPE, "../x.bin", "/etc/passwd", "..", "a\nb", "a\0b", "\u202eabc", "\ud800", "nan", ">u2"),
+    *(MARKUP, {MARKUP: MARKUP}),
     *([], {}, [1], [[]], {"a": 1}, [1] * 20_000, {"x" * 5000: 1}, {ESCAPE: ESCAPE}, _DEEP, _DIGITS, float("inf"), float("nan")),
+]
+_THROUGHOUT: list[list[Any]] = [
+    *([0], [0.0], [-1], [1e-320], [2**62], [1e308], [-1e308], [1e308, -1e308], ["NaN", "Infinity", 1.0], [MARKUP]),
+    [{MARKUP: {"count": 1, "bytes": 1}}],
 ]
 
 
@@ -76,11 +82,27 @@ def rewritten(value: Any, seed: int, count: int) -> Iterator[Any]:
             case "double" if isinstance(holder, list):
                 holder.insert(key, copy.deepcopy(holder[key]))
             case "double" | "rename" if isinstance(holder, dict):
-                holder[draw.choice((f"{key}x", ESCAPE, "", "__class__", str(key).upper()))] = holder[key]
+                holder[draw.choice((f"{key}x", ESCAPE, MARKUP, "", "__class__", str(key).upper()))] = holder[key]
             case _:
                 other, place = draw.choice(list(_places(changed)))
                 holder[key], other[place] = copy.deepcopy(other[place]), copy.deepcopy(holder[key])
         yield changed
+
+
+def lacking(value: Any) -> Iterator[Any]:
+    """The same value without one entry: each in turn."""
+    for number in range(len(list(_places(value)))):
+        changed = copy.deepcopy(value)
+        holder, key = list(_places(changed))[number]
+        del holder[key]
+        yield changed
+
+
+def throughout(values: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The same records with one field replaced in all of them: each field in turn, by one value, or by several by turns."""
+    for field in dict.fromkeys(key for value in values for key in value):
+        for numbers in _THROUGHOUT:
+            yield [{**value, field: numbers[index % len(numbers)]} for index, value in enumerate(values)]
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

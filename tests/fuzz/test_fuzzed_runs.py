@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.damage import ESCAPE, SOME_AND_MANY, as_json, as_toml, damaged, read_or_refused, rewritten
+from fuzz.damage import ESCAPE, SOME_AND_MANY, as_json, as_toml, damaged, lacking, read_or_refused, rewritten, throughout
 from rich.console import Console
 
 from shardwise.config import Observe, from_tables, to_toml
@@ -38,7 +39,7 @@ LINE = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with a prediction, a fault that was survived, a slow rank and some saves."""
+    """The folder of a run with a prediction, two faults that were survived, a slow rank and some saves."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     config = from_tables(JOB)
     cluster = asked_for(config)
@@ -56,6 +57,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sinks.event("fault", step=5, kind="died", rank=1, where="worker 1", cause="killed", generation=1)
     sinks.event("recovery", step=4, seconds=1.0, lost_steps=1, source="checkpoint", generation=2)
     sinks.event("straggler_gone", rank=1, step=6)
+    sinks.event("fault", step=7, kind="hung", rank=None, where="worker 0", cause="no step for a minute", generation=2)
+    sinks.event("recovery", step=6, seconds=1.0, lost_steps=1, lost_seconds=0.5, source="copies", generation=3)
     sinks.event("end", step=7)
     sinks.close()
     return folder
@@ -97,6 +100,22 @@ def test_a_run_folder_is_reported_or_the_damaged_file_is_named(whole: Path, tmp_
     assert "predicted and measured" in drawn(folder)
     for changed in [*damaged(content, 13, count // 2), *map(write, rewritten(parse(content), 14, count))]:
         (folder / name).write_bytes(changed)
+        read_or_refused(lambda: drawn(folder), changed)
+
+
+@pytest.mark.parametrize("count", SOME_AND_MANY)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_records_that_lack_an_entry_or_all_have_the_same_wrong_one_are_reported(
+    whole: Path, tmp_path: Path, name: str, count: int
+) -> None:
+    """What damage to a single place seldom hits, in a report that goes on with the rest."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    values = records((folder / name).read_bytes())
+    few = values if name == "events.jsonl" else values[3:5]
+    cases = [*lacking(few), *throughout(values)]
+    for changed in random.Random(39).sample(cases, min(count, len(cases))):
+        (folder / name).write_bytes(as_lines(changed))
         read_or_refused(lambda: drawn(folder), changed)
 
 
