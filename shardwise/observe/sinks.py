@@ -2,7 +2,7 @@
 
 The run folder is the truth (observe/files.py); the other two mirror the same records for people who live in those
 tools, are extras, and are imported only when the job asks for them. Their packages are looked for before anything in the
-run folder is touched, so a missing one costs nothing but the message. A mirror that fails later is said and done without.
+run folder is touched, so a missing one costs nothing but the message. A mirror that fails is said and done without.
 """
 
 from __future__ import annotations
@@ -136,16 +136,27 @@ def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0, say: 
         raise UserError(
             f"run.folder = {str(folder)!r} cannot be made: {error.strerror}. Give a folder you may write to."
         ) from None
-    mirrors: list[Sink] = []
-    try:
-        if observe.tensorboard:
-            mirrors.append(TensorBoardSink(folder, resume_step))
-        if observe.wandb is not None:
-            mirrors.append(WandbSink(folder, observe.wandb, resume_step))
-    except OSError as error:
-        say(f"not all of TensorBoard and Weights & Biases get the run's records; metrics.jsonl has them: {error}")
+    mirrors = tuple(_mirrors(folder, observe, resume_step, say))
     metrics = MetricsFile(folder / "metrics.jsonl", resume_step, say)
-    return Sinks(metrics, EventsFile(folder / "events.jsonl", say), tuple(mirrors), say)
+    return Sinks(metrics, EventsFile(folder / "events.jsonl", say), mirrors, say)
+
+
+def _mirrors(folder: Path, observe: Observe, resume_step: int, say: Say) -> Iterator[Sink]:
+    """Those that were asked for and can be opened now. One that cannot, in whatever way, is done without: every team of a run
+    opens them anew, and a service that is away must not end a run that survived a fault. A missing package is the user's to mend.
+    """
+    asked: dict[str, Callable[[], Sink]] = {}
+    if observe.tensorboard:
+        asked["TensorBoard"] = lambda: TensorBoardSink(folder, resume_step)
+    if (project := observe.wandb) is not None:
+        asked["Weights & Biases"] = lambda: WandbSink(folder, project, resume_step)
+    for name, make in asked.items():
+        try:
+            yield make()
+        except UserError:
+            raise
+        except Exception as error:
+            say(f"{name} cannot be opened and gets no records; metrics.jsonl has them all: {error}")
 
 
 def check_extras(observe: Observe) -> None:

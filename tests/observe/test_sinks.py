@@ -281,6 +281,30 @@ def test_a_mirror_that_fails_is_said_and_done_without(tmp_path, monkeypatch):
     assert len(list(read_metrics(tmp_path))) == 2
 
 
+def test_a_mirror_that_cannot_be_opened_is_said_and_holds_up_neither_the_run_nor_the_other_mirror(tmp_path, monkeypatch):
+    class CommError(Exception):
+        """As wandb raises it, of no kind that Python knows."""
+
+    def init(**settings):
+        raise CommError("the service is away")
+
+    fake = types.SimpleNamespace(init=init, util=types.SimpleNamespace(generate_id=lambda: "a"))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    shown: list[str] = []
+    mirror = types.SimpleNamespace(write=shown.append, close=lambda: None)
+    for open_tensorboard, mirrored in ((lambda *_: mirror, 1), (lambda *_: [][0], 0)):
+        monkeypatch.setattr("shardwise.observe.sinks.TensorBoardSink", open_tensorboard)
+        said: list[str] = []
+        sinks = open_sinks(tmp_path, Observe(tensorboard=True, wandb="project"), 0, said.append)
+        sinks.metrics(step(1))
+        sinks.close()
+        assert (len(shown), len(said)) == (mirrored, 2 - mirrored)
+        assert said[-1].startswith("Weights & Biases cannot be opened and gets no records")
+        assert said[-1].endswith("the service is away")
+        assert len(list(read_metrics(tmp_path))) == 1
+        shown.clear()
+
+
 def test_the_time_of_records_does_not_jump_with_the_clock(tmp_path, monkeypatch):
     events = EventsFile(tmp_path / "events.jsonl")
     events.write("fault")
