@@ -25,7 +25,7 @@ from shardwise.mesh import Worker
 from shardwise.mesh.sockets import LOOPBACK
 from shardwise.resilience import messages
 from shardwise.resilience.hangs import find_hang, record_hang
-from shardwise.resilience.other_hosts import GIVE_UP_SECONDS, OtherHosts
+from shardwise.resilience.other_hosts import OtherHosts
 from shardwise.resilience.process import WorkerProcess, died, fork, peer_gone, write_members
 from shardwise.resilience.server import wake_server
 from shardwise.resilience.stopping import RESUME_ME, CollectSignals, Stopped, cut_short
@@ -314,7 +314,8 @@ class Host:
             self._said_missing = False
         elif not self._said_missing:
             self._said_missing = True
-            print(f"{self.others.trouble()}; waiting for up to {GIVE_UP_SECONDS / 60:.0f} min", file=sys.stderr, flush=True)
+            minutes = self.others.patience() / 60
+            print(f"{self.others.trouble()}; waiting for up to {minutes:.0f} min", file=sys.stderr, flush=True)
         self.lead = self.others.take_over()
         if self.lead is not None:
             self.address = self.others.address

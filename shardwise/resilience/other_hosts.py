@@ -161,6 +161,10 @@ class OtherHosts:
         """Seconds since a leader answered."""
         return time.monotonic() - self._answered
 
+    def patience(self) -> float:
+        """Seconds for which this host looks for a leader that does not answer."""
+        return GIVE_UP_SECONDS if self._folder_in_use is None else REFUSED_SECONDS
+
     def trouble(self) -> str:
         """Why there is no leader, as far as this host can tell, and what can be done."""
         _, _, credentials = self._meeting.find()
@@ -181,12 +185,10 @@ class OtherHosts:
 
     def give_up_if_too_long(self) -> None:
         """Raise once there is no hope that a leader will answer."""
-        if self._folder_in_use is not None and self.silence() > REFUSED_SECONDS:
-            raise self._folder_in_use
+        if self.silence() > self.patience():
+            raise self._folder_in_use or RunFailed(self.trouble())
         if time.monotonic() - self._accepted > REFUSED_SECONDS:
             raise UserError(self.trouble())
-        if self.silence() > GIVE_UP_SECONDS:
-            raise RunFailed(self.trouble())
 
     def close(self) -> None:
         """Leave."""

@@ -237,6 +237,7 @@ def test_a_first_node_whose_folder_is_in_use_looks_a_minute_for_a_leader_that_an
     assert first.call(Report("a", HERE, (0,))) is None
     first.give_up_if_too_long()
     assert "another run is writing there now (should that be this run: " in first.trouble()
+    assert first.patience() == other_hosts_module.REFUSED_SECONDS
     monkeypatch.setattr(other_hosts_module, "REFUSED_SECONDS", -1.0)
     with pytest.raises(UserError, match=r"^another run is writing there now$"):
         first.give_up_if_too_long()
