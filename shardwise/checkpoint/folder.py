@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, with_config
+from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.checkpoint.storage import Storage, parent, storage
@@ -33,6 +33,7 @@ from shardwise.config import Config, Model
 from shardwise.errors import Unreadable, UserError
 from shardwise.files import may_pass, read_sealed, seal
 from shardwise.locks import take_lock
+from shardwise.plan import KeptLayout
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2
@@ -49,18 +50,41 @@ class WrittenFile(TypedDict):
     crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
+@with_config(ConfigDict(strict=True, extra="allow"))
+class _SavedData(TypedDict, total=False):
+    """What of a job's [data] is read again."""
+
+    tokenizer: str
+
+
+@with_config(ConfigDict(strict=True, extra="allow"))
+class _SavedScale(TypedDict, total=False):
+    """The loss scale of a run: both or, in a checkpoint of weights alone, none."""
+
+    value: Annotated[float, Field(gt=0)]
+    clean_steps: Annotated[int, Field(ge=0)]
+
+
+def _both_or_none(scale: dict[str, Any]) -> dict[str, Any]:
+    if scale and not {"value", "clean_steps"} <= scale.keys():
+        raise ValueError("value and clean_steps belong together")
+    return scale
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """What a checkpoint says of itself. What of its tables is used again has its type; the rest is only compared and shown."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     step: Annotated[int, Field(ge=0)]
     model: dict[str, Any]
     train: dict[str, Any]
-    data: dict[str, Any]
-    layout: dict[str, Any]
-    loss_scale: dict[str, Any]
+    data: Annotated[dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(_SavedData))]
+    layout: Annotated[dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(KeptLayout))]
+    loss_scale: Annotated[
+        dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(_SavedScale)), AfterValidator(_both_or_none)
+    ]
     world: Annotated[int, Field(ge=1)]
     torch: str
     files: dict[Annotated[str, Field(pattern=_FILE)], WrittenFile]

@@ -94,6 +94,7 @@ def export_checkpoint(
     contents = Contents.open(checkpoint)
     model = held_model(contents)
     to_config(model)  # refused before every byte is read
+    _check_shapes(contents, model)
     contents.check()
     dtypes = {name.removeprefix(PREFIX): stored.dtype for name, stored in contents.tensors.items() if name.startswith(PREFIX)}
     tokenizer = contents.manifest.data.get("tokenizer")
@@ -108,6 +109,13 @@ def held_model(contents: Contents) -> Model:
     except ValidationError as error:
         wrong = ", ".join(f"model.{detail['loc'][0]} = {shown(detail['input'])}" for detail in error.errors())
         raise UserError(f"{contents.address} holds a model that this version of shardwise does not know: {wrong}") from None
+
+
+def _check_shapes(contents: Contents, model: Model) -> None:
+    for name, shape in parameter_shapes(model).items():
+        stored = contents.tensors.get(PREFIX + name)
+        if stored is not None and stored.shape != shape:
+            raise UserError(f"{contents.address}: {name} is {stored.shape}, but {shape} in the model that it says it holds")
 
 
 def write_folder(

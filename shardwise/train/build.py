@@ -87,8 +87,8 @@ def restore(training: Training, folder: str) -> None:
     training.checkpointer.load(folder, _state(training), same_world)
     _share_tied(training)
     training.step, training.sequences = manifest.step, manifest.sequences
-    if training.scale.dynamic and manifest.train.get("precision") == "float16":
-        saved = manifest.loss_scale
+    saved = manifest.loss_scale
+    if saved and training.scale.dynamic and manifest.train.get("precision") == "float16":
         training.scale = replace(training.scale, value=float(saved["value"]), clean_steps=int(saved["clean_steps"]))
 
 

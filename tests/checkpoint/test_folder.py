@@ -18,6 +18,7 @@ from ranks.pool import Pool
 from shardwise.checkpoint import checkpoints, hold, read_manifest, step_of, to_resume
 from shardwise.checkpoint.contents import Contents, faults
 from shardwise.checkpoint.folder import MANIFEST, prune, set_aside
+from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.config import Config, from_tables
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
@@ -194,11 +195,23 @@ def test_a_manifest_may_name_only_files_of_a_checkpoint(saved: Path, name: str) 
         read_manifest(saved)
 
 
-@pytest.mark.parametrize("change", [{"step": -1}, {"step": "3"}, {"world": 0}, {"model": []}, {"files": {"rank-0-a.data": 3}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"step": -1}, {"step": "3"}, {"world": 0}, {"model": []}, {"files": {"rank-0-a.data": 3}}, {"data": {"tokenizer": 3}}),
+        *({"layout": {"data": "x"}}, {"loss_scale": {"clean_steps": 0}}, {"loss_scale": {"value": 0.0, "clean_steps": 0}}),
+    ],
+)
 def test_a_manifest_with_senseless_values_is_refused(saved: Path, change: dict[str, Any]) -> None:
     rewrite(saved, **change)
     with pytest.raises(UserError, match=rf"checkpoint\.json: {next(iter(change))}"):
         read_manifest(saved)
+
+
+def test_a_model_that_the_tensors_do_not_fit_is_not_exported(saved: Path, tmp_path: Path) -> None:
+    rewrite(saved, model={**read_manifest(saved).model, "ffn": 51})
+    with pytest.raises(UserError, match=r"step-0: .* is \(50, 18\), but \(51, 18\) in the model that it says it holds"):
+        export_checkpoint(str(saved), tmp_path / "exported")
 
 
 def flips(folder: Path, seed: int) -> Iterator[Path]:

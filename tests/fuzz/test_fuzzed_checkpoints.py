@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 import zlib
@@ -12,18 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fuzz.damage import SOME_AND_MANY, as_json, damaged, nothing_outside, read_or_refused, rewritten, sealed
+from fuzz.damage import SOME_AND_MANY, as_json, damaged, lacking, nothing_outside, read_or_refused, rewritten, sealed
+from ranks.jobs import ALONE, job, start
 from torch import Tensor
 
+from shardwise.checkpoint import read_manifest
 from shardwise.checkpoint.contents import Contents, StoredTensor, TensorPiece, commit, data_file, write_checkpoint
 from shardwise.checkpoint.folder import MANIFEST, Manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.pretrained import open_folder
 from shardwise.checkpoint.storage import storage
+from shardwise.cli.checkpoint import list_
 from shardwise.config import Model
 from shardwise.errors import UserError
 from shardwise.files import unseal
 from shardwise.plan import parameter_shapes
+from shardwise.train.build import Training, restore, save
+from shardwise.train.changes import changes
+from shardwise.train.steps import steps
 
 TINY = Model(layers=2, hidden=8, heads=2, kv_heads=2, head_dim=4, ffn=12, vocabulary=19, max_positions=16)
 WHOLE = {"model.a": torch.arange(48.0).view(6, 8), "model.b": torch.arange(10), "model.c": torch.tensor(3.0)}
@@ -116,6 +124,43 @@ def test_a_manifest_that_a_hand_has_changed_and_sealed_again_holds_the_same_tens
             tensors = read_or_refused(lambda: everything(folder), changed)
         assert tensors is None or same(tensors, WHOLE)
         taken += tensors is not None
+    assert taken
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> tuple[Training, Path]:
+    """A run in float16, and the checkpoint that it wrote: no table of its manifest is empty."""
+    folder = tmp_path_factory.mktemp("run")
+    training = start(ALONE, job(corpus, train={"precision": "float16"}, run={"folder": str(folder)}))
+    next(steps(training))
+    return training, Path(save(training))
+
+
+def go_on(training: Training, folder: Path, exported: Path) -> bool:
+    """What a manifest is read for: to list checkpoints, to export one, and to go on with a run."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        list_(str(folder))
+    list(changes(read_manifest(folder), training.config))
+    restore(training, str(folder))
+    shutil.rmtree(exported, ignore_errors=True)
+    export_checkpoint(str(folder), exported)
+    return True
+
+
+@pytest.mark.parametrize("count", SOME_AND_MANY)
+def test_the_manifest_of_a_run_that_a_hand_has_changed_is_used_or_refused(
+    run: tuple[Training, Path], tmp_path: Path, count: int
+) -> None:
+    training, folder = run
+    content = (folder / MANIFEST).read_bytes()
+    values, taken = json.loads(unseal(content) or b""), 0
+    parts = {key: values[key] for key in ("layout", "loss_scale", "data")}
+    changed_parts = [*lacking(parts), *rewritten(parts, 18, count // 2)]
+    cases = [*({**values, **part} for part in changed_parts), *rewritten(values, 19, count // 2)]
+    for changed in cases:
+        (folder / MANIFEST).write_bytes(sealed(changed))
+        taken += bool(read_or_refused(lambda: go_on(training, folder, tmp_path / "exported"), changed))
+    (folder / MANIFEST).write_bytes(content)
     assert taken
 
 
