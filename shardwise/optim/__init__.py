@@ -3,7 +3,7 @@
 from shardwise.optim.adamw import make_optimizer, update
 from shardwise.optim.norm import first_non_finite, global_norm, local, sharded_axes
 from shardwise.optim.scaling import LossScale
-from shardwise.optim.schedule import learning_rate
+from shardwise.optim.schedule import learning_rate, turns
 
 __all__ = [
     "LossScale",
@@ -13,5 +13,6 @@ __all__ = [
     "local",
     "make_optimizer",
     "sharded_axes",
+    "turns",
     "update",
 ]

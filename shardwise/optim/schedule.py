@@ -16,11 +16,17 @@ def learning_rate(train: Train, step: int) -> float:
     """The learning rate of optimizer step `step`, counted from 1."""
     if step <= train.warmup:
         return train.learning_rate * step / train.warmup
+    _, start, _ = turns(train)
+    progress = min(1.0, max(0.0, (step - start) / max(1, train.steps - start)))
+    return train.learning_rate * _fall(train.schedule, progress, train.final_learning_rate)
+
+
+def turns(train: Train) -> tuple[int, int, int]:
+    """The last steps of warm-up, of the stable part and of the fall; between them the learning rate is a smooth curve."""
     start = train.warmup
     if train.schedule == "wsd":
         start = max(start, train.steps - (train.decay or math.ceil(train.steps / 5)))
-    progress = min(1.0, max(0.0, (step - start) / max(1, train.steps - start)))
-    return train.learning_rate * _fall(train.schedule, progress, train.final_learning_rate)
+    return train.warmup, start, train.steps
 
 
 def _fall(schedule: str, progress: float, final: float) -> float:

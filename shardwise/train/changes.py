@@ -13,8 +13,10 @@ from pydantic import ValidationError
 
 from shardwise.checkpoint import Manifest
 from shardwise.config import Config, Train
-from shardwise.optim import learning_rate
+from shardwise.optim import learning_rate, turns
 
+MOST_COMPARED = 10_000
+"""Steps, or up to twice as many: rank 0 compares them while the others wait for the first step."""
 _ORDER = (
     ("train", "seed"),
     *(("data", key) for key in ("source", "sources", "tokenizer", "text_field", "sequence_length", "held_out")),
@@ -46,7 +48,7 @@ def _rescheduled(changed: str, manifest: Manifest, train: Train) -> Iterator[str
     except ValidationError:  # of another version, whose schedules we do not know
         yield f"{changed}, so the learning rate may follow another schedule than the run began with"
         return
-    for step in range(manifest.step + 1, train.steps + 1):
+    for step in _compared(range(manifest.step + 1, train.steps + 1), before, train):
         planned, now = learning_rate(before, step), learning_rate(train, step)
         if planned != now:
             yield (
@@ -54,6 +56,14 @@ def _rescheduled(changed: str, manifest: Manifest, train: Train) -> Iterator[str
                 f"{now:.3g} at step {step}, where it would have been {planned:.3g}"
             )
             return
+
+
+def _compared(steps: range, before: Train, now: Train) -> list[int]:
+    """The steps at which two schedules are compared: all of them; of very many some, evenly spaced, and those at which a schedule
+    turns, since two smooth curves that differ between turns differ nearly everywhere there.
+    """
+    near_turns = {turn + after for train in (before, now) for turn in turns(train) for after in (0, 1)}
+    return sorted({*steps[:: max(1, len(steps) // MOST_COMPARED)], *(step for step in near_turns if step in steps)})
 
 
 def _differing(manifest: Manifest, config: Config, keys: Iterable[tuple[str, str]]) -> str:

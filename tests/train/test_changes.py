@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from shardwise.checkpoint import Manifest
-from shardwise.config import Config, from_tables
+from shardwise.config import Config, Train, from_tables
+from shardwise.optim import learning_rate
 from shardwise.train.changes import changes
 
 TRAIN = {"steps": 100, "global_batch": 8, "warmup": 10, "learning_rate": 1e-3}
@@ -61,6 +62,32 @@ def test_another_schedule_says_from_which_step_the_learning_rate_differs(
 ) -> None:
     (note,) = said(50, before, now)
     assert note.endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "end"),
+    [
+        ({"schedule": "wsd"}, {"schedule": "wsd", "steps": 2 * 10**9}, " at step 800000001, where it would have been 0.001"),
+        ({"schedule": "wsd"}, {"schedule": "wsd", "decay": 10**9 // 5}, None),
+        ({"schedule": "wsd", "decay": 1}, {"schedule": "constant"}, "0.001 at step 1000000000, where it would have been 0.0001"),
+        ({"schedule": "constant"}, {"schedule": "constant", "warmup": 51}, None),
+        ({"schedule": "constant"}, {"schedule": "constant", "steps": 2 * 10**9}, None),
+        ({}, {"warmup": 52}, "0.000981 at step 51, where it would have been 0.001"),
+    ],
+)
+def test_schedules_of_very_many_steps_are_compared_where_they_can_part(
+    monkeypatch: pytest.MonkeyPatch, before: dict[str, Any], now: dict[str, Any], end: str | None
+) -> None:
+    asked: list[int] = []
+
+    def counted(train: Train, step: int) -> float:
+        asked.append(step)
+        assert len(asked) < 100_000, "it compares step by step"
+        return learning_rate(train, step)
+
+    monkeypatch.setattr("shardwise.train.changes.learning_rate", counted)
+    notes = said(50, {"steps": 10**9, **before}, {"steps": 10**9, **now})
+    assert notes == [] if end is None else notes[0].endswith(end)
 
 
 def test_a_longer_run_at_a_constant_rate_is_no_other_schedule() -> None:
