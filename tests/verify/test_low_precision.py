@@ -51,7 +51,7 @@ def test_frequent_tokens_cost_a_layout_what_they_cost_one_device(frequent: Path,
         {
             "model": {**FAMILIES[family], "layers": 2, "max_positions": LENGTH},
             "data": {"source": str(frequent), "sequence_length": LENGTH},
-            "train": {"global_batch": 16, "micro_batch": 8, "learning_rate": 0.01},
+            "train": {"global_batch": 16 * layout.get("replica", 1), "micro_batch": 8, "learning_rate": 0.01},
             "layout": {"data": 1, **layout},
         }
     )
