@@ -1,8 +1,8 @@
 """A stranger on the network of a run: sends what a curious, careless or hostile program might, drawn from a seed.
 
-Run on a host of its own as `python attacker.py SEED COUNT MEETING ADDRESS:PORT …`: to each port in turn COUNT messages, and 200
-connections that say nothing. MEETING is the run's meeting.json: with its secret one real conversation is held, whose lines are
-then sent again. Prints how many messages went out, and which answers came.
+Run on a host of its own as `python attacker.py SEED COUNT MEETING ADDRESS:PORT …`: to all ports at once COUNT messages each, and
+200 connections that say nothing. MEETING is the run's meeting.json: with its secret one real conversation is held, whose lines
+are then sent again. Prints how many messages went out, and which answers came.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import random
 import socket
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,12 @@ def attack(address: str, port: int, count: int, draw: random.Random, recorded: l
 
 if __name__ == "__main__":
     seed, count, meeting, *places = sys.argv[1:]
-    draw = random.Random(int(seed))
     lines = overheard(json.loads(Path(meeting).read_text()))
-    for place in places:
+
+    def attack_place(place: str) -> Counter[str]:
         address, _, port = place.rpartition(":")
-        print(place, dict(attack(address, int(port), int(count), draw, lines)), flush=True)
+        return attack(address, int(port), int(count), random.Random(f"{seed} {place}"), lines)
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        for place, seen in zip(places, pool.map(attack_place, places), strict=True):
+            print(place, dict(seen), flush=True)
