@@ -33,10 +33,11 @@ def shown(value: Any) -> str:
         text = repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits, brackets without end
         return f"a huge {type(value).__name__}"
-    return printable(_without_middle(text, _SHOWN))
+    return printable(without_middle(text, _SHOWN))
 
 
-def _without_middle(text: str, longest: int) -> str:
+def without_middle(text: str, longest: int) -> str:
+    """The beginning and the end of a text that is longer than this."""
     half = longest // 2
     return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
 
@@ -47,7 +48,7 @@ class UserError(Exception):
     status = 2
 
     def __init__(self, message: str) -> None:
-        super().__init__("\n".join(_without_middle(printable(line), LONGEST) for line in message.split("\n")))
+        super().__init__("\n".join(without_middle(printable(line), LONGEST) for line in message.split("\n")))
 
 
 class RunFailed(UserError):

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Literal
 
-from shardwise.errors import Unreadable, UserError
+from shardwise.errors import Unreadable, UserError, without_middle
 from shardwise.mesh import Worker
 from shardwise.observe import present_time
 from shardwise.plan import Plan
@@ -130,11 +130,11 @@ class HostLink(NoHost):
             kind="failed",
             rank=self._worker.rank,
             step=self._step,
-            cause=_without_middle("; ".join(causes), LONGEST_CAUSE),
+            cause=without_middle("; ".join(causes), LONGEST_CAUSE),
             at=present_time(),
             generation=self._worker.generation,
             status=error.status if isinstance(error, UserError) and not isinstance(error, Unreadable) else None,
-            trace=_without_middle(trace, LONGEST_TRACE),
+            trace=without_middle(trace, LONGEST_TRACE),
         )
         self._send(Failed(fault))
 
@@ -181,10 +181,6 @@ class HostLink(NoHost):
                 self._wish = "stop"
             case Leave():
                 self._teams.put(None)
-
-
-def _without_middle(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[: longest // 2]}\n…\n{text[-longest // 2 :]}"
 
 
 def stacks() -> str:

@@ -247,12 +247,7 @@ def _alarms_itself_and_terminates(pipe: Any) -> None:
 
 def _said_by(work: Any) -> Any:
     """The first word of a worker that does this."""
-    start_server(["shardwise.resilience.host_link"])
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    worker = context.Process(target=work, args=(theirs,), daemon=True)
-    worker.start()
-    theirs.close()
+    worker, ours = _forked(work)
     try:
         return ours.recv()
     finally:
@@ -267,13 +262,19 @@ def test_a_save_may_take_as_long_as_it_needs(phase: Any, hangs: bool) -> None:
     assert (worker.hang_limit(Recovery(hang_seconds=1.0)) < 1800.0) == hangs
 
 
-def test_a_worker_ends_when_its_host_is_gone() -> None:
+def _forked(work: Any) -> tuple[Any, Any]:
+    """A process that does this with one end of a pipe, and the other end."""
     start_server(["shardwise.resilience.host_link"])
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
-    worker = context.Process(target=_wait_for_a_team, args=(theirs,), daemon=True)
+    worker = context.Process(target=work, args=(theirs,), daemon=True)
     worker.start()
     theirs.close()
+    return worker, ours
+
+
+def test_a_worker_ends_when_its_host_is_gone() -> None:
+    worker, ours = _forked(_wait_for_a_team)
     assert ours.recv() == Waiting()
     ours.close()  # as the system does when a host is killed
     worker.join(10)
