@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from shardwise._torch import count_groups_anew, flatten, forget_meshes, part_of
 from shardwise.config import Layout
@@ -24,6 +26,7 @@ from shardwise.mesh.launched import Worker
 from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines, listen, use_network_towards
 from shardwise.plan.grid import JOINED_AXES, devices, grid_dims, joined_name, label, members
 
+AGENT_TIMEOUT = datetime.timedelta(seconds=20)  # torch dials for about three times as long
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -111,7 +114,7 @@ def _rendezvous(worker: Worker) -> dict[str, Any]:
     if worker.world == 1:
         return {"store": HashStore()}
     if worker.launcher == "torchrun":
-        return {"init_method": "env://"}
+        return {"store": _store_of_torchrun(worker)}
     address = worker.address if worker.world == worker.local_world else address_for_other_machines(worker.address)
     use_network_towards(address, worker.port)
     if worker.launcher != "shardwise" and worker.rank == 0:
@@ -121,6 +124,15 @@ def _rendezvous(worker: Worker) -> dict[str, Any]:
         return {"store": store}
     # Peers of an earlier team left their addresses in the store, under its own name.
     return {"store": PrefixStore(f"{worker.store_name}-{worker.generation}", store)}
+
+
+def _store_of_torchrun(worker: Worker) -> Any:
+    """Where torchrun says that its workers meet. Its agent, as a rule, was there before they were: one that does not answer is
+    gone, and nobody waits for it long, since a worker that dials hears no signal."""
+    patience = AGENT_TIMEOUT if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else COLLECTIVE_TIMEOUT
+    store, _, _ = next(rendezvous("env://", worker.rank, worker.world, timeout=patience))
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    return store
 
 
 def _store_at(address: str, port: int) -> TCPStore:

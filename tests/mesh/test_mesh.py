@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.comm import Comm
 from shardwise.config import Layout
-from shardwise.mesh import Mesh, Worker, join, leave
+from shardwise.mesh import Mesh, Worker, join, leave, peer_is_gone
 from shardwise.mesh import mesh as mesh_module
 from shardwise.plan import RANK_AXES
+from shardwise.resilience.forked import free_port
 
 
 @contextmanager
@@ -106,3 +108,14 @@ def test_workers_of_several_nodes_meet_where_other_machines_can_call(
     monkeypatch.setattr(mesh_module, "TCPStore", lambda address, *_, **__: called.append(address))
     mesh_module._rendezvous(Worker(1, 4, 1, local_world, "node-1", 29400, "srun, one process a device"))
     assert called == [address, address]
+
+
+def test_nobody_waits_long_for_an_agent_of_torchrun_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh_module, "AGENT_TIMEOUT", datetime.timedelta(seconds=1))
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    worker = Worker(0, 2, 0, 2, where["MASTER_ADDR"], int(where["MASTER_PORT"]), launcher="torchrun")
+    with pytest.raises(dist.DistNetworkError) as raised:  # after half an hour without the agent's own patience
+        mesh_module.join(worker, Layout(data=2))
+    assert peer_is_gone(raised.value)
