@@ -43,7 +43,8 @@ def ensure_server() -> None:
 
 
 def start_process(process: BaseProcess, seconds: float, given_up: Callable[[], bool]) -> bool:
-    """Let the server fork this process; whether it did within so many seconds. Asking it blocks, so a thread does that."""
+    """Let the server fork this process; whether it did within so many seconds, and did not die over it. Asking it blocks, so a
+    thread does that."""
     ensure_server()  # not in that thread: a server that is started there would end with it
     failures: list[BaseException] = []
 
@@ -60,6 +61,8 @@ def start_process(process: BaseProcess, seconds: float, given_up: Callable[[], b
         asking.join(0.05)
         if time.monotonic() > patience:
             wake_server()
+    if failures and isinstance(failures[0], EOFError | ConnectionError):
+        return False
     if failures:
         raise failures[0]
     return not asking.is_alive()

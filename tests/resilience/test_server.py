@@ -39,3 +39,24 @@ def test_a_worker_collects_garbage_but_not_among_what_its_server_imported(tmp_pa
 def test_a_worker_whose_starter_is_gone_with_its_folder_ends_without_a_word(tmp_path: Path) -> None:
     done = run("worker.process.join(); print(worker.process.exitcode)", tmp_path / "gone")
     assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+DIES_WHEN_ASKED = """
+import multiprocessing, os, signal, threading
+from shardwise.resilience.server import server_pid, start_process
+worker.hear()
+
+def start():
+    return start_process(multiprocessing.get_context("forkserver").Process(target=int), 20, lambda: False)
+
+os.kill(server_pid(), signal.SIGSTOP)
+threading.Timer(0.5, os.kill, (server_pid(), signal.SIGKILL)).start()
+print(start(), flush=True)
+print(start(), flush=True)
+"""
+
+
+def test_a_server_that_dies_as_it_is_asked_for_a_process_is_started_again_for_the_next(tmp_path: Path) -> None:
+    done = run(DIES_WHEN_ASKED, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["False", "True"]
