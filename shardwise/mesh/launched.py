@@ -155,6 +155,11 @@ def threads_of_worker(workers: int) -> int:
     return int(given) if given.isdigit() and int(given) else max(1, cores() // workers)
 
 
+def agent_has_store() -> bool:
+    """Whether torchrun's agent, who is there before its workers are, has the store in which they meet."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def worker_environment(workers: int) -> dict[str, str]:
     """What our own workers need in their environment: a fair share of the cores."""
     return {"OMP_NUM_THREADS": str(threads_of_worker(workers))}

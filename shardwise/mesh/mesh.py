@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardwise._torch import count_groups_anew, flatten, forget_meshes, part_of
 from shardwise.config import Layout
 from shardwise.mesh.devices import pick_device
-from shardwise.mesh.launched import Worker
+from shardwise.mesh.launched import Worker, agent_has_store
 from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines, listen, use_network_towards
 from shardwise.plan.grid import JOINED_AXES, devices, grid_dims, joined_name, label, members
 
@@ -127,9 +126,9 @@ def _rendezvous(worker: Worker) -> dict[str, Any]:
 
 
 def _store_of_torchrun(worker: Worker) -> Any:
-    """Where torchrun says that its workers meet. Its agent, as a rule, was there before they were: one that does not answer is
-    gone, and nobody waits for it long, since a worker that dials hears no signal."""
-    patience = AGENT_TIMEOUT if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else COLLECTIVE_TIMEOUT
+    """Where torchrun says that its workers meet. An agent that does not answer is gone, and nobody waits for it long, since a
+    worker that dials hears no signal."""
+    patience = AGENT_TIMEOUT if agent_has_store() else COLLECTIVE_TIMEOUT
     store, _, _ = next(rendezvous("env://", worker.rank, worker.world, timeout=patience))
     store.set_timeout(COLLECTIVE_TIMEOUT)
     return store

@@ -186,5 +186,6 @@ def attack(folder: Path) -> dict[str, int]:
     assert len(counts) == len(places)
     for count in counts:
         assert count["half-open"] == 200, count
-        assert count["sent"] >= 900, f"nearly all were taken, but for long ones to ports that read nothing: {count}"
+        taken = count["sent"] + count.get("ConnectionResetError", 0) + count.get("BrokenPipeError", 0)  # to the end, or cut off
+        assert taken >= 900, f"nearly all were taken, but for long ones to ports that read nothing: {count}"
     return {host: memory(host) - before[host] for host in "ab"}
