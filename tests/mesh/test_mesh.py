@@ -35,8 +35,9 @@ def imagined(rank: int, layout: Layout) -> Iterator[Mesh]:
     original = dist.init_process_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "init_process_group", pretend)
+        patch.setattr(mesh_module, "_rendezvous", lambda worker: {})
         try:
-            yield join(Worker(rank, layout.world, rank, layout.world, "nowhere", 1, "torchrun"), layout)
+            yield join(Worker(rank, layout.world, rank, layout.world, "nowhere", 1, "shardwise"), layout)
         finally:
             leave()
 
