@@ -6,7 +6,6 @@ and quadruples took hours, and found no more.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from itertools import combinations
 from typing import Any, TypeVar
@@ -17,14 +16,15 @@ Choices = TypeVar("Choices", bound=tuple[Any, ...])
 def every_pair(rows: Iterable[Choices]) -> list[Choices]:
     """Rows, in their order, that have between them every pair of choices that is in any row."""
     table = list(rows)
-    order = list(range(len(table)))
-    random.Random(0).shuffle(order)  # neighbours differ in little
-    seen: set[tuple[int, str, int, str]] = set()
+    missing = [{(*one, *other) for one, other in combinations(_choices(row), 2)} for row in table]
     kept = []
-    for index in order:
-        choices = [(place, repr(choice)) for place, choice in enumerate(table[index])]
-        pairs = {(*one, *other) for one, other in combinations(choices, 2)}
-        if not pairs <= seen:
-            seen |= pairs
-            kept.append(index)
+    while any(missing):
+        best = max(range(len(table)), key=lambda index: len(missing[index]))
+        found = set(missing[best])
+        missing = [pairs - found for pairs in missing]
+        kept.append(best)
     return [table[index] for index in sorted(kept)]
+
+
+def _choices(row: tuple[Any, ...]) -> list[tuple[int, str]]:
+    return [(place, repr(choice)) for place, choice in enumerate(row)]
