@@ -18,6 +18,7 @@ from ctypes import c_int
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ranks.jobs import ALONE, Tables, job, start
 
 from shardwise.checkpoint import checkpoints, step_of
@@ -26,7 +27,6 @@ from shardwise.checkpoint.save import state_of
 from shardwise.train.build import Training, restore, save
 from shardwise.train.steps import steps
 
-KILLS = 30
 SECONDS = 60.0
 
 
@@ -75,21 +75,22 @@ def kill_during_a_save(tables: Tables, background: bool, draw: random.Random) ->
     process.join()
 
 
-def test_killed_at_thirty_random_moments_the_newest_checkpoint_is_whole_and_the_run_goes_on_from_it(
-    corpus: str, tmp_path: Path
+@pytest.mark.parametrize("kills", [12, pytest.param(30, marks=pytest.mark.full)])
+def test_killed_at_random_moments_the_newest_checkpoint_is_whole_and_the_run_goes_on_from_it(
+    corpus: str, tmp_path: Path, kills: int
 ) -> None:
     train = {"steps": 100_000, "precision": "float32", "schedule": "constant", "global_batch": 2}
     tables = job(corpus, train=train, run={"folder": str(tmp_path)})
     draw, folder = random.Random(11), tmp_path / "checkpoints"
     found: dict[int, str] = {}
-    for number in range(KILLS):
+    for number in range(kills):
         kill_during_a_save(tables, number % 2 == 0, draw)
         before = max(found, default=0)
         for address in checkpoints(folder):
             assert not [*faults(address)], f"after kill {number}"
             found[step_of(address)] = digest(address)
         assert max(found, default=0) >= before
-    assert max(found) > KILLS / 2
+    assert max(found) > kills / 2
     training = start(ALONE, tables)
     for step in steps(training):
         if step.step in found:

@@ -157,6 +157,7 @@ def test_a_compiled_run_ends_without_a_warning_of_leaks(tmp_path: Path) -> None:
     trained(subprocess.run([*command, f"run.folder={tmp_path}/run"], cwd=ROOT, capture_output=True, text=True, timeout=600))
 
 
+@pytest.mark.full  # the documentation has a command of torchrun's, which is run each time
 def test_torchrun_starts_it(tmp_path: Path, undisturbed: Undisturbed) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "shardwise", "train"]
     command = [*launcher, *JOB, "train.steps=3", "layout.data=2", f"run.folder={tmp_path}/run"]

@@ -73,7 +73,7 @@ LAYOUTS = [
     ("llama", {"data": 4, "zero": 3}),
     ("llama", {"data": 2, "zero": 0}),
     ("tied", {"pipeline": 2, "data": 2, "zero": 1}),
-    ("experts", {"tensor": 2, "data": 2, "expert": 2, "zero": 2}),
+    pytest.param("experts", {"tensor": 2, "data": 2, "expert": 2, "zero": 2}, marks=pytest.mark.full),
 ]
 
 
