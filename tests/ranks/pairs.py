@@ -1,7 +1,7 @@
 """Few rows of a large table that have every pair of its choices.
 
-What goes wrong in a combination nearly always goes wrong with two of its choices, whatever the others are. A table of all triples
-and quadruples took hours, and found no more.
+What goes wrong in a combination mostly goes wrong with two of its choices, whatever the others are. All combinations took hours,
+so that nobody saw them through; a fault that needs three choices at once is not looked for here.
 """
 
 from __future__ import annotations
