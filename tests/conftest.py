@@ -12,11 +12,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported: threads that wait for each other keep both cores busy
 
 import pytest
+from hypothesis import HealthCheck, settings
 from ranks.pool import Pool
 from ranks.trained import Runs
 from warm import Server
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it runs in the background with it ignored
+
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")  # how long an example takes says how busy the machine is
 
 LONGEST = ("docs", "cli", "parallel", "checkpoint", "resilience", "verify")
 """Folders whose files take longest, to be given out first: the two test processes then end together."""

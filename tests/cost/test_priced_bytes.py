@@ -42,7 +42,7 @@ def priced(prediction: Prediction) -> np.ndarray:
     return sum(prediction.sent.values(), np.zeros_like(prediction.total))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(candidates(), min_size=1, max_size=12),
     st.sampled_from((EVEN, EXPERTS, TIED)),
@@ -55,7 +55,7 @@ def test_every_byte_of_the_flows_is_in_the_price(rows: list[dict[str, int]], mod
     assert priced(found) == pytest.approx(sent(work(model), space, stack, device), rel=1e-12)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(candidates(), st.sampled_from(("tensor", "context", "data", "replica")))
 def test_an_axis_of_one_device_has_no_bytes_and_no_seconds(row: dict[str, int], axis: str) -> None:
     found = predict(work(), space_of([{**row, axis: 1, **({"context": 1} if axis == "data" else {})}]), CUDA)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.cost.space import DEGREES, Space, concatenate, distinct, space_of
@@ -14,7 +14,6 @@ NAMES = [field.name for field in fields(Space)]
 ROWS = st.lists(st.fixed_dictionaries({name: st.integers(0, 2) for name in NAMES}), max_size=40)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 2**40)), max_size=60))
 def test_distinct_rows_are_numpys_and_lead_back_to_every_row(rows: list[tuple[int, int]]) -> None:
     columns = list(np.asarray(rows, dtype=np.int64).reshape(-1, 2).T)
@@ -24,7 +23,6 @@ def test_distinct_rows_are_numpys_and_lead_back_to_every_row(rows: list[tuple[in
         assert np.array_equal(column[first][index], column)
 
 
-@settings(deadline=None)
 @given(ROWS)
 def test_layouts_and_grids_lead_back_to_every_candidate(rows: list[dict[str, int]]) -> None:
     space = space_of(rows)

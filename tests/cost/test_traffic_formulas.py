@@ -58,7 +58,7 @@ def number(row: dict[str, int], kind: str, axis: str, when: str, model: Model = 
     return sum(float(flow.count[0]) for flow in chosen), sum(float(flow.bytes[0]) for flow in chosen)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(candidates(), min_size=1, max_size=12), st.sampled_from((EVEN, EXPERTS)))
 def test_a_candidate_among_others_sends_what_it_sends_alone(rows: list[dict[str, int]], model: Model) -> None:
     space = space_of(rows)
@@ -67,7 +67,7 @@ def test_a_candidate_among_others_sends_what_it_sends_alone(rows: list[dict[str,
         assert totals(together, space, place) == sent(row, model)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(candidates(), min_size=1, max_size=12), st.sampled_from((EVEN, EXPERTS)))
 def test_every_message_has_bytes_and_somebody_to_go_to(rows: list[dict[str, int]], model: Model) -> None:
     space = space_of(rows)
@@ -79,7 +79,6 @@ def test_every_message_has_bytes_and_somebody_to_go_to(rows: list[dict[str, int]
         assert np.array_equal(flow.bytes, np.floor(flow.bytes))
 
 
-@settings(deadline=None)
 @given(candidates())
 def test_one_device_sends_nothing(row: dict[str, int]) -> None:
     assert sent({**row, **dict.fromkeys(("pipeline", "replica", "data", "context", "tensor"), 1)}) == {}
@@ -185,7 +184,7 @@ def gathered_for_nobody(ranks: int, micro_batches: int, per_rank: int, layers: i
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(2, 6), st.integers(1, 30), st.integers(1, 4), st.integers(24, 40))
 def test_gathers_in_vain_are_those_of_the_schedule(ranks: int, micro_batches: int, per_rank: int, layers: int) -> None:
     model = EVEN.model_copy(update={"layers": layers})

@@ -54,7 +54,7 @@ def join(parts: list[Rows]) -> Rows:
 
 
 @given(cuts=st.sets(st.integers(1, 23)), step=st.integers(0, 10**6), seed=st.integers(0, 2**32), reset=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_batch_of_a_step_is_the_same_over_any_split(
     folders: list[Path], cuts: set[int], step: int, seed: int, reset: bool
 ) -> None:

@@ -11,7 +11,7 @@ from shardwise.data.order import CYCLE, Order, key, permute, quotas
 
 
 @given(size=st.integers(1, 5000), seed=st.integers(0, 2**70))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_permute_is_a_bijection(size: int, seed: int) -> None:
     out = permute(np.arange(size), size, seed)
     assert np.array_equal(np.sort(out), np.arange(size))
@@ -23,7 +23,7 @@ def test_permute_is_a_bijection_around_powers_of_four(size: int) -> None:
 
 
 @given(st.integers(0, 2**40), st.integers(1, 64), st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_permute_of_a_part_equals_the_part_of_the_whole(start: int, count: int, seed: int) -> None:
     size = 2**41 + 12345
     whole = permute(np.arange(start, start + count), size, seed)
@@ -61,7 +61,7 @@ def test_keys_differ_in_every_part() -> None:
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_quotas_sum_to_the_cycle_and_follow_the_weights(weights: list[float]) -> None:
     shares = quotas(weights)
     assert shares.sum() == CYCLE
@@ -76,7 +76,7 @@ def test_quotas_sum_to_the_cycle_and_follow_the_weights(weights: list[float]) ->
     weights=st.lists(st.integers(1, 100), min_size=2, max_size=5),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_a_cycle_of_the_mixture_has_each_source_in_proportion_and_each_place_once(weights: list[int], seed: int) -> None:
     shares = quotas([float(weight) for weight in weights])
     huge = 10**9  # no source is exhausted, so epochs stay 0 and samples of a source must all differ
@@ -105,7 +105,7 @@ def test_a_mixture_is_mixed_from_the_start() -> None:
 
 
 @given(size=st.integers(1, 300), seed=st.integers(0, 2**40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_each_epoch_covers_every_sample_exactly_once(size: int, seed: int) -> None:
     sources, samples, epochs = Order((size,), (1.0,), seed).at(np.arange(3 * size))
     assert not sources.any()

@@ -40,7 +40,7 @@ part = st.tuples(st.lists(st.integers(0, 256), min_size=1, max_size=9), st.boole
 
 
 @given(shards=st.lists(st.lists(part, min_size=1, max_size=5), min_size=1, max_size=4), choose=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_windows_and_boundaries_equal_those_of_one_long_list(
     tmp_path_factory: pytest.TempPathFactory, shards: list[list[tuple[list[int], bool]]], choose: st.DataObject
 ) -> None:

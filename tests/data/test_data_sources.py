@@ -57,7 +57,7 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.sampled_from(["a", "\n", "é", "中", "😀", "line of words\n"]), max_size=60), st.integers(1, 9))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_pieces_of_a_text_file_join_into_the_file_and_end_after_lines(
     tmp_path_factory: pytest.TempPathFactory, parts: list[str], size: int
 ) -> None:

@@ -45,7 +45,7 @@ def imagined(rank: int, layout: Layout) -> Iterator[Mesh]:
 degrees = st.integers(1, 3)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(pipeline=st.integers(1, 2), replica=degrees, data=degrees, context=st.integers(1, 2), tensor=st.integers(1, 2))
 def test_each_share_of_the_batch_has_one_reader_for_each_place_on_the_other_axes(**sizes: int) -> None:
     layout = Layout(**sizes)

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import Config, Layout, Train, from_tables
@@ -66,7 +66,6 @@ def test_bytes_a_parameter_are_the_published_ones(precision: str, states: str, e
     assert [state_bytes(config, layout, 2, parameters=1).total for layout in layouts] == pytest.approx(expected)
 
 
-@settings(deadline=None)
 @given(devices=st.integers(1, 64), batch=st.integers(1, 512), replica=st.integers(1, 4))
 def test_a_plan_covers_the_batch_exactly_or_is_refused(devices: int, batch: int, replica: int) -> None:
     tables = {"data": {"source": "x"}, "train": {"global_batch": batch}, "layout": {"replica": replica}}
@@ -138,7 +137,6 @@ def test_a_layout_that_a_plan_completes_leaves_nothing_open() -> None:
     assert (len(layout.stages), sum(layout.stages)) == (4, 12)
 
 
-@settings(deadline=None)
 @given(
     devices=st.sampled_from([1, 2, 4, 8, 16]),
     layout=st.fixed_dictionaries(

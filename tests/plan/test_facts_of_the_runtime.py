@@ -40,7 +40,7 @@ def both(rows: list[dict[str, int]]) -> tuple[list[Layout], Space]:
     return [layout_of(row) for row in rows], space_of(rows)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=st.lists(ROWS, min_size=1, max_size=20), experts=st.sampled_from([0, 24]))
 def test_the_engine_of_each_layout_is_that_of_the_array(rows: list[dict[str, int]], experts: int) -> None:
     layouts, space = both(rows)
@@ -55,7 +55,7 @@ def test_the_engine_of_each_layout_is_that_of_the_array(rows: list[dict[str, int
         assert shares_weights(layout, experts) == shares_weights(space, experts)[place]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=st.lists(ROWS, min_size=1, max_size=20))
 def test_the_grid_of_each_layout_is_that_of_the_array(rows: list[dict[str, int]]) -> None:
     layouts, space = both(rows)

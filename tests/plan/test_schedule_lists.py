@@ -53,7 +53,7 @@ def graph(schedule: Schedule) -> TopologicalSorter[tuple[int, str, int]]:
     return sorter
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(names, ranks_, micro_batches_, per_rank_)
 def test_every_schedule_does_the_same_work_and_cannot_hang(name: str, ranks: int, micro_batches: int, per_rank: int) -> None:
     schedule = make(name, ranks, micro_batches, per_rank)
@@ -64,7 +64,7 @@ def test_every_schedule_does_the_same_work_and_cannot_hang(name: str, ranks: int
     assert problems_of(schedule) == []
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(names, st.integers(2, 8), st.integers(1, 20), st.integers(1, 3))
 def test_torch_reads_every_action_and_can_place_the_messages(name: str, ranks: int, micro_batches: int, per_rank: int) -> None:
     schedule = make(name, ranks, micro_batches, per_rank)

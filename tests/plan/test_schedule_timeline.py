@@ -71,7 +71,7 @@ def test_dualpipev_waits_no_longer_than_published(p: int, m: int, forward: int, 
         assert waited == (p - 1) * forward
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.sampled_from(SCHEDULES), st.integers(1, 8), st.integers(1, 24), st.integers(1, 3), st.sampled_from(COSTS))
 def test_no_schedule_beats_the_bounds_of_the_pipeline(name: str, p: int, m: int, v: int, costs: tuple[int, int, int]) -> None:
     """The last rank cannot start before p-1 forwards; one micro-batch cannot be quicker than its own chain; and nothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import PRESETS, Model
@@ -30,7 +30,6 @@ def costs_of(counts: tuple[int, ...], costs: list[int], first: int, last: int) -
     return sums
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data(), st.integers(0, 20), st.integers(0, 20))
 def test_no_other_cut_has_a_cheaper_slowest_stage_or_is_as_good_and_more_even(
     costs: list[int], data: st.DataObject, first: int, last: int

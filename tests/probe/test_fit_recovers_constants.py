@@ -29,7 +29,7 @@ def noisy(times: list[float], seed: int, share: float = 0.03) -> list[float]:
     return [float(time) for time in np.array(times) * (1 + share * np.random.default_rng(seed).uniform(-1, 1, len(times)))]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SPEEDS, KNEES, st.floats(0, 5))
 def test_products_without_noise_give_speed_and_knee_exactly(speed: float, knee: float, launches: float) -> None:
     launch = launches * product_time(*SHAPES[0], speed, knee)  # the smallest product may be mostly launch
@@ -38,7 +38,7 @@ def test_products_without_noise_give_speed_and_knee_exactly(speed: float, knee: 
     assert found.knee == pytest.approx(knee, rel=1e-5)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.floats(1e12, 1e15), KNEES)
 def test_a_launch_that_is_not_told_is_found_and_left_out(speed: float, knee: float) -> None:
     shapes = FULL["cuda"].shapes
@@ -47,7 +47,7 @@ def test_a_launch_that_is_not_told_is_found_and_left_out(speed: float, knee: flo
     assert found.knee == pytest.approx(knee, rel=1e-4)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SPEEDS, KNEES, st.integers(0, 10**6))
 def test_products_with_noise_give_speed_and_knee_nearly(speed: float, knee: float, seed: int) -> None:
     found = fit_products(SHAPES, noisy([product_time(*shape, speed, knee) for shape in SHAPES], seed), 0.0)
@@ -55,7 +55,7 @@ def test_products_with_noise_give_speed_and_knee_nearly(speed: float, knee: floa
     assert found.knee == pytest.approx(knee, rel=0.25, abs=3)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SPEEDS, KNEES, st.integers(0, 10**6))
 def test_products_that_something_disturbed_hardly_count(speed: float, knee: float, seed: int) -> None:
     times = noisy([product_time(*shape, speed, knee) for shape in SHAPES], seed, 0.01)
@@ -66,7 +66,7 @@ def test_products_that_something_disturbed_hardly_count(speed: float, knee: floa
     assert found.flops == pytest.approx(speed, rel=0.15)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SPEEDS, KNEES, st.floats(0, 5))
 def test_another_precision_is_found_with_the_knee_given(speed: float, knee: float, launches: float) -> None:
     shapes = FULL["cpu"].few_shapes
@@ -75,7 +75,7 @@ def test_another_precision_is_found_with_the_knee_given(speed: float, knee: floa
     assert speed_with_knee(shapes, times, knee, launch) == pytest.approx(speed, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(SPEEDS, st.floats(0, 2000))
 def test_attention_gives_speed_and_knee(speed: float, knee: float) -> None:
     flops = [4.0 * 8 * 64 * length**2 / 2 for length in LENGTHS]
@@ -96,7 +96,7 @@ RINGS = {  # seconds by the tables of a ring, full tensor of so many bytes
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(2, 64), st.floats(1e-6, 1e-3), st.floats(1e8, 5e11), st.integers(0, 10**6))
 def test_collectives_give_latency_and_bus_bandwidth(kind: str, members: int, latency: float, bandwidth: float, seed: int) -> None:
     times = [latency + RINGS[kind](size, members, bandwidth) for size in SIZES]
@@ -110,7 +110,7 @@ def test_collectives_give_latency_and_bus_bandwidth(kind: str, members: int, lat
         assert near.latency + RINGS[kind](size, members, near.bandwidth) == pytest.approx(time, rel=0.06)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.floats(1e-6, 10.0), min_size=len(SIZES), max_size=len(SIZES)), st.sampled_from(KINDS))
 def test_whatever_was_timed_the_figures_are_usable(times: list[float], kind: str) -> None:
     found = fit_collective(kind, 4, SIZES, times)
@@ -122,7 +122,7 @@ def test_whatever_was_timed_the_figures_are_usable(times: list[float], kind: str
     assert 0 <= speed.knee < np.inf
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.floats(0.1, 5.0), st.floats(0.1, 5.0), st.floats(0.01, 0.5))
 def test_where_a_factor_would_be_negative_it_is_none_and_the_rest_is_the_best_without_it(a: float, b: float, less: float) -> None:
     """Falling times cannot come from a cost that grows with size: what is left is a constant."""

@@ -88,7 +88,6 @@ def test_the_powers_of_the_optimum_are_those_of_the_papers() -> None:
         assert found == pytest.approx(power, abs=1e-4)
 
 
-@settings(deadline=None)
 @given(laws, budgets)
 def test_a_search_finds_the_minimum_of_the_closed_form(law: Law, flops: float) -> None:
     best = optimum(law, flops)
@@ -101,7 +100,6 @@ def test_a_search_finds_the_minimum_of_the_closed_form(law: Law, flops: float) -
     assert 6 * best.parameters * best.tokens == pytest.approx(flops)
 
 
-@settings(deadline=None)
 @given(budgets, st.floats(1, 1000))
 def test_more_compute_never_raises_the_loss_nor_shrinks_the_model(flops: float, more: float) -> None:
     less, best = chinchilla(flops), chinchilla(flops * more)
@@ -112,7 +110,6 @@ def test_more_compute_never_raises_the_loss_nor_shrinks_the_model(flops: float, 
     assert best.replicated.loss <= less.replicated.loss
 
 
-@settings(deadline=None)
 @given(budgets)
 def test_no_allocation_is_better_than_the_laws_own(flops: float) -> None:
     best = chinchilla(flops)
@@ -120,7 +117,6 @@ def test_no_allocation_is_better_than_the_laws_own(flops: float) -> None:
     assert best.replicated.loss <= loss(BESIROGLU, best.parameters, best.tokens) * (1 + 1e-12)
 
 
-@settings(deadline=None)
 @given(laws, budgets)
 def test_the_compute_for_a_loss_is_the_compute_that_gives_it(law: Law, flops: float) -> None:
     assert flops_for(law, optimum(law, flops).loss) == pytest.approx(flops, rel=1e-6)
@@ -130,7 +126,6 @@ def test_no_compute_reaches_the_floor() -> None:
     assert flops_for(HOFFMANN, 1.69) == math.inf
 
 
-@settings(deadline=None)
 @given(budgets, st.floats(0.01, 100))
 def test_a_settled_size_spends_the_budget_at_most_as_well_as_the_best(flops: float, factor: float) -> None:
     best = optimum(BESIROGLU, flops)
@@ -167,7 +162,6 @@ def test_device_hours_of_llama_3_are_what_its_model_card_says() -> None:
     assert slow == pytest.approx(30.84e6, rel=0.15)
 
 
-@settings(deadline=None)
 @given(st.floats(0.01, 1000), st.integers(1, 100_000), st.floats(1e9, 1e16))
 def test_days_of_compute_take_as_many_days(days: float, devices: int, speed: float) -> None:
     assert cost(compute_of(days, devices, speed), speed, devices).seconds == pytest.approx(days * 86400)
@@ -176,7 +170,7 @@ def test_days_of_compute_take_as_many_days(days: float, devices: int, speed: flo
 # -- shapes --------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(8, 12).map(lambda power: 10.0**power), st.sampled_from([257, 32_000, 50_257, 128_256, 151_936]))
 def test_a_shape_has_about_the_parameters_wished_for_and_divides_well(parameters: float, vocabulary: int) -> None:
     shape = shape_for(parameters, vocabulary)

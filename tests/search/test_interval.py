@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.search.interval import advise, best_interval, expected_goodput, failures, plan_checkpoints, storage_bytes
@@ -15,7 +15,6 @@ costs = st.floats(0.01, 600)
 times = st.floats(HOUR, 1e7)
 
 
-@settings(deadline=None)
 @given(costs, times)
 def test_no_other_interval_loses_less(save: float, between: float) -> None:
     best = best_interval(save, between)
@@ -93,7 +92,6 @@ def test_saving_in_the_foreground_stops_for_the_whole_save_and_so_saves_less_oft
     assert front.advice.expected_goodput < behind.advice.expected_goodput
 
 
-@settings(deadline=None)
 @given(st.floats(1e8, 1e12), st.integers(1, 2048), st.floats(1e8, 1e11), st.floats(1.1, 10))
 def test_faster_storage_or_rarer_failures_never_lower_goodput(size: float, nodes: int, bandwidth: float, more: float) -> None:
     plain = plan_checkpoints(size, 8 * nodes, bandwidth, nodes, 0.001).advice.expected_goodput

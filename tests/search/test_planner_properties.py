@@ -27,7 +27,7 @@ from shardwise.plan.timeline import play, programme, simulate
 from shardwise.search.candidates import candidates
 from shardwise.search.search import NEAR, SearchResult, search, work_of
 
-few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+few = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 fewer = settings(few, max_examples=8)
 DENSE = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "ffn": 1408, "vocabulary": 3001}
 EXPERTS = {**DENSE, "experts": 8, "experts_per_token": 2, "expert_ffn": 352, "shared_experts": 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.search.requirements import least_bandwidth, ring_hops, wire_bytes
@@ -31,7 +31,6 @@ def test_the_bandwidth_for_a_gradient_sum_by_hand() -> None:
     assert least_bandwidth(wire, 2.0) == pytest.approx(31.5e9)
 
 
-@settings(deadline=None)
 @given(sizes, times, st.integers(2, 4096), st.floats(0, 0.5))
 def test_the_least_bandwidth_hides_everything_and_less_does_not(wire: float, seconds: float, members: int, share: float) -> None:
     hops = float(ring_hops("all_reduce", members))
@@ -41,7 +40,6 @@ def test_the_least_bandwidth_hides_everything_and_less_does_not(wire: float, sec
     assert wire / (0.9 * least) + hops * latency > seconds
 
 
-@settings(deadline=None)
 @given(sizes, times, st.floats(1.01, 100))
 def test_more_time_never_needs_more_bandwidth(wire: float, seconds: float, more: float) -> None:
     assert least_bandwidth(wire, seconds * more) <= least_bandwidth(wire, seconds)
@@ -51,7 +49,6 @@ def test_no_bandwidth_is_enough_where_latency_alone_takes_longer() -> None:
     assert least_bandwidth(1.0, 1.0, hops=10, latency=0.1) == np.inf
 
 
-@settings(deadline=None)
 @given(shares, st.integers(1, 100_000))
 def test_speed_ups_stay_between_one_and_the_devices(serial: float, devices: int) -> None:
     faster = speedup(serial, devices)

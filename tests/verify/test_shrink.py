@@ -101,7 +101,6 @@ def stages(config: Config) -> int:
 
 ANY_JOB = settings(
     max_examples=60,
-    deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
