@@ -158,6 +158,18 @@ def reduce_gathered(unit: FSDPModule) -> None:
             group.post_backward()
 
 
+def unit_pieces(unit: FSDPModule) -> Iterator[tuple[torch.nn.Module, str, torch.Size]]:
+    """The parameters of a unit, in the order in which FSDP2 lays their gradients one after the other: whose they are, and the
+    shape of one device's piece of each, padded where pieces are not equal.
+    """
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in groups:
+        for parameter in group.fsdp_params if group is not None else []:
+            info = parameter._module_info
+            yield info.module, info.param_name, parameter.padded_sharded_param_size
+
+
 def end_backward(root: FSDPModule) -> None:
     """Wait for the reductions, and leave FSDP2 as after an ordinary backward."""
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]

@@ -45,10 +45,11 @@ from shardwise.checkpoint.folder import (
     resume_candidates,
     step_of,
 )
+from shardwise.checkpoint.residuals import RESIDUAL, deal_out
 from shardwise.checkpoint.storage import storage
 from shardwise.checkpoint.write import SaveRefused, write_together
 from shardwise.comm import Peers
-from shardwise.config import Config
+from shardwise.config import Config, Layout
 from shardwise.errors import RunFailed, Unreadable, UserError
 from shardwise.files import may_pass
 from shardwise.mesh import Mesh
@@ -257,7 +258,7 @@ class Checkpointer:
         contents = opened[-1]
         # A run that moves from CPU to GPU finds no state of the GPU's generator.
         random = {name: value for name, value in random_state(rank, device).items() if same_world and name in contents.tensors}
-        _patiently(lambda: self._together(lambda: _load({**_expected(state, contents), **random}, contents)))
+        _patiently(lambda: self._together(lambda: _load({**_expected(state, contents, self.mesh.layout), **random}, contents)))
         set_random_state(random, rank, device)
 
     def _run_in_background(self, task: _Save, numbers: State, stall: float) -> None:
@@ -381,8 +382,19 @@ def _prune(task: _Save) -> None:
         log.warning("old checkpoints in %s could not be removed: %s", task.folder, error)
 
 
-def _expected(state: State, contents: Contents) -> State:
-    """What a checkpoint is to fill; moments are left out, and zero, where it holds none at all."""
+def _expected(state: State, contents: Contents, layout: Layout) -> State:
+    """What a checkpoint is to fill. Moments are left out, and zero, where it holds none at all. What compression left out is
+    dealt out anew where the layout is another, and PowerSGD's factors stay as they begin where there are none of this size."""
+    residuals = {name: value for name, value in state.items() if name.startswith(RESIDUAL)}
+    same = contents.manifest.layout == layout.model_dump() and all(name in contents.tensors for name in residuals)
+    if residuals and not same:
+        deal_out(residuals, contents)
+    known = {name for name, value in state.items() if name in contents.tensors and contents.tensors[name].shape == value.shape}
+    state = {
+        name: value
+        for name, value in state.items()
+        if (name not in residuals or same) and (not name.startswith("factor.") or name in known)
+    }
     if any(name.startswith("optimizer.") for name in contents.tensors):
         return state
     for name, part in own_parts(state).items():

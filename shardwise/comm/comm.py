@@ -13,6 +13,7 @@ timed there, and what cannot, is said where it happens.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -35,9 +36,14 @@ class Comm:
     mesh: Mesh
     ledger: Ledger = field(default_factory=Ledger)
     clock: StepClock = field(init=False)
+    step: int = 0
+    """The step that is being done, counted from 1."""
+    loss_scale: float = 1.0
+    """What gradients are multiplied by in it."""
 
     def __post_init__(self) -> None:
         self.clock = StepClock("cuda" if self.mesh.device.type == "cuda" else "cpu")
+        self._thread = threading.get_ident()
 
     @property
     def device(self) -> torch.device:
@@ -97,7 +103,8 @@ class Comm:
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around a call that blocks until the peers have come too: on a CPU, its time is exposed communication."""
-        return self.clock.span(EXPOSED) if self.device.type == "cpu" else nullcontext()
+        stands_still = self.device.type == "cpu" and threading.get_ident() == self._thread  # else others compute meanwhile
+        return self.clock.span(EXPOSED) if stands_still else nullcontext()
 
     def working(self) -> AbstractContextManager[None]:
         """Around work inside a wait: on a CPU, its time is forward and backward again."""
@@ -108,9 +115,10 @@ class Comm:
         self.all_reduce(tensor, "data")
         return self.all_reduce(tensor, "replica")
 
-    def count(self, kind: str, axis: str, full: Tensor) -> None:
-        """Enter one collective in the ledger; `full` is the whole tensor it handles."""
-        self.ledger.record(kind, axis, full.numel() * full.element_size())
+    def count(self, kind: str, axis: str, full: Tensor, plain: Tensor | None = None) -> None:
+        """Enter one collective in the ledger; `full` is the whole tensor it handles, `plain` the one that it stands for."""
+        before = None if plain is None else plain.numel() * plain.element_size()
+        self.ledger.record(kind, axis, full.numel() * full.element_size(), before)
 
 
 class Exchange:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from shardwise.config.compression import Compression
 from shardwise.config.schema import ClusterSection, Data, Layout, Model, Section, Train
 
 MOST_WEIGHTS = 10**15
@@ -104,6 +105,33 @@ def _layout(layout: Layout) -> Iterator[str]:
         yield "layout.data = 0: give a number of devices, or -1 for the rest of them"
     if layout.offload and layout.zero == 0:
         yield "layout.offload = true: only sharded states can be offloaded; use layout.zero = 1, 2 or 3"
+    yield from _compression(layout)
+
+
+def _compression(layout: Layout) -> Iterator[str]:
+    if layout.compression is None:
+        for name, usual in (("compression_axes", "all"), ("compression_warmup", 0), ("error_feedback", None)):
+            if (value := getattr(layout, name)) != usual:
+                yield f"layout.{name} = {value!r}: has no effect without layout.compression; leave it out, or name a codec"
+        return
+    compression = Compression.parse(layout.compression)
+    if layout.compression_axes == "replica" and layout.replica == 1:
+        yield "layout.compression_axes = 'replica': there is one replica; give layout.replica, or compress over 'all' axes"
+    elif layout.compression_axes == "replica" and layout.zero == 0:
+        yield (
+            "layout.compression_axes = 'replica': with layout.zero = 0 all copies are summed at once; use layout.zero = 1, 2 or "
+            "3, or compress over 'all' axes"
+        )
+    if layout.error_feedback and not compression.shrinks:
+        yield (
+            f"layout.error_feedback = true: {compression}'s errors are larger than the gradient, so what is left out would grow "
+            "without end; leave it out: they average out over steps"
+        )
+    if compression.name == "powersgd" and layout.tensor * layout.expert > 1:
+        yield (
+            f"layout.compression = {layout.compression!r}: needs whole matrices, and layout.tensor = {layout.tensor}, "
+            f"layout.expert = {layout.expert} split them; use another codec, 'int8' say"
+        )
 
 
 def _positions(model: Model, data: Data) -> Iterator[str]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from shardwise.config.compression import Compression
 
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
@@ -206,6 +208,20 @@ class Layout(Section):
     offload: bool = Field(
         False, description="keep weights, gradients and optimizer state in host memory between uses (GPUs; not with zero = 0)"
     )
+    compression: str | None = Field(
+        None,
+        description="how gradients are compressed between devices, which changes the numbers: `bf16`, `fp16`, `fp8`, `int8`, "
+        "`int4`, `qsgd(4)`, `terngrad`, `sign`, `topk(0.01)`, `randomk(0.01)`, `powersgd(4)`; see docs/compression.md",
+    )
+    compression_axes: Literal["all", "replica"] = Field(
+        "all", description="which sums are compressed: all over data-parallel devices, or those between replicas alone"
+    )
+    compression_warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps before compression begins")
+    error_feedback: bool | None = Field(
+        None,
+        description="whether what a codec leaves out is added to the next gradient; left out: yes, but for `terngrad` and "
+        "`qsgd(2)`, whose errors exceed the gradient and average out instead",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -218,6 +234,11 @@ class Layout(Section):
         if twice := {axis for axis in axes if axes.count(axis) > 1}:
             raise ValueError(f"{', '.join(sorted(twice))} is given twice, under two spellings; keep one")
         return dict(zip(axes, values.values(), strict=True))
+
+    @field_validator("compression")
+    @classmethod
+    def _known_codec(cls, value: str | None) -> str | None:
+        return None if value is None else str(Compression.parse(value))
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:

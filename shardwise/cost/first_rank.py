@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Literal
 
 import numpy as np
 
 from shardwise.config import Model
+from shardwise.config.compression import is_compressed
 from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes
 from shardwise.cost.space import RECOMPUTE, Array, Bools, Ints, Space, Work, distinct, take
 from shardwise.cost.stack import Stack
@@ -120,6 +122,21 @@ class FirstRank:
         """Of its units."""
         return sizes(self.work.model, self.space.tensor, self.shards)
 
+    @cached_property
+    def compressed(self) -> Sizes:
+        """Of its units, what is compressed where gradients are."""
+        return sizes(self.work.model, self.space.tensor, self.shards, "compressed")
+
+    @cached_property
+    def rows(self) -> Sizes:
+        """Of its units, the rows of all matrices that are compressed."""
+        return sizes(self.work.model, self.space.tensor, self.shards, "rows")
+
+    @cached_property
+    def columns(self) -> Sizes:
+        """And their columns."""
+        return sizes(self.work.model, self.space.tensor, self.shards, "columns")
+
     @property
     def block(self) -> Ints:
         """Numbers in the unit of a block."""
@@ -175,23 +192,30 @@ class Sizes:
     whole_norm: Ints
 
 
-def sizes(model: Model, tensor: Ints, shards: Ints) -> Sizes:
+Measure = Literal["all", "compressed", "rows", "columns"]
+"""What is counted: all numbers, those whose gradients can be compressed, or the rows or columns of the matrices of these."""
+
+
+def sizes(model: Model, tensor: Ints, shards: Ints, measure: Measure = "all") -> Sizes:
     """For each pair of a tensor degree and a number of shards, of which there are few."""
     first, index = distinct([tensor, shards])
     pairs = zip(tensor[first].tolist(), shards[first].tolist(), strict=True)
-    table = np.asarray([_sizes_of(model, *pair) for pair in pairs], dtype=np.int64).reshape(-1, 9)[index]  # (candidates, 9)
-    return Sizes(*table.T)
+    table = np.asarray([_sizes_of(model, *pair, measure) for pair in pairs], dtype=np.int64).reshape(-1, 9)
+    return Sizes(*table[index].T)
 
 
 @lru_cache(maxsize=65536)
-def _sizes_of(model: Model, tensor: int, shards: int) -> tuple[int, ...]:
+def _sizes_of(model: Model, tensor: int, shards: int, measure: Measure) -> tuple[int, ...]:
     parts = dict.fromkeys(("block", "router", "embedding", "positions", "norm", "head"), 0)
     whole = dict(parts)
     for name, shape in parameter_shapes(model.model_copy(update={"layers": 1})).items():
         if ".experts." in name:
             continue
         part, dim = "block" if name.startswith("blocks.") else name.partition(".")[0], split_dim(name, model, tensor)
+        if measure != "all" and not (is_compressed(shape) and (tensor == 1 or dim is not None)):
+            continue
         own = sliced(shape, dim, tensor, shards)
-        parts["router" if computes_wide(name) else part] += int(own.gathered)
+        counted = {"rows": int(own.gathered) // shape[-1], "columns": shape[-1]}.get(measure, int(own.gathered))
+        parts["router" if computes_wide(name) else part] += counted
         whole[part] += 0 if dim is not None else int(own.shard)
     return (*parts.values(), whole["block"], whole["positions"], whole["norm"])

@@ -30,6 +30,7 @@ from shardwise.plan.chunks import chunk_bytes
 from shardwise.plan.dtypes import BYTES, wide
 from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.grid import expert_shards
+from shardwise.plan.memory import residual_numbers
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.plan.slices import Part, Parts, parts_of
 
@@ -66,10 +67,12 @@ def _hold_layouts(work: Work, layouts: Space, stack: Stack) -> Holdings:
     parts, stages = _parts(work.model, layouts), cut(work, layouts, stack)
     engine, alone, folded = engine_of(layouts, work.model.experts), layouts.pipeline == 1, stages.folded
     own, end = parts["block"] + parts["experts"], parts["last"] + parts["copy"] * (~alone).astype(float)
+    shared = replace(Part(), compressed=parts["copy"].compressed, compressed_shard=parts["copy"].compressed_shard) * -1.0
+    shared *= (~alone).astype(float)  # what two stages sum is not compressed
     ranks = [
-        own * stages.first + parts["first"] + end * (alone | folded).astype(float),
+        own * stages.first + parts["first"] + shared + (end + shared) * (alone | folded).astype(float),
         own * stages.middle,
-        own * np.where(folded, 0.0, stages.last) + end * (~folded).astype(float),
+        own * np.where(folded, 0.0, stages.last) + (end + shared) * (~folded).astype(float),
     ]
     states = [_states(work, layouts, stack, engine, rank) for rank in ranks]
     totals = np.stack([sum(kinds.values(), np.zeros(len(layouts))) for kinds in states])  # (3, layouts)
@@ -89,8 +92,7 @@ def _parts(model: Model, layouts: Space) -> dict[str, Part]:
 
     def part(name: str) -> Part:
         parts = [getattr(way, name) for way in ways]
-        rows = [(part.whole, part.shard, part.gathered, part.wide) for part in parts]
-        table = np.asarray(rows).reshape(-1, 4)[index]  # (layouts, 4)
+        table = np.asarray([part.counts for part in parts])[index]  # (layouts, counts)
         return Part(*table.T)
 
     return {field.name: part(field.name) for field in fields(Parts)}
@@ -199,7 +201,7 @@ def _without_the_hosts(work: Work, space: Space, states: dict[str, Array], held:
     on_host = {"weights": stored * held.sharded, "gradients": stored * held.sharded, "optimizer": 2 * stored * held.sharded}
     whole = (space.zero == 1) & (space.accumulation > 1)
     on_host["gradients"] = np.where(whole, 0.0, on_host["gradients"])
-    return {name: np.where(offloaded, np.maximum(value - on_host[name], 0.0), value) for name, value in states.items()}
+    return {name: np.where(offloaded, np.maximum(value - on_host.get(name, 0.0), 0.0), value) for name, value in states.items()}
 
 
 def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) -> dict[str, Array]:
@@ -213,7 +215,8 @@ def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) 
     wider = BYTES[wide(work.precision)] - computed if stack.wide_routers else 0.0
     weights = stored * held.shard + np.where(engine.keeps_gathered, computed * held.gathered + wider * held.wide, 0.0)
     gradients = np.where(whole, reduced * held.whole, stored * held.shard)
-    return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard}
+    residuals = reduced * residual_numbers(held, work.compression, space.zero, space.replica) + np.zeros(len(space))
+    return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard, "residuals": residuals}
 
 
 def _two_copies(space: Space, stack: Stack, engine: Engine, held: Part, stored: float) -> dict[str, Array]:

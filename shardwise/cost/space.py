@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config import Config, Layout, Model, context_attention
+from shardwise.config.compression import SumCompression
 from shardwise.plan.schedule import SCHEDULES, stages_on_a_rank
 from shardwise.plan.stages import stage_blocks
 
@@ -49,6 +50,8 @@ class Work:
     """Blocks of each pipeline stage, where they were given by hand: they hold for candidates with as many stages."""
     compile: bool | str = "auto"
     """As `train.compile`."""
+    compression: SumCompression | None = None
+    """Of gradients on the wire, once its warm-up is over."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:
         """Blocks of each of so many stages: by hand, or as they are cut by cost."""

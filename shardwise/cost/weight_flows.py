@@ -16,48 +16,98 @@ and in a run with replicas what was scattered is summed over them, once. Where b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from shardwise.config import Model
-from shardwise.cost.first_rank import FirstRank
-from shardwise.cost.flow import Flow, calls, units
+from shardwise.config.compression import Compression, is_compressed
+from shardwise.cost.first_rank import FirstRank, Sizes
+from shardwise.cost.flow import Flow, When, calls, units
 from shardwise.cost.space import Bools, Ints
 from shardwise.cost.stack import SHARDWISE
 from shardwise.cost.stages import gathered_in_vain
 from shardwise.plan.engine import has_schedule
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, devices
-from shardwise.plan.parameters import parameter_shapes
+from shardwise.plan.parameters import Shape, parameter_shapes
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes of gradients that torch's DistributedDataParallel sums at once."""
-Units = tuple[Any, Any]
-"""How many units, and the numbers in all of them."""
-NOTHING: Units = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Units:
+    """Units of one size: how many, and what is in all of them."""
+
+    count: Any = 0.0
+    numbers: Any = 0.0
+    compressed: Any = 0.0
+    """Of the numbers, those whose gradients a job may compress."""
+    rows: Any = 0.0
+    """Of the matrices that they are in."""
+    columns: Any = 0.0
+
+    def __add__(self, other: Units) -> Units:
+        return Units(*(own + others for own, others in zip(self._fields, other._fields, strict=True)))
+
+    @property
+    def pair(self) -> tuple[Any, Any]:
+        """How many, and the numbers in them."""
+        return self.count, self.numbers
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        return self.count, self.numbers, self.compressed, self.rows, self.columns
+
+    def shard(self, shards: Ints) -> Units:
+        """What one of so many devices has of them; it has all columns."""
+        return Units(self.count, self.numbers // shards, self.compressed // shards, self.rows // shards, self.columns)
 
 
 def weight_flows(rank: FirstRank) -> Iterator[Flow]:
     """Of blocks, ends and experts, whatever engine holds them."""
-    space, model, sizes = rank.space, rank.work.model, rank.sizes
+    space, model = rank.space, rank.work.model
     sharded = ~(rank.engine.single | rank.plain)
     apart = (space.pipeline > 1) | (not model.tied)  # the embedding is a unit by itself
     positions, head = (1 if model.positions == "learned" else 0), rank.head.astype(np.int64)
-    own_head = sizes.embedding if model.tied else sizes.head
-    blocks = rank.cut.first, rank.cut.first * rank.block
-    embedding = apart * 1.0, np.where(apart, sizes.embedding, 0.0)
-    root = (
-        np.where(space.pipeline == 1, 1.0, positions + head),
-        sizes.positions + head * (sizes.norm + np.where(apart, own_head, sizes.embedding)),
+    compressed = _measures(rank)
+    blocks = Units(rank.cut.first, *(rank.cut.first * each.block for each in (rank.sizes, *compressed)))
+    shared = (space.pipeline > 1) & model.tied  # then its gradients are summed over stages too, and not compressed
+    embedding = Units(
+        apart * 1.0,
+        np.where(apart, rank.sizes.embedding, 0.0),
+        *(np.where(apart & ~shared, each.embedding, 0.0) for each in compressed),
     )
-    yield from _sharded(rank, SHARDS, rank.shards, sharded, rank.gathered, blocks, embedding, root)
+
+    def at_the_end(of: Sizes, tied: Any) -> Any:
+        return head * (of.norm + np.where(apart, tied if model.tied else of.head, of.embedding))
+
+    alone = space.pipeline == 1  # then all that remains is one unit
+    last = Units(
+        np.where(alone, 1.0, head),
+        np.where(alone, rank.sizes.positions, 0) + at_the_end(rank.sizes, rank.sizes.embedding),
+        *(np.where(alone, each.positions, 0) + at_the_end(each, 0) for each in compressed),
+    )
+    first = Units(np.where(alone, 0.0, positions), *(np.where(alone, 0, each.positions) for each in (rank.sizes, *compressed)))
+    yield from _sharded(rank, SHARDS, rank.shards, sharded, rank.gathered, blocks, embedding, (first, last))
     if model.experts:
         yield from _experts(rank, sharded)
         yield from _routers(rank, sharded)
-    buckets, whole = _buckets(model, rank.stored)
-    yield units("all_reduce", COPIES, "once", rank.plain, (buckets, whole), rank.stack.reduce_bytes / SHARDWISE.reduce_bytes)
+    yield from _of_buckets(rank)
+
+
+def _measures(rank: FirstRank) -> list[Sizes]:
+    """Of what is compressed the numbers, and for PowerSGD rows and columns; nothing where nothing is."""
+    if rank.work.compression is None:
+        return []
+    return [rank.compressed, rank.rows, rank.columns] if rank.work.compression.codec.name == "powersgd" else [rank.compressed]
+
+
+NOTHING = Units()
 
 
 def gathered_ahead(rank: FirstRank) -> Iterator[Flow]:
@@ -75,14 +125,19 @@ def _experts(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
     own = model.experts // rank.space.expert
     if rank.stack.whole_experts:
         own = -(-own // rank.expert_shards) * rank.expert_shards
-    size = rank.cut.first * own * 3 * model.expert_width * model.hidden
-    yield from _sharded(rank, EXPERT_SHARDS, rank.expert_shards, sharded, rank.gathered, (rank.cut.first, size))
+    width, hidden, number = model.expert_width, model.hidden, rank.cut.first * own
+    size = number * 3 * width * hidden
+    squeezed = is_compressed((model.experts, width, hidden))
+    experts = Units(rank.cut.first, size)
+    if squeezed:  # two matrices into the experts, and one out of them
+        experts = Units(rank.cut.first, size, size, number * (2 * width + hidden), rank.cut.first * (2 * hidden + width))
+    yield from _sharded(rank, EXPERT_SHARDS, rank.expert_shards, sharded, rank.gathered, experts)
 
 
 def _routers(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
     """Gathered in the dtype of sums, so that no score is rounded."""
     if rank.stack.wide_routers:
-        routers = rank.cut.first, rank.cut.first * rank.sizes.router
+        routers = Units(rank.cut.first, *(rank.cut.first * each.router for each in (rank.sizes, *_measures(rank))))
         yield from _sharded(rank, SHARDS, rank.shards, sharded, rank.wide, routers)
 
 
@@ -94,38 +149,79 @@ def _sharded(
     width: float,
     blocks: Units,
     embedding: Units = NOTHING,
-    root: Units = NOTHING,
+    rest: Sequence[Units] = (),
 ) -> Iterator[Flow]:
     """Units that are sharded over this axis, where they are `here`, and gathered in so many bytes a weight."""
     space, stack, several = rank.space, rank.stack, here & (shards > 1)
-    ends = embedding[0] + root[0], embedding[1] + root[1]
-    twice = embedding[0] + ends[0], embedding[1] + ends[1]
-    everything = blocks[0] + ends[0], blocks[1] + ends[1]
+    ends = sum(rest, embedding)
+    groups = [blocks + ends] if rank.work.compression is None else [blocks, embedding, *rest]  # a codec encodes each by itself
     three = (rank.engine.zero == 3) & ~rank.engine.splits_backward
     at_end = rank.engine.splits_backward | ((rank.engine.zero == 1) & (not stack.reduce_each))
     each_gather, each_sum = space.accumulation * (several & three), space.accumulation * (several & ~at_end)
-    yield units("all_gather", axis, "forward", each_gather, blocks, width)
-    yield units("all_gather", axis, "backward", each_gather, blocks, width)
-    yield units("all_gather", axis, "ends", each_gather, twice, width)
-    yield units("reduce_scatter", axis, "backward", each_sum, blocks, rank.reduced)
-    yield units("reduce_scatter", axis, "ends", each_sum, ends, rank.reduced)
-    weights = max(stack.gathers_after, 1) * everything[0], everything[1]  # gathered one by one, where a program does that
-    yield units("all_gather", axis, "step" if stack.gathers_after else "once", several & ~three, weights, width)
-    yield units("reduce_scatter", axis, "once", several & at_end, everything, rank.reduced)
+    yield units("all_gather", axis, "forward", each_gather, blocks.pair, width)
+    yield units("all_gather", axis, "backward", each_gather, blocks.pair, width)
+    yield units("all_gather", axis, "ends", each_gather, (embedding + ends).pair, width)
+    yield from _sums(rank, "reduce_scatter", axis, "backward", each_sum, blocks, shards)
+    for unit in [ends] if rank.work.compression is None else [embedding, *rest]:
+        yield from _sums(rank, "reduce_scatter", axis, "ends", each_sum, unit, shards)
     among_copies = here & (rank.engine.zero == 0) & (space.replica * devices(axis, space) > 1)
-    yield units("all_reduce", f"replica x {axis}", "once", among_copies, everything, rank.reduced)
     among_replicas = here & (rank.engine.zero > 0) & (space.replica > 1)
-    yield units("all_reduce", "replica", "once", among_replicas, (everything[0], everything[1] // shards), rank.reduced)
+    for unit in groups:
+        gathered = max(stack.gathers_after, 1) * unit.count, unit.numbers  # one by one, where a program does that
+        yield units("all_gather", axis, "step" if stack.gathers_after else "once", several & ~three, gathered, width)
+        yield from _sums(rank, "reduce_scatter", axis, "once", several & at_end, unit, shards)
+        copies = f"replica x {axis}"
+        yield from _sums(rank, "all_reduce", copies, "once", among_copies, unit, devices(copies, space))
+        yield from _sums(rank, "all_reduce", "replica", "once", among_replicas, unit.shard(shards), space.replica)
+
+
+def _sums(rank: FirstRank, kind: str, axis: str, when: When, times: Any, unit: Units, among: Any) -> Iterator[Flow]:
+    """Gradients of units summed: as they are, or what is compressed of them in one or two hops (comm/compressed.py)."""
+    work = rank.work
+    if work.compression is None or not work.compression.compresses(axis):
+        yield units(kind, axis, when, times, unit.pair, rank.reduced)
+        return
+    count, small = np.asarray(unit.count), np.asarray(unit.numbers - unit.compressed)
+    yield units(kind, axis, when, times, (count * (small > 0), small), rank.reduced)
+    squeezed = count * (np.asarray(unit.compressed) > 0)
+    codec = work.compression.codec
+    if codec.name == "powersgd":  # both factors are summed whole
+        factors = codec.number * (unit.rows + unit.columns)
+        yield units("all_reduce", axis, when, times, (2 * squeezed, factors), rank.reduced)
+        return
+    each = -(-np.asarray(unit.compressed) // np.maximum(count, 1) // among)  # of one unit, for one device
+    yield units("all_to_all", axis, when, times, (squeezed, squeezed * among * _wire_bytes(codec, each)), 1.0)
+    if kind == "all_reduce":
+        wire = among * _wire_bytes(codec.of_sums, each)
+        yield units("all_gather", axis, when, times, (squeezed, squeezed * wire), 1.0)
+
+
+def _wire_bytes(compression: Compression, numbers: Any) -> Any:
+    return np.vectorize(lambda count: compression.wire_bytes(int(count)), otypes=[float])(numbers)
+
+
+def _of_buckets(rank: FirstRank) -> Iterator[Flow]:
+    """Gradients that DistributedDataParallel sums."""
+    width = rank.stack.reduce_bytes / SHARDWISE.reduce_bytes
+    buckets = _buckets(rank.work.model, rank.stored)
+    numbers = sum(prod(shape) for bucket in buckets for shape in bucket)
+    if rank.work.compression is None:
+        yield units("all_reduce", COPIES, "once", rank.plain, (len(buckets), numbers * rank.stored), width)
+        return
+    for bucket in buckets:
+        large = [shape for shape in bucket if is_compressed(shape)]
+        rows, columns = sum(prod(shape[:-1]) for shape in large), sum(shape[-1] for shape in large)
+        unit = Units(1.0, sum(map(prod, bucket)), sum(map(prod, large)), rows, columns)
+        yield from _sums(rank, "all_reduce", COPIES, "once", rank.plain, unit, devices(COPIES, rank.space))
 
 
 @lru_cache(maxsize=64)
-def _buckets(model: Model, stored: int) -> tuple[int, int]:
-    """How many sums DistributedDataParallel makes of the gradients, from the last parameter to the first, and their bytes. A
+def _buckets(model: Model, stored: int) -> list[list[Shape]]:
+    """The shapes in each of the buckets in which DistributedDataParallel sums gradients, from the last parameter to the first. A
     bucket is full when it reaches its size; the first is small, so that summing begins early."""
-    buckets = filled = total = 0
+    buckets: list[list[Shape]] = [[]]
     for shape in reversed(parameter_shapes(model).values()):
-        size = stored * int(np.prod(shape, dtype=object))
-        filled, total = filled + size, total + size
-        if filled >= (BUCKET if buckets else FIRST_BUCKET):
-            buckets, filled = buckets + 1, 0
-    return buckets + (filled > 0), total
+        if stored * sum(map(prod, buckets[-1])) >= (BUCKET if len(buckets) > 1 else FIRST_BUCKET):
+            buckets.append([])
+        buckets[-1].append(shape)
+    return buckets

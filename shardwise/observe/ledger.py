@@ -9,6 +9,8 @@ The convention, the same for every kind: **bytes are the size of the full tensor
 | reduce_scatter | the full input       | (N - 1) / N times that                           |
 | broadcast      | the tensor           | once that                                        |
 
+Compressed collectives count the bytes that are sent, and beside them those of the numbers they stand for (`plain`).
+
 So the volume on the wire is a known factor of what is written here, and a layout's ledger can be compared with its formula
 without knowing which algorithm the backend picked. Recording costs one lock and two additions (under a microsecond).
 """
@@ -18,7 +20,8 @@ from __future__ import annotations
 import threading
 
 Counts = dict[str, dict[str, int]]
-"""`"kind/axis"` to `{"count": n, "bytes": b}`, sorted by key: what goes into a line of metrics.jsonl."""
+"""`"kind/axis"` to `{"count": n, "bytes": b}`, with `"plain"` where some are compressed, sorted by key: what goes into a line of
+metrics.jsonl."""
 
 
 class Ledger:
@@ -26,19 +29,22 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._recent: dict[str, tuple[int, int]] = {}
+        self._recent: dict[str, dict[str, int]] = {}
         self.last = "none yet"
 
-    def record(self, kind: str, axis: str, bytes: int) -> None:
-        """One collective of this kind over this axis, on a full tensor of so many bytes."""
+    def record(self, kind: str, axis: str, bytes: int, plain: int | None = None) -> None:
+        """One collective of this kind over this axis, on a full tensor of so many bytes; `plain`: before compression."""
         key = f"{kind}/{axis}"
         with self._lock:
             self.last = f"{kind} over {axis}, {bytes} bytes"
-            count, before = self._recent.get(key, (0, 0))
-            self._recent[key] = (count + 1, before + bytes)
+            entry = self._recent.setdefault(key, {"count": 0, "bytes": 0})
+            entry["count"] += 1
+            if plain is not None or "plain" in entry:
+                entry["plain"] = entry.get("plain", entry["bytes"]) + (bytes if plain is None else plain)
+            entry["bytes"] += bytes
 
     def take(self) -> Counts:
         """What was recorded since the last `take`: the collectives of one step."""
         with self._lock:
             recent, self._recent = self._recent, {}
-        return {key: {"count": count, "bytes": size} for key, (count, size) in sorted(recent.items())}
+        return dict(sorted(recent.items()))

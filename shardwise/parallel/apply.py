@@ -15,9 +15,11 @@ from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from shardwise.comm import Comm
+from shardwise.comm import Comm, CompressionSettings
 from shardwise.config import Config, Layout, sequence_multiple
+from shardwise.config.compression import SumCompression, is_compressed
 from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.experts import Router
@@ -155,12 +157,30 @@ def _on_data_axes(config: Config, model: nn.Module, table: Sharding, comm: Comm)
     engine = engine_of(layout, config.model.experts)
     if not engine.sharded:
         materialise(model, table, comm.device, train.seed)
-        return SingleDevice(model) if engine.single else replicate(model, comm)
+        return SingleDevice(model) if engine.single else replicate(model, comm, _compression(config, model, table, comm))
     compute, reduce = DTYPES[train.precision], DTYPES[reduce_dtype(train)]
     routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]
-    sharded = shard(model, _units(model, table), routers, expert_modules(model, table), comm, compute, reduce, engine)
+    settings = _compression(config, model, table, comm)
+    experts = expert_modules(model, table)
+    sharded = shard(model, _units(model, table), routers, experts, comm, compute, reduce, engine, settings)
     materialise(model, table, torch.device("cpu") if layout.offload else comm.device, train.seed, comm.device)
     return sharded
+
+
+def _compression(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> CompressionSettings | None:
+    """What of the model's gradients is compressed, and how; None: nothing. Not compressed is what is summed over other axes too,
+    once the data axes are done: what tensor devices do not split, and a tied weight with its two uses on different stages."""
+    layout = comm.mesh.layout
+    how = SumCompression.of(layout)
+    if how is None:
+        return None
+    shared = {*table.tied, *table.tied.values()} if layout.pipeline > 1 else set()
+    names = [
+        name
+        for name, parameter in model.named_parameters()
+        if is_compressed(parameter.shape) and (layout.tensor == 1 or isinstance(parameter, DTensor)) and name not in shared
+    ]
+    return CompressionSettings(how, config.train.seed, DTYPES[reduce_dtype(config.train)], frozenset(names))
 
 
 def is_compiled(config: Config, device: torch.device) -> bool:

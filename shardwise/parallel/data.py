@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,8 +41,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise._torch import end_backward, reduce_gathered
-from shardwise.comm import EXPOSED, Comm, CountedAllGather, CountedReduceScatter, GradientSum
+from shardwise._torch import end_backward, reduce_gathered, unit_pieces
+from shardwise.comm import (
+    EXPOSED,
+    Comm,
+    CompressedCopies,
+    CompressionSettings,
+    Compressor,
+    CountedAllGather,
+    CountedReduceScatter,
+    GradientSum,
+)
 from shardwise.plan.engine import Engine
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
 
@@ -66,6 +75,8 @@ class DataParallel:
     model: nn.Module
     keeps_gradients: bool = field(default=False, init=False)
     """Whether gradients are set to zero in place after a step, rather than given back."""
+    compressors: list[Compressor] = field(default_factory=list, init=False)
+    """Of the sums of gradients, where they are compressed."""
 
     @property
     def waits_are_timed(self) -> bool:
@@ -104,7 +115,7 @@ class Replicated(DataParallel):
     """zero = 0: torch's DistributedDataParallel, with our sum in its buckets."""
 
     comm: Comm
-    axis: str
+    settings: CompressionSettings | None
     hook: GradientSum = field(init=False)
     ddp: DistributedDataParallel = field(init=False)
 
@@ -118,7 +129,13 @@ class Replicated(DataParallel):
                 self.model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False
             )
         self._settle_buckets()
-        self.hook = hook = GradientSum(self.comm, self.axis, group)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        if self.settings is not None:
+            self.compressors = [Compressor(self.comm, COPIES, self.settings)]
+            for parameter, name in names.items():
+                self.compressors[0].follow(name, parameter.shape)
+        compressor = self.compressors[0] if self.compressors else None
+        self.hook = hook = GradientSum(self.comm, self.comm.mesh.label(COPIES), group, compressor, names)
         self.ddp.register_comm_hook(None, lambda state, bucket: hook.reduce(bucket))
 
     def _settle_buckets(self) -> None:
@@ -158,6 +175,8 @@ class Sharded(DataParallel):
     engine: Engine
     units: list[FSDPModule]
     device: torch.device
+    copies: list[CompressedCopies]
+    """What sums each unit's gradients over its copies, where they are compressed."""
 
     @property
     def waits_are_timed(self) -> bool:
@@ -174,6 +193,7 @@ class Sharded(DataParallel):
             # shards, and a copy gathered before would be used, silently, in the next forward.
             unit.set_reshard_after_backward(not self.engine.keeps_gathered or last, recurse=False)
             unit.set_is_last_backward(last)
+        self._complete(last)
         yield
 
     def stay_gathered(self) -> None:
@@ -190,6 +210,7 @@ class Sharded(DataParallel):
 
     def release(self) -> None:
         """Reduce every unit, and let go."""
+        self._complete(True)
         assert isinstance(self.model, FSDPModule)
         for unit in self.units:
             unit.set_requires_gradient_sync(True, recurse=False)
@@ -199,15 +220,19 @@ class Sharded(DataParallel):
             reduce_gathered(unit)
         end_backward(self.model)
 
+    def _complete(self, last: bool) -> None:
+        for copies in self.copies:
+            copies.last = last
+
     def settle(self) -> None:
         """An evaluation leaves weights gathered below zero = 3; drop them so that parameters are shards again."""
         for unit in self.units:
             unit.reshard()
 
 
-def replicate(model: nn.Module, comm: Comm) -> Replicated:
+def replicate(model: nn.Module, comm: Comm, settings: CompressionSettings | None) -> Replicated:
     """Copy the model on every data-parallel device."""
-    return Replicated(model, comm, comm.mesh.label(COPIES))
+    return Replicated(model, comm, settings)
 
 
 def shard(
@@ -219,11 +244,13 @@ def shard(
     compute: torch.dtype,
     reduce: torch.dtype,
     engine: Engine,
+    settings: CompressionSettings | None,
 ) -> Sharded:
     """Shard the model over `data x context`, one FSDP2 unit for each module given and one for what remains. Wide units are
     computed with in the dtype of sums. Experts are units too, sharded over the devices that hold the same experts.
     """
     layout = comm.mesh.layout
+    sums = _Sums(model, comm, engine, settings)
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
         # On a CPU the states are in host memory already, and there is no device to pin it for.
@@ -231,9 +258,9 @@ def shard(
         "reshard_after_forward": not engine.keeps_gathered,
     }
     for unit in experts:
-        fully_shard(unit, mesh=_mesh(EXPERT_SHARDS, comm, engine), **options)
-        _count(unit, comm, EXPERT_SHARDS, engine)
-    dense = _mesh(SHARDS, comm, engine)
+        fully_shard(unit, mesh=sums.mesh(EXPERT_SHARDS), **options)
+        sums.attach(unit, EXPERT_SHARDS)
+    dense = sums.mesh(SHARDS)
     for unit in wide_units:
         policy = MixedPrecisionPolicy(param_dtype=reduce, reduce_dtype=reduce, cast_forward_inputs=False)
         fully_shard(unit, mesh=dense, **{**options, "mp_policy": policy})
@@ -242,30 +269,67 @@ def shard(
     # None: torch keeps the root gathered from forward to backward.
     fully_shard(model, mesh=dense, **{**options, "reshard_after_forward": None})
     for unit in (*wide_units, *units, model):
-        _count(unit, comm, SHARDS, engine)
+        sums.attach(unit, SHARDS)
     sharded_units: list[FSDPModule] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-    return Sharded(model, engine, sharded_units, comm.device)
+    sharded = Sharded(model, engine, sharded_units, comm.device, sums.copies)
+    sharded.compressors = list(sums.compressors.values())
+    return sharded
 
 
-def _mesh(axis: str, comm: Comm, engine: Engine) -> DeviceMesh:
-    """Where a unit lives: (copies, shards), or shards alone. Without ZeRO every device is a copy, of shards of one device."""
-    mesh, copies = comm.mesh, engine.copies(axis)
-    shards = axis if engine.zero else "solo"
-    return mesh.sub(shards) if mesh.size(copies) == 1 else mesh.sub(copies, shards)
+class _Sums:
+    """How the units of a model gather weights and sum gradients: every collective is counted, and summed, never averaged."""
 
+    def __init__(self, model: nn.Module, comm: Comm, engine: Engine, settings: CompressionSettings | None) -> None:
+        self.comm, self.engine, self.settings = comm, engine, settings
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.compressors: dict[str, Compressor] = {}
+        """By axis."""
+        self.copies: list[CompressedCopies] = []
 
-def _count(unit: nn.Module, comm: Comm, axis: str, engine: Engine) -> None:
-    """Sum instead of average, and enter every collective in the ledger."""
-    assert isinstance(unit, FSDPModule)
-    mesh = comm.mesh
-    unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)
-    scatter = CountedReduceScatter(comm, mesh.label(axis))
-    unit.set_custom_all_gather(CountedAllGather(comm, mesh.label(axis)))  # type: ignore[arg-type]
-    unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-    copies = engine.copies(axis)
-    if mesh.size(copies) > 1:
-        unit.set_all_reduce_hook(_count_all_reduce(comm, scatter, mesh.label(copies)))
+    def mesh(self, axis: str) -> DeviceMesh:
+        """Where a unit lives: (copies, shards), or shards alone. Without ZeRO every device is a copy, of shards of one device.
+        FSDP2 is not told of copies whose sums are compressed: it has no way to replace that sum, only one to add another."""
+        mesh, copies = self.comm.mesh, self.engine.copies(axis)
+        shards = axis if self.engine.zero else "solo"
+        joined = mesh.size(copies) > 1 and not self._compresses(copies)
+        return mesh.sub(copies, shards) if joined else mesh.sub(shards)
+
+    def attach(self, unit: nn.Module, axis: str) -> None:
+        """Give a unit, sharded over this axis, its collectives."""
+        assert isinstance(unit, FSDPModule)
+        comm, mesh, copies = self.comm, self.comm.mesh, self.engine.copies(axis)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        pieces = {self._name(module, name): shape for module, name, shape in unit_pieces(unit)}
+        shards = self._compressor(axis, pieces, mesh.size(axis)) if self.engine.zero else None
+        scatter = CountedReduceScatter(comm, mesh.label(axis), shards, pieces)
+        unit.set_custom_all_gather(CountedAllGather(comm, mesh.label(axis)))  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+        if mesh.size(copies) > 1:
+            compressor = self._compressor(copies, pieces, None)
+            if compressor is None:
+                unit.set_all_reduce_hook(_count_all_reduce(comm, scatter, mesh.label(copies)))
+            else:
+                self.copies.append(CompressedCopies(comm, compressor, pieces))
+                unit.set_all_reduce_hook(self.copies[-1])
+
+    def _name(self, module: nn.Module, name: str) -> str:
+        return ".".join(part for part in (self.paths[module], name) if part)
+
+    def _compresses(self, axis: str) -> bool:
+        if self.settings is None or self.comm.mesh.size(axis) == 1:
+            return False
+        return self.settings.how.compresses(axis)
+
+    def _compressor(self, axis: str, pieces: Mapping[str, torch.Size], rows: int | None) -> Compressor | None:
+        """Of sums over this axis, which follows these parameters from now on; None: they are not compressed."""
+        if not self._compresses(axis):
+            return None
+        assert self.settings is not None, "it compresses"
+        compressor = self.compressors.setdefault(axis, Compressor(self.comm, axis, self.settings))
+        for name, shape in pieces.items():
+            compressor.follow(name, shape if rows is None else (rows, *shape))
+        return compressor
 
 
 def _count_all_reduce(comm: Comm, scatter: CountedReduceScatter, axis: str) -> Callable[[Tensor], None]:

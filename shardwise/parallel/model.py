@@ -17,6 +17,7 @@ from shardwise.comm import Comm
 from shardwise.data.batches import Batch
 from shardwise.models import MixtureOfExperts, Sharding
 from shardwise.parallel.data import DataParallel
+from shardwise.parallel.residuals import residual_state
 from shardwise.parallel.seeds import Seeds
 from shardwise.parallel.stages import Stages
 from shardwise.parallel.tensor import sum_whole
@@ -76,6 +77,11 @@ class ParallelModel:
         for part in self.parts:
             trained = {name for name, _ in part.model.named_parameters(remove_duplicate=False)}
             yield from ((name, value) for name, value in part.model.state_dict().items() if name not in trained)
+
+    def residuals(self) -> Iterator[tuple[str, Tensor]]:
+        """What compression left out of this rank's gradients so far; nothing where gradients are not compressed."""
+        for part in self.parts:
+            yield from residual_state(part, self.comm.mesh)
 
     def forward_backward(self, batch: Sequence[Batch], factor: Tensor) -> Tensor:
         """Add the gradients of `factor` times the summed loss; returns this rank's share of that sum, without the factor."""

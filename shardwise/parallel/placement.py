@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise.optim import local
 
 
-def held(parameter: Tensor) -> tuple[slice, ...]:
-    """The slice of the whole parameter that this rank holds."""
+def held(parameter: Tensor, whole: bool = False) -> tuple[slice, ...]:
+    """The slice of the whole parameter that this rank holds; or, `whole`, that it computes with: before FSDP2 splits it."""
     starts, lengths = [0] * parameter.ndim, list(parameter.shape)
     if isinstance(parameter, DTensor):
         coordinate = parameter.device_mesh.get_coordinate()
         assert coordinate is not None, "this rank is on the mesh"
-        for axis in reversed(range(parameter.device_mesh.ndim)):  # FSDP2 splits last, and its axes come first
+        for axis in reversed(range(int(whole), parameter.device_mesh.ndim)):  # FSDP2 splits last, and its axis comes first
             placement = parameter.placements[axis]
             if isinstance(placement, Replicate):
                 continue

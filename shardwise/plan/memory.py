@@ -1,5 +1,7 @@
 """Bytes of model state a device holds: weights, gradients and optimizer state, under each ZeRO stage.
 
+Where gradients are compressed, r P more: what was left out of them, whatever is sharded (comm/compressed.py).
+
 With P parameters on a device before ZeRO, N devices that hold the same (data x context), s bytes a stored value (4, float32),
 c bytes a computed value (2 for bfloat16) and r bytes a reduced gradient (4), as the last micro-batch of a step begins:
 
@@ -30,11 +32,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.config import Config, Layout, Train
+from shardwise.config.compression import SumCompression
 from shardwise.plan.dtypes import BYTES, reduce_dtype, state_dtype, wide
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.schedule import rank_of_stage
-from shardwise.plan.slices import Part, parts_of
+from shardwise.plan.slices import Count, Part, parts_of
 from shardwise.plan.stages import stage_blocks
 
 
@@ -45,11 +48,13 @@ class StateBytes:
     weights: float
     gradients: float
     optimizer: float
+    residuals: float = 0.0
+    """What compression left out of gradients."""
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.residuals
 
 
 def state_bytes(config: Config, layout: Layout, accumulation: int, parameters: int | None = None) -> StateBytes:
@@ -62,7 +67,7 @@ def state_bytes(config: Config, layout: Layout, accumulation: int, parameters: i
         held = [_evenly(parameters / (layout.pipeline * layout.tensor), layout.shards if layout.zero else 1)]
     engine = engine_of(layout, config.model.experts)
     whole = _Whole(weights=engine.keeps_gathered, gradients=engine.keeps_whole_gradients(accumulation))
-    return max((_states(part, config.train, whole) for part in held), key=lambda states: states.total)
+    return max((_states(part, config.train, layout, whole) for part in held), key=lambda states: states.total)
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,22 @@ class _Whole:
     """Unreduced, in the dtype they are summed in."""
 
 
-def _states(part: Part, train: Train, whole: _Whole) -> StateBytes:
+def _states(part: Part, train: Train, layout: Layout, whole: _Whole) -> StateBytes:
     stored, computed, reduced = BYTES[state_dtype(train)], BYTES[train.precision], BYTES[reduce_dtype(train)]
     wider = BYTES[wide(train.precision)] - computed
     weights = stored * part.shard + (computed * part.gathered + wider * part.wide if whole.weights else 0)
     gradients = reduced * part.whole if whole.gradients else stored * part.shard
-    return StateBytes(weights, gradients, 2 * stored * part.shard)
+    residuals = reduced * residual_numbers(part, SumCompression.of(layout), layout.zero, layout.replica)
+    return StateBytes(weights, gradients, 2 * stored * part.shard, residuals)
+
+
+def residual_numbers(part: Part, how: SumCompression | None, zero: Count, replica: Count) -> Count:
+    """Numbers that compression keeps for later: all of what a device sends where gradients are scattered or copies summed, and
+    its shard where replicas sum shards."""
+    if how is None or not how.feedback:
+        return 0.0
+    sent = part.compressed * ((zero == 0) | (how.axes == "all"))
+    return sent + part.compressed_shard * ((zero > 0) & (replica > 1))
 
 
 def _held(config: Config, layout: Layout) -> list[Part]:
@@ -97,8 +112,10 @@ def _held(config: Config, layout: Layout) -> list[Part]:
             held[rank] += parts.first
         if stage == len(ranks) - 1:
             held[rank] += parts.last + (parts.copy if layout.pipeline > 1 else Part())
+        if layout.pipeline > 1 and stage in (0, len(ranks) - 1):  # what two stages sum is not compressed
+            held[rank] += Part(compressed=-parts.copy.compressed, compressed_shard=-parts.copy.compressed_shard)
     return held
 
 
 def _evenly(parameters: float, devices: int) -> Part:
-    return Part(parameters, parameters / devices, parameters)
+    return Part(parameters, parameters / devices, parameters, 0.0, parameters, parameters / devices)

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from shardwise.config import Model
+from shardwise.config.compression import is_compressed
 from shardwise.plan import sharding
 from shardwise.plan.dtypes import computes_wide
 from shardwise.plan.parameters import Shape, parameter_shapes
@@ -36,12 +37,20 @@ class Part:
     """What it has when the shards are put together again, padding included."""
     wide: Count = 0.0
     """Those of `gathered` that are computed with in the wide dtype (plan/dtypes.py)."""
+    compressed: Count = 0.0
+    """Those of `gathered` whose gradients a job may compress, and of `shard`."""
+    compressed_shard: Count = 0.0
 
     def __add__(self, other: Part) -> Part:
-        return Part(self.whole + other.whole, self.shard + other.shard, self.gathered + other.gathered, self.wide + other.wide)
+        return Part(*(own + others for own, others in zip(self.counts, other.counts, strict=True)))
 
     def __mul__(self, times: Count) -> Part:
-        return Part(times * self.whole, times * self.shard, times * self.gathered, times * self.wide)
+        return Part(*(times * own for own in self.counts))
+
+    @property
+    def counts(self) -> tuple[Count, ...]:
+        """All of them, in the order of the fields."""
+        return self.whole, self.shard, self.gathered, self.wide, self.compressed, self.compressed_shard
 
 
 @dataclass(frozen=True)
@@ -63,12 +72,19 @@ def parts_of(model: Model, tensor: int, shards: int, expert: int = 1, expert_sha
     for name, shape in parameter_shapes(model.model_copy(update={"layers": 1})).items():
         place = _place(name)
         if place == "experts":
-            found[place] += sliced((model.experts // expert, *shape[1:]), None, 1, expert_shards)
+            part, split = sliced((model.experts // expert, *shape[1:]), None, 1, expert_shards), True
         else:
-            part = sliced(shape, split_dim(name, model, tensor), tensor, shards)
-            found[place] += replace(part, wide=part.gathered if computes_wide(name) else 0.0)
-    copy = sliced((model.vocabulary, model.hidden), 0, tensor, shards) if model.tied else Part()
-    return Parts(**found, copy=copy)
+            dim = split_dim(name, model, tensor)
+            part, split = sliced(shape, dim, tensor, shards), tensor == 1 or dim is not None
+            part = replace(part, wide=part.gathered if computes_wide(name) else 0.0)
+        found[place] += _compressed(part) if split and is_compressed(shape) else part
+    shape = (model.vocabulary, model.hidden)
+    copy = sliced(shape, 0, tensor, shards) if model.tied else Part()
+    return Parts(**found, copy=_compressed(copy) if is_compressed(shape) else copy)
+
+
+def _compressed(part: Part) -> Part:
+    return replace(part, compressed=part.gathered, compressed_shard=part.shard)
 
 
 def _place(name: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import Config
+from shardwise.config.compression import SumCompression
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import Array, Ints, Space, Work, take
@@ -69,7 +70,8 @@ def work_of(config: Config) -> Work:
     """What a step of this job computes."""
     train = config.train
     widths = (train.precision, state_dtype(train), reduce_dtype(train))
-    return Work(config.model, config.data.sequence_length, train.global_batch, *widths, config.layout.stages, train.compile)
+    size = config.data.sequence_length, train.global_batch
+    return Work(config.model, *size, *widths, config.layout.stages, train.compile, SumCompression.of(config.layout))
 
 
 def limit(cluster: Cluster, margin: float, devices: int) -> float:

@@ -129,7 +129,8 @@ def _state_and_random(training: Training) -> dict[str, Tensor]:
 
 def _state(training: Training) -> dict[str, Tensor]:
     parallel = training.parallel
-    return state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
+    state = state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
+    return {**state, **dict(parallel.residuals())}
 
 
 @torch.no_grad()

@@ -143,6 +143,7 @@ def _fetch(batches: Batches, clock: StepClock) -> list[Batch]:
 def _queue(training: Training, batch: list[Batch], vote: float, before: Step | None) -> _Queued:
     """Hand all of a step's work to the device."""
     comm, clock = training.comm, training.comm.clock
+    comm.step, comm.loss_scale = training.step + 1, training.scale.value
     tokens = count_tokens(training, batch)
     message = _message_to_all(training, batch, vote, before)
     with clock.span("forward_backward"):

@@ -27,6 +27,9 @@ CHUNKS = 3
 """Of the loss, for a micro-batch of more than a few tokens; the last is shorter."""
 
 
+_COMPRESSION = {"compression", "compression_axes", "compression_warmup", "error_feedback"}
+
+
 @dataclass(frozen=True)
 class ProofJob:
     """A job as the processes run it: on its layout, and on one device."""
@@ -41,6 +44,8 @@ class ProofJob:
     """Into which the layout's tensor devices cut them; on one device too, so that its rows are the same."""
     chunk: int | None = None
     """Tokens of the loss at a time; None: all."""
+    compressed: Layout | None = None
+    """The layout with the compression that the job asks for; None: it asks for none."""
 
     @property
     def world(self) -> int:
@@ -56,6 +61,13 @@ class ProofJob:
         )
         return replace(self, config=config, plan=choose(config, 1), dtype=dtype, chunk=None)
 
+    def with_compression(self) -> ProofJob:
+        """The same layout as the job asks for it, in float64."""
+        assert self.compressed is not None, "the job asks for it"
+        job = self.in_dtype("float64")
+        config = job.config.model_copy(update={"layout": self.compressed})
+        return replace(job, config=config, plan=choose(config, self.world))
+
     def in_dtype(self, dtype: Dtype) -> ProofJob:
         """The same layout in another dtype."""
         train = self.config.train.model_copy(update=_train(self.config, self.steps, dtype))
@@ -66,10 +78,12 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
     """The proof of a job, and what was shrunk for it: (before, after) by key; None: nothing."""
     small, shrunk = shrink(config)
     layout = small.layout.model_copy(update={"data": smallest_data(small.layout), "offload": False})
+    compressed = layout.model_copy(update={"compression_warmup": 0}) if layout.compression is not None else None
+    layout = layout.model_copy(update=Layout().model_dump(include=_COMPRESSION))  # type: ignore[call-arg]
     small = small.model_copy(update={"layout": layout, "train": small.train.model_copy(update=_train(small, steps, dtype))})
     plan = choose(small, layout.world)
     chunk = plan.micro_batch * small.data.sequence_length // layout.context // CHUNKS + 1
-    return ProofJob(small, plan, steps, dtype, small.model.vocabulary, layout.tensor, chunk), shrunk
+    return ProofJob(small, plan, steps, dtype, small.model.vocabulary, layout.tensor, chunk, compressed), shrunk
 
 
 def smallest_data(layout: Layout) -> int:

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.config import AXES, Config
@@ -23,12 +23,13 @@ from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagno
 from shardwise.verify.job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
 from shardwise.verify.reports import HELD_OUT, RankReport, Reference, ShortSum
 from shardwise.verify.rows import ProofDataset, Reached, what_is_reached
-from shardwise.verify.verdict import Verdict, judge
+from shardwise.verify.verdict import CompressedVerdict, Verdict, judge, judge_compressed
 from shardwise.verify.workers import Workers
 
 REFER, COMPARE = "shardwise.verify.measure:write_reference", "shardwise.verify.measure:compare_with_reference"
 REFER_PLAIN = "shardwise.verify.measure:write_plain_reference"
 REFER_TRACE, COMPARE_TRACE = "shardwise.verify.localise:write_reference_trace", "shardwise.verify.localise:compare_traces"
+COMPRESSED = "shardwise.verify.compressed:measure_compressed"
 REFER_SUMS = COMPARE_SUMS = "shardwise.verify.sums:short_sums"
 REFERENCE_FILE = "reference.pt"
 PLAIN_FILE = "plain.pt"
@@ -47,6 +48,7 @@ class ProofResult:
     seconds: float
     against: Against
     reached: Reached
+    compressed: CompressedVerdict | None = None
 
     @property
     def sabotaged(self) -> dict[str, Any] | None:
@@ -89,6 +91,7 @@ class ProofResult:
             "sabotage": self.sabotaged,
             "sabotage_found": None if self.sabotaged is None else not self.unnoticed,
             "reached": self.reached.to_json(),
+            "compression": None if self.compressed is None else asdict(self.compressed),
             "shrunk": None if self.shrunk is None else {key: list(pair) for key, pair in self.shrunk.items()},
             "seconds": round(self.seconds, 3),
         }
@@ -144,8 +147,14 @@ def prove(
             diagnosis = localise(verdict, reference, reports)
         if verdict.passes and sabotage is None and against == "one-device":
             verdict = replace(verdict, faults=tuple(_wrong_sums(workers, proof, say)))
+        compressed = None
+        if verdict.passes and sabotage is None and proof.compressed is not None:
+            say(f"one step with {proof.compressed.compression}, for what it leaves out")
+            compressed = judge_compressed(workers.run(COMPRESSED, proof.with_compression(), path, reference))
+            verdict = replace(verdict, faults=(*verdict.faults, *compressed.faults))
     reached = what_is_reached(proof, ProofDataset.of(proof, dataset), reference.idle_experts)
-    return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, time.monotonic() - started, against, reached)
+    seconds = time.monotonic() - started
+    return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, seconds, against, reached, compressed)
 
 
 def _wrong_sums(workers: Workers, proof: ProofJob, say: Callable[[str], None]) -> Iterator[str]:

@@ -70,6 +70,22 @@ class Reference:
 
 
 @dataclass(frozen=True)
+class CompressedReport:
+    """What one rank saw of the first step with compressed gradients."""
+
+    rank: int
+    lost: float | None
+    """The most that a number of what all got and keep differs from one device's gradient, relative to the largest of its
+    parameter; None: what is left out is not kept."""
+    off: float
+    """Sum of the squares of the difference between what this rank was given and one device's gradient,"""
+    size: float
+    """and of the latter."""
+    checksums: dict[str, int]
+    """Of the gradients, by parameter and slice."""
+
+
+@dataclass(frozen=True)
 class ModuleDifference:
     """A module whose output, or the gradient of it, is not the reference's, on one rank."""
 

@@ -63,7 +63,7 @@ def _drop(training: Training, description: Description) -> None:
 
 def _drop_bucket(part: Replicated, description: Description) -> None:
     """DDP's first bucket."""
-    description["axis"] = part.axis
+    description["axis"] = part.hook.axis
     names = {parameter: name for name, parameter in part.model.named_parameters()}
     summed = part.hook.reduce
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.verify.job import ALLOWANCE, ROUNDING, Dtype
-from shardwise.verify.reports import Box, Key, RankReport, Reference
+from shardwise.verify.reports import Box, CompressedReport, Key, RankReport, Reference
 
 LIMIT = 1e-9
 FLOOR = 1e-4
@@ -96,6 +96,47 @@ class Verdict:
     def failing(self, quantity: str | None = None) -> list[QuantityError]:
         """What is off, or off in this quantity, worst first."""
         return [error for error in self.errors if quantity in (None, error.quantity) and not error.passes]
+
+
+@dataclass(frozen=True)
+class CompressedVerdict:
+    """On the first step with compressed gradients."""
+
+    lost: float | None
+    """The most that what all were given and keep differs from one device's gradient; None: nothing is kept."""
+    relative_error: float
+    """Of the gradient that the ranks were given."""
+    faults: tuple[str, ...]
+
+    def sentence(self, codec: str | None) -> str:
+        """For people."""
+        kept = (
+            "what it leaves out is lost, and averages out at best"
+            if self.lost is None
+            else f"what is sent and what is kept for later add up to the gradient of one device (to {self.lost:.1g})"
+        )
+        return (
+            f"with {codec} the numbers are not those of one device. Of the first step: {kept}, copies got the same bits, and the "
+            f"gradient is {self.relative_error:.2g} off"
+        )
+
+
+def judge_compressed(reports: Sequence[CompressedReport]) -> CompressedVerdict:
+    """The verdict on the first step with compressed gradients."""
+    losses = [report.lost for report in reports if report.lost is not None]
+    lost = max((_or_infinite(loss) for loss in losses), default=None)
+    off, size = sum(report.off for report in reports), sum(report.size for report in reports)
+    faults = []
+    if lost is not None and lost > LIMIT:
+        faults.append(f"compression loses a part of the gradient: what is sent and what is kept differ from it by {lost:.2g}")
+    bits: dict[str, dict[int, int]] = defaultdict(dict)
+    for report in reports:
+        for name, checksum in report.checksums.items():
+            bits[name].setdefault(checksum, report.rank)
+    for name, ranks in bits.items():
+        if len(ranks) > 1:
+            faults.append(f"{name}: ranks {', '.join(map(str, ranks.values()))} were given different gradients")
+    return CompressedVerdict(lost, math.sqrt(off / size) if size else 0.0, tuple(faults))
 
 
 def judge(reports: Sequence[RankReport], reference: Reference, cost: RankReport | None, dtype: Dtype) -> Verdict:

@@ -20,11 +20,12 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.config import SPLIT_BACKWARD, Layout, from_tables
 from shardwise.cost.clusters import CLUSTERS
 from shardwise.cost.predict import predict
-from shardwise.cost.space import Work, space_of_layout
+from shardwise.cost.space import space_of_layout
 from shardwise.cost.traffic import flows, totals
 from shardwise.mesh import Worker
 from shardwise.optim import local
-from shardwise.plan import choose, reduce_dtype, state_dtype
+from shardwise.plan import choose
+from shardwise.search.search import work_of
 from shardwise.train.build import Training
 from shardwise.train.steps import steps
 
@@ -146,7 +147,7 @@ def check_sent(found: list[Ran], tables: Tables) -> None:
     assert priced == sum(entry["bytes"] for entry in expected.values())
     routed = tables["model"].get("experts", 0) > tables["model"].get("experts_per_token", 0)
     for step in found[0].steps:
-        sent = {name: dict(entry) for name, entry in step.collectives.items()}
+        sent = {name: {"count": entry["count"], "bytes": entry["bytes"]} for name, entry in step.collectives.items()}
         if routed and "all_to_all/expert" in expected:
             sent["all_to_all/expert"]["bytes"] = expected["all_to_all/expert"]["bytes"]
         assert sent == expected
@@ -155,10 +156,9 @@ def check_sent(found: list[Ran], tables: Tables) -> None:
 def predicted(tables: Tables, world: int) -> tuple[Ledger, float]:
     """The ledger from the flows, and all bytes that are in the price."""
     config = from_tables(tables)
-    plan, train = choose(config, world), config.train
-    dtypes = train.precision, state_dtype(train), reduce_dtype(train)
+    plan = choose(config, world)
     space = space_of_layout(config, plan.layout, plan.micro_batch, plan.accumulation)
-    work = Work(config.model, config.data.sequence_length, train.global_batch, *dtypes)
+    work = work_of(config)
     priced = predict(work, space, CLUSTERS["cpu"]).sent
     return totals(flows(work, space, device="cpu"), space, 0), sum(float(sent[0]) for sent in priced.values())
 

@@ -1,0 +1,76 @@
+"""How fast codecs are, against what the memory allows for the bytes that they must touch.
+
+    python benchmarks/codecs.py [--numbers 268435456]
+
+To encode, a codec must read n float32 numbers and write its bytes; to decode, read those and write n numbers. "bound" is the time
+that takes at the bandwidth of a plain copy on this device, measured in the same run. "plain" is the same work by the same
+formulas in torch's own operations, one after the other: on a GPU the code that comm/codecs.py runs on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import codecs
+from shardwise.config.compression import Compression
+
+CODECS = (
+    "bf16", "fp16", "fp8", "int8", "int4", "qsgd(8)", "qsgd(4)", "qsgd(3)", "qsgd(2)", "terngrad", "sign", "topk(0.01)",
+    "randomk(0.01)",
+)  # fmt: skip
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numbers", type=int, default=1 << 28 if DEVICE == "cuda" else 1 << 23)
+    parser.add_argument("--codecs", default=";".join(CODECS))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = torch.randn(1, given.numbers, device=DEVICE)
+    target = torch.empty_like(rows)
+    bandwidth = 2 * rows.nbytes / seconds(lambda: target.copy_(rows))
+    name = torch.cuda.get_device_name() if DEVICE == "cuda" else "one CPU thread"
+    print(f"{name}, torch {torch.__version__}, {given.numbers / 1e6:.0f} M numbers; a copy moves {bandwidth / 1e9:.0f} GB/s")
+    print(f"{'':14} {'encode':>10} {'decode':>10} {'bound':>10} {'of bound':>9} {'plain':>10}")
+    for text in given.codecs.split(";"):
+        codec = codecs.codec(Compression.parse(text))
+        wire = codec.encode(rows, 1)
+        encode, decode = times(codec, rows, wire, target)
+        bound = 2 * (rows.nbytes + wire.nbytes) / bandwidth
+        with mock.patch.object(codecs, "_in_a_kernel", return_value=False), mock.patch.object(codecs, "PART", given.numbers):
+            plain = sum(times(codec, rows, wire, target))
+        cells = " ".join(f"{each * 1e6:8.0f}us" for each in (encode, decode, bound))
+        print(f"{text:14} {cells} {bound / (encode + decode):8.0%} {plain / (encode + decode):9.1f}x", flush=True)
+
+
+def times(codec: codecs.Codec, rows: Tensor, wire: Tensor, target: Tensor) -> tuple[float, float]:
+    """Seconds to encode, and to decode."""
+    return seconds(lambda: codec.encode(rows, 1)), seconds(lambda: codec.decode(wire, target, 1))
+
+
+def seconds(work: Callable[[], object], runs: int = 10) -> float:
+    """The least of some runs."""
+    found = []
+    for _ in range(runs + 2):
+        _wait()
+        began = time.perf_counter()
+        work()
+        _wait()
+        found.append(time.perf_counter() - began)
+    return min(found[2:])
+
+
+def _wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Compression of the gradients that are summed along one axis: which of them, from which step on, and their residuals.
+
+Matrices are compressed; vectors and small matrices, which weigh little and matter much, are summed as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise._torch import reduce_scatter_single
+from shardwise.comm.comm import Comm
+from shardwise.comm.compressed import EncodedSum, Rows
+from shardwise.comm.powersgd import LowRankSum
+from shardwise.config.compression import SumCompression
+
+
+@dataclass(frozen=True)
+class CompressionSettings:
+    """What of a model's gradients is compressed, and how."""
+
+    how: SumCompression
+    seed: int
+    dtype: torch.dtype
+    """Of gradients when they are summed."""
+    names: frozenset[str]
+    """Of the parameters that are compressed."""
+
+
+class Compressor:
+    """Sums gradients along one axis, and keeps what compression leaves out of them."""
+
+    def __init__(self, comm: Comm, axis: str, settings: CompressionSettings) -> None:
+        group = comm.mesh.group(axis)
+        assert group is not None, "there are devices to exchange with"
+        self.comm, self.axis, self.group, self.settings = comm, axis, group, settings
+        self.label = comm.mesh.label(axis)
+        self.sums: EncodedSum | LowRankSum
+        if settings.how.codec.name == "powersgd":
+            rank = int(settings.how.codec.number)
+            self.sums = LowRankSum(comm, self.label, group, rank, settings.seed, settings.dtype)
+        else:
+            self.sums = EncodedSum(comm, self.label, group, settings.how.codec, settings.seed)
+        self._residuals: dict[str, Tensor] = {}
+        self._rows: dict[tuple[str, ...], Rows] = {}
+        """Residuals of what is summed at once, where they were used since they were last asked for."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the warm-up, in which everything is sent as it is, is over."""
+        return self.comm.step > self.settings.how.warmup
+
+    def follow(self, name: str, shape: Sequence[int]) -> None:
+        """Before the first step, of each parameter: keep what is left out of its gradients, if they are compressed."""
+        if self.settings.how.feedback and name in self.settings.names:
+            self._residuals[name] = torch.zeros(*shape, dtype=self.settings.dtype, device=self.comm.device)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """By parameter, each a tensor of its own: what is written into it is what the next sum adds."""
+        for names, rows in self._rows.items():
+            self._residuals.update(zip(names, (part.clone() for part in rows.parts), strict=True))
+        self._rows.clear()
+        return self._residuals
+
+    def all_reduce(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """Sum each over all devices, in place."""
+        large, small = self._sorted(names)
+        if small:
+            flat = torch.cat([gradients[index].flatten() for index in small])
+            self.comm.count("all_reduce", self.label, flat)
+            with self.comm.waiting():
+                dist.all_reduce(flat, group=self.group)
+            for index, total in zip(small, flat.split_with_sizes([gradients[index].numel() for index in small]), strict=True):
+                gradients[index].copy_(total.view_as(gradients[index]))
+        if large:
+            chosen, parts = [names[index] for index in large], [gradients[index] for index in large]
+            with self._filled(chosen, parts, scattered=False) as rows:
+                self.sums.all_reduce(chosen, rows, parts, self.settings.how.feedback)
+
+    def reduce_scatter(self, names: Sequence[str], pieces: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+        """Of each (devices, *shape), one piece for each device, sum this device's over all devices into `own` (*shape)."""
+        large, small = self._sorted(names)
+        if small:
+            rows = torch.cat([pieces[index].flatten(1) for index in small], dim=1)
+            total = torch.empty_like(rows[0])
+            self.comm.count("reduce_scatter", self.label, rows)
+            with self.comm.waiting():
+                reduce_scatter_single(total, rows.flatten(), op=dist.ReduceOp.SUM, group=self.group)
+            for index, part in zip(small, total.split_with_sizes([own[index].numel() for index in small]), strict=True):
+                own[index].copy_(part.view_as(own[index]))
+        if large:
+            chosen, parts = [names[index] for index in large], [pieces[index] for index in large]
+            with self._filled(chosen, parts, scattered=True) as filled:
+                self.sums.reduce_scatter(chosen, filled, [own[index] for index in large], self.settings.how.feedback)
+
+    @contextmanager
+    def _filled(self, names: Sequence[str], gradients: Sequence[Tensor], scattered: bool) -> Iterator[Rows]:
+        """What is to be sent, gradients and residuals; what is left there is kept. Residuals are kept without the loss scale,
+        which may change from step to step."""
+        if not self.settings.how.feedback:
+            rows = self.sums.rows(gradients, scattered)
+        elif (key := tuple(names)) in self._rows:
+            rows = self._rows[key]
+        else:
+            rows = self._rows[key] = self.sums.rows([self._residuals[name] for name in names], scattered)
+            for name, part in zip(names, rows.parts, strict=True):
+                part.copy_(self._residuals.pop(name))
+        scale = self.comm.loss_scale if self.settings.how.feedback else 1.0
+        for part, gradient in zip(rows.parts, gradients, strict=True):
+            part.mul_(scale).add_(gradient) if scale != 1.0 else part.add_(gradient)
+        yield rows
+        if scale != 1.0:
+            rows.numbers.div_(scale)
+
+    def _sorted(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Indices of those that are compressed, and of the others."""
+        large = [index for index, name in enumerate(names) if name in self.settings.names]
+        return large, [index for index, name in enumerate(names) if name not in self.settings.names]

@@ -1,0 +1,44 @@
+"""What compression left out of gradients so far, as part of a run's state (checkpoint/residuals.py says how it is named).
+
+A device's residual of a parameter has the shape of what it encodes: the whole parameter where gradients are summed whole or
+scattered, its own shard where shards are summed over replicas. PowerSGD's factors are the same on all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from shardwise.checkpoint.residuals import ResidualName
+from shardwise.comm import Compressor
+from shardwise.comm.powersgd import LowRankSum
+from shardwise.mesh import Mesh
+from shardwise.parallel.data import DataParallel
+from shardwise.parallel.placement import held
+from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
+
+EVERYONE = {SHARDS: COPIES, EXPERT_SHARDS: f"replica x {EXPERT_SHARDS}"}
+"""Axes over which gradients are scattered, and all devices that hold the same parameter in pieces."""
+
+
+def residual_state(part: DataParallel, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """By name; what is loaded into these tensors is what compression goes on with."""
+    for compressor in part.compressors:
+        residuals = compressor.residuals()
+        for name, parameter in part.model.named_parameters():
+            if name in residuals:
+                yield _named(compressor, name, residuals[name], parameter, mesh)
+            if isinstance(compressor.sums, LowRankSum) and name in compressor.settings.names:
+                yield f"factor.{name}", compressor.sums.factor(name, parameter.shape[-1], compressor.comm.device)
+
+
+def _named(compressor: Compressor, name: str, residual: Tensor, parameter: nn.Parameter, mesh: Mesh) -> tuple[str, Tensor]:
+    devices = EVERYONE.get(compressor.axis, compressor.axis)
+    scattered = compressor.axis in EVERYONE
+    slices = held(parameter, whole=scattered)
+    rows = slices[0].stop - slices[0].start
+    own = residual.flatten(0, 1)[:rows] if scattered else residual[:rows]  # what follows is padding
+    box = tuple((part.start, part.stop) for part in slices)
+    said = ResidualName(compressor.label.replace(" ", ""), name, box, mesh.coordinate(devices), mesh.size(devices))
+    return str(said), own
