@@ -70,7 +70,8 @@ def trained(folder: Path, codec: str, seed: int, given: argparse.Namespace) -> C
         f"train.seed={seed}",
         f"train.evaluate_every={max(1, steps // 10)}",
     ]
-    words += [f"layout.data={WORKERS}", "layout.zero=0", "checkpoint.every=0", "observe.sample=", f"run.folder={run}", *given.options.split()]
+    words += [f"layout.data={WORKERS}", "layout.zero=0", "checkpoint.every=0", "observe.sample=", f"run.folder={run}"]
+    words += given.options.split()
     words += [f"layout.compression={name}", f"layout.compression_warmup={given.warmup}"] if name != "none" else []
     words += ["layout.error_feedback=false"] if lost else []
     environment = {

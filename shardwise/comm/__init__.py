@@ -1,7 +1,7 @@
 """Collectives that count their bytes, and what ranks say to each other beside training."""
 
 from shardwise.comm.comm import EXPOSED, Comm, Exchange
-from shardwise.comm.compressor import CompressionSettings, Compressor
+from shardwise.comm.compressor import CompressionSettings, Compressor, Momentum
 from shardwise.comm.hooks import CompressedCopies, CountedAllGather, CountedReduceScatter, GradientSum
 from shardwise.comm.peers import Peers
 
@@ -15,5 +15,6 @@ __all__ = [
     "CountedReduceScatter",
     "Exchange",
     "GradientSum",
+    "Momentum",
     "Peers",
 ]

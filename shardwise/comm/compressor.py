@@ -5,7 +5,7 @@ Matrices are compressed; vectors and small matrices, which weigh little and matt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,6 +32,15 @@ class CompressionSettings:
     """Of the parameters that are compressed."""
 
 
+@dataclass(frozen=True)
+class Momentum:
+    """What is summed in place of gradients (optim/onebit.py)."""
+
+    decay: float
+    of: Callable[[str], Tensor]
+    """This device's piece of a parameter's momentum, the same on all devices that sum it."""
+
+
 class Compressor:
     """Sums gradients along one axis, and keeps what compression leaves out of them."""
 
@@ -40,6 +49,8 @@ class Compressor:
         assert group is not None, "there are devices to exchange with"
         self.comm, self.axis, self.group, self.settings = comm, axis, group, settings
         self.label = comm.mesh.label(axis)
+        self.momentum: Momentum | None = None
+        """None: gradients are summed."""
         self.sums: EncodedSum | LowRankSum
         if settings.how.codec.name == "powersgd":
             rank = int(settings.how.codec.number)
@@ -111,8 +122,13 @@ class Compressor:
             for name, part in zip(names, rows.parts, strict=True):
                 part.copy_(self._residuals.pop(name))
         scale = self.comm.loss_scale if self.settings.how.feedback else 1.0
-        for part, gradient in zip(rows.parts, gradients, strict=True):
-            part.mul_(scale).add_(gradient) if scale != 1.0 else part.add_(gradient)
+        if scale != 1.0:
+            rows.numbers.mul_(scale)
+        for name, part, gradient in zip(names, rows.parts, gradients, strict=True):
+            part.add_(gradient, alpha=1.0 if self.momentum is None else 1 - self.momentum.decay)
+            if self.momentum is not None:
+                own = self.momentum.of(name)
+                part[: len(own)].add_(own, alpha=self.momentum.decay * self.comm.loss_scale / self.group.size())
         yield rows
         if scale != 1.0:
             rows.numbers.div_(scale)

@@ -1,6 +1,6 @@
 """What the user asks for: typed, validated, TOML and overrides. No torch."""
 
-from shardwise.config.check import divisors, problems_of_batch
+from shardwise.config.check import divisors, needs_whole_momenta, problems_of_batch
 from shardwise.config.layouts import (
     IN_A_V,
     SPLIT_BACKWARD,
@@ -58,6 +58,7 @@ __all__ = [
     "from_tables",
     "nearest_layout",
     "nearest_to",
+    "needs_whole_momenta",
     "problems_of_batch",
     "problems_of_layout",
     "read",

@@ -26,6 +26,8 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
         problems += _train(train)
     if isinstance(layout, Layout):
         problems += _layout(layout)
+    if isinstance(train, Train) and isinstance(layout, Layout) and train.optimizer == "1bit-adam":
+        problems += _one_bit_adam(train, layout)
     if isinstance(cluster := sections.get("cluster"), ClusterSection) and cluster.preset and cluster.file:
         problems.append("cluster.preset and cluster.file are both given; keep one (a file may itself start from a preset)")
     if isinstance(model, Model) and isinstance(data, Data):
@@ -132,6 +134,31 @@ def _compression(layout: Layout) -> Iterator[str]:
             f"layout.compression = {layout.compression!r}: needs whole matrices, and layout.tensor = {layout.tensor}, "
             f"layout.expert = {layout.expert} split them; use another codec, 'int8' say"
         )
+
+
+def needs_whole_momenta(train: Train, layout: Layout) -> bool:
+    """Whether 1-bit Adam compresses sums over devices that would share momenta: then layout.zero is 0."""
+    return train.optimizer == "1bit-adam" and layout.compression_axes == "all"
+
+
+def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
+    what = "train.optimizer = '1bit-adam'"
+    if layout.compression is None:
+        yield f"{what}: has no effect without layout.compression; name a codec, 'sign' say, or leave it out"
+        return
+    if layout.compression_warmup == 0:
+        settles = max(1, min(train.steps // 10, round(1 / (1 - train.betas[1]))))
+        yield (
+            f"{what}: needs layout.compression_warmup, the steps in which the second moment settles before it is kept; "
+            f"{settles} say"
+        )
+    if layout.zero and needs_whole_momenta(train, layout):
+        yield (
+            f"{what}: needs whole momenta where they are compressed, and layout.zero = {layout.zero} shards them; use "
+            "layout.zero = 0, or layout.compression_axes = 'replica'"
+        )
+    if train.state_dtype == "bfloat16":
+        yield f"{what}: keeps float32 states; leave train.state_dtype out"
 
 
 def _positions(model: Model, data: Data) -> Iterator[str]:

@@ -137,6 +137,11 @@ class Train(Section):
     )
     warmup: NonNegative = Field(10, description="steps of linear warm-up")
     decay: Positive | None = Field(None, description="steps of the final decay of `wsd`; left out: a fifth of the run")
+    optimizer: Literal["adamw", "1bit-adam"] = Field(
+        "adamw",
+        description="AdamW, or 1-bit Adam for compressed sums: once `layout.compression` begins, momenta are compressed instead "
+        "of gradients, and the second moment stays as it is",
+    )
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments")
     epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled decay, on matrices only (no norms, biases, embeddings)")

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import LocalAdamW
 from shardwise.config import Train
 from shardwise.optim.norm import local
+from shardwise.optim.onebit import OneBitAdam
 from shardwise.optim.rounding import RoundedAdamW, Slices
 from shardwise.plan.engine import compiles_blocks
 
@@ -51,7 +52,7 @@ def make_optimizer(
         slices = {parameter: (held or _whole)(parameter) for parameter in names}
         compiled = compiles_blocks(train.compile, next(iter(names)).device.type)
         return RoundedAdamW(grouped, names, slices, train.seed, compiled, **options)
-    return LocalAdamW(grouped, **options)
+    return (OneBitAdam if train.optimizer == "1bit-adam" else LocalAdamW)(grouped, **options)
 
 
 def _whole(tensor: Tensor) -> Slices:

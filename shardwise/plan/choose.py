@@ -20,6 +20,7 @@ from shardwise.config import (
     divisors,
     nearest_layout,
     nearest_to,
+    needs_whole_momenta,
     problems_of_layout,
     stages_on_a_rank,
 )
@@ -212,6 +213,8 @@ def _zero(
         return 0, "nothing to shard: no other device holds the same weights"
     if layout.zero is not None:
         return layout.zero, "as asked"
+    if needs_whole_momenta(config.train, layout):
+        return 0, "1-bit Adam compresses whole momenta"
     if layout.replica > 1:
         return 3, "replica is above 1, which asks for hybrid sharding"
     if layout.offload:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import IN_A_V, SPLIT_BACKWARD, Config, Layout, divisors
+from shardwise.config import IN_A_V, SPLIT_BACKWARD, Config, Layout, divisors, needs_whole_momenta
 from shardwise.config.layouts import can_borrow
 from shardwise.cost.space import RECOMPUTE, Space, recompute_mode
 from shardwise.plan.engine import shares_weights
@@ -176,7 +176,8 @@ def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any],
     if not shares_weights(_layout(degrees), config.model.experts):  # whatever `expert` will be
         alone = degrees["replica"] == 1 or "replica" in fixed
         return ([fixed.get("zero") or 3] if offload else [0]) if alone else []
-    stages = [stage for stage in range(4) if fixed.get("zero", stage) == stage]
+    highest = 0 if needs_whole_momenta(config.train, config.layout) else 3
+    stages = [stage for stage in range(highest + 1) if fixed.get("zero", stage) == stage]
     if offload and "zero" not in fixed:  # the lower stages keep whole weights on the device
         return [3]
     if degrees["replica"] > 1 or offload:  # copies of whole states are what the data axis does already

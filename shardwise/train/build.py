@@ -19,7 +19,7 @@ from shardwise.comm import Comm, Peers
 from shardwise.config import Config
 from shardwise.data import Dataset
 from shardwise.mesh import Mesh, Worker, join
-from shardwise.optim import LossScale, local, make_optimizer
+from shardwise.optim import LossScale, OneBitAdam, local, make_optimizer
 from shardwise.parallel import ParallelModel, parallelise
 from shardwise.parallel.placement import held
 from shardwise.plan import Plan
@@ -64,6 +64,11 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
     torch.manual_seed(config.train.seed)  # for a module that draws while it is built; what it draws later: parallel/seeds.py
     comm = Comm(mesh)
     parallel = parallelise(config, plan, comm)
+    optimizer = make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings, held)
+    if isinstance(optimizer, OneBitAdam):
+        for part in parallel.parts:
+            for compressor in part.compressors:
+                optimizer.follow(compressor, dict(part.model.named_parameters()))
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
     at_the_same_time = config.train.check_every > 0 and config.checkpoint.background
     return Training(
@@ -72,7 +77,7 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
         mesh=mesh,
         comm=comm,
         parallel=parallel,
-        optimizer=make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings, held),
+        optimizer=optimizer,
         dataset=dataset or Dataset.open(config.data, config.train.seed),
         checkpointer=checkpointer,
         peers=Peers.meet(mesh) if at_the_same_time else checkpointer.peers,

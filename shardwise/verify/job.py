@@ -103,6 +103,7 @@ def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
         "decay": 2,
         "compile": False,
         "check_every": 0,
+        "optimizer": "adamw",
         "evaluate_sequences": min(train.evaluate_sequences, train.global_batch + 1),
     }
 

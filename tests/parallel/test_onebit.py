@@ -1,0 +1,98 @@
+"""1-bit Adam on real ranks, against AdamW on one device: what ranks get of its momentum and what they keep add up to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ranks.jobs import ALONE, FAMILIES, Tables, job, put_together, start
+from ranks.pool import Pool
+from ranks.residuals import left_out
+from torch import Tensor
+
+from shardwise.config import from_tables
+from shardwise.config.compression import is_compressed
+from shardwise.errors import ConfigError
+from shardwise.mesh import Worker
+from shardwise.optim import learning_rate
+from shardwise.train.steps import steps
+
+Ranks = Callable[[int], Pool]
+State = dict[str, dict[str, Tensor]]
+"""Weights, moments and what was left out of momenta: by what, and by parameter."""
+WARM_UP, BETAS, EPSILON = 3, (0.8, 0.99), 1e-8
+
+
+def tables_of(corpus: str, layout: dict[str, Any], optimizer: str, clip: float | bool = False) -> Tables:
+    train = {"micro_batch": 1, "clip": clip, "steps": WARM_UP + 2, "betas": list(BETAS), "optimizer": optimizer}
+    return job(corpus, model=FAMILIES["llama"], layout=layout, train=train)
+
+
+def states(worker: Worker, tables: Tables) -> list[State]:
+    """After each step."""
+    training, found = start(worker, tables), []
+    for _ in steps(training):
+        named = dict(training.parallel.named_parameters())
+        parts = {"weights": {name: parameter.detach() for name, parameter in named.items()}}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            parts[moment] = {name: training.optimizer.state[parameter][moment] for name, parameter in named.items()}
+        state = {what: put_together(tensors, worker.world) for what, tensors in parts.items()}
+        found.append({**state, "kept": left_out(training, state["weights"])})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "codec"),
+    [
+        ({"data": 2, "zero": 0}, "sign"),
+        ({"replica": 2, "data": 2, "zero": 2, "compression_axes": "replica"}, "topk(0.05)"),
+        pytest.param({"data": 2, "tensor": 2, "zero": 0}, "int8", marks=pytest.mark.full),
+        pytest.param({"data": 2, "pipeline": 2, "zero": 0}, "sign", marks=pytest.mark.full),
+        pytest.param({"data": 2, "zero": 0}, "powersgd(2)", marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_the_first_compressed_momentum_and_what_is_kept_are_those_of_one_device(
+    ranks: Ranks, corpus: str, layout: dict[str, Any], codec: str
+) -> None:
+    plain = states(ALONE, tables_of(corpus, {}, "adamw"))
+    world = layout.get("replica", 1) * layout["data"] * layout.get("tensor", 1) * layout.get("pipeline", 1)
+    tables = tables_of(corpus, {**layout, "compression": codec, "compression_warmup": WARM_UP}, "1bit-adam")
+    train = from_tables(tables).train
+    rate = learning_rate(train, WARM_UP + 1)
+    compared = 0
+    for found in ranks(world).run(states, tables):
+        before, after, truth = found[WARM_UP - 1], found[WARM_UP], plain[WARM_UP]
+        for name, expected in truth["exp_avg"].items():
+            scale = max(float(expected.abs().max()), 1e-12)
+            assert ((after["exp_avg"][name] + after["kept"][name] - expected).abs() <= 1e-6 * scale).all(), name
+            if not is_compressed(expected.shape):
+                assert (after["exp_avg_sq"][name] - truth["exp_avg_sq"][name]).abs().max() <= 1e-6 * scale**2
+                continue
+            compared += 1
+            assert (after["exp_avg_sq"][name] == before["exp_avg_sq"][name]).all(), "the second moment stays"
+            size = (before["exp_avg_sq"][name] / (1 - BETAS[1] ** WARM_UP)).sqrt() + EPSILON
+            decay = train.weight_decay if name != "embedding.weight" else 0.0
+            weight = before["weights"][name] * (1 - rate * decay) - rate * after["exp_avg"][name] / size
+            assert (after["weights"][name] - weight).abs().max() <= 1e-12, name
+    assert compared
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "said"),
+    [
+        ({"data": 2}, {}, "has no effect without layout.compression"),
+        ({"data": 2, "compression": "sign"}, {}, "needs layout.compression_warmup"),
+        ({"data": 2, "zero": 2, "compression": "sign", "compression_warmup": 3}, {}, "whole momenta"),
+        (
+            {"data": 2, "compression": "sign", "compression_warmup": 3},
+            {"precision": "bfloat16", "state_dtype": "bfloat16"},
+            "float32 states",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(corpus: str, layout: dict[str, Any], more: dict[str, Any], said: str) -> None:
+    tables = job(corpus, model=FAMILIES["llama"], layout=layout, train={"optimizer": "1bit-adam", "steps": 5, **more})
+    with pytest.raises(ConfigError, match=said):
+        from_tables(tables)
