@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
 
-RESIDUAL = "residual."
+RESIDUAL, FACTOR = "residual.", "factor."
 Box = tuple[tuple[int, int], ...]
 """Where a slice begins and ends in each dim."""
 _NAME = re.compile(r"residual\.([^.]+)\.(.+)@([\d:,]*)/(\d+)of(\d+)")
@@ -35,8 +35,11 @@ class ResidualName:
     devices: int
 
     def __str__(self) -> str:
-        box = ",".join(f"{begin}:{end}" for begin, end in self.box)
-        return f"{RESIDUAL}{self.axis}.{self.parameter}@{box}/{self.device}of{self.devices}"
+        return f"{RESIDUAL}{self.axis}.{self.parameter}@{_box(self.box)}/{self.device}of{self.devices}"
+
+    def of_factor(self, together: int) -> str:
+        """The name of PowerSGD's factor of the same slice, which is one for so many devices that sum together."""
+        return f"{FACTOR}{self.axis}.{self.parameter}@{_box(self.box)}/{self.device // together}"
 
     @classmethod
     def parse(cls, name: str) -> ResidualName | None:
@@ -46,6 +49,10 @@ class ResidualName:
             return None
         box = [tuple(map(int, part.split(":"))) for part in found[3].split(",") if part.count(":") == 1]
         return cls(found[1], found[2], tuple((begin, end) for begin, end in box), int(found[4]), int(found[5]))
+
+
+def _box(box: Box) -> str:
+    return ",".join(f"{begin}:{end}" for begin, end in box)
 
 
 def deal_out(state: dict[str, Tensor], contents: Contents) -> None:

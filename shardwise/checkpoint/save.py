@@ -45,7 +45,7 @@ from shardwise.checkpoint.folder import (
     resume_candidates,
     step_of,
 )
-from shardwise.checkpoint.residuals import RESIDUAL, deal_out
+from shardwise.checkpoint.residuals import FACTOR, RESIDUAL, deal_out
 from shardwise.checkpoint.storage import storage
 from shardwise.checkpoint.write import SaveRefused, write_together
 from shardwise.comm import Peers
@@ -386,14 +386,14 @@ def _expected(state: State, contents: Contents, layout: Layout) -> State:
     """What a checkpoint is to fill. Moments are left out, and zero, where it holds none at all. What compression left out is
     dealt out anew where the layout is another, and PowerSGD's factors stay as they begin where there are none of this size."""
     residuals = {name: value for name, value in state.items() if name.startswith(RESIDUAL)}
-    same = contents.manifest.layout == layout.model_dump() and all(name in contents.tensors for name in residuals)
+    same = contents.manifest.layout == layout.model_dump(mode="json") and all(name in contents.tensors for name in residuals)
     if residuals and not same:
         deal_out(residuals, contents)
     known = {name for name, value in state.items() if name in contents.tensors and contents.tensors[name].shape == value.shape}
     state = {
         name: value
         for name, value in state.items()
-        if (name not in residuals or same) and (not name.startswith("factor.") or name in known)
+        if (name not in residuals or same) and (not name.startswith(FACTOR) or name in known)
     }
     if any(name.startswith("optimizer.") for name in contents.tensors):
         return state

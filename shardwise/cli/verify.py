@@ -93,8 +93,8 @@ def _show(result: ProofResult) -> None:
         print(line)
     layout = " x ".join(f"{axis} {size}" for axis, size in _axes(result).items()) or "one device"
     print(result.reached.sentence())
-    if result.compressed is not None and proof.compressed is not None:
-        print(result.compressed.sentence(proof.compressed.compression))
+    for compressed in result.compressed:
+        print(compressed.sentence())
     run = f"{layout}, zero {proof.plan.layout.zero}, on {proof.world} processes, {proof.steps} steps in {proof.dtype}"
     reference = "plain torch" if result.against == "plain" else "one device"
     meaning = f"{'computes' if verdict.passes else 'does not compute'} what {reference} computes"

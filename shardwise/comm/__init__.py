@@ -2,6 +2,7 @@
 
 from shardwise.comm.comm import EXPOSED, Comm, Exchange
 from shardwise.comm.compressor import CompressionSettings, Compressor, Momentum
+from shardwise.comm.gathers import EncodedGather, GatherSettings, NearbyCopy
 from shardwise.comm.hooks import CompressedCopies, CountedAllGather, CountedReduceScatter, GradientSum
 from shardwise.comm.peers import Peers
 
@@ -13,8 +14,11 @@ __all__ = [
     "Compressor",
     "CountedAllGather",
     "CountedReduceScatter",
+    "EncodedGather",
     "Exchange",
+    "GatherSettings",
     "GradientSum",
     "Momentum",
+    "NearbyCopy",
     "Peers",
 ]

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._torch import all_gather_single, reduce_scatter_single
+from shardwise._torch import all_gather_single, inside_backward, reduce_scatter_single
 from shardwise.comm.comm import EXPOSED, Comm
 from shardwise.comm.compressor import Compressor
+from shardwise.comm.gathers import EncodedGather, NearbyCopy
 from shardwise.comm.in_order import InOrder
 
 
@@ -84,14 +85,31 @@ class _Counted:
 
 
 class CountedAllGather(_Counted):
-    """FSDP2 gathers a unit's weights."""
+    """FSDP2 gathers a unit's weights: as they are, encoded, or in backward from a copy nearby."""
+
+    def __init__(self, comm: Comm, axis: str, encoded: EncodedGather | None = None, nearby: NearbyCopy | None = None) -> None:
+        super().__init__(comm, axis)
+        self.encoded, self.nearby = encoded, nearby
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self.comm.count("all_gather", self.axis, output_tensor)
-        started = time.perf_counter()
-        return self.timed(all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op), started)
+        if self.encoded is None and self.nearby is None:
+            self.comm.count("all_gather", self.axis, output_tensor)
+            started = time.perf_counter()
+            return self.timed(all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op), started)
+        if self.nearby is not None and inside_backward():
+            self.nearby.gather(output_tensor, group.size())
+            return None
+        if self.encoded is not None:
+            self.encoded.gather(output_tensor, input_tensor, group)
+        else:
+            self.comm.count("all_gather", self.axis, output_tensor)
+            with self.comm.waiting():
+                all_gather_single(output_tensor, input_tensor, group=group)
+        if self.nearby is not None:
+            self.nearby.keep(output_tensor, group.size())
+        return None
 
 
 class CountedReduceScatter(_Counted):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from shardwise.config.compression import Compression
+from shardwise.config.compression import WEIGHT_CODECS, Compression
 from shardwise.config.schema import ClusterSection, Data, Layout, Model, Section, Train
 
 MOST_WEIGHTS = 10**15
@@ -108,6 +108,23 @@ def _layout(layout: Layout) -> Iterator[str]:
     if layout.offload and layout.zero == 0:
         yield "layout.offload = true: only sharded states can be offloaded; use layout.zero = 1, 2 or 3"
     yield from _compression(layout)
+    yield from _gathers(layout)
+
+
+def _gathers(layout: Layout) -> Iterator[str]:
+    if layout.weight_compression is not None:
+        if layout.zero == 0:
+            yield "layout.weight_compression: with layout.zero = 0 no weights are gathered; use zero = 1, 2 or 3, or leave it out"
+        if layout.weight_compression not in WEIGHT_CODECS:
+            yield f"layout.weight_compression = {layout.weight_compression!r}: weights may be {', '.join(WEIGHT_CODECS)}"
+    if layout.backward_shards is not None:
+        what = f"layout.backward_shards = {layout.backward_shards}"
+        if layout.zero not in (3, None):
+            yield f"{what}: only zero = 3 gathers weights for backward; use layout.zero = 3, or leave it out"
+        if layout.pipeline * layout.expert > 1:
+            yield f"{what}: not with pipeline or expert axes; leave it out"
+        if layout.data > 0 and layout.data * layout.context % layout.backward_shards:
+            yield f"{what}: does not divide the {layout.data * layout.context} devices that share the weights (data x context)"
 
 
 def _compression(layout: Layout) -> Iterator[str]:

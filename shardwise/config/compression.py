@@ -42,6 +42,8 @@ BITS = {"fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "terngrad": 2, "sign": 1}
 NEEDS_NUMBER = {"topk": (0.0, 1.0), "randomk": (0.0, 1.0), "qsgd": (2, 8), "powersgd": (1, 1024)}
 """Codecs that are called with a number, and its range."""
 CODECS = ("bf16", *BITS, *NEEDS_NUMBER)
+WEIGHT_CODECS = ("fp8", "int8", "int4")
+"""Codecs that weights may be gathered in: of blocks, by nearest."""
 SMALLEST = 4096
 """Numbers of a matrix from which it is compressed."""
 
@@ -137,6 +139,24 @@ class SumCompression:
     def compresses(self, axis: str) -> bool:
         """Whether sums along this axis are compressed."""
         return self.axes == "all" or axis == "replica"
+
+
+@dataclass(frozen=True)
+class WeightGathers:
+    """How a job's sharded weights are gathered, where not plainly (comm/gathers.py)."""
+
+    codec: Compression | None
+    """None: as they are."""
+    backward_shards: int | None
+    """Neighbours that keep a copy of all weights among them from forward to backward; None: there is no copy."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> WeightGathers | None:
+        """As the layout says; None: plainly."""
+        if layout.weight_compression is None and layout.backward_shards is None:
+            return None
+        codec = None if layout.weight_compression is None else Compression.parse(layout.weight_compression)
+        return cls(codec, layout.backward_shards)
 
 
 def is_compressed(shape: Sequence[int]) -> bool:

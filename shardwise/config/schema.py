@@ -222,6 +222,16 @@ class Layout(Section):
         "all", description="which sums are compressed: all over data-parallel devices, or those between replicas alone"
     )
     compression_warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps before compression begins")
+    weight_compression: str | None = Field(
+        None,
+        description="how sharded weights are compressed when they are gathered, which changes the numbers: `int8`, `fp8` or "
+        "`int4`; see docs/compression.md",
+    )
+    backward_shards: Positive | None = Field(
+        None,
+        description="zero = 3: so many neighbours (the devices of a node, say) keep a copy of the weights among them from "
+        "forward to backward, and backward gathers from that; left out: no copy",
+    )
     error_feedback: bool | None = Field(
         None,
         description="whether what a codec leaves out is added to the next gradient; left out: yes, but for `terngrad` and "
@@ -240,7 +250,7 @@ class Layout(Section):
             raise ValueError(f"{', '.join(sorted(twice))} is given twice, under two spellings; keep one")
         return dict(zip(axes, values.values(), strict=True))
 
-    @field_validator("compression")
+    @field_validator("compression", "weight_compression")
     @classmethod
     def _known_codec(cls, value: str | None) -> str | None:
         return None if value is None else str(Compression.parse(value))

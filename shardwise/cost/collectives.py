@@ -27,7 +27,7 @@ import numpy as np
 from shardwise.config import borrowed
 from shardwise.cost.cluster import Cluster, Link
 from shardwise.cost.space import Array, Ints, Space
-from shardwise.plan.grid import EXPERT_SHARDS, RANK_AXES, devices
+from shardwise.plan.grid import EXPERT_SHARDS, RANK_AXES, base, devices
 
 COPIED = {"all_gather": 4.0, "reduce_scatter": 4.0, "all_to_all": 4.0}
 """Bytes read and written for each byte of the full tensor to bring it into a message's order and out of it again (profiles of
@@ -62,7 +62,7 @@ def _distance(axis: str, space: Space) -> Ints:
     data, replica, pipeline. Experts borrow the innermost ranks, and those who hold the same experts are as far apart as there are
     expert devices.
     """
-    name, _, half = axis.split(" x ")[-1].partition(".")
+    name, _, half = base(axis).split(" x ")[-1].partition(".")
     if name in ("expert", EXPERT_SHARDS):
         return space.expert if name == EXPERT_SHARDS else np.ones_like(space.expert)
     apart = np.ones(len(space), dtype=np.int64)

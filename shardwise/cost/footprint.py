@@ -214,6 +214,8 @@ def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) 
     whole = engine.keeps_whole_gradients(space.accumulation) | (space.zero == 1) & stack.keeps_gradients
     wider = BYTES[wide(work.precision)] - computed if stack.wide_routers else 0.0
     weights = stored * held.shard + np.where(engine.keeps_gathered, computed * held.gathered + wider * held.wide, 0.0)
+    if work.gathers is not None and work.gathers.backward_shards is not None:
+        weights = weights + np.where(space.zero == 3, computed * held.gathered / work.gathers.backward_shards, 0.0)
     gradients = np.where(whole, reduced * held.whole, stored * held.shard)
     residuals = reduced * residual_numbers(held, work.compression, space.zero, space.replica) + np.zeros(len(space))
     return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard, "residuals": residuals}

@@ -15,6 +15,7 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import Group, group_of, rates
 from shardwise.cost.flow import Flow, When
 from shardwise.cost.space import Array, Space, take
+from shardwise.plan.grid import base
 
 AXES = ("tensor", "context", "expert", "data", "replica", "pipeline")
 """Whose time a prediction tells apart."""
@@ -42,7 +43,7 @@ class Priced:
 def axis_of(flow: Flow) -> str:
     """The axis that a flow's time belongs to. Devices that hold the same weights are the data axis', whatever other axes they lie
     on; what only the replicas sum is their own."""
-    first = flow.axis.partition(" x ")[0].partition(".")[0]
+    first = base(flow.axis).partition(" x ")[0].partition(".")[0]
     return "data" if first == "expert_data" or (first == "replica" and flow.axis != "replica") else first
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config import Config, Layout, Model, context_attention
-from shardwise.config.compression import SumCompression
+from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.plan.schedule import SCHEDULES, stages_on_a_rank
 from shardwise.plan.stages import stage_blocks
 
@@ -52,6 +52,8 @@ class Work:
     """As `train.compile`."""
     compression: SumCompression | None = None
     """Of gradients on the wire, once its warm-up is over."""
+    gathers: WeightGathers | None = None
+    """Of weights, where not plainly."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:
         """Blocks of each of so many stages: by hand, or as they are cut by cost."""

@@ -17,7 +17,7 @@ and in a run with replicas what was scattered is summed over them, once. Where b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -27,12 +27,12 @@ import numpy as np
 from shardwise.config import Model
 from shardwise.config.compression import Compression, is_compressed
 from shardwise.cost.first_rank import FirstRank, Sizes
-from shardwise.cost.flow import Flow, When, calls, units
+from shardwise.cost.flow import Flow, When, units
 from shardwise.cost.space import Bools, Ints
 from shardwise.cost.stack import SHARDWISE
 from shardwise.cost.stages import gathered_in_vain
 from shardwise.plan.engine import has_schedule
-from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, devices
+from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, devices, within
 from shardwise.plan.parameters import Shape, parameter_shapes
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
@@ -93,7 +93,7 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
         *(np.where(alone, each.positions, 0) + at_the_end(each, 0) for each in compressed),
     )
     first = Units(np.where(alone, 0.0, positions), *(np.where(alone, 0, each.positions) for each in (rank.sizes, *compressed)))
-    yield from _sharded(rank, SHARDS, rank.shards, sharded, rank.gathered, blocks, embedding, (first, last))
+    yield from _sharded(rank, SHARDS, rank.shards, sharded, _Weights.of(rank), blocks, embedding, (first, last))
     if model.experts:
         yield from _experts(rank, sharded)
         yield from _routers(rank, sharded)
@@ -102,12 +102,36 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
 
 def _measures(rank: FirstRank) -> list[Sizes]:
     """Of what is compressed the numbers, and for PowerSGD rows and columns; nothing where nothing is."""
-    if rank.work.compression is None:
+    if not _encodes(rank):
         return []
-    return [rank.compressed, rank.rows, rank.columns] if rank.work.compression.codec.name == "powersgd" else [rank.compressed]
+    how = rank.work.compression
+    return [rank.compressed, rank.rows, rank.columns] if how is not None and how.codec.name == "powersgd" else [rank.compressed]
+
+
+def _encodes(rank: FirstRank) -> bool:
+    """Whether units are encoded, each by itself."""
+    gathers = rank.work.gathers
+    return rank.work.compression is not None or (gathers is not None and gathers.codec is not None)
 
 
 NOTHING = Units()
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """How weights of units are gathered."""
+
+    width: float
+    """Bytes of one, where it is not encoded."""
+    codec: Compression | None = None
+    nearby: int | None = None
+    """Neighbours that keep a copy for backward."""
+
+    @classmethod
+    def of(cls, rank: FirstRank) -> _Weights:
+        """As the job says."""
+        gathers = rank.work.gathers
+        return cls(rank.gathered) if gathers is None else cls(rank.gathered, gathers.codec, gathers.backward_shards)
 
 
 def gathered_ahead(rank: FirstRank) -> Iterator[Flow]:
@@ -116,7 +140,9 @@ def gathered_ahead(rank: FirstRank) -> Iterator[Flow]:
     where = np.flatnonzero((rank.shards > 1) & (space.pipeline > 1) & has_schedule(space, ("interleaved",)))
     blocks = np.zeros(len(space))
     blocks[where] = gathered_in_vain(rank.work, space.take(where), rank.stack)
-    yield calls("all_gather", SHARDS, "once", blocks, rank.block * rank.gathered if len(where) else 0.0)
+    if len(where):
+        unit = Units(blocks, *(blocks * size for size in (rank.block, *(each.block for each in _measures(rank)[:1]))))
+        yield _gather(SHARDS, "once", 1.0, unit, rank.shards, _Weights.of(rank))
 
 
 def _experts(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
@@ -131,14 +157,14 @@ def _experts(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
     experts = Units(rank.cut.first, size)
     if squeezed:  # two matrices into the experts, and one out of them
         experts = Units(rank.cut.first, size, size, number * (2 * width + hidden), rank.cut.first * (2 * hidden + width))
-    yield from _sharded(rank, EXPERT_SHARDS, rank.expert_shards, sharded, rank.gathered, experts)
+    yield from _sharded(rank, EXPERT_SHARDS, rank.expert_shards, sharded, _Weights.of(rank), experts)
 
 
 def _routers(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
     """Gathered in the dtype of sums, so that no score is rounded."""
     if rank.stack.wide_routers:
         routers = Units(rank.cut.first, *(rank.cut.first * each.router for each in (rank.sizes, *_measures(rank))))
-        yield from _sharded(rank, SHARDS, rank.shards, sharded, rank.wide, routers)
+        yield from _sharded(rank, SHARDS, rank.shards, sharded, replace(_Weights.of(rank), width=rank.wide, codec=None), routers)
 
 
 def _sharded(
@@ -146,7 +172,7 @@ def _sharded(
     axis: str,
     shards: Ints,
     here: Bools,
-    width: float,
+    weights: _Weights,
     blocks: Units,
     embedding: Units = NOTHING,
     rest: Sequence[Units] = (),
@@ -154,25 +180,44 @@ def _sharded(
     """Units that are sharded over this axis, where they are `here`, and gathered in so many bytes a weight."""
     space, stack, several = rank.space, rank.stack, here & (shards > 1)
     ends = sum(rest, embedding)
-    groups = [blocks + ends] if rank.work.compression is None else [blocks, embedding, *rest]  # a codec encodes each by itself
+    at_ends = [embedding, *rest] if _encodes(rank) else [ends]
+    all_units = [blocks, *at_ends] if _encodes(rank) else [blocks + ends]
     three = (rank.engine.zero == 3) & ~rank.engine.splits_backward
     at_end = rank.engine.splits_backward | ((rank.engine.zero == 1) & (not stack.reduce_each))
     each_gather, each_sum = space.accumulation * (several & three), space.accumulation * (several & ~at_end)
-    yield units("all_gather", axis, "forward", each_gather, blocks.pair, width)
-    yield units("all_gather", axis, "backward", each_gather, blocks.pair, width)
-    yield units("all_gather", axis, "ends", each_gather, (embedding + ends).pair, width)
+    yield _gather(axis, "forward", each_gather, blocks, shards, weights)
+    yield _gather_again(axis, "backward", each_gather, blocks, shards, weights)
+    for unit in at_ends:
+        yield _gather(axis, "ends", each_gather, unit, shards, weights)
+    yield _gather_again(axis, "ends", each_gather, embedding, shards, weights)
     yield from _sums(rank, "reduce_scatter", axis, "backward", each_sum, blocks, shards)
-    for unit in [ends] if rank.work.compression is None else [embedding, *rest]:
+    for unit in at_ends:
         yield from _sums(rank, "reduce_scatter", axis, "ends", each_sum, unit, shards)
     among_copies = here & (rank.engine.zero == 0) & (space.replica * devices(axis, space) > 1)
     among_replicas = here & (rank.engine.zero > 0) & (space.replica > 1)
-    for unit in groups:
-        gathered = max(stack.gathers_after, 1) * unit.count, unit.numbers  # one by one, where a program does that
-        yield units("all_gather", axis, "step" if stack.gathers_after else "once", several & ~three, gathered, width)
+    for unit in all_units:
+        gathered = replace(unit, count=max(stack.gathers_after, 1) * unit.count)  # one by one, where a program does that
+        yield _gather(axis, "step" if stack.gathers_after else "once", several & ~three, gathered, shards, weights)
         yield from _sums(rank, "reduce_scatter", axis, "once", several & at_end, unit, shards)
         copies = f"replica x {axis}"
         yield from _sums(rank, "all_reduce", copies, "once", among_copies, unit, devices(copies, space))
         yield from _sums(rank, "all_reduce", "replica", "once", among_replicas, unit.shard(shards), space.replica)
+
+
+def _gather(axis: str, when: When, times: Any, unit: Units, shards: Ints, weights: _Weights) -> Flow:
+    """Weights of units gathered: as they are, or what is compressed of them encoded (comm/gathers.py)."""
+    if weights.codec is None:
+        return units("all_gather", axis, when, times, unit.pair, weights.width)
+    each = np.asarray(unit.compressed) // np.maximum(unit.count, 1) // shards  # of one unit, on one device
+    sent = unit.count * shards * _wire_bytes(weights.codec, each) + (unit.numbers - unit.compressed) * weights.width
+    return units("all_gather", axis, when, times, (unit.count, sent), 1.0)
+
+
+def _gather_again(axis: str, when: When, times: Any, unit: Units, shards: Ints, weights: _Weights) -> Flow:
+    """The same for backward, which may have a copy nearby."""
+    if weights.nearby is None:
+        return _gather(axis, when, times, unit, shards, weights)
+    return units("all_gather", within(axis, weights.nearby), when, times, unit.pair, weights.width)
 
 
 def _sums(rank: FirstRank, kind: str, axis: str, when: When, times: Any, unit: Units, among: Any) -> Iterator[Flow]:

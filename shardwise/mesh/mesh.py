@@ -38,6 +38,7 @@ class Mesh:
     device: torch.device
     grid: DeviceMesh | None
     _subs: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
+    _neighbours: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def data_index(self) -> int:
@@ -65,6 +66,17 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The peers along an axis; None where this worker is alone on it."""
         return None if self.grid is None or self.size(axis) == 1 else self.sub(axis).get_group()
+
+    def neighbours(self, axis: str, devices: int) -> dist.ProcessGroup:
+        """So many of the peers along an axis that follow one another, this worker among them. All workers ask at once."""
+        assert self.grid is not None, "one device has no neighbours"
+        if (axis, devices) not in self._neighbours:
+            dims, names = list(members(self.layout, axis)), list(grid_dims(self.layout))
+            order = sorted(range(len(names)), key=lambda dim: names[dim] in dims)  # the others first; each in its order
+            ranks = self.grid.mesh.permute(order).reshape(-1, devices).tolist()
+            own, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
+            self._neighbours[axis, devices] = own
+        return self._neighbours[axis, devices]
 
     def label(self, axis: str) -> str:
         """The axes that an axis consists of here, for people to read: those with several devices."""

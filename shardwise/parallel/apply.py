@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm import Comm, CompressionSettings
+from shardwise.comm import Comm, CompressionSettings, GatherSettings
 from shardwise.config import Config, Layout, sequence_multiple
-from shardwise.config.compression import SumCompression, is_compressed
+from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
 from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.experts import Router
@@ -160,9 +160,9 @@ def _on_data_axes(config: Config, model: nn.Module, table: Sharding, comm: Comm)
         return SingleDevice(model) if engine.single else replicate(model, comm, _compression(config, model, table, comm))
     compute, reduce = DTYPES[train.precision], DTYPES[reduce_dtype(train)]
     routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]
-    settings = _compression(config, model, table, comm)
+    settings, gathers = _compression(config, model, table, comm), _gathers(model, table, comm)
     experts = expert_modules(model, table)
-    sharded = shard(model, _units(model, table), routers, experts, comm, compute, reduce, engine, settings)
+    sharded = shard(model, _units(model, table), routers, experts, comm, compute, reduce, engine, settings, gathers)
     materialise(model, table, torch.device("cpu") if layout.offload else comm.device, train.seed, comm.device)
     return sharded
 
@@ -170,17 +170,36 @@ def _on_data_axes(config: Config, model: nn.Module, table: Sharding, comm: Comm)
 def _compression(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> CompressionSettings | None:
     """What of the model's gradients is compressed, and how; None: nothing. Not compressed is what is summed over other axes too,
     once the data axes are done: what tensor devices do not split, and a tied weight with its two uses on different stages."""
-    layout = comm.mesh.layout
-    how = SumCompression.of(layout)
+    how = SumCompression.of(comm.mesh.layout)
     if how is None:
         return None
+    return CompressionSettings(how, config.train.seed, DTYPES[reduce_dtype(config.train)], _compressed(model, table, comm))
+
+
+def _gathers(model: nn.Module, table: Sharding, comm: Comm) -> GatherSettings | None:
+    """How weights are gathered; None: plainly. Routers are, so that no score is rounded."""
+    how = WeightGathers.of(comm.mesh.layout)
+    if how is None:
+        return None
+    routers = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, Router)
+        for name, _ in module.named_parameters()
+    }
+    return GatherSettings(how, _compressed(model, table, comm) - routers)
+
+
+def _compressed(model: nn.Module, table: Sharding, comm: Comm) -> frozenset[str]:
+    """Names of the parameters that may be compressed."""
+    layout = comm.mesh.layout
     shared = {*table.tied, *table.tied.values()} if layout.pipeline > 1 else set()
     names = [
         name
         for name, parameter in model.named_parameters()
         if is_compressed(parameter.shape) and (layout.tensor == 1 or isinstance(parameter, DTensor)) and name not in shared
     ]
-    return CompressionSettings(how, config.train.seed, DTYPES[reduce_dtype(config.train)], frozenset(names))
+    return frozenset(names)
 
 
 def is_compiled(config: Config, device: torch.device) -> bool:

@@ -50,10 +50,13 @@ from shardwise.comm import (
     Compressor,
     CountedAllGather,
     CountedReduceScatter,
+    EncodedGather,
+    GatherSettings,
     GradientSum,
+    NearbyCopy,
 )
 from shardwise.plan.engine import Engine
-from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
+from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, within
 
 
 @dataclass
@@ -245,12 +248,13 @@ def shard(
     reduce: torch.dtype,
     engine: Engine,
     settings: CompressionSettings | None,
+    gathers: GatherSettings | None,
 ) -> Sharded:
     """Shard the model over `data x context`, one FSDP2 unit for each module given and one for what remains. Wide units are
     computed with in the dtype of sums. Experts are units too, sharded over the devices that hold the same experts.
     """
     layout = comm.mesh.layout
-    sums = _Sums(model, comm, engine, settings)
+    units_of = _Units(model, comm, engine, settings, gathers)
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
         # On a CPU the states are in host memory already, and there is no device to pin it for.
@@ -258,9 +262,9 @@ def shard(
         "reshard_after_forward": not engine.keeps_gathered,
     }
     for unit in experts:
-        fully_shard(unit, mesh=sums.mesh(EXPERT_SHARDS), **options)
-        sums.attach(unit, EXPERT_SHARDS)
-    dense = sums.mesh(SHARDS)
+        fully_shard(unit, mesh=units_of.mesh(EXPERT_SHARDS), **options)
+        units_of.attach(unit, EXPERT_SHARDS)
+    dense = units_of.mesh(SHARDS)
     for unit in wide_units:
         policy = MixedPrecisionPolicy(param_dtype=reduce, reduce_dtype=reduce, cast_forward_inputs=False)
         fully_shard(unit, mesh=dense, **{**options, "mp_policy": policy})
@@ -269,18 +273,25 @@ def shard(
     # None: torch keeps the root gathered from forward to backward.
     fully_shard(model, mesh=dense, **{**options, "reshard_after_forward": None})
     for unit in (*wide_units, *units, model):
-        sums.attach(unit, SHARDS)
+        units_of.attach(unit, SHARDS)
     sharded_units: list[FSDPModule] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-    sharded = Sharded(model, engine, sharded_units, comm.device, sums.copies)
-    sharded.compressors = list(sums.compressors.values())
+    sharded = Sharded(model, engine, sharded_units, comm.device, units_of.copies)
+    sharded.compressors = list(units_of.compressors.values())
     return sharded
 
 
-class _Sums:
+class _Units:
     """How the units of a model gather weights and sum gradients: every collective is counted, and summed, never averaged."""
 
-    def __init__(self, model: nn.Module, comm: Comm, engine: Engine, settings: CompressionSettings | None) -> None:
-        self.comm, self.engine, self.settings = comm, engine, settings
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Comm,
+        engine: Engine,
+        settings: CompressionSettings | None,
+        gathers: GatherSettings | None,
+    ) -> None:
+        self.comm, self.engine, self.settings, self.gathers = comm, engine, settings, gathers
         self.paths = {module: path for path, module in model.named_modules()}
         self.compressors: dict[str, Compressor] = {}
         """By axis."""
@@ -303,7 +314,7 @@ class _Sums:
         pieces = {self._name(module, name): shape for module, name, shape in unit_pieces(unit)}
         shards = self._compressor(axis, pieces, mesh.size(axis)) if self.engine.zero else None
         scatter = CountedReduceScatter(comm, mesh.label(axis), shards, pieces)
-        unit.set_custom_all_gather(CountedAllGather(comm, mesh.label(axis)))  # type: ignore[arg-type]
+        unit.set_custom_all_gather(self._gather(axis, pieces))  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         if mesh.size(copies) > 1:
             compressor = self._compressor(copies, pieces, None)
@@ -312,6 +323,17 @@ class _Sums:
             else:
                 self.copies.append(CompressedCopies(comm, compressor, pieces))
                 unit.set_all_reduce_hook(self.copies[-1])
+
+    def _gather(self, axis: str, pieces: Mapping[str, torch.Size]) -> CountedAllGather:
+        comm, label = self.comm, self.comm.mesh.label(axis)
+        encoded, nearby = None, None
+        if self.gathers is not None and self.engine.zero and comm.mesh.size(axis) > 1:
+            codec, near = self.gathers.how.codec, self.gathers.how.backward_shards
+            if codec is not None and not self.gathers.names.isdisjoint(pieces):
+                encoded = EncodedGather(comm, label, codec, self.gathers.names, pieces)
+            if near is not None:
+                nearby = NearbyCopy(comm, within(label, near), comm.mesh.neighbours(axis, near))
+        return CountedAllGather(comm, label, encoded, nearby)
 
     def _name(self, module: nn.Module, name: str) -> str:
         return ".".join(part for part in (self.paths[module], name) if part)

@@ -1,7 +1,7 @@
 """What compression left out of gradients so far, as part of a run's state (checkpoint/residuals.py says how it is named).
 
 A device's residual of a parameter has the shape of what it encodes: the whole parameter where gradients are summed whole or
-scattered, its own shard where shards are summed over replicas. PowerSGD's factors are the same on all devices.
+scattered, its own shard where shards are summed over replicas. PowerSGD's factors are the same on all devices that sum the same.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ def residual_state(part: DataParallel, mesh: Mesh) -> Iterator[tuple[str, Tensor
     for compressor in part.compressors:
         residuals = compressor.residuals()
         for name, parameter in part.model.named_parameters():
+            said = _name(compressor, name, parameter, mesh)
             if name in residuals:
-                yield _named(compressor, name, residuals[name], parameter, mesh)
+                yield str(said), _own(residuals[name], said, compressor.axis in EVERYONE)
             if isinstance(compressor.sums, LowRankSum) and name in compressor.settings.names:
-                yield f"factor.{name}", compressor.sums.factor(name, parameter.shape[-1], compressor.comm.device)
+                factor = compressor.sums.factor(name, parameter.shape[-1], compressor.comm.device)
+                yield said.of_factor(compressor.group.size()), factor
 
 
-def _named(compressor: Compressor, name: str, residual: Tensor, parameter: nn.Parameter, mesh: Mesh) -> tuple[str, Tensor]:
+def _name(compressor: Compressor, name: str, parameter: nn.Parameter, mesh: Mesh) -> ResidualName:
     devices = EVERYONE.get(compressor.axis, compressor.axis)
-    scattered = compressor.axis in EVERYONE
-    slices = held(parameter, whole=scattered)
-    rows = slices[0].stop - slices[0].start
-    own = residual.flatten(0, 1)[:rows] if scattered else residual[:rows]  # what follows is padding
-    box = tuple((part.start, part.stop) for part in slices)
-    said = ResidualName(compressor.label.replace(" ", ""), name, box, mesh.coordinate(devices), mesh.size(devices))
-    return str(said), own
+    box = tuple((part.start, part.stop) for part in held(parameter, whole=compressor.axis in EVERYONE))
+    return ResidualName(compressor.label.replace(" ", ""), name, box, mesh.coordinate(devices), mesh.size(devices))
+
+
+def _own(residual: Tensor, said: ResidualName, scattered: bool) -> Tensor:
+    """Without the padding that follows."""
+    begin, end = said.box[0]
+    return residual.flatten(0, 1)[: end - begin] if scattered else residual[: end - begin]

@@ -215,6 +215,8 @@ def _zero(
         return layout.zero, "as asked"
     if needs_whole_momenta(config.train, layout):
         return 0, "1-bit Adam compresses whole momenta"
+    if layout.backward_shards is not None:
+        return 3, "backward_shards is for weights that are gathered in backward"
     if layout.replica > 1:
         return 3, "replica is above 1, which asks for hybrid sharding"
     if layout.offload:

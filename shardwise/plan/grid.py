@@ -29,6 +29,8 @@ EXPERT_SHARDS = "expert_data"
 JOINED_AXES = (SHARDS, COPIES, "expert", EXPERT_SHARDS, f"replica x {EXPERT_SHARDS}")
 """Axes that are several of the grid's as one."""
 
+_WITHIN = " within "
+"""Neighbours along an axis are written "data within 8"."""
 Dims = dict[str, int]
 """Dimensions of the grid and their sizes, outermost first."""
 
@@ -58,7 +60,8 @@ def expert_shards(degrees: Degrees) -> Any:
 
 def devices(axis: str, degrees: Degrees) -> Any:
     """Devices along an axis, along several as one, or along a part of one that experts cut in two."""
-    return prod(_devices(part, degrees) for part in axis.split(" x "))
+    axis, _, count = axis.partition(_WITHIN)
+    return int(count) + 0 * degrees.data if count else prod(_devices(part, degrees) for part in axis.split(" x "))
 
 
 def _devices(part: str, degrees: Degrees) -> Any:
@@ -71,11 +74,22 @@ def _devices(part: str, degrees: Degrees) -> Any:
     return expert_shards(degrees) if axis == EXPERT_SHARDS else getattr(degrees, axis)
 
 
+def within(axis: str, count: int) -> str:
+    """So many neighbours along an axis, as an axis."""
+    return f"{axis}{_WITHIN}{count}"
+
+
+def base(axis: str) -> str:
+    """The axis whose neighbours an axis consists of; others are their own."""
+    return axis.partition(_WITHIN)[0]
+
+
 def label(axis: str, degrees: Degrees) -> str:
     """An axis for people to read: its parts with several devices. Those of experts keep their name. Of a Layout."""
     if "expert" in axis:
         return axis
-    return " x ".join(part for part in axis.split(" x ") if devices(part, degrees) > 1) or axis.split(" x ")[0]
+    axis, near, count = axis.partition(_WITHIN)
+    return (" x ".join(part for part in axis.split(" x ") if devices(part, degrees) > 1) or axis.split(" x ")[0]) + near + count
 
 
 def describe_degrees(layout: Mapping[str, Any]) -> str:

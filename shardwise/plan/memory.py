@@ -84,6 +84,8 @@ def _states(part: Part, train: Train, layout: Layout, whole: _Whole) -> StateByt
     stored, computed, reduced = BYTES[state_dtype(train)], BYTES[train.precision], BYTES[reduce_dtype(train)]
     wider = BYTES[wide(train.precision)] - computed
     weights = stored * part.shard + (computed * part.gathered + wider * part.wide if whole.weights else 0)
+    if layout.zero == 3 and layout.backward_shards is not None:
+        weights += computed * part.gathered / layout.backward_shards  # the copy that neighbours keep for backward
     gradients = reduced * part.whole if whole.gradients else stored * part.shard
     residuals = reduced * residual_numbers(part, SumCompression.of(layout), layout.zero, layout.replica)
     return StateBytes(weights, gradients, 2 * stored * part.shard, residuals)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import Config
-from shardwise.config.compression import SumCompression
+from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import Array, Ints, Space, Work, take
@@ -71,7 +71,8 @@ def work_of(config: Config) -> Work:
     train = config.train
     widths = (train.precision, state_dtype(train), reduce_dtype(train))
     size = config.data.sequence_length, train.global_batch
-    return Work(config.model, *size, *widths, config.layout.stages, train.compile, SumCompression.of(config.layout))
+    wire = SumCompression.of(config.layout), WeightGathers.of(config.layout)
+    return Work(config.model, *size, *widths, config.layout.stages, train.compile, *wire)
 
 
 def limit(cluster: Cluster, margin: float, devices: int) -> float:

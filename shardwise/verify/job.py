@@ -27,7 +27,8 @@ CHUNKS = 3
 """Of the loss, for a micro-batch of more than a few tokens; the last is shorter."""
 
 
-_COMPRESSION = {"compression", "compression_axes", "compression_warmup", "error_feedback"}
+_SUMS = {"compression", "compression_axes", "compression_warmup", "error_feedback"}
+_WEIGHTS = {"weight_compression"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class ProofJob:
     """Into which the layout's tensor devices cut them; on one device too, so that its rows are the same."""
     chunk: int | None = None
     """Tokens of the loss at a time; None: all."""
-    compressed: Layout | None = None
-    """The layout with the compression that the job asks for; None: it asks for none."""
+    compressed: tuple[Layout, ...] = ()
+    """The layout with each compression that the job asks for, one at a time."""
 
     @property
     def world(self) -> int:
@@ -61,11 +62,10 @@ class ProofJob:
         )
         return replace(self, config=config, plan=choose(config, 1), dtype=dtype, chunk=None)
 
-    def with_compression(self) -> ProofJob:
-        """The same layout as the job asks for it, in float64."""
-        assert self.compressed is not None, "the job asks for it"
+    def with_compression(self, layout: Layout) -> ProofJob:
+        """The same on a layout with compression, in float64."""
         job = self.in_dtype("float64")
-        config = job.config.model_copy(update={"layout": self.compressed})
+        config = job.config.model_copy(update={"layout": layout})
         return replace(job, config=config, plan=choose(config, self.world))
 
     def in_dtype(self, dtype: Dtype) -> ProofJob:
@@ -78,8 +78,13 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
     """The proof of a job, and what was shrunk for it: (before, after) by key; None: nothing."""
     small, shrunk = shrink(config)
     layout = small.layout.model_copy(update={"data": smallest_data(small.layout), "offload": False})
-    compressed = layout.model_copy(update={"compression_warmup": 0}) if layout.compression is not None else None
-    layout = layout.model_copy(update=Layout().model_dump(include=_COMPRESSION))  # type: ignore[call-arg]
+    asked, usual = layout.model_copy(update={"compression_warmup": 0}), Layout()  # type: ignore[call-arg]
+    layout = asked.model_copy(update=usual.model_dump(include=_SUMS | _WEIGHTS))
+    compressed = tuple(
+        layout.model_copy(update=asked.model_dump(include=fields))
+        for name, fields in (("compression", _SUMS), ("weight_compression", _WEIGHTS))
+        if getattr(asked, name) is not None
+    )
     small = small.model_copy(update={"layout": layout, "train": small.train.model_copy(update=_train(small, steps, dtype))})
     plan = choose(small, layout.world)
     chunk = plan.micro_batch * small.data.sequence_length // layout.context // CHUNKS + 1

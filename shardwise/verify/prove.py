@@ -23,7 +23,7 @@ from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagno
 from shardwise.verify.job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
 from shardwise.verify.reports import HELD_OUT, RankReport, Reference, ShortSum
 from shardwise.verify.rows import ProofDataset, Reached, what_is_reached
-from shardwise.verify.verdict import CompressedVerdict, Verdict, judge, judge_compressed
+from shardwise.verify.verdict import CompressedVerdict, Verdict, judge, judge_compressed, what_is_compressed
 from shardwise.verify.workers import Workers
 
 REFER, COMPARE = "shardwise.verify.measure:write_reference", "shardwise.verify.measure:compare_with_reference"
@@ -48,7 +48,7 @@ class ProofResult:
     seconds: float
     against: Against
     reached: Reached
-    compressed: CompressedVerdict | None = None
+    compressed: tuple[CompressedVerdict, ...] = ()
 
     @property
     def sabotaged(self) -> dict[str, Any] | None:
@@ -91,7 +91,7 @@ class ProofResult:
             "sabotage": self.sabotaged,
             "sabotage_found": None if self.sabotaged is None else not self.unnoticed,
             "reached": self.reached.to_json(),
-            "compression": None if self.compressed is None else asdict(self.compressed),
+            "compression": [asdict(verdict) for verdict in self.compressed],
             "shrunk": None if self.shrunk is None else {key: list(pair) for key, pair in self.shrunk.items()},
             "seconds": round(self.seconds, 3),
         }
@@ -147,14 +147,15 @@ def prove(
             diagnosis = localise(verdict, reference, reports)
         if verdict.passes and sabotage is None and against == "one-device":
             verdict = replace(verdict, faults=tuple(_wrong_sums(workers, proof, say)))
-        compressed = None
-        if verdict.passes and sabotage is None and proof.compressed is not None:
-            say(f"one step with {proof.compressed.compression}, for what it leaves out")
-            compressed = judge_compressed(workers.run(COMPRESSED, proof.with_compression(), path, reference))
-            verdict = replace(verdict, faults=(*verdict.faults, *compressed.faults))
+        compressed = []
+        for layout in proof.compressed if verdict.passes and sabotage is None else ():
+            what = what_is_compressed(layout)
+            say(f"one step with {what}, for what it leaves out")
+            compressed.append(judge_compressed(what, workers.run(COMPRESSED, proof.with_compression(layout), path, reference)))
+            verdict = replace(verdict, faults=(*verdict.faults, *compressed[-1].faults))
     reached = what_is_reached(proof, ProofDataset.of(proof, dataset), reference.idle_experts)
     seconds = time.monotonic() - started
-    return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, seconds, against, reached, compressed)
+    return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, seconds, against, reached, tuple(compressed))
 
 
 def _wrong_sums(workers: Workers, proof: ProofJob, say: Callable[[str], None]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.config import Layout
 from shardwise.verify.job import ALLOWANCE, ROUNDING, Dtype
 from shardwise.verify.reports import Box, CompressedReport, Key, RankReport, Reference
 
@@ -100,28 +101,35 @@ class Verdict:
 
 @dataclass(frozen=True)
 class CompressedVerdict:
-    """On the first step with compressed gradients."""
+    """On the first step with compressed gradients or weights."""
 
+    what: str
     lost: float | None
     """The most that what all were given and keep differs from one device's gradient; None: nothing is kept."""
     relative_error: float
     """Of the gradient that the ranks were given."""
     faults: tuple[str, ...]
 
-    def sentence(self, codec: str | None) -> str:
+    def sentence(self) -> str:
         """For people."""
         kept = (
-            "what it leaves out is lost, and averages out at best"
+            "what is left out is not made up for"
             if self.lost is None
             else f"what is sent and what is kept for later add up to the gradient of one device (to {self.lost:.1g})"
         )
         return (
-            f"with {codec} the numbers are not those of one device. Of the first step: {kept}, copies got the same bits, and the "
-            f"gradient is {self.relative_error:.2g} off"
+            f"with {self.what} the numbers are not those of one device. Of the first step: {kept}, copies got the same bits, and "
+            f"the gradient is {self.relative_error:.2g} off"
         )
 
 
-def judge_compressed(reports: Sequence[CompressedReport]) -> CompressedVerdict:
+def what_is_compressed(layout: Layout) -> str:
+    """In words."""
+    sums, weights = layout.compression, layout.weight_compression
+    return f"gradients in {sums}" if sums is not None else f"weights in {weights}"
+
+
+def judge_compressed(what: str, reports: Sequence[CompressedReport]) -> CompressedVerdict:
     """The verdict on the first step with compressed gradients."""
     losses = [report.lost for report in reports if report.lost is not None]
     lost = max((_or_infinite(loss) for loss in losses), default=None)
@@ -136,7 +144,7 @@ def judge_compressed(reports: Sequence[CompressedReport]) -> CompressedVerdict:
     for name, ranks in bits.items():
         if len(ranks) > 1:
             faults.append(f"{name}: ranks {', '.join(map(str, ranks.values()))} were given different gradients")
-    return CompressedVerdict(lost, math.sqrt(off / size) if size else 0.0, tuple(faults))
+    return CompressedVerdict(what, lost, math.sqrt(off / size) if size else 0.0, tuple(faults))
 
 
 def judge(reports: Sequence[RankReport], reference: Reference, cost: RankReport | None, dtype: Dtype) -> Verdict:

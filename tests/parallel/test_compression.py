@@ -9,7 +9,7 @@ import pytest
 from ranks.jobs import FAMILIES, Tables, job, on_one_device, put_together, start, train
 from ranks.pool import Pool
 from ranks.residuals import left_out
-from ranks.trained import Runs, check_sent
+from ranks.trained import Runs, check_held, check_sent
 from torch import Tensor
 
 from shardwise.config.compression import is_compressed
@@ -63,11 +63,12 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("family", "layout", "codec"), ROWS)
-def test_bytes_on_the_wire_are_those_that_were_predicted(
+def test_bytes_on_the_wire_and_bytes_held_are_those_that_were_predicted(
     trained: Runs, corpus: str, family: str, layout: dict[str, Any], codec: str
 ) -> None:
     tables = compressed_job(corpus, family, {**layout, "compression": codec}, steps=2)
     check_sent(trained(tables), tables)
+    check_held(trained(tables), tables)
 
 
 @pytest.mark.parametrize(("family", "layout", "codec"), ROWS)
@@ -94,6 +95,20 @@ def on_one_device_gradients(corpus: str, family: str) -> tuple[dict[str, Tensor]
     from ranks.jobs import ALONE
 
     return first_gradients(ALONE, compressed_job(corpus, family, {}))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("codec", "most"), [("topk(0.01)", 0.022), ("sign", 1 / 28), ("qsgd(4)", 1 / 7.5)])
+def test_codecs_send_the_share_of_float32_that_they_promise(trained: Runs, corpus: str, codec: str, most: float) -> None:
+    sent = []
+    for compression in ({}, {"compression": codec}):
+        train = {"steps": 2, "micro_batch": 1, "precision": "float32"}
+        tables = job(corpus, model={"preset": "bytes-2m"}, layout={"data": 4, "zero": 0, **compression}, train=train)
+        check_sent(trained(tables), tables)
+        ledger = trained(tables)[0].steps[-1].collectives
+        hops = {"all_reduce": 2, "all_to_all": 1, "all_gather": 1}  # how often a ring sends three quarters of it
+        sent.append(sum(hops[key.partition("/")[0]] * entry["bytes"] for key, entry in ledger.items() if key.endswith("/data")))
+    assert sent[1] <= most * sent[0]
 
 
 @pytest.mark.parametrize("layout", [{"data": 2, "zero": 0}, {"data": 2, "zero": 2}], ids=str)

@@ -77,7 +77,7 @@ class Held:
 
     def __init__(self, training: Training) -> None:
         self.training, self.watching = training, False
-        self.most: Bytes = dict.fromkeys(("shards", "gathered", "gradients", "optimizer", "counters"), 0)
+        self.most: Bytes = dict.fromkeys(("shards", "gathered", "nearby", "gradients", "optimizer", "counters", "residuals"), 0)
         layout = training.plan.layout
         self.gathers_for_a_while = layout.zero in (0, 3) and not (layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD)
         for part in training.parallel.parts:
@@ -109,13 +109,18 @@ class Held:
         waiting = [group._partial_reduce_output for part in training.parallel.parts for group in _fsdp_groups(part.model)]
         owners = [one.sharded_param for one in sharded] or parameters
         whole = [_waiting(one) for one in sharded]
+        gathers = [group._all_gather_comm for part in training.parallel.parts for group in _fsdp_groups(part.model)]
+        copies = [nearby._kept for gather in gathers if (nearby := getattr(gather, "nearby", None)) is not None]
+        compressors = [compressor for part in training.parallel.parts for compressor in part.compressors]
         state = [value for entry in training.optimizer.state.values() for name, value in entry.items() if name != "step"]
         return {
             "shards": [one._sharded_param_data for one in sharded] or [*parameters],
             "gathered": [tensor for one in sharded for tensor in one.all_gather_outputs],
+            "nearby": [kept for kept in copies if kept is not None],
             "gradients": [grad for grad in (*(one.grad for one in owners), *whole, *waiting) if grad is not None],
             "optimizer": state,
             "counters": [entry["step"] for entry in training.optimizer.state.values()],
+            "residuals": [residual for compressor in compressors for residual in compressor.residuals().values()],
         }
 
 
@@ -167,8 +172,9 @@ def check_held(found: list[Ran], tables: Tables) -> None:
     """The rank that holds most holds what was predicted of it, kind by kind."""
     fullest = max((rank.held for rank in found), key=lambda held: sum(held.values()))
     held = {
-        "weights": fullest["shards"] + fullest["gathered"],
+        "weights": fullest["shards"] + fullest["gathered"] + fullest["nearby"],
         "gradients": fullest["gradients"],
         "optimizer": fullest["optimizer"],
+        "residuals": fullest["residuals"],
     }
     assert held == asdict(choose(from_tables(tables), len(found)).state_bytes)
