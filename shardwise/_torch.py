@@ -147,27 +147,40 @@ def pipeline_runtime(
     return runtime
 
 
+def _groups(unit: FSDPModule) -> list[Any]:
+    """What FSDP2 keeps of a unit: one group of parameters, which torch 2.11 keeps under another name."""
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
 def reduce_gathered(unit: FSDPModule) -> None:
     """Reduce the gradients that FSDP2 holds whole, now. It does so by itself when a backward ends; after the halves of a split
     backward, which autograd's hooks do not see, it has to be told, as torch's own pipeline stages do.
     """
-    state = fully_shard.state(unit)  # type: ignore[attr-defined]
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one group a unit in torch 2.11
-    for group in groups:
-        if group is not None:
-            group.post_backward()
+    for group in _groups(unit):
+        group.post_backward()
 
 
 def unit_pieces(unit: FSDPModule) -> Iterator[tuple[torch.nn.Module, str, torch.Size]]:
     """The parameters of a unit, in the order in which FSDP2 lays their gradients one after the other: whose they are, and the
     shape of one device's piece of each, padded where pieces are not equal.
     """
-    state = fully_shard.state(unit)  # type: ignore[attr-defined]
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for group in groups:
-        for parameter in group.fsdp_params if group is not None else []:
+    for group in _groups(unit):
+        for parameter in group.fsdp_params:
             info = parameter._module_info
             yield info.module, info.param_name, parameter.padded_sharded_param_size
+
+
+@torch.no_grad()
+def add_to_gradients(unit: FSDPModule, sums: torch.Tensor) -> None:
+    """Add to a unit's gradients what FSDP2 would have added: this device's pieces, which lie in `sums` as in `unit_pieces`."""
+    start = sums.storage_offset()  # where a stride begins is counted in the storage
+    for group in _groups(unit):
+        for parameter in group.fsdp_params:
+            piece = torch.as_strided(sums, parameter.sharded_size, parameter.contiguous_sharded_stride, start)
+            parameter.sharded_param.grad._local_tensor.add_(piece.to(parameter.sharded_param.grad.dtype))
+            start += parameter.padded_sharded_param_size.numel()
 
 
 def end_backward(root: FSDPModule) -> None:

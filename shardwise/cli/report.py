@@ -33,21 +33,26 @@ def report(
     ] = None,
 ) -> None:
     """What happened in a run: loss, speed, MFU, memory, time, communication, goodput, faults, and what had been predicted."""
-    from shardwise.errors import UserError
+    from shardwise.errors import UserError, printable
     from shardwise.observe.records import to_json
     from shardwise.observe.report import render, summarise
+    from shardwise.observe.trace import merge
     from shardwise.search.interval import advise
 
     if cluster is not None and not calibrate:
         raise UserError(f"--cluster {cluster}: goes with --calibrate, which writes it")
     summary = summarise(run, advise)
     learned = _calibrate(run, summary, cluster) if calibrate else None
+    trace = merge(run)
     if json:
-        print(to_json(summary if learned is None else {**summary, "calibration": learned}, indent=2))
+        more = {"trace": None if trace is None else str(trace), **({} if learned is None else {"calibration": learned})}
+        print(to_json({**summary, **more}, indent=2))
         return
     from rich.console import Console
 
     render(summary, Console(highlight=False))
+    if trace is not None:
+        print(f"\ntimeline of all ranks: {printable(str(trace))}; open it at https://ui.perfetto.dev")
     if learned is not None:
         print("\n".join(["", *_as_text(learned)]))
 
@@ -131,7 +136,8 @@ def _step_seconds(config: Config, summary: dict[str, Any], cluster: Cluster) -> 
 
     layout = Layout.model_validate(summary["layout"], strict=False)
     try:
-        predicted = forecast(config, layout, summary["micro_batch"], summary["accumulation"], cluster.of(layout.world))
+        choices = layout, summary["micro_batch"], summary["accumulation"]
+        predicted = forecast(config, *choices, cluster.of(layout.world), summary["bucket_bytes"])
     except (KeyError, ValueError) as error:
         raise UserError(f"--calibrate: no prediction for this job on the cluster {cluster.name} ({error})") from None
     return dict(predicted["step_seconds"])

@@ -1,5 +1,6 @@
 """Collectives that count their bytes, and what ranks say to each other beside training."""
 
+from shardwise.comm.behind import SumsBehind, UnitBehind
 from shardwise.comm.comm import EXPOSED, Comm, Exchange
 from shardwise.comm.compressor import CompressionSettings, Compressor, Momentum
 from shardwise.comm.gathers import EncodedGather, GatherSettings, NearbyCopy
@@ -21,4 +22,6 @@ __all__ = [
     "Momentum",
     "NearbyCopy",
     "Peers",
+    "SumsBehind",
+    "UnitBehind",
 ]

@@ -14,8 +14,8 @@ timed there, and what cannot, is said where it happens.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise._torch import all_gather_single, reduce_scatter_single
 from shardwise.mesh import Mesh
-from shardwise.observe import Ledger, StepClock
+from shardwise.observe import Collective, Ledger, StepClock
 
 EXPOSED = "exposed_communication"
 
@@ -34,7 +34,7 @@ class Comm:
     """This rank's collectives, with their ledger and clock."""
 
     mesh: Mesh
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: Ledger = field(init=False)
     clock: StepClock = field(init=False)
     step: int = 0
     """The step that is being done, counted from 1."""
@@ -42,7 +42,8 @@ class Comm:
     """What gradients are multiplied by in it."""
 
     def __post_init__(self) -> None:
-        self.clock = StepClock("cuda" if self.mesh.device.type == "cuda" else "cpu")
+        on_gpu = self.mesh.device.type == "cuda"
+        self.ledger, self.clock = Ledger(timed=not on_gpu), StepClock("cuda" if on_gpu else "cpu")
         self._thread = threading.get_ident()
 
     @property
@@ -54,24 +55,21 @@ class Comm:
         """Sum (or `op`) in place over an axis; nothing to do where the axis has one device."""
         group = self.mesh.group(axis)
         if group is not None:
-            self.count("all_reduce", axis, tensor)
-            with self.waiting():
+            with self.collective("all_reduce", axis, tensor):
                 dist.all_reduce(tensor, op=op, group=group)
         return tensor
 
     def all_gather(self, tensor: Tensor, axis: str) -> Tensor:
         """Everybody's tensor, of one shape: (devices, *shape)."""
         parts = tensor.new_empty(self.mesh.size(axis), *tensor.shape)
-        self.count("all_gather", axis, parts)
-        with self.waiting():
+        with self.collective("all_gather", axis, parts):
             all_gather_single(parts.flatten(0, 1), tensor.contiguous(), group=self.mesh.group(axis))
         return parts
 
     def reduce_scatter(self, parts: Tensor, axis: str) -> Tensor:
         """Of (devices, *shape), one part for each device: the sum of all devices' parts for this one."""
-        self.count("reduce_scatter", axis, parts)
         own = torch.empty_like(parts[0])
-        with self.waiting():
+        with self.collective("reduce_scatter", axis, parts):
             reduce_scatter_single(own, parts.flatten(0, 1), op=dist.ReduceOp.SUM, group=self.mesh.group(axis))
         return own
 
@@ -82,8 +80,7 @@ class Comm:
         leaving = rows.contiguous()
         coming, going = (None if counts is None else list(counts) for counts in (received, sent))
         arriving = leaving.new_empty(leaving.shape[0] if coming is None else sum(coming), *leaving.shape[1:])
-        self.count("all_to_all", axis, leaving)
-        with self.waiting():
+        with self.collective("all_to_all", axis, leaving):
             dist.all_to_all_single(arriving, leaving, coming, going, group=self.mesh.group(axis))
         return arriving
 
@@ -93,8 +90,8 @@ class Comm:
 
     def send(self, tensor: Tensor, axis: str, to: int) -> None:
         """Send to one device of the axis, which receives."""
-        self.count("send", axis, tensor)
-        dist.send(tensor.contiguous(), group_dst=to, group=self.mesh.group(axis))
+        with self.collective("send", axis, tensor):
+            dist.send(tensor.contiguous(), group_dst=to, group=self.mesh.group(axis))
 
     def receive(self, into: Tensor, axis: str, source: int) -> Tensor:
         """What a device of the axis sends."""
@@ -115,10 +112,19 @@ class Comm:
         self.all_reduce(tensor, "data")
         return self.all_reduce(tensor, "replica")
 
-    def count(self, kind: str, axis: str, full: Tensor, plain: Tensor | None = None) -> None:
-        """Enter one collective in the ledger; `full` is the whole tensor it handles, `plain` the one that it stands for."""
+    @contextmanager
+    def collective(self, kind: str, axis: str, full: Tensor, plain: Tensor | None = None) -> Iterator[None]:
+        """Around a collective that blocks, which is entered in the ledger: see `begin`."""
+        begun = self.begin(kind, axis, full, plain)
+        with self.waiting():
+            yield
+        begun.end()
+
+    def begin(self, kind: str, axis: str, full: Tensor, plain: Tensor | None = None) -> Collective:
+        """Enter in the ledger one collective that begins now, and whose end whoever waits for it tells. `full` is the whole
+        tensor it handles, `plain` the one that it stands for."""
         before = None if plain is None else plain.numel() * plain.element_size()
-        self.ledger.record(kind, axis, full.numel() * full.element_size(), before)
+        return self.ledger.record(kind, axis, full.numel() * full.element_size(), before)
 
 
 class Exchange:
@@ -126,12 +132,12 @@ class Exchange:
 
     def __init__(self, comm: Comm, tensors: Sequence[Tensor], axis: str, to: int, source: int, first_tag: int) -> None:
         group = comm.mesh.group(axis)
-        self.comm = comm
+        self.comm, self.begun = comm, []
         self.leaving = [tensor.contiguous() for tensor in tensors]
         self.arriving = [torch.empty_like(tensor) for tensor in self.leaving]
         operations = []
         for tag, (leaving, arriving) in enumerate(zip(self.leaving, self.arriving, strict=True), first_tag):
-            comm.count("send", axis, leaving)
+            self.begun.append(comm.begin("send", axis, leaving))
             operations.append(dist.P2POp(dist.isend, leaving, group=group, tag=tag, group_peer=to))
             operations.append(dist.P2POp(dist.irecv, arriving, group=group, tag=tag, group_peer=source))
         self.works = dist.batch_isend_irecv(operations)
@@ -141,5 +147,7 @@ class Exchange:
         with self.comm.waiting():
             for work in self.works:
                 work.wait()
+        for sent in self.begun:  # or earlier: gloo does not tell when a message was through
+            sent.end()
         self.leaving = []
         return self.arriving

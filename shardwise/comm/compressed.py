@@ -72,8 +72,7 @@ class EncodedSum:
         own = self._first_hop(numbers, call, take)
         wire = self.codec_of_sums.encode(own, self._seed(call, 2, here), take)
         gathered = wire.new_empty(self.group.size(), wire.shape[1])
-        self.comm.count("all_gather", self.axis, gathered, plain=numbers)
-        with self.comm.waiting():
+        with self.comm.collective("all_gather", self.axis, gathered, plain=numbers):
             all_gather_single(gathered.flatten(), wire.flatten(), group=self.group)
         summed = torch.empty_like(numbers)
         for sender in range(self.group.size()):
@@ -97,8 +96,7 @@ class EncodedSum:
         for others in (slice(0, here), slice(here + 1, None)):
             wire[others] = self.codec.encode(numbers[others], seed, take)
         arrived = torch.empty_like(wire)
-        self.comm.count("all_to_all", self.axis, wire, plain=numbers)
-        with self.comm.waiting():
+        with self.comm.collective("all_to_all", self.axis, wire, plain=numbers):
             dist.all_to_all_single(arrived, wire, group=self.group)
         own = numbers[here : here + 1]
         for sender in range(self.group.size()):

@@ -44,8 +44,9 @@ class Momentum:
 class Compressor:
     """Sums gradients along one axis, and keeps what compression leaves out of them."""
 
-    def __init__(self, comm: Comm, axis: str, settings: CompressionSettings) -> None:
-        group = comm.mesh.group(axis)
+    def __init__(self, comm: Comm, axis: str, settings: CompressionSettings, apart: bool = False) -> None:
+        """`apart`: sums are made in a thread of their own, while others use the axis."""
+        group = comm.mesh.second_group(axis) if apart else comm.mesh.group(axis)
         assert group is not None, "there are devices to exchange with"
         self.comm, self.axis, self.group, self.settings = comm, axis, group, settings
         self.label = comm.mesh.label(axis)
@@ -83,8 +84,7 @@ class Compressor:
         large, small = self._sorted(names)
         if small:
             flat = torch.cat([gradients[index].flatten() for index in small])
-            self.comm.count("all_reduce", self.label, flat)
-            with self.comm.waiting():
+            with self.comm.collective("all_reduce", self.label, flat):
                 dist.all_reduce(flat, group=self.group)
             for index, total in zip(small, flat.split_with_sizes([gradients[index].numel() for index in small]), strict=True):
                 gradients[index].copy_(total.view_as(gradients[index]))
@@ -99,8 +99,7 @@ class Compressor:
         if small:
             rows = torch.cat([pieces[index].flatten(1) for index in small], dim=1)
             total = torch.empty_like(rows[0])
-            self.comm.count("reduce_scatter", self.label, rows)
-            with self.comm.waiting():
+            with self.comm.collective("reduce_scatter", self.label, rows):
                 reduce_scatter_single(total, rows.flatten(), op=dist.ReduceOp.SUM, group=self.group)
             for index, part in zip(small, total.split_with_sizes([own[index].numel() for index in small]), strict=True):
                 own[index].copy_(part.view_as(own[index]))

@@ -52,8 +52,7 @@ class EncodedGather:
         encoded = self.codec.encode(large, 0)
         message = torch.cat((encoded, small.view(torch.uint8)), dim=1)
         gathered = message.new_empty(group.size(), message.shape[1])
-        self.comm.count("all_gather", self.axis, gathered, plain=output)
-        with self.comm.waiting():
+        with self.comm.collective("all_gather", self.axis, gathered, plain=output):
             all_gather_single(gathered.flatten(), message.flatten(), group=group)
         rows = large.new_empty(group.size(), large.shape[1])
         self.codec.decode(gathered[:, : encoded.shape[1]].contiguous(), rows, 0)
@@ -94,7 +93,6 @@ class NearbyCopy:
         assert self._kept is not None, "backward follows a forward"
         near = self.group.size()
         gathered = output.new_empty(near, *self._kept.shape)
-        self.comm.count("all_gather", self.axis, gathered)
-        with self.comm.waiting():
+        with self.comm.collective("all_gather", self.axis, gathered):
             all_gather_single(gathered.flatten(), self._kept.flatten(), group=self.group)
         output.view(devices // near, near, -1).copy_(gathered.transpose(0, 1))

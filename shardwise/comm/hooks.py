@@ -1,6 +1,10 @@
 """What DistributedDataParallel and FSDP2 call in place of their own collectives: the same ones, summed and counted.
 
 torch leaves doors open: a DDP communication hook, and FSDP2's custom all-gather, reduce-scatter and all-reduce hook.
+
+DDP sums buckets while backward goes on. FSDP2 does so on streams, which a CPU does not have: there its collectives would block.
+gloo's own threads carry them out instead. A gather is waited for where FSDP2 uses its weights, and the next unit is asked for
+before (parallel/data.py); a sum is added to the gradients when it has come (behind.py).
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -16,10 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch import all_gather_single, inside_backward, reduce_scatter_single
+from shardwise.comm.behind import NEUTRAL, UnitBehind
 from shardwise.comm.comm import EXPOSED, Comm
 from shardwise.comm.compressor import Compressor
 from shardwise.comm.gathers import EncodedGather, NearbyCopy
 from shardwise.comm.in_order import InOrder
+from shardwise.observe import Collective
+
+NO_TIMEOUT = timedelta(0)
+"""The group's own."""
 
 
 class GradientSum:
@@ -42,8 +52,9 @@ class GradientSum:
         if self.compressor is not None and self._queue is not None and self.compressor.begun:
             summed = self._queue.run(partial(self._compress, self.compressor, bucket, buffer))
         else:
-            self.comm.count("all_reduce", self.axis, buffer)
-            summed = dist.all_reduce(buffer, group=self.group, async_op=True).get_future().then(_first)
+            begun = self.comm.begin("all_reduce", self.axis, buffer)
+            work = dist.all_reduce(buffer, group=self.group, async_op=True)
+            summed = work.get_future().then(partial(_ended, begun))
         if bucket.is_last():
             self._exposed.enter_context(self.comm.clock.span(EXPOSED))
         return summed
@@ -57,7 +68,8 @@ class GradientSum:
         self._exposed.close()
 
 
-def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+def _ended(begun: Collective, future: torch.futures.Future[list[Tensor]]) -> Tensor:
+    begun.end()
     return future.value()[0]
 
 
@@ -67,21 +79,37 @@ def split(numbers: Tensor, pieces: Mapping[str, torch.Size]) -> list[Tensor]:
     return [part.view(*numbers.shape[:-1], *shape) for part, shape in zip(parts, pieces.values(), strict=True)]
 
 
+class UnderWay(dist.Work):
+    """A collective under way. FSDP2 waits for it where it needs the result, and that wait is exposed."""
+
+    def __init__(self, comm: Comm, work: dist.Work, begun: Collective) -> None:
+        super().__init__()
+        self.comm, self.work = comm, work
+        _end_with(work, begun)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """As of any collective."""
+        with self.comm.waiting():
+            return self.work.wait()
+
+
+def _end_with(work: dist.Work, begun: Collective) -> None:
+    """Note the end of a collective when it comes, from whichever thread of gloo's."""
+    work.get_future().add_done_callback(lambda _: begun.end())
+
+
 class _Counted:
-    """What FSDP2 asks of a custom collective: a buffer, and the call. On CPU the call blocks, so all of it is exposed."""
+    """What FSDP2 asks of a custom collective: a buffer, and the call."""
 
     def __init__(self, comm: Comm, axis: str) -> None:
         self.comm, self.axis = comm, axis
-        self.ended = 0.0
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.comm.device.type == "cpu"
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
-
-    def timed(self, work: dist.Work | None, started: float) -> dist.Work | None:
-        self.ended = time.perf_counter()
-        if self.comm.device.type == "cpu":
-            self.comm.clock.add(EXPOSED, self.ended - started)
-        return work
 
 
 class CountedAllGather(_Counted):
@@ -94,19 +122,18 @@ class CountedAllGather(_Counted):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        if self.encoded is None and self.nearby is None:
-            self.comm.count("all_gather", self.axis, output_tensor)
-            started = time.perf_counter()
-            return self.timed(all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op), started)
         if self.nearby is not None and inside_backward():
             self.nearby.gather(output_tensor, group.size())
             return None
         if self.encoded is not None:
             self.encoded.gather(output_tensor, input_tensor, group)
-        else:
-            self.comm.count("all_gather", self.axis, output_tensor)
-            with self.comm.waiting():
+        elif self.nearby is not None:
+            with self.comm.collective("all_gather", self.axis, output_tensor):
                 all_gather_single(output_tensor, input_tensor, group=group)
+        else:
+            begun = self.comm.begin("all_gather", self.axis, output_tensor)
+            work = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op or self.on_cpu)
+            return UnderWay(self.comm, work, begun) if self.on_cpu else work
         if self.nearby is not None:
             self.nearby.keep(output_tensor, group.size())
         return None
@@ -117,10 +144,17 @@ class CountedReduceScatter(_Counted):
     piece for each device: (devices, numbers of all pieces)."""
 
     def __init__(
-        self, comm: Comm, axis: str, compressor: Compressor | None = None, pieces: Mapping[str, torch.Size] | None = None
+        self,
+        comm: Comm,
+        axis: str,
+        pieces: Mapping[str, torch.Size] | None = None,
+        compressor: Compressor | None = None,
+        behind: UnitBehind | None = None,
     ) -> None:
         super().__init__(comm, axis)
-        self.compressor, self.pieces = compressor, pieces or {}
+        self.compressor, self.pieces, self.behind = compressor, pieces or {}, behind
+        self.ended = 0.0
+        """When the last call that blocked was over."""
 
     def __call__(
         self,
@@ -130,15 +164,43 @@ class CountedReduceScatter(_Counted):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if self.compressor is not None and self.compressor.begun:
-            rows = input_tensor.view(group.size(), -1)
-            self.compressor.reduce_scatter(list(self.pieces), split(rows, self.pieces), split(output_tensor, self.pieces))
-            self.ended = time.perf_counter()
+        if self.behind is not None and self._is_whole(output_tensor):
+            self._start(self.behind, output_tensor, input_tensor, group, op)
             return None
-        self.comm.count("reduce_scatter", self.axis, input_tensor)
-        started = time.perf_counter()
-        work = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        return self.timed(work, started)
+        work: dist.Work | None = None
+        if self.compressor is not None and self.compressor.begun:
+            self._compress(self.compressor, output_tensor, input_tensor)
+        else:
+            with self.comm.collective("reduce_scatter", self.axis, input_tensor):
+                work = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        self.ended = time.perf_counter()
+        return work
+
+    def _is_whole(self, output: Tensor) -> bool:
+        """Whether all of the unit's weights were used: FSDP2 leaves out those that have no gradient."""
+        return output.numel() == sum(shape.numel() for shape in self.pieces.values())
+
+    def _start(
+        self, behind: UnitBehind, output: Tensor, gradients: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
+    ) -> None:
+        """Start the sum; in place of it, FSDP2 gets what changes nothing. gloo makes its reduce-scatters of all-reduces, and does
+        not tell when they are done; so the all-reduce is asked for, of which this device takes its piece."""
+        if self.compressor is not None and self.compressor.begun:
+            total = torch.empty_like(output)
+            finish = behind.all.queue.run(partial(self._compress, self.compressor, total, gradients)).wait
+        else:
+            total = gradients.view(group.size(), -1)[group.rank()]
+            begun = self.comm.begin("reduce_scatter", self.axis, gradients)
+            work = dist.all_reduce(gradients, op=op, group=group, async_op=True)
+            _end_with(work, begun)
+            finish = work.wait
+        output.fill_(NEUTRAL)
+        behind.all.follow(finish, lambda: behind.use(total))
+
+    def _compress(self, compressor: Compressor, total: Tensor, gradients: Tensor) -> Tensor:
+        rows = gradients.view(compressor.group.size(), -1)
+        compressor.reduce_scatter(list(self.pieces), split(rows, self.pieces), split(total, self.pieces))
+        return total
 
 
 class CompressedCopies:
@@ -162,6 +224,5 @@ class CompressedCopies:
         if self.compressor.begun:
             self.compressor.all_reduce(list(self.pieces), split(gradients, self.pieces))
             return
-        self.comm.count("all_reduce", self.compressor.label, gradients)
-        with self.comm.waiting():
+        with self.comm.collective("all_reduce", self.compressor.label, gradients):
             dist.all_reduce(gradients, group=self.compressor.group)

@@ -65,8 +65,7 @@ class LowRankSum:
 
     def _summed(self, factors: Sequence[Tensor]) -> list[Tensor]:
         flat = torch.cat([factor.flatten() for factor in factors])
-        self.comm.count("all_reduce", self.axis, flat)
-        with self.comm.waiting():
+        with self.comm.collective("all_reduce", self.axis, flat):
             dist.all_reduce(flat, group=self.group)
         parts = flat.split_with_sizes([factor.numel() for factor in factors])
         return [part.view_as(factor) for part, factor in zip(parts, factors, strict=True)]

@@ -349,7 +349,9 @@ class Observe(Section):
     wandb: str | None = Field(None, description="Weights & Biases project to log to (needs the `wandb` extra)")
     sample: str | None = Field(None, description="text that the trained model continues at the end of the run")
     sample_tokens: Positive = Field(200, description="length of that continuation")
-    trace: NonNegative = Field(0, description="write a torch profiler trace of this step; 0: none")
+    trace: NonNegative = Field(
+        0, description="write a timeline of so many steps after the first; on GPUs, torch's profile of them; 0: none"
+    )
 
 
 class Run(Section):

@@ -54,6 +54,8 @@ class Work:
     """Of gradients on the wire, once its warm-up is over."""
     gathers: WeightGathers | None = None
     """Of weights, where not plainly."""
+    bucket_bytes: int | None = None
+    """As `Plan.bucket_bytes`."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:
         """Blocks of each of so many stages: by hand, or as they are cut by cost."""

@@ -36,7 +36,7 @@ from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, devices, within
 from shardwise.plan.parameters import Shape, parameter_shapes
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
-"""Bytes of gradients that torch's DistributedDataParallel sums at once."""
+"""Bytes of gradients that torch's DistributedDataParallel sums at once, unless it is told."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,8 @@ def _wire_bytes(compression: Compression, numbers: Any) -> Any:
 def _of_buckets(rank: FirstRank) -> Iterator[Flow]:
     """Gradients that DistributedDataParallel sums."""
     width = rank.stack.reduce_bytes / SHARDWISE.reduce_bytes
-    buckets = _buckets(rank.work.model, rank.stored)
+    told = rank.work.bucket_bytes
+    buckets = _buckets(rank.work.model, rank.stored, *((told, told) if told else (FIRST_BUCKET, BUCKET)))
     numbers = sum(prod(shape) for bucket in buckets for shape in bucket)
     if rank.work.compression is None:
         yield units("all_reduce", COPIES, "once", rank.plain, (len(buckets), numbers * rank.stored), width)
@@ -261,12 +262,12 @@ def _of_buckets(rank: FirstRank) -> Iterator[Flow]:
 
 
 @lru_cache(maxsize=64)
-def _buckets(model: Model, stored: int) -> list[list[Shape]]:
+def _buckets(model: Model, stored: int, first: int, others: int) -> list[list[Shape]]:
     """The shapes in each of the buckets in which DistributedDataParallel sums gradients, from the last parameter to the first. A
-    bucket is full when it reaches its size; the first is small, so that summing begins early."""
+    bucket is full when it reaches its size; torch's first is small, so that summing begins early."""
     buckets: list[list[Shape]] = [[]]
     for shape in reversed(parameter_shapes(model).values()):
-        if stored * sum(map(prod, buckets[-1])) >= (BUCKET if len(buckets) > 1 else FIRST_BUCKET):
+        if stored * sum(map(prod, buckets[-1])) >= (others if len(buckets) > 1 else first):
             buckets.append([])
         buckets[-1].append(shape)
     return buckets

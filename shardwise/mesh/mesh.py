@@ -78,6 +78,16 @@ class Mesh:
             self._neighbours[axis, devices] = own
         return self._neighbours[axis, devices]
 
+    def second_group(self, axis: str) -> dist.ProcessGroup | None:
+        """Another group of the same peers, who make it together, for a thread of its own: the collectives of a group must come in
+        one order on all of them, and those of two threads would not."""
+        group = self.group(axis)
+        if group is None:
+            return None
+        ranks = dist.get_process_group_ranks(group)
+        second: dist.ProcessGroup = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True)
+        return second
+
     def label(self, axis: str) -> str:
         """The axes that an axis consists of here, for people to read: those with several devices."""
         return label(axis, self.layout)

@@ -1,26 +1,32 @@
 """What is measured and how it is shown: counters, MFU, memory, the ledger of collectives, sinks, progress, report."""
 
-from shardwise.observe.clock import SPANS, StepClock, present_time
+from shardwise.observe.clock import SPANS, StepClock, Stretch, present_time
 from shardwise.observe.devices import mfu, peak_flops
 from shardwise.observe.files import EventsFile, MetricsFile, write_text
-from shardwise.observe.ledger import Ledger
+from shardwise.observe.ledger import AxisTimes, Collective, Ledger, axis_times
 from shardwise.observe.memory import memory_kind, peak_memory
 from shardwise.observe.output import unblocked_output
 from shardwise.observe.records import from_json, newest, read_events, read_metrics, to_json
 from shardwise.observe.report import render, summarise
 from shardwise.observe.sinks import Sinks, TensorBoardSink, WandbSink, open_sinks
 from shardwise.observe.terminal import TrainingProgress, error_console, header
+from shardwise.observe.trace import StepTrace
 
 __all__ = [
     "SPANS",
+    "AxisTimes",
+    "Collective",
     "EventsFile",
     "Ledger",
     "MetricsFile",
     "Sinks",
     "StepClock",
+    "StepTrace",
+    "Stretch",
     "TensorBoardSink",
     "TrainingProgress",
     "WandbSink",
+    "axis_times",
     "error_console",
     "from_json",
     "header",

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter, time
 from typing import Any, Literal, Protocol
 
+from shardwise.observe.intervals import Interval
+
 SPANS = ("data", "forward_backward", "exposed_communication", "optimizer")
 """The spans every step has, in the order they are shown."""
 
@@ -80,6 +82,15 @@ class _TimedSpan:
     end: Any
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """A span's own time without a break, from `perf_counter` to `perf_counter`: where another begins inside it, it ends."""
+
+    name: str
+    start: float
+    end: float
+
+
 class StepClock:
     """Splits each step into spans. One clock serves one step at a time, from whichever threads that step runs on.
 
@@ -94,23 +105,37 @@ class StepClock:
         self._closed: list[_TimedSpan] = []
         self._added: dict[str, float] = {}
         self._began = perf_counter()
+        self._on_host = self._device is self._host
+        self._stretches: list[Stretch] = []
+        self._since = self._began
+        self.finished: list[Stretch] = []
+        """The step that was finished last, span by span; none on a GPU."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time the body under this name. May be entered many times a step."""
         timer = self._timer(name)
-        parent = self._open[-1] if self._open else None
+        parent, start = self._open[-1] if self._open else None, timer.mark()
+        self._end_stretch(start)
         self._open.append(name)
-        start = timer.mark()
         try:
             yield
         finally:
-            self._closed.append(_TimedSpan(name, parent, start, timer.mark()))
+            end = timer.mark()
+            self._closed.append(_TimedSpan(name, parent, start, end))
+            self._end_stretch(end)
             self._open.pop()
 
-    def add(self, name: str, seconds: float) -> None:
-        """Time measured elsewhere; it counts as spent inside the span that is open now, if one is."""
-        self._credit(name, self._open[-1] if self._open else None, seconds)
+    def add(self, name: str, start: float, end: float) -> None:
+        """Host time measured elsewhere, by `perf_counter`; it counts as spent inside the span that is open now, if one is."""
+        self._closed.append(_TimedSpan(name, self._open[-1] if self._open else None, start, end))
+        self._end_stretch(start)
+        self._stretches.append(Stretch(name, start, end))
+        self._since = end
+
+    def waits(self) -> list[Interval]:
+        """When the step that was finished last stood still for communication."""
+        return [(part.start, part.end) for part in self.finished if part.name == "exposed_communication"]
 
     def finish(self) -> dict[str, float]:
         """Seconds of each span since the last `finish`, and the wall time between them as `total`.
@@ -138,7 +163,15 @@ class StepClock:
         if parent is not None and self._timer(parent) is self._timer(name):
             self._added[parent] = self._added.get(parent, 0.0) - seconds
 
+    def _end_stretch(self, now: Any) -> None:
+        """Time that passes from now on is another span's. On a GPU marks are events, and stretches are not kept."""
+        if self._on_host:
+            if self._open and now > self._since:
+                self._stretches.append(Stretch(self._open[-1], self._since, now))
+            self._since = now
+
     def _reset(self, now: float) -> None:
+        self.finished, self._stretches = self._stretches, []
         self._closed.clear()
         self._added.clear()
         self._began = now

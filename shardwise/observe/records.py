@@ -81,6 +81,13 @@ class _Calls(TypedDict):
     bytes: Count
 
 
+class _AxisTimes(TypedDict):
+    __pydantic_config__ = _KNOWN  # type: ignore[misc]
+
+    seconds: Seconds
+    hidden: Seconds
+
+
 class _Latest(TypedDict):
     __pydantic_config__ = _KNOWN  # type: ignore[misc]
 
@@ -108,7 +115,7 @@ class _Step(TypedDict, total=False):
     data: str
     collectives: dict[str, _Calls]
     communication_efficiency: Measured | None
-    communication_seconds: Seconds
+    communication: dict[str, _AxisTimes]
     latest: _Latest
     loss_scale: Number
     skipped: bool

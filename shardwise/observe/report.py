@@ -106,6 +106,9 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "peak memory", _memory(summary)
     overlap = "" if communication["overlap"] is None else f", {format_percent(communication['overlap'])} of it hidden"
     yield "communication", f"{format_percent(communication['efficiency'])} of a step does not wait for it{overlap}"
+    for axis, used in communication["axes"].items():
+        if used["seconds"] is not None:
+            yield "", f"{axis}: {_used(used)}"
     if summary["experts"]:
         imbalance = summary["experts"]["imbalance"]
         worst = f"worst {imbalance['worst']:.2f} at step {imbalance['worst_step']}"
@@ -120,6 +123,11 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "damaged lines", ", ".join(f"{count} of {name}" for name, count in damaged.items()) + " (skipped)"
     if summary["events"]:
         yield "events", ", ".join(f"{name} {count}" for name, count in summary["events"].items())
+
+
+def _used(axis: Summary) -> str:
+    hidden = "" if axis["hidden"] is None else f", {format_percent(axis['hidden'])} hidden"
+    return f"{format_bytes(axis['bytes'])} a step, {axis['seconds']:.3g} s on the wire{hidden}"
 
 
 def _choices(summary: Summary) -> Iterator[tuple[str, str]]:

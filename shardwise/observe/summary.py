@@ -67,7 +67,7 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
         "predicted_and_measured": _predicted(plan, run.like_planned.kept, start),
         "measured_steps": run.like_planned.count,
         "time": _time(steady),
-        "communication": _communication(steady),
+        "communication": _communication(steady) | {"axes": _axes(steady)},
         "collectives": _collectives(run, steady),
         "experts": _experts(run),
         "goodput": time_used,
@@ -82,6 +82,7 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
         "micro_batch": plan.get("micro_batch"),
         "accumulation": plan.get("accumulation"),
         "recompute": plan.get("recompute"),
+        "bucket_bytes": plan.get("bucket_bytes"),
         "cluster_file": plan.get("cluster_file"),
         "curve": _thinned(run.curve),
     }
@@ -179,19 +180,36 @@ def _time(steps: Sequence[Record]) -> Summary:
 def _communication(steps: Sequence[Record]) -> Summary:
     """Efficiency: the share of a step not spent waiting for communication. Overlap: the share of communication hidden.
 
-    Overlap needs the time the collectives took, hidden or not, which a run records as `communication_seconds` where it
-    measures it; elsewhere it is null.
+    Overlap needs the time that collectives took, hidden or not, which CPU workers record; elsewhere it is null.
     """
     seconds = math.fsum(step["seconds"] for step in steps)
     waits = [step.get("spans", {}).get("exposed_communication") for step in steps]
     if None in waits:
         return {"efficiency": None, "overlap": None}
     exposed = math.fsum(waits)
-    busy = math.fsum(step.get("communication_seconds", 0.0) for step in steps)
-    return {
-        "efficiency": 1 - exposed / seconds if seconds else None,
-        "overlap": max(0.0, 1 - exposed / busy) if busy else None,
-    }
+    times = [times for step in steps for times in step.get("communication", {}).values()]
+    busy, hidden = (math.fsum(part[what] for part in times) for what in ("seconds", "hidden"))
+    return {"efficiency": 1 - exposed / seconds if seconds else None, "overlap": hidden / busy if busy else None}
+
+
+def _axes(steps: Sequence[Record]) -> Summary:
+    """Of each axis in a step: the bytes of its collectives, for how many seconds something was under way, and the share of them
+    that was hidden; null where times are not known."""
+    table: Summary = {}
+    for axis in sorted({key.partition("/")[2] for step in steps for key in step.get("collectives", {})}):
+        bytes = [_bytes_over(axis, step.get("collectives", {})) for step in steps]
+        times = [step["communication"][axis] for step in steps if axis in step.get("communication", {})]
+        seconds, hidden = (math.fsum(part[what] for part in times) for what in ("seconds", "hidden"))
+        table[axis] = {
+            "bytes": statistics.median(bytes),
+            "seconds": seconds / len(steps) if times else None,
+            "hidden": hidden / seconds if seconds else None,
+        }
+    return table
+
+
+def _bytes_over(axis: str, collectives: dict[str, dict[str, int]]) -> int:
+    return sum(counts["bytes"] for key, counts in collectives.items() if key.partition("/")[2] == axis)
 
 
 def _collectives(run: RunTotals, steady: Sequence[Record]) -> Summary:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
-from shardwise.config import Config, Layout, sequence_multiple
+from shardwise.config import Config, Layout, Model, sequence_multiple
 from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
 from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise
 from shardwise.models.dtypes import DTYPES
@@ -121,7 +121,7 @@ def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: C
     if seeds is not None:
         for name, block in named_blocks.items():
             seeds.before(block, name)
-    return _on_data_axes(config, model, table, comm)
+    return _on_data_axes(config, plan, model, table, comm)
 
 
 def _recompute_and_compile(config: Config, plan: Plan, blocks: list[nn.Module], compiled: bool) -> None:
@@ -152,19 +152,27 @@ def _named_blocks(model: nn.Module, table: Sharding) -> dict[str, nn.Module]:
     return {} if table.blocks is None else dict(model.get_submodule(table.blocks).named_children())
 
 
-def _on_data_axes(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> DataParallel:
+def _on_data_axes(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm) -> DataParallel:
     train, layout = config.train, comm.mesh.layout
     engine = engine_of(layout, config.model.experts)
+    settings = _compression(config, model, table, comm)
     if not engine.sharded:
         materialise(model, table, comm.device, train.seed)
-        return SingleDevice(model) if engine.single else replicate(model, comm, _compression(config, model, table, comm))
+        return SingleDevice(model) if engine.single else replicate(model, comm, settings, plan.bucket_bytes)
     compute, reduce = DTYPES[train.precision], DTYPES[reduce_dtype(train)]
     routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]
-    settings, gathers = _compression(config, model, table, comm), _gathers(model, table, comm)
+    gathers = _gathers(model, table, comm)
     experts = expert_modules(model, table)
-    sharded = shard(model, _units(model, table), routers, experts, comm, compute, reduce, engine, settings, gathers)
+    root_is_last = layout.pipeline == 1 and config.model.module is None and _ends_with_head(config.model)
+    units = _units(model, table)
+    sharded = shard(model, units, routers, experts, comm, compute, reduce, engine, settings, gathers, root_is_last)
     materialise(model, table, torch.device("cpu") if layout.offload else comm.device, train.seed, comm.device)
     return sharded
+
+
+def _ends_with_head(model: Model) -> bool:
+    """Whether all that is neither block nor embedding comes after the blocks."""
+    return not model.tied and model.positions != "learned"
 
 
 def _compression(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> CompressionSettings | None:
@@ -208,11 +216,11 @@ def is_compiled(config: Config, device: torch.device) -> bool:
 
 
 def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
-    """What is gathered at once: each block; the embedding too, unless the head needs the same weights at the end."""
+    """What is gathered at once, in the order of use: the embedding, unless the head needs its weights at the end; each block."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     embeddings = [module for path, module in model.named_modules() if (role := table.role(path)) and role.kind == "vocabulary"]
     unshared = [module for module in embeddings if all(uses[id(weight)] == 1 for weight in module.parameters())]
-    return [*_named_blocks(model, table).values(), *unshared]
+    return [*unshared, *_named_blocks(model, table).values()]
 
 
 def materialise(

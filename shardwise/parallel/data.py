@@ -23,7 +23,8 @@ gradients are summed over the copies unit by unit in the last backward. With `co
 With `replica` above 1 the shards live inside each replica, and an all-reduce of the summed shards (rP / data) joins the
 replicas once a step.
 
-plan/memory.py states what each stage costs in bytes held.
+plan/memory.py states what each stage costs in bytes held. On CPU workers up to four units' gradients more are on their way
+(comm/behind.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise._torch import end_backward, reduce_gathered, unit_pieces
+from shardwise._torch import add_to_gradients, end_backward, reduce_gathered, unit_pieces
 from shardwise.comm import (
     EXPOSED,
     Comm,
@@ -54,7 +56,10 @@ from shardwise.comm import (
     GatherSettings,
     GradientSum,
     NearbyCopy,
+    SumsBehind,
+    UnitBehind,
 )
+from shardwise.parallel.overlap import gather_ahead, reduce_root_first
 from shardwise.plan.engine import Engine
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, within
 
@@ -119,6 +124,8 @@ class Replicated(DataParallel):
 
     comm: Comm
     settings: CompressionSettings | None
+    bucket_bytes: int | None
+    """Of gradients that are summed at once; None: as torch does."""
     hook: GradientSum = field(init=False)
     ddp: DistributedDataParallel = field(init=False)
 
@@ -129,7 +136,12 @@ class Replicated(DataParallel):
             # torch 2.13 renames broadcast_buffers, but its new name is unknown to 2.11.
             warnings.simplefilter("ignore", FutureWarning)
             self.ddp = DistributedDataParallel(
-                self.model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, init_sync=False
+                self.model,
+                process_group=group,
+                bucket_cap_mb=None if self.bucket_bytes is None else self.bucket_bytes / 2**20,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                init_sync=False,
             )
         self._settle_buckets()
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
@@ -178,8 +190,8 @@ class Sharded(DataParallel):
     engine: Engine
     units: list[FSDPModule]
     device: torch.device
-    copies: list[CompressedCopies]
-    """What sums each unit's gradients over its copies, where they are compressed."""
+    collectives: _Collectives
+    """How units gather weights and sum gradients."""
 
     @property
     def waits_are_timed(self) -> bool:
@@ -198,6 +210,8 @@ class Sharded(DataParallel):
             unit.set_is_last_backward(last)
         self._complete(last)
         yield
+        if last:
+            self.collectives.behind.complete()
 
     def stay_gathered(self) -> None:
         """The second half of a backward asks a module for its weights, and would be given shards."""
@@ -222,9 +236,10 @@ class Sharded(DataParallel):
             unit.set_is_last_backward(True)
             reduce_gathered(unit)
         end_backward(self.model)
+        self.collectives.behind.complete()
 
     def _complete(self, last: bool) -> None:
-        for copies in self.copies:
+        for copies in self.collectives.copies:
             copies.last = last
 
     def settle(self) -> None:
@@ -233,9 +248,9 @@ class Sharded(DataParallel):
             unit.reshard()
 
 
-def replicate(model: nn.Module, comm: Comm, settings: CompressionSettings | None) -> Replicated:
+def replicate(model: nn.Module, comm: Comm, settings: CompressionSettings | None, bucket_bytes: int | None) -> Replicated:
     """Copy the model on every data-parallel device."""
-    return Replicated(model, comm, settings)
+    return Replicated(model, comm, settings, bucket_bytes)
 
 
 def shard(
@@ -249,12 +264,14 @@ def shard(
     engine: Engine,
     settings: CompressionSettings | None,
     gathers: GatherSettings | None,
+    root_is_last: bool,
 ) -> Sharded:
-    """Shard the model over `data x context`, one FSDP2 unit for each module given and one for what remains. Wide units are
-    computed with in the dtype of sums. Experts are units too, sharded over the devices that hold the same experts.
+    """Shard the model over `data x context`, one FSDP2 unit for each module given and one for what remains. Units come in the
+    order of their use. Wide units are computed with in the dtype of sums. Experts are units too, sharded over the devices that
+    hold the same experts. `root_is_last`: what remains is used after the last unit, and nowhere else.
     """
     layout = comm.mesh.layout
-    units_of = _Units(model, comm, engine, settings, gathers)
+    collectives = _Collectives(model, comm, engine, settings, gathers)
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
         # On a CPU the states are in host memory already, and there is no device to pin it for.
@@ -262,9 +279,9 @@ def shard(
         "reshard_after_forward": not engine.keeps_gathered,
     }
     for unit in experts:
-        fully_shard(unit, mesh=units_of.mesh(EXPERT_SHARDS), **options)
-        units_of.attach(unit, EXPERT_SHARDS)
-    dense = units_of.mesh(SHARDS)
+        fully_shard(unit, mesh=collectives.mesh(EXPERT_SHARDS), **options)
+        collectives.attach(unit, EXPERT_SHARDS)
+    dense = collectives.mesh(SHARDS)
     for unit in wide_units:
         policy = MixedPrecisionPolicy(param_dtype=reduce, reduce_dtype=reduce, cast_forward_inputs=False)
         fully_shard(unit, mesh=dense, **{**options, "mp_policy": policy})
@@ -273,14 +290,18 @@ def shard(
     # None: torch keeps the root gathered from forward to backward.
     fully_shard(model, mesh=dense, **{**options, "reshard_after_forward": None})
     for unit in (*wide_units, *units, model):
-        units_of.attach(unit, SHARDS)
+        collectives.attach(unit, SHARDS)
     sharded_units: list[FSDPModule] = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
-    sharded = Sharded(model, engine, sharded_units, comm.device, units_of.copies)
-    sharded.compressors = list(units_of.compressors.values())
+    if comm.device.type == "cpu":
+        gather_ahead(model, units)
+        if root_is_last:
+            reduce_root_first(model, units)
+    sharded = Sharded(model, engine, sharded_units, comm.device, collectives)
+    sharded.compressors = list(collectives.compressors.values())
     return sharded
 
 
-class _Units:
+class _Collectives:
     """How the units of a model gather weights and sum gradients: every collective is counted, and summed, never averaged."""
 
     def __init__(
@@ -296,6 +317,9 @@ class _Units:
         self.compressors: dict[str, Compressor] = {}
         """By axis."""
         self.copies: list[CompressedCopies] = []
+        """What sums each unit's gradients over its copies, where they are compressed."""
+        self.behind = SumsBehind(comm)
+        """On a CPU, sums over shards that go on behind backward."""
 
     def mesh(self, axis: str) -> DeviceMesh:
         """Where a unit lives: (copies, shards), or shards alone. Without ZeRO every device is a copy, of shards of one device.
@@ -313,7 +337,8 @@ class _Units:
         unit.set_force_sum_reduction_for_comms(True)
         pieces = {self._name(module, name): shape for module, name, shape in unit_pieces(unit)}
         shards = self._compressor(axis, pieces, mesh.size(axis)) if self.engine.zero else None
-        scatter = CountedReduceScatter(comm, mesh.label(axis), shards, pieces)
+        behind = UnitBehind(self.behind, partial(add_to_gradients, unit)) if self._goes_on_behind(axis) else None
+        scatter = CountedReduceScatter(comm, mesh.label(axis), pieces, shards, behind)
         unit.set_custom_all_gather(self._gather(axis, pieces))  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         if mesh.size(copies) > 1:
@@ -335,6 +360,10 @@ class _Units:
                 nearby = NearbyCopy(comm, within(label, near), comm.mesh.neighbours(axis, near))
         return CountedAllGather(comm, label, encoded, nearby)
 
+    def _goes_on_behind(self, axis: str) -> bool:
+        """FSDP2 sums over copies right after it summed over shards, so that with copies it must have the sum at once."""
+        return self.comm.device.type == "cpu" and self.comm.mesh.size(self.engine.copies(axis)) == 1
+
     def _name(self, module: nn.Module, name: str) -> str:
         return ".".join(part for part in (self.paths[module], name) if part)
 
@@ -348,7 +377,10 @@ class _Units:
         if not self._compresses(axis):
             return None
         assert self.settings is not None, "it compresses"
-        compressor = self.compressors.setdefault(axis, Compressor(self.comm, axis, self.settings))
+        if axis not in self.compressors:
+            apart = rows is not None and self._goes_on_behind(axis)
+            self.compressors[axis] = Compressor(self.comm, axis, self.settings, apart)
+        compressor = self.compressors[axis]
         for name, shape in pieces.items():
             compressor.follow(name, shape if rows is None else (rows, *shape))
         return compressor
@@ -358,8 +390,10 @@ def _count_all_reduce(comm: Comm, scatter: CountedReduceScatter, axis: str) -> C
     """FSDP2 calls this right after it joined the copies, which on CPU began when the reduce-scatter ended."""
 
     def after(gradients: Tensor) -> None:
-        comm.count("all_reduce", axis, gradients)
+        begun = comm.begin("all_reduce", axis, gradients)
         if comm.device.type == "cpu" and scatter.ended:
-            comm.clock.add(EXPOSED, time.perf_counter() - scatter.ended)
+            begun.start = scatter.ended
+            begun.end()
+            comm.clock.add(EXPOSED, scatter.ended, time.perf_counter())
 
     return after

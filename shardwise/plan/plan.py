@@ -56,6 +56,8 @@ class Plan:
     flops_per_token: float
     state_bytes: StateBytes
     flop_convention: str = FLOP_CONVENTION
+    bucket_bytes: int | None = None
+    """Of gradients that DistributedDataParallel sums at once (cost/buckets.py); None: as torch does."""
     cluster_file: str | None = None
     """The file that describes the cluster, where one does: also this machine's, which a job need not name."""
     predicted: dict[str, Any] | None = None
@@ -95,6 +97,7 @@ class Plan:
             "flops_per_token": self.flops_per_token,
             "flop_convention": self.flop_convention,
             "memory_gib": {**memory, "states": self.state_bytes.total / GIB},
+            "bucket_bytes": self.bucket_bytes,
             "cluster_file": self.cluster_file,
             "predicted": self.predicted,
             "unpredicted": self.unpredicted,
@@ -160,6 +163,7 @@ class KeptPlan(TypedDict, total=False):
     parameters: Number
     flop_convention: str
     memory_gib: dict[str, Number]
+    bucket_bytes: Annotated[int, Field(ge=1, le=2**60)] | None
     cluster_file: str | None
     predicted: Prediction | None
 

@@ -30,10 +30,12 @@ def is_open(layout: Layout) -> bool:
     return not layout.model_fields_set
 
 
-def forecast(config: Config, layout: Layout, micro_batch: int, accumulation: int, cluster: Cluster) -> dict[str, Any]:
+def forecast(
+    config: Config, layout: Layout, micro_batch: int, accumulation: int, cluster: Cluster, bucket_bytes: int | None = None
+) -> dict[str, Any]:
     """Seconds by term, bytes of memory by kind, and of every collective, of one step under this layout."""
     space = space_of_layout(config, layout, micro_batch, accumulation)
-    work = work_of(config)
+    work = work_of(config, bucket_bytes)
     prediction = play(work, space, cluster)[0]
     total = float(prediction.total[0])
     return {

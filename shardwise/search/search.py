@@ -66,13 +66,13 @@ class SearchResult:
         return self.exact[index] if index in self.exact else play(self.work, self.space.take([index]), self.cluster)[0]
 
 
-def work_of(config: Config) -> Work:
-    """What a step of this job computes."""
+def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
+    """What a step of this job computes; `bucket_bytes` as in its plan."""
     train = config.train
     widths = (train.precision, state_dtype(train), reduce_dtype(train))
     size = config.data.sequence_length, train.global_batch
     wire = SumCompression.of(config.layout), WeightGathers.of(config.layout)
-    return Work(config.model, *size, *widths, config.layout.stages, train.compile, *wire)
+    return Work(config.model, *size, *widths, config.layout.stages, train.compile, *wire, bucket_bytes)
 
 
 def limit(cluster: Cluster, margin: float, devices: int) -> float:

@@ -112,7 +112,7 @@ def _without_effect(training: Training) -> dict[str, str]:
         "train.evaluate_every: data.held_out is 0": train.evaluate_every > 0 and config.data.held_out == 0,
         "train.decay: only the wsd schedule has it": train.decay is not None and train.schedule != "wsd",
         f"train.schedule: warm-up lasts {train.warmup} of {train.steps} steps": train.warmup >= train.steps,
-        f"observe.trace: there is no step {config.observe.trace}": config.observe.trace > train.steps,
+        "observe.trace: the first step is left out, and there is no other": config.observe.trace > 0 and train.steps == 1,
     }
     notes = [note for note, true in idle.items() if true]
     return {"no effect": "; ".join(notes)} if notes else {}

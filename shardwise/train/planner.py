@@ -15,11 +15,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.config import Config
+from shardwise.cost.buckets import bucket_bytes
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import asked_for
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
-from shardwise.plan import Asked, Plan, choose, fit
+from shardwise.plan import Asked, Plan, choose, engine_of, fit, state_dtype
+from shardwise.plan.dtypes import BYTES
 from shardwise.search.forecast import forecast, is_open, plan_job
 
 
@@ -74,14 +76,25 @@ class Planner:
 
     def _predicted(self, plan: Plan) -> Plan:
         """The plan with what a step will take, where the cluster is known. No run fails for want of a prediction."""
-        plan = replace(plan, cluster_file=self.cluster_file)
+        plan = replace(plan, cluster_file=self.cluster_file, bucket_bytes=self._bucket_bytes(plan))
         if self.cluster is None or self.config.model.module is not None:
             return plan
         try:
             job, cluster = plan.put_into(self.config), self.cluster.of(plan.world)
-            return replace(plan, predicted=forecast(job, plan.layout, plan.micro_batch, plan.accumulation, cluster))
+            choices = plan.layout, plan.micro_batch, plan.accumulation
+            return replace(plan, predicted=forecast(job, *choices, cluster, plan.bucket_bytes))
         except (UserError, KeyError, ValueError) as error:
             return replace(plan, unpredicted=str(error))
+
+    def _bucket_bytes(self, plan: Plan) -> int | None:
+        """For the link of the cluster that the job names. What was measured on this machine in passing is not gone by: sums in
+        other buckets have other last bits, and a run must not depend on how busy the machine was then."""
+        engine = engine_of(plan.layout, self.config.model.experts)
+        named = self.config.cluster.file is not None or self.config.cluster.preset is not None
+        if self.cluster is None or not named or engine.sharded or engine.single:
+            return None
+        gradients = BYTES[state_dtype(self.config.train)] * plan.parameters
+        return bucket_bytes(self.cluster.of(plan.world), plan.world, gradients)
 
 
 def left_to_the_planner(config: Config, devices: int, cluster_is_named: bool) -> bool:

@@ -220,6 +220,7 @@ class RunReporter(Reporter):
             "spans": done.spans,
             "data": done.data,
             "collectives": done.collectives,
+            **({"communication": done.communication} if done.communication else {}),
             "communication_efficiency": 1 - done.spans[EXPOSED] / done.seconds if EXPOSED in done.spans else None,
             **({"latest": {"rank": late.latest, "behind": late.behind}} if late.latest is not None else {}),
             **({"loss_scale": done.loss_scale} if training.scale.dynamic else {}),

@@ -13,9 +13,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
@@ -23,7 +23,7 @@ from shardwise.config import Config, to_toml
 from shardwise.data import Dataset, check_vocabulary
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, abandon, leave, peer_is_gone
-from shardwise.observe import Ledger, present_time
+from shardwise.observe import Ledger, StepTrace, present_time
 from shardwise.resilience.copies import Copies
 from shardwise.resilience.host_link import NoHost
 from shardwise.resilience.team import Team
@@ -192,24 +192,42 @@ def _agree_on_end(training: Training, reporter: Reporter, status: int | None) ->
 
 
 def _traced(training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool]) -> Iterator[Step]:
-    """The steps, one of them under torch's profiler if asked for."""
-    traced_step, generator = training.config.observe.trace, steps(training, stop_asked, save_due)
-    while True:
-        if traced_step and training.step + 1 == traced_step:
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-            with profile(activities=activities) as profiler:
-                done = next(generator, None)
-            path = Path(training.config.run.folder) / "trace" / f"step-{traced_step}-rank-{training.mesh.worker.rank}.json"
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                profiler.export_chrome_trace(str(path))
-            except OSError as error:
-                log.warning("no trace of step %d: %s", traced_step, error)
-        else:
-            done = next(generator, None)
-        if done is None:
-            return
+    """The steps, with a trace of some after the first if asked for."""
+    done_steps = steps(training, stop_asked, save_due)
+    if not training.config.observe.trace:
+        return done_steps
+    return _profiled(training, done_steps) if training.mesh.device.type == "cuda" else _timeline(training, done_steps)
+
+
+def _timeline(training: Training, done_steps: Iterator[Step]) -> Iterator[Step]:
+    """On CPU workers clock and ledger know when everything happened."""
+    trace, wanted = StepTrace(training.mesh.worker.rank), training.config.observe.trace
+    for index, done in enumerate(done_steps):
+        if 1 <= index <= wanted:
+            trace.add(done.step, training.comm.clock.finished, training.comm.ledger.taken)
+            if index == wanted or done.stop or done.step == training.config.train.steps:
+                trace.write(Path(training.config.run.folder))
         yield done
+
+
+def _profiled(training: Training, done_steps: Iterator[Step]) -> Iterator[Step]:
+    """On GPUs torch's profiler knows it."""
+    first = next(done_steps, None)
+    if first is None:
+        return
+    yield first
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        done = list(islice(done_steps, 1))
+        for _ in range(training.config.observe.trace - 1):
+            yield from done
+            done = list(islice(done_steps, 1))
+    path = Path(training.config.run.folder) / f"profile-rank{training.mesh.worker.rank}.json"
+    try:
+        profiler.export_chrome_trace(str(path))
+    except OSError as error:
+        log.warning("no trace of the steps after the first: %s", error)
+    yield from done
+    yield from done_steps
 
 
 def _check_same_job(training: Training) -> None:
@@ -219,7 +237,7 @@ def _check_same_job(training: Training) -> None:
     if training.mesh.worker.world == 1:
         return
     plan = training.plan.to_json()
-    decided = [plan[name] for name in ("layout", "micro_batch", "accumulation", "recompute")]
+    decided = [plan[name] for name in ("layout", "micro_batch", "accumulation", "recompute", "bucket_bytes")]
     job = json.dumps([to_toml(training.config, as_asked=True), decided]).encode()
     mine = hashlib.sha256(job).hexdigest()
     if training.peers.from_rank(mine, 0) != mine:

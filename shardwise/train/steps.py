@@ -24,7 +24,7 @@ from shardwise.data.batches import Batch, Batches
 from shardwise.errors import RunFailed
 from shardwise.models import attention_backends
 from shardwise.models.dtypes import DTYPES
-from shardwise.observe import StepClock, peak_memory, present_time
+from shardwise.observe import AxisTimes, StepClock, axis_times, peak_memory, present_time
 from shardwise.optim import first_non_finite, global_norm, learning_rate, update
 from shardwise.parallel import build_plain
 from shardwise.plan import RANK_AXES, reduce_dtype
@@ -51,6 +51,8 @@ class Step:
     seconds: float
     spans: dict[str, float]
     collectives: dict[str, dict[str, int]]
+    communication: AxisTimes
+    """By axis, for how long something was under way, and how much of that was hidden; nothing on a GPU."""
     memory_bytes: int
     loss_scale: float
     skipped: bool
@@ -231,6 +233,7 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
         seconds=spans.pop("total"),
         spans=spans,
         collectives=training.comm.ledger.take(),
+        communication=axis_times(training.comm.ledger.taken, training.comm.clock.waits()),
         memory_bytes=peak_memory(training.mesh.device.type),
         loss_scale=scale,
         skipped=overflowed,

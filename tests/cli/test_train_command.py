@@ -248,7 +248,15 @@ def test_the_run_folder_holds_what_the_design_promises(shardwise: Shardwise, tmp
         "memory_bytes",
     }
     assert all(fields <= record.keys() for record in records(run))
-    for name in ("config.toml", "plan.json", "events.jsonl", "logs/rank-0.log", "logs/rank-1.log", "trace/step-2-rank-0.json"):
+    for name in (
+        "config.toml",
+        "plan.json",
+        "events.jsonl",
+        "logs/rank-0.log",
+        "logs/rank-1.log",
+        "trace-rank0.json",
+        "trace-rank1.json",
+    ):
         assert (run / name).is_file(), name
     assert list(run.rglob("events.out.tfevents*"))
     report = shardwise("report", "run", "--json")

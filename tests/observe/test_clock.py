@@ -90,10 +90,28 @@ def test_added_seconds_are_taken_from_the_span_that_is_open(time):
     timed = StepClock("cpu")
     with timed.span("forward_backward"):
         time.now += 2.0
-        timed.add("exposed_communication", 0.5)
-    timed.add("optimizer", 0.25)
+        timed.add("exposed_communication", time.now - 0.5, time.now)
+    timed.add("optimizer", time.now, time.now + 0.25)
     split = timed.finish()
     assert (split["forward_backward"], split["exposed_communication"], split["optimizer"]) == (1.5, 0.5, 0.25)
+
+
+def test_stretches_are_the_spans_own_times_in_order_and_waits_are_those_that_wait(time):
+    timed = StepClock("cpu")
+    began = time.now
+    step(timed, time, waits=1)
+    with timed.span("exposed_communication"):
+        time.now += 1.0
+        with timed.span("forward_backward"):
+            time.now += 2.0
+    split = timed.finish()
+    edges = [began + passed for passed in (0.0, 1.0, 1.25, 1.75, 1.875, 2.875, 4.875)]
+    names = ["forward_backward", "exposed_communication", "forward_backward", "optimizer"]
+    names += ["exposed_communication", "forward_backward"]
+    found = [(part.name, part.start, part.end) for part in timed.finished]
+    assert found == list(zip(names, edges[:-1], edges[1:], strict=True))
+    assert timed.waits() == [(edges[1], edges[2]), (edges[4], edges[5])]
+    assert sum(end - start for start, end in timed.waits()) == split["exposed_communication"]
 
 
 def test_a_span_opened_on_another_thread_nests_in_the_one_that_waits_for_it(time):

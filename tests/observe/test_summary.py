@@ -109,13 +109,20 @@ def test_time_shares_are_of_the_steady_steps_and_add_up_to_one(run):
     }
     assert sum(shares.values()) == 1
     assert summary["time"]["seconds_a_step"] == 1.0
-    assert summary["communication"] == {"efficiency": 0.875, "overlap": None}
+    assert summary["communication"] == {
+        "efficiency": 0.875,
+        "overlap": None,
+        "axes": {"data": {"bytes": 4000, "seconds": None, "hidden": None}},
+    }
 
 
 def test_overlap_is_the_share_of_communication_that_was_hidden(tmp_path):
-    steps = [record(step, 1.0, 1.0, 1.0, 0.25, communication_seconds=1.0) for step in range(1, 6)]
+    times = {"data": {"seconds": 0.5, "hidden": 0.25}, "replica": {"seconds": 0.5, "hidden": 0.5}}
+    steps = [record(step, 1.0, 1.0, 1.0, 0.25, communication=times) for step in range(1, 6)]
     write_run(tmp_path / "run", steps)
-    assert summarise(tmp_path / "run")["communication"] == {"efficiency": 0.75, "overlap": 0.75}
+    found = summarise(tmp_path / "run")["communication"]
+    assert (found["efficiency"], found["overlap"]) == (0.75, 0.75)
+    assert {axis: (used["seconds"], used["hidden"]) for axis, used in found["axes"].items()} == {"data": (0.5, 0.5)}
 
 
 def test_collectives_are_those_of_a_typical_step_and_of_the_whole_run(run):
