@@ -113,11 +113,11 @@ def draw(curves: dict[tuple[str, int], Curve], names: list[str], path: Path) -> 
         style = f'stroke="{COLOURS[index % len(COLOURS)]}" {dashes}'
         points = " ".join(place(step, loss) for step, loss in curve.items())
         ink.append(f'<polyline fill="none" stroke-width="1.5" {style} points="{points}"/>')
-        y = top + 14 + 17 * index
+        line = top + 14 + 17 * index
         ink.append(
-            f'<line x1="{left + width + 12}" y1="{y - 4}" x2="{left + width + 40}" y2="{y - 4}" stroke-width="2" {style}/>'
+            f'<line x1="{left + width + 12}" y1="{line - 4}" x2="{left + width + 40}" y2="{line - 4}" stroke-width="2" {style}/>'
         )
-        ink.append(f'<text x="{left + width + 46}" y="{y}">{name}  {curve[max(curve)]:.3f}</text>')
+        ink.append(f'<text x="{left + width + 46}" y="{line}">{name}  {curve[max(curve)]:.3f}</text>')
     size = f'width="{left + width + 280}" height="{top + height + 45}"'
     path.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'

@@ -122,17 +122,19 @@ def _answer(
     from shardwise.errors import UserError
     from shardwise.search.answer import answer
     from shardwise.search.interval import DEVICE_HOURS
-    from shardwise.search.search import search
+    from shardwise.search.lossy import search_job
     from shardwise.search.whole_run import beyond
 
     for option, value in (("--storage", storage), ("--failures", failures)):
         if value is not None and not (value > 0 and isfinite(value)):
             raise UserError(f"{option} {value:g}: give a number above 0")
-    result = search(config, cluster, cluster.devices)
+    searched = search_job(config, cluster, cluster.devices)
+    config, result = searched.config, searched.result
     content = answer(config, result, everything)
     content["best"] |= drawings(result)
     more = beyond(config, result, 1e9 * storage, failures or DEVICE_HOURS)
-    return {"version": __version__, **content, "job": job, "beyond": more, "advice": advice_of(more)}
+    chosen = [f"compression {config.layout.compression or 'none'}: {searched.why}"] if searched.why else []
+    return {"version": __version__, **content, "job": job, "beyond": more, "advice": [*chosen, *advice_of(more)]}
 
 
 def _show(answer: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.search.reasons import describe_term, format_seconds
+from shardwise.search.slow_links import PLAIN
 
 WIDTH = 60
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_black", "white")
@@ -88,11 +89,19 @@ def advice_of(beyond: Mapping[str, Any]) -> list[str]:
         enough = hide["needed_gb_s"] is not None and hide["needed_gb_s"] <= hide["has_gb_s"]
         rest = "; they still cost the memory and cores that they share with the computing" if enough else ""
         sentences.append(f"to hide gathers and gradient sums {where} takes {needed}, and there are {hide['has_gb_s']:.3g}{rest}")
-    quicker = [choice for choice in beyond["slow_links"] if choice["fits"] and choice["step_seconds"] < beyond["step_seconds"]]
-    if quicker:
-        ways = ", ".join(f"{choice['name']} {choice['step_seconds']:.3g} s a step" for choice in quicker[:4])
-        sentences.append(f"sending less would be quicker, at the price of inexact gradients (planned, not run yet): {ways}")
-    return sentences
+    return [*sentences, *_on_compression(beyond)]
+
+
+def _on_compression(beyond: Mapping[str, Any]) -> Iterator[str]:
+    """Which codec would pay, and that the one in use does not."""
+    step, choices = beyond["step_seconds"], {choice["name"]: choice for choice in beyond["slow_links"]}
+    if (codec := beyond["compression"]) is not None:
+        quicker = step / choices[codec]["step_seconds"]
+        accept = f'write layout.compression = "{codec}", or layout = "auto+lossy", to accept that'
+        yield f"gradients sent as {codec} would make a step {quicker:.3g} times quicker, and change the numbers: {accept}"
+    if (plain := choices.get(PLAIN)) is not None and plain["step_seconds"] < step:
+        without = format_seconds(plain["step_seconds"])
+        yield f"compression does not pay here: a step without it takes {without}; leave layout.compression out"
 
 
 def _rejected(answer: Mapping[str, Any], console: Console) -> None:

@@ -6,7 +6,7 @@ to a number changes none of its bits, and the sum itself is added to the gradien
 same order.
 
 Each sum that is under way holds a unit's whole gradients. No more than `MOST` of them are: enough for a large unit, such as the
-head, to be sent while blocks are computed, and few enough that sharded gradients stay sharded.
+head, to be sent while blocks are computed. Between micro-batches one is, as in FSDP2: sharded gradients stay sharded.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ class SumsBehind:
     def follow(self, finish: Callable[[], object], use: Callable[[], None]) -> None:
         """A sum has begun: `finish` waits for it, and `use` takes it, here or in a later call."""
         self._under_way.append((finish, use))
-        while len(self._under_way) > MOST:
-            self._use_first()
+        self.complete(but=MOST)
 
-    def complete(self) -> None:
-        """Wait for all of them; gradients are complete then."""
-        while self._under_way:
+    def complete(self, but: int = 0) -> None:
+        """Wait for all of them, but for so many of the last; without these, gradients are complete then."""
+        while len(self._under_way) > but:
             self._use_first()
 
     def _use_first(self) -> None:

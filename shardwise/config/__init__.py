@@ -1,6 +1,6 @@
 """What the user asks for: typed, validated, TOML and overrides. No torch."""
 
-from shardwise.config.check import divisors, needs_whole_momenta, problems_of_batch
+from shardwise.config.check import divisors, needs_whole_momenta, problems_of_batch, problems_of_compression
 from shardwise.config.layouts import (
     IN_A_V,
     SPLIT_BACKWARD,
@@ -60,6 +60,7 @@ __all__ = [
     "nearest_to",
     "needs_whole_momenta",
     "problems_of_batch",
+    "problems_of_compression",
     "problems_of_layout",
     "read",
     "sequence_multiple",

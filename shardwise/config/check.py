@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from shardwise.config.compression import WEIGHT_CODECS, Compression
+from shardwise.config.compression import AUTO, SETTINGS, WEIGHT_CODECS, Compression
 from shardwise.config.schema import ClusterSection, Data, Layout, Model, Section, Train
 
 MOST_WEIGHTS = 10**15
@@ -107,7 +107,7 @@ def _layout(layout: Layout) -> Iterator[str]:
         yield "layout.data = 0: give a number of devices, or -1 for the rest of them"
     if layout.offload and layout.zero == 0:
         yield "layout.offload = true: only sharded states can be offloaded; use layout.zero = 1, 2 or 3"
-    yield from _compression(layout)
+    yield from problems_of_compression(layout)
     yield from _gathers(layout)
 
 
@@ -127,10 +127,13 @@ def _gathers(layout: Layout) -> Iterator[str]:
             yield f"{what}: does not divide the {layout.data * layout.context} devices that share the weights (data x context)"
 
 
-def _compression(layout: Layout) -> Iterator[str]:
+def problems_of_compression(layout: Layout) -> Iterator[str]:
+    """What keeps this layout from being compressed as it says."""
+    if layout.compression == AUTO:
+        return
     if layout.compression is None:
-        for name, usual in (("compression_axes", "all"), ("compression_warmup", 0), ("error_feedback", None)):
-            if (value := getattr(layout, name)) != usual:
+        for name in SETTINGS:
+            if (value := getattr(layout, name)) != Layout.model_fields[name].default:
                 yield f"layout.{name} = {value!r}: has no effect without layout.compression; leave it out, or name a codec"
         return
     compression = Compression.parse(layout.compression)

@@ -26,10 +26,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from shardwise.config.schema import Layout
+from typing import Literal, Protocol
 
 BLOCK = 512
 """Numbers that share a scale."""
@@ -44,6 +41,10 @@ NEEDS_NUMBER = {"topk": (0.0, 1.0), "randomk": (0.0, 1.0), "qsgd": (2, 8), "powe
 CODECS = ("bf16", *BITS, *NEEDS_NUMBER)
 WEIGHT_CODECS = ("fp8", "int8", "int4")
 """Codecs that weights may be gathered in: of blocks, by nearest."""
+AUTO = "auto"
+"""In place of a codec: the planner may choose one, or none."""
+SETTINGS = ("compression", "compression_axes", "compression_warmup", "error_feedback")
+"""Of a layout, those that say how gradients are compressed."""
 SMALLEST = 4096
 """Numbers of a matrix from which it is compressed."""
 
@@ -117,6 +118,23 @@ class Compression:
         return -(-numbers // BLOCK) * (self.block_bytes + SCALE_BYTES)
 
 
+class Asked(Protocol):
+    """What a layout says of compression."""
+
+    @property
+    def compression(self) -> str | None: ...
+    @property
+    def compression_axes(self) -> Literal["all", "replica"]: ...
+    @property
+    def compression_warmup(self) -> int: ...
+    @property
+    def error_feedback(self) -> bool | None: ...
+    @property
+    def weight_compression(self) -> str | None: ...
+    @property
+    def backward_shards(self) -> int | None: ...
+
+
 @dataclass(frozen=True)
 class SumCompression:
     """How a job's sums of gradients are compressed."""
@@ -128,9 +146,9 @@ class SumCompression:
     """Whether what is left out is added to the next gradient."""
 
     @classmethod
-    def of(cls, layout: Layout) -> SumCompression | None:
-        """As the layout says; None: nothing is compressed."""
-        if layout.compression is None:
+    def of(cls, layout: Asked) -> SumCompression | None:
+        """As the layout says; None: nothing is compressed, or nothing is chosen yet."""
+        if layout.compression is None or layout.compression == AUTO:
             return None
         codec = Compression.parse(layout.compression)
         feedback = codec.shrinks if layout.error_feedback is None else layout.error_feedback
@@ -151,7 +169,7 @@ class WeightGathers:
     """Neighbours that keep a copy of all weights among them from forward to backward; None: there is no copy."""
 
     @classmethod
-    def of(cls, layout: Layout) -> WeightGathers | None:
+    def of(cls, layout: Asked) -> WeightGathers | None:
         """As the layout says; None: plainly."""
         if layout.weight_compression is None and layout.backward_shards is None:
             return None

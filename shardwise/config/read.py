@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from shardwise.config.check import problems_across
+from shardwise.config.compression import AUTO
 from shardwise.config.layouts import problems_of_layout
 from shardwise.config.presets import PRESETS
 from shardwise.config.schema import Config, Data, Layout, Model, Section, Train
@@ -26,6 +27,10 @@ Tables = dict[str, dict[str, Any]]
 SECTIONS: dict[str, type[Section]] = {
     name: field.annotation for name, field in Config.model_fields.items() if isinstance(field.annotation, type)
 }
+
+
+PLANNED_LAYOUTS: Tables = {"auto": {}, "auto+lossy": {"compression": AUTO}}
+"""Words in place of the layout's table that leave it to the planner: exact, or with compression if that pays."""
 
 
 def read(path: str | Path, overrides: Sequence[str] = (), devices: int | None = None) -> Config:
@@ -56,10 +61,11 @@ def _load(path: Path) -> dict[str, Any]:
 def _tables(raw: dict[str, Any], problems: list[str]) -> Tables:
     tables: Tables = {}
     for name, table in raw.items():
-        if name == "layout" and table == "auto":
-            continue
-        if not isinstance(table, dict):
-            problems.append(f"{name} = {shown(table)}: expected a table; write [{name}] and its keys below it")
+        if name == "layout" and isinstance(table, str) and table in PLANNED_LAYOUTS:
+            tables[name] = dict(PLANNED_LAYOUTS[table])
+        elif not isinstance(table, dict):
+            words = f", or one of {', '.join(map(repr, PLANNED_LAYOUTS))}" if name == "layout" else ""
+            problems.append(f"{name} = {shown(table)}: expected a table; write [{name}] and its keys below it{words}")
         else:
             tables[name] = dict(table)
     return tables
@@ -67,6 +73,9 @@ def _tables(raw: dict[str, Any], problems: list[str]) -> Tables:
 
 def _apply(override: str, tables: Tables, problems: list[str]) -> None:
     key, equals, text = override.partition("=")
+    if key.strip() == "layout" and (word := text.strip(" \"'")) in PLANNED_LAYOUTS:
+        tables["layout"] = dict(PLANNED_LAYOUTS[word])
+        return
     section, dot, field = key.strip().partition(".")
     if not equals or not dot or not field:
         problems.append(f"override {shown(override)}: write it as section.key=value, for example train.steps=100")

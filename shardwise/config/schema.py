@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shardwise.config.compression import Compression
+from shardwise.config.compression import AUTO, Compression
 
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
@@ -216,7 +216,8 @@ class Layout(Section):
     compression: str | None = Field(
         None,
         description="how gradients are compressed between devices, which changes the numbers: `bf16`, `fp16`, `fp8`, `int8`, "
-        "`int4`, `qsgd(4)`, `terngrad`, `sign`, `topk(0.01)`, `randomk(0.01)`, `powersgd(4)`; see docs/compression.md",
+        "`int4`, `qsgd(4)`, `terngrad`, `sign`, `topk(0.01)`, `randomk(0.01)`, `powersgd(4)`; `auto`: as the "
+        "planner chooses, perhaps not at all; see docs/compression.md",
     )
     compression_axes: Literal["all", "replica"] = Field(
         "all", description="which sums are compressed: all over data-parallel devices, or those between replicas alone"
@@ -253,7 +254,7 @@ class Layout(Section):
     @field_validator("compression", "weight_compression")
     @classmethod
     def _known_codec(cls, value: str | None) -> str | None:
-        return None if value is None else str(Compression.parse(value))
+        return value if value in (None, AUTO) else str(Compression.parse(value))
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardwise.cost.space import Array
+from shardwise.cost.codec_work import CodecWork
+from shardwise.cost.space import Array, Ints, take
 
 When = Literal["forward", "backward", "ends", "once", "pipeline", "step"]
 """What a flow runs beside, which decides what of it hides:
@@ -31,9 +32,20 @@ class Flow:
     when: When
     count: Array
     bytes: Array
+    codec_work: CodecWork | None = None
+    """Of sums that are compressed: what is done around their collectives."""
 
     def __add__(self, other: Flow) -> Flow:
-        return replace(self, count=self.count + other.count, bytes=self.bytes + other.bytes)
+        works = [flow.codec_work for flow in (self, other) if flow.codec_work is not None]
+        both = works[0] + works[1] if len(works) == 2 else works[0] if works else None
+        return replace(self, count=self.count + other.count, bytes=self.bytes + other.bytes, codec_work=both)
+
+    def of_candidates(self, index: Ints, accumulation: Ints) -> Flow:
+        """A flow of layouts as that of candidates with so many micro-batches; index[i] is the layout of candidate i."""
+        count, size, work = take(self.count, index), take(self.bytes, index), self.codec_work and self.codec_work.take(index)
+        if self.when in EACH_MICRO_BATCH:
+            count, size, work = count * accumulation, size * accumulation, work and work.times(accumulation)
+        return replace(self, count=count, bytes=size, codec_work=work)
 
 
 def calls(kind: str, axis: str, when: When, count: Any, bytes_of_one: Any) -> Flow:

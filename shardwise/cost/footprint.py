@@ -92,7 +92,7 @@ def _parts(model: Model, layouts: Space) -> dict[str, Part]:
 
     def part(name: str) -> Part:
         parts = [getattr(way, name) for way in ways]
-        table = np.asarray([part.counts for part in parts])[index]  # (layouts, counts)
+        table = np.asarray([part.counts for part in parts]).reshape(-1, len(fields(Part)))[index]  # (layouts, counts)
         return Part(*table.T)
 
     return {field.name: part(field.name) for field in fields(Parts)}

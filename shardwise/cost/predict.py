@@ -21,6 +21,7 @@ rank sends what one of rank 0's does, so seconds inside blocks are taken for one
 | pipeline                           | computing, but for filling and draining (`overlap_sends`)                            |
 | with the optimizer                 | nothing; those of the pipeline axis behind its draining                              |
 
+Where gradients are compressed, encoding and decoding them is part of their flow, and hides with it (`codec_work.py`).
 While both run, the computing is a little slower (`CONTENTION`), because collectives use the same memory and cores.
 
 Every term is an array over the candidates of a `Space`. Nothing here is fitted to a model or a row; what differs between

@@ -1,7 +1,8 @@
 """Flows in seconds: what each collective takes on a cluster, by itself, before anything hides it.
 
 A collective's seconds are linear in its bytes (`collectives.py`): count x alpha + bytes x beta. Alpha and beta depend on the kind
-and on the group alone, so they are worked out once for each grid of devices and looked up.
+and on the group alone, so they are worked out once for each grid of devices and looked up. What a codec does around the
+collectives of a compressed sum (`codec_work.py`) is part of their seconds: one comes after the other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardwise.cost import codec_work
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import Group, group_of, rates
 from shardwise.cost.flow import Flow, When
@@ -58,6 +60,8 @@ def price(sent: Sequence[Flow], space: Space, cluster: Cluster) -> Priced:
             groups[flow.axis] = group_of(flow.axis, grids, cluster)
         alpha, beta = rates(flow.kind, groups[flow.axis], cluster)  # (grids,) each
         seconds = flow.count * take(alpha, index) + flow.bytes * take(beta, index)
+        if flow.codec_work is not None:
+            seconds = seconds + codec_work.seconds(flow.codec_work, space, cluster)
         if flow.when == "pipeline":
             message = seconds / np.maximum(flow.count, 1.0)
         axis = axis_of(flow)

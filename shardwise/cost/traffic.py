@@ -35,12 +35,11 @@ numbers (sizes of units, blocks of a cut) is worked out once for each of them an
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from shardwise.cost.block_flows import context_flows, expert_flows, loss_flows, stage_flows, tensor_flows
 from shardwise.cost.first_rank import FirstRank
-from shardwise.cost.flow import EACH_MICRO_BATCH, Flow, When
-from shardwise.cost.space import Ints, Space, Work, take
+from shardwise.cost.flow import Flow, When
+from shardwise.cost.space import Space, Work
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.step_flows import step_flows
 from shardwise.cost.weight_flows import gathered_ahead, weight_flows
@@ -55,19 +54,11 @@ def flows(work: Work, space: Space, stack: Stack = SHARDWISE, device: str = "cud
     of_layouts = _merged([*weight_flows(rank), *step_flows(rank)])  # as of one micro-batch
     rank = rank.of_candidates(space, index)
     of_candidates = (flow for family in _OF_CANDIDATES for flow in family(rank))
-    return _merged([*(_of_candidates(flow, space, index) for flow in of_layouts), *of_candidates])
+    return _merged([*(flow.of_candidates(index, space.accumulation) for flow in of_layouts), *of_candidates])
 
 
 _OF_CANDIDATES = (tensor_flows, loss_flows, context_flows, expert_flows, stage_flows, gathered_ahead)
 """Those that depend on the micro-batch or on recomputation, and not on the layout alone."""
-
-
-def _of_candidates(flow: Flow, space: Space, index: Ints) -> Flow:
-    """A flow of layouts as that of the candidates; index[i] is the layout of candidate i."""
-    count, size = take(flow.count, index), take(flow.bytes, index)
-    if flow.when in EACH_MICRO_BATCH:
-        count, size = count * space.accumulation, size * space.accumulation
-    return replace(flow, count=count, bytes=size)
 
 
 def _merged(sent: Iterable[Flow]) -> list[Flow]:

@@ -16,6 +16,7 @@ and in a run with replicas what was scattered is summed over them, once. Where b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,6 +27,7 @@ import numpy as np
 
 from shardwise.config import Model
 from shardwise.config.compression import Compression, is_compressed
+from shardwise.cost.codec_work import CodecWork
 from shardwise.cost.first_rank import FirstRank, Sizes
 from shardwise.cost.flow import Flow, When, units
 from shardwise.cost.space import Bools, Ints
@@ -37,6 +39,8 @@ from shardwise.plan.parameters import Shape, parameter_shapes
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes of gradients that torch's DistributedDataParallel sums at once, unless it is told."""
+_ADDED, _COPIED = 3, 2
+"""How often a number is read or written to add it to another where that lies, and to copy it."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,9 @@ def _gather(axis: str, when: When, times: Any, unit: Units, shards: Ints, weight
         return units("all_gather", axis, when, times, unit.pair, weights.width)
     each = np.asarray(unit.compressed) // np.maximum(unit.count, 1) // shards  # of one unit, on one device
     sent = unit.count * shards * _wire_bytes(weights.codec, each) + (unit.numbers - unit.compressed) * weights.width
-    return units("all_gather", axis, when, times, (unit.count, sent), 1.0)
+    own, none = np.asarray(unit.count * each, dtype=np.float64), 0.0 * each
+    work = CodecWork(weights.codec, own, own * shards, none, 2.0 * np.asarray(unit.count) + none)
+    return _coded(units("all_gather", axis, when, times, (unit.count, sent), 1.0), work, times)
 
 
 def _gather_again(axis: str, when: When, times: Any, unit: Units, shards: Ints, weights: _Weights) -> Flow:
@@ -229,20 +235,55 @@ def _sums(rank: FirstRank, kind: str, axis: str, when: When, times: Any, unit: U
     count, small = np.asarray(unit.count), np.asarray(unit.numbers - unit.compressed)
     yield units(kind, axis, when, times, (count * (small > 0), small), rank.reduced)
     squeezed = count * (np.asarray(unit.compressed) > 0)
-    codec = work.compression.codec
-    if codec.name == "powersgd":  # both factors are summed whole
-        factors = codec.number * (unit.rows + unit.columns)
-        yield units("all_reduce", axis, when, times, (2 * squeezed, factors), rank.reduced)
+    if work.compression.codec.name == "powersgd":
+        yield _low_rank_sum(rank, kind, axis, when, times, unit, squeezed, among)
         return
     each = -(-np.asarray(unit.compressed) // np.maximum(count, 1) // among)  # of one unit, for one device
-    yield units("all_to_all", axis, when, times, (squeezed, squeezed * among * _wire_bytes(codec, each)), 1.0)
+    yield from _encoded_sum(rank, kind, axis, when, times, squeezed, each, among)
+
+
+def _encoded_sum(
+    rank: FirstRank, kind: str, axis: str, when: When, times: Any, units_summed: Any, each: Any, among: Any
+) -> Iterator[Flow]:
+    """Of so many units, in one or two hops: each device has `each` numbers of a unit to add up."""
+    assert rank.work.compression is not None
+    codec, row, all_rows = rank.work.compression.codec, units_summed * each, units_summed * among * each
+    hands_over = row if kind == "reduce_scatter" else 0.0 * row
+    around = rank.reduced * (_ADDED * all_rows + _COPIED * hands_over)
+    first = CodecWork(codec, all_rows - row, all_rows - row, around, units_summed * (among + 1))
+    size = units_summed * among * _wire_bytes(codec, each)
+    yield _coded(units("all_to_all", axis, when, times, (units_summed, size), 1.0), first, times)
     if kind == "all_reduce":
-        wire = among * _wire_bytes(codec.of_sums, each)
-        yield units("all_gather", axis, when, times, (squeezed, squeezed * wire), 1.0)
+        second = CodecWork(codec.of_sums, row, all_rows, rank.reduced * _COPIED * all_rows, units_summed * (among + 1))
+        size = units_summed * among * _wire_bytes(codec.of_sums, each)
+        yield _coded(units("all_gather", axis, when, times, (units_summed, size), 1.0), second, times)
+
+
+def _low_rank_sum(
+    rank: FirstRank, kind: str, axis: str, when: When, times: Any, unit: Units, units_summed: Any, among: Any
+) -> Flow:
+    """Both factors of each matrix are summed whole, whatever part of the result a device keeps."""
+    assert rank.work.compression is not None
+    codec, numbers = rank.work.compression.codec, np.asarray(unit.compressed)
+    work = CodecWork(
+        codec,
+        encoded=numbers,
+        decoded=numbers / among if kind == "reduce_scatter" else numbers,
+        copied=rank.reduced * _ADDED * numbers,
+        kernels=0.0 * numbers,
+    )
+    factors = codec.number * (unit.rows + unit.columns)
+    return _coded(units("all_reduce", axis, when, times, (2 * units_summed, factors), rank.reduced), work, times)
+
+
+def _coded(flow: Flow, work: CodecWork, times: Any) -> Flow:
+    return replace(flow, codec_work=work.times(times))
 
 
 def _wire_bytes(compression: Compression, numbers: Any) -> Any:
-    return np.vectorize(lambda count: compression.wire_bytes(int(count)), otypes=[float])(numbers)
+    """Of rows of so many numbers each, worked out once for each length that occurs."""
+    lengths, index = np.unique(np.asarray(numbers), return_inverse=True)
+    return np.asarray([float(compression.wire_bytes(int(length))) for length in lengths])[index.reshape(np.shape(numbers))]
 
 
 def _of_buckets(rank: FirstRank) -> Iterator[Flow]:
@@ -250,24 +291,24 @@ def _of_buckets(rank: FirstRank) -> Iterator[Flow]:
     width = rank.stack.reduce_bytes / SHARDWISE.reduce_bytes
     told = rank.work.bucket_bytes
     buckets = _buckets(rank.work.model, rank.stored, *((told, told) if told else (FIRST_BUCKET, BUCKET)))
-    numbers = sum(prod(shape) for bucket in buckets for shape in bucket)
     if rank.work.compression is None:
-        yield units("all_reduce", COPIES, "once", rank.plain, (len(buckets), numbers * rank.stored), width)
+        numbers = sum(count * sum(map(prod, bucket)) for bucket, count in buckets.items())
+        yield units("all_reduce", COPIES, "once", rank.plain, (buckets.total(), numbers * rank.stored), width)
         return
-    for bucket in buckets:
+    for bucket, count in buckets.items():
         large = [shape for shape in bucket if is_compressed(shape)]
         rows, columns = sum(prod(shape[:-1]) for shape in large), sum(shape[-1] for shape in large)
-        unit = Units(1.0, sum(map(prod, bucket)), sum(map(prod, large)), rows, columns)
+        unit = Units(*(count * each for each in (1.0, sum(map(prod, bucket)), sum(map(prod, large)), rows, columns)))
         yield from _sums(rank, "all_reduce", COPIES, "once", rank.plain, unit, devices(COPIES, rank.space))
 
 
 @lru_cache(maxsize=64)
-def _buckets(model: Model, stored: int, first: int, others: int) -> list[list[Shape]]:
-    """The shapes in each of the buckets in which DistributedDataParallel sums gradients, from the last parameter to the first. A
-    bucket is full when it reaches its size; torch's first is small, so that summing begins early."""
+def _buckets(model: Model, stored: int, first: int, others: int) -> Counter[tuple[Shape, ...]]:
+    """The shapes in each of the buckets in which DistributedDataParallel sums gradients, from the last parameter to the first,
+    and how many buckets are so. A bucket is full when it reaches its size; torch's first is small, to begin early."""
     buckets: list[list[Shape]] = [[]]
     for shape in reversed(parameter_shapes(model).values()):
         if stored * sum(map(prod, buckets[-1])) >= (others if len(buckets) > 1 else first):
             buckets.append([])
         buckets[-1].append(shape)
-    return buckets
+    return Counter(map(tuple, buckets))

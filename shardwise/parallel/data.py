@@ -210,8 +210,7 @@ class Sharded(DataParallel):
             unit.set_is_last_backward(last)
         self._complete(last)
         yield
-        if last:
-            self.collectives.behind.complete()
+        self.collectives.behind.complete(but=0 if last else 1)
 
     def stay_gathered(self) -> None:
         """The second half of a backward asks a module for its weights, and would be given shards."""

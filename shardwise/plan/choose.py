@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.config import (
@@ -24,6 +24,7 @@ from shardwise.config import (
     problems_of_layout,
     stages_on_a_rank,
 )
+from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.errors import ConfigError
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token
@@ -45,6 +46,8 @@ class Asked:
 
     config: Config
     why: str
+    whys: Mapping[str, str] = field(default_factory=dict)
+    """Of single settings of the layout, where the reason is another."""
 
 
 def choose(
@@ -102,7 +105,8 @@ def fit(
     for world in range(devices, least - 1, -1):
         relaxed = config.layout.model_copy(update={"data": -1})
         nearest = nearest_to(config.model, config.data, train, relaxed, world)
-        changed = Asked(asked.config if asked else config, f"the nearest that works on {world} of {devices} devices")
+        near = f"the nearest that works on {world} of {devices} devices"
+        changed = Asked(asked.config if asked else config, near, asked.whys if asked else {})
         for layout in (config.layout, relaxed, *([nearest] if nearest else [])):
             with suppress(ConfigError):
                 why = asked if layout is config.layout else changed
@@ -135,6 +139,9 @@ def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
     """The layout with what a pipeline and context devices need said in full, and why it is so."""
     values: dict[str, Any] = {}
     whys: dict[str, str] = {}
+    if layout.compression == AUTO:
+        values |= Layout().model_dump(include=set(SETTINGS))  # type: ignore[call-arg]
+        whys["compression"] = "no search was made that could tell whether it pays"
     if layout.pipeline > 1:
         stages = stages_on_a_rank(layout)
         blocks = stage_blocks(config.model, config.data.sequence_length, stages * layout.pipeline, layout.stages)
@@ -152,9 +159,10 @@ def _decisions(config: Config, values: Mapping[str, Any], whys: Mapping[str, str
     given = given_settings(asked.config if asked else config)
     put_in = given_settings(config) if asked else {}
     decisions = {}
-    for field, value in values.items():
-        name = setting_of(field)
-        why = asked.why if asked and name in put_in and put_in[name] == value else whys.get(field, DEFAULT)
+    for key, value in values.items():
+        name = setting_of(key)
+        why = asked.why if asked and name in put_in and put_in[name] == value else whys.get(key, DEFAULT)
+        why = asked.whys.get(key, why) if asked else why
         if name in given and given[name] == value:
             decisions[name] = Decision(value, True, "as asked")
         else:

@@ -79,8 +79,9 @@ class Plan:
         """What was neither asked for nor a default, and why, in a line."""
         by_reason: dict[str, list[str]] = {}
         for name, decision in self.decisions.items():
-            if not decision.asked and decision.why != DEFAULT and decision.value is not None:
+            if not decision.asked and decision.why != DEFAULT:
                 value = list(decision.value) if isinstance(decision.value, tuple) else decision.value
+                value = "none" if value is None else value
                 by_reason.setdefault(decision.why, []).append(f"{name.partition('.')[2]} {value}")
         return "; ".join(f"{', '.join(settings)}: {why}" for why, settings in by_reason.items()) or "all as asked"
 

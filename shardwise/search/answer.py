@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from shardwise.config import Config
+from shardwise.config import Config, Layout
+from shardwise.config.compression import SETTINGS
 from shardwise.cost.cluster import GIB, Cluster
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import DEGREES, RECOMPUTE, Ints, Space, Work, take
@@ -91,7 +92,7 @@ def candidate(result: SearchResult, index: int, prediction: Prediction | None = 
     sharing = min(result.devices, result.cluster.devices_per_node) if result.cluster.shared else 1
     return {
         "kind": describe_layout(row),
-        "layout": result.space.layout(index).model_dump(exclude={"stages"}),
+        "layout": layout_of(result, index).model_dump(exclude={"stages"}),
         "micro_batch": row["micro_batch"],
         "accumulation": row["accumulation"],
         "schedule": SCHEDULES[row["schedule"]] if row["pipeline"] > 1 else None,
@@ -122,10 +123,16 @@ def traffic(work: Work, cluster: Cluster, space: Space) -> list[dict[str, Any]]:
     return [{"kind": kind, "axis": axis, **sent[f"{kind}/{axis}"]} for kind, _, axis in keys]
 
 
+def layout_of(result: SearchResult, index: int) -> Layout:
+    """One candidate's, compressed as the job says."""
+    how = {name: result.fixed[name] for name in SETTINGS if name in result.fixed}
+    return result.space.layout(index).model_copy(update=how)
+
+
 def to_paste(result: SearchResult, index: int) -> str:
     """The winner as lines of a job file."""
     row = result.space.row(index)
-    layout = result.space.layout(index).model_dump(exclude_defaults=True, exclude_none=True)
+    layout = layout_of(result, index).model_dump(exclude_defaults=True, exclude_none=True)
     layout["data"] = row["data"]
     if row["pipeline"] > 1:
         layout["schedule"] = SCHEDULES[row["schedule"]]
@@ -143,7 +150,7 @@ def chosen(config: Config, result: SearchResult) -> Config:
     row = result.space.row(best)
     recompute = config.train.recompute if "recompute" in result.fixed else RECOMPUTE[row["recompute"]]
     train = config.train.model_copy(update={"micro_batch": row["micro_batch"], "recompute": recompute})
-    layout = result.space.layout(best).model_copy(update={"stages": config.layout.stages})
+    layout = layout_of(result, best).model_copy(update={"stages": config.layout.stages})
     return config.model_copy(update={"layout": layout, "train": train})
 
 

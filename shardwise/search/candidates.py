@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import IN_A_V, SPLIT_BACKWARD, Config, Layout, divisors, needs_whole_momenta
+from shardwise.config import IN_A_V, SPLIT_BACKWARD, Config, Layout, divisors, needs_whole_momenta, problems_of_compression
+from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.config.layouts import can_borrow
 from shardwise.cost.space import RECOMPUTE, Space, recompute_mode
 from shardwise.plan.engine import shares_weights
@@ -44,8 +45,9 @@ def fixed_fields(config: Config) -> dict[str, Any]:
     given = {name: getattr(layout, name) for name in layout.model_fields_set}
     if given.get("data") == -1:
         del given["data"]
-    if given.get("attention") == "auto":
-        del given["attention"]
+    for name, is_open in (("attention", "auto"), ("compression", AUTO)):
+        if given.get(name) == is_open:
+            del given[name]
     fixed = {name: value for name, value in given.items() if value is not None}
     if config.train.micro_batch is not None:
         fixed["micro_batch"] = config.train.micro_batch
@@ -131,6 +133,10 @@ def _expanded(
     if not experts:
         refused["expert cannot be made of these axes"] += 1
         return
+    experts = [expert for expert in experts if _compressible(config, degrees, expert)]
+    if not experts:
+        refused[f"layout.compression = {config.layout.compression!r} needs whole matrices"] += 1
+        return
     if not attentions:
         refused["context splits neither the heads nor the sequence evenly"] += 1
         return
@@ -170,6 +176,11 @@ def _pointless(mode: int, fixed: Mapping[str, Any]) -> bool:
 
 def _layout(degrees: Mapping[str, Any], expert: int = 1) -> Layout:
     return Layout(**degrees, expert=expert)
+
+
+def _compressible(config: Config, degrees: Mapping[str, Any], expert: int) -> bool:
+    how = {name: getattr(config.layout, name) for name in SETTINGS}
+    return not any(problems_of_compression(_layout(degrees, expert).model_copy(update=how)))
 
 
 def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any], offload: bool) -> list[int]:

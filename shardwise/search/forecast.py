@@ -9,25 +9,30 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.config import Config, Layout
+from shardwise.config.compression import AUTO
 from shardwise.cost.cluster import GIB, Cluster
 from shardwise.cost.space import space_of_layout
 from shardwise.errors import ConfigError
+from shardwise.plan.choose import Asked
 from shardwise.search.answer import chosen, traffic
+from shardwise.search.lossy import search_job
 from shardwise.search.reasons import nothing_fits, reason
-from shardwise.search.search import play, search, work_of
+from shardwise.search.search import play, work_of
 
 
-def plan_job(config: Config, cluster: Cluster, devices: int) -> tuple[Config, str]:
-    """The job with the best layout put in, and why in one line."""
-    result = search(config, cluster, devices)
+def plan_job(config: Config, cluster: Cluster, devices: int) -> tuple[Config, Asked]:
+    """The job with the best layout put in; and the job as it was asked for, with why in one line."""
+    searched = search_job(config, cluster, devices)
+    result = searched.result
     if not len(result.order):
         raise ConfigError(f"the job on {devices} devices", nothing_fits(config, result))
-    return chosen(config, result), reason(result, int(result.order[0]))
+    whys = {"compression": searched.why} if searched.why else {}
+    return chosen(searched.config, result), Asked(config, f"planned: {reason(result, int(result.order[0]))}", whys)
 
 
 def is_open(layout: Layout) -> bool:
-    """Whether the user left all of the layout to the planner."""
-    return not layout.model_fields_set
+    """Whether the user left all of the layout to the planner, or whether to compress."""
+    return not layout.model_fields_set or layout.compression == AUTO
 
 
 def forecast(

@@ -22,7 +22,7 @@ from shardwise.search.interval import DEVICE_HOURS, plan_checkpoints
 from shardwise.search.reasons import describe_layout, nothing_fits
 from shardwise.search.requirements import least_bandwidth, ring_hops, wire_bytes
 from shardwise.search.search import SearchResult, search
-from shardwise.search.slow_links import alternatives, worthwhile
+from shardwise.search.slow_links import alternatives, proposed
 
 STORAGE = 2e9
 """Bytes/s that one node writes to shared storage, where nothing better is known."""
@@ -32,14 +32,16 @@ _OF_WEIGHTS = (SHARDS, COPIES, "replica", "data", EXPERT_SHARDS, f"replica x {EX
 
 
 def beyond(config: Config, result: SearchResult, storage: float = STORAGE, device_hours: float = DEVICE_HOURS) -> dict[str, Any]:
-    """What an answer says beside the step: the whole run, links, checkpoints, and ways to send less where links are slow."""
+    """What an answer says beside the step: the whole run, links, checkpoints, ways to send less, and which codec would pay."""
     best = int(result.order[0])
+    seconds, choices = float(result.prediction(best).total[0]), alternatives(result)
     return {
-        "step_seconds": float(result.prediction(best).total[0]),
+        "step_seconds": seconds,
         "whole_run": whole_run(config, result, best),
         "to_hide": to_hide(result, best),
         "checkpoints": checkpoints(config, result, best, storage, device_hours),
-        "slow_links": [asdict(choice) for choice in alternatives(result)] if worthwhile(result) else [],
+        "slow_links": [asdict(choice) for choice in choices],
+        "compression": proposed(choices, seconds),
     }
 
 

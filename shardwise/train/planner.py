@@ -63,16 +63,19 @@ class Planner:
     @property
     def searched(self) -> str | None:
         """What a search found and why it is the best; None where there was none."""
-        asked = self._job_to_plan[1]
-        return asked.why if asked else None
+        config, asked = self._job_to_plan
+        if asked is None:
+            return None
+        return "; ".join(
+            [asked.why, *(f"{key} {getattr(config.layout, key) or 'none'}: {why}" for key, why in asked.whys.items())]
+        )
 
     @cached_property
     def _job_to_plan(self) -> tuple[Config, Asked | None]:
         """The job that plans are made for: with what a search decided put in, and beside it the job as it was asked for."""
         if not self.searches or self.cluster is None:
             return self.config, None
-        config, why = plan_job(self.config, self.cluster.of(self.devices), self.devices)
-        return config, Asked(self.config, f"planned: {why}")
+        return plan_job(self.config, self.cluster.of(self.devices), self.devices)
 
     def _predicted(self, plan: Plan) -> Plan:
         """The plan with what a step will take, where the cluster is known. No run fails for want of a prediction."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from shardwise.config import Config, Layout, fewest_devices
+from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.errors import UserError
 from shardwise.plan import Plan, choose
 from shardwise.verify.shrink import shrink
@@ -27,8 +28,7 @@ CHUNKS = 3
 """Of the loss, for a micro-batch of more than a few tokens; the last is shorter."""
 
 
-_SUMS = {"compression", "compression_axes", "compression_warmup", "error_feedback"}
-_WEIGHTS = {"weight_compression"}
+_WEIGHTS = ("weight_compression",)
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
     small, shrunk = shrink(config)
     layout = small.layout.model_copy(update={"data": smallest_data(small.layout), "offload": False})
     asked, usual = layout.model_copy(update={"compression_warmup": 0}), Layout()  # type: ignore[call-arg]
-    layout = asked.model_copy(update=usual.model_dump(include=_SUMS | _WEIGHTS))
+    layout = asked.model_copy(update=usual.model_dump(include={*SETTINGS, *_WEIGHTS}))
     compressed = tuple(
-        layout.model_copy(update=asked.model_dump(include=fields))
-        for name, fields in (("compression", _SUMS), ("weight_compression", _WEIGHTS))
-        if getattr(asked, name) is not None
+        layout.model_copy(update=asked.model_dump(include=set(fields)))
+        for name, fields in (("compression", SETTINGS), ("weight_compression", _WEIGHTS))
+        if getattr(asked, name) not in (None, AUTO)
     )
     small = small.model_copy(update={"layout": layout, "train": small.train.model_copy(update=_train(small, steps, dtype))})
     plan = choose(small, layout.world)

@@ -75,7 +75,7 @@ def test_a_gradient_of_a_million_numbers_becomes_so_small(name: str, share: floa
 
 
 @given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 3), st.integers(0, 2**32 - 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_packed_bits_are_numpys_in_planes_and_come_back(bits: int, eighth: int, rows: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 2**bits, (rows, 8 * eighth), dtype=np.uint8)
     packed = pack(torch.from_numpy(codes), bits)
@@ -120,7 +120,7 @@ def test_the_mean_of_many_draws_is_the_number_itself(name: str) -> None:
 
 
 @given(st.integers(1, 3000), st.sampled_from([0.001, 0.01, 0.3, 1.0]), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_of_each_block_the_largest_are_kept_and_leave_the_smaller_part(size: int, share: float, seed: int) -> None:
     row, count = normal(1, size, seed=seed), math.ceil(share * SPARSE_BLOCK)
     kept = coded(f"topk({share})", row)

@@ -51,6 +51,19 @@ def test_layout_auto_means_nothing_is_asked(tmp_path: Path) -> None:
     assert read(tmp_path / "job.toml").layout.data == -1
 
 
+def test_layout_auto_lossy_leaves_compression_to_the_planner_too(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('layout = "auto+lossy"\n[data]\nsource = "text.txt"\n')
+    (tmp_path / "table.toml").write_text('[data]\nsource = "text.txt"\n[layout]\ntensor = 2\n')
+    assert read(tmp_path / "job.toml").layout.model_dump(exclude_unset=True) == {"compression": "auto"}
+    warm = read(tmp_path / "job.toml", ["layout.compression_warmup=20"]).layout
+    assert (warm.compression, warm.compression_warmup) == ("auto", 20)
+    given = read(tmp_path / "table.toml", ["layout=auto+lossy"]).layout
+    assert given.model_dump(exclude_unset=True) == {"compression": "auto"}
+    (tmp_path / "job.toml").write_text('layout = "lossy"\n[data]\nsource = "text.txt"\n')
+    with pytest.raises(ConfigError, match=r"auto\+lossy"):
+        read(tmp_path / "job.toml")
+
+
 @pytest.mark.parametrize(
     ("tables", "words"),
     [

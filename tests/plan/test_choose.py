@@ -165,3 +165,17 @@ def test_a_micro_batch_that_nobody_asked_for_is_cut_so_that_all_devices_that_are
     asked_for = fit(searched, 3, least=1, asked=Asked(searched, "planned"))
     assert asked_for is not None
     assert (asked_for.layout.world, asked_for.micro_batch) == (2, 6), "what was asked for stays"
+
+
+def test_compression_left_to_the_planner_is_none_unless_a_search_chose_it_and_the_plan_says_why() -> None:
+    left_open = job(data=4, compression="auto", compression_warmup=20)
+    plan = choose(left_open, 4)
+    assert (plan.layout.compression, plan.layout.compression_warmup) == (None, 0)
+    assert "no search" in plan.decisions["layout.compression"].why
+    assert "compression none: no search" in plan.chosen()
+    searched = job(data=4, compression="int8", compression_warmup=20)
+    plan = choose(searched, 4, asked=Asked(left_open, "planned", {"compression": "2 times quicker"}))
+    assert whys(plan)["layout.compression"] == ("int8", False, "2 times quicker")
+    assert whys(plan)["layout.compression_warmup"] == (20, True, "as asked")
+    plain = choose(job(data=4), 4, asked=Asked(left_open, "planned", {"compression": "would not pay"}))
+    assert whys(plain)["layout.compression"] == (None, False, "would not pay")

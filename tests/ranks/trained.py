@@ -85,12 +85,23 @@ class Held:
             for name in ("micro_batch", "release"):
                 setattr(part, name, self._before(getattr(part, name), gathered=not self.gathers_for_a_while))
         training.optimizer.step = self._before(  # type: ignore[method-assign]
-            training.optimizer.step, gathered=self.gathers_for_a_while
+            self._before_update(training.optimizer.step), gathered=self.gathers_for_a_while
         )
 
     def _before(self, inner: Callable[..., Any], gathered: bool) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.look(gathered)
+            return inner(*args, **kwargs)
+
+        return call
+
+    def _before_update(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """What compression left out is looked at when no sum is under way."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            compressors = [compressor for part in self.training.parallel.parts for compressor in part.compressors]
+            residuals = [residual for compressor in compressors for residual in compressor.residuals().values()]
+            self.most["residuals"] = max(self.most["residuals"], _stored(residuals))
             return inner(*args, **kwargs)
 
         return call
@@ -111,7 +122,6 @@ class Held:
         whole = [_waiting(one) for one in sharded]
         gathers = [group._all_gather_comm for part in training.parallel.parts for group in _fsdp_groups(part.model)]
         copies = [nearby._kept for gather in gathers if (nearby := getattr(gather, "nearby", None)) is not None]
-        compressors = [compressor for part in training.parallel.parts for compressor in part.compressors]
         state = [value for entry in training.optimizer.state.values() for name, value in entry.items() if name != "step"]
         return {
             "shards": [one._sharded_param_data for one in sharded] or [*parameters],
@@ -120,7 +130,6 @@ class Held:
             "gradients": [grad for grad in (*(one.grad for one in owners), *whole, *waiting) if grad is not None],
             "optimizer": state,
             "counters": [entry["step"] for entry in training.optimizer.state.values()],
-            "residuals": [residual for compressor in compressors for residual in compressor.residuals().values()],
         }
 
 

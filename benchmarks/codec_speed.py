@@ -1,6 +1,6 @@
 """How fast codecs are, against what the memory allows for the bytes that they must touch.
 
-    python benchmarks/codecs.py [--numbers 268435456]
+    python benchmarks/codec_speed.py [--numbers 268435456]
 
 To encode, a codec must read n float32 numbers and write its bytes; to decode, read those and write n numbers. "bound" is the time
 that takes at the bandwidth of a plain copy on this device, measured in the same run. "plain" is the same work by the same
