@@ -1,6 +1,6 @@
 """What the user asks for: typed, validated, TOML and overrides. No torch."""
 
-from shardwise.config.check import divisors, needs_whole_momenta, problems_of_batch, problems_of_compression
+from shardwise.config.check import divisors, least_zero, needs_whole_momenta, problems_of_batch, problems_of_compression
 from shardwise.config.layouts import (
     IN_A_V,
     SPLIT_BACKWARD,
@@ -56,6 +56,7 @@ __all__ = [
     "divisors",
     "fewest_devices",
     "from_tables",
+    "least_zero",
     "nearest_layout",
     "nearest_to",
     "needs_whole_momenta",

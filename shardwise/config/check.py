@@ -117,14 +117,14 @@ def _gathers(layout: Layout) -> Iterator[str]:
             yield "layout.weight_compression: with layout.zero = 0 no weights are gathered; use zero = 1, 2 or 3, or leave it out"
         if layout.weight_compression not in WEIGHT_CODECS:
             yield f"layout.weight_compression = {layout.weight_compression!r}: weights may be {', '.join(WEIGHT_CODECS)}"
-    if layout.backward_shards is not None:
+    if layout.backward_shards is not None and layout.zero not in (3, None):
         what = f"layout.backward_shards = {layout.backward_shards}"
-        if layout.zero not in (3, None):
-            yield f"{what}: only zero = 3 gathers weights for backward; use layout.zero = 3, or leave it out"
-        if layout.pipeline * layout.expert > 1:
-            yield f"{what}: not with pipeline or expert axes; leave it out"
-        if layout.data > 0 and layout.data * layout.context % layout.backward_shards:
-            yield f"{what}: does not divide the {layout.data * layout.context} devices that share the weights (data x context)"
+        yield f"{what}: only zero = 3 gathers weights for backward; use layout.zero = 3, or leave it out"
+
+
+def least_zero(layout: Layout) -> int:
+    """The lowest stage that gathers weights as the layout asks for it."""
+    return 3 if layout.backward_shards is not None else 1 if layout.weight_compression is not None else 0
 
 
 def problems_of_compression(layout: Layout) -> Iterator[str]:
@@ -172,10 +172,10 @@ def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
             f"{what}: needs layout.compression_warmup, the steps in which the second moment settles before it is kept; "
             f"{settles} say"
         )
-    if layout.zero and needs_whole_momenta(train, layout):
+    if (zero := layout.zero or least_zero(layout)) and needs_whole_momenta(train, layout):
         yield (
-            f"{what}: needs whole momenta where they are compressed, and layout.zero = {layout.zero} shards them; use "
-            "layout.zero = 0, or layout.compression_axes = 'replica'"
+            f"{what}: needs whole momenta where they are compressed, and layout.zero = {zero} shards them; use layout.zero = 0 "
+            "without weight_compression and backward_shards, or layout.compression_axes = 'replica'"
         )
     if train.state_dtype == "bfloat16":
         yield f"{what}: keeps float32 states; leave train.state_dtype out"

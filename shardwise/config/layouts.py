@@ -42,7 +42,19 @@ def _rules(model: Model, data: Data, train: Train, layout: Layout) -> list[str]:
         *_pipeline(model, layout),
         *_recompute(train, layout),
         *_expert(model, layout),
+        *problems_of_nearby(layout),
     ]
+
+
+def problems_of_nearby(layout: Layout) -> Iterator[str]:
+    """What keeps neighbours from holding a copy of the weights among them for backward."""
+    if layout.backward_shards is None:
+        return
+    what = f"layout.backward_shards = {layout.backward_shards}"
+    if layout.pipeline * layout.expert > 1:
+        yield f"{what}: not with pipeline or expert axes; leave it out"
+    if layout.data > 0 and layout.data * layout.context % layout.backward_shards:
+        yield f"{what}: does not divide the {layout.data * layout.context} devices that share the weights (data x context)"
 
 
 def _batch(train: Train, layout: Layout) -> list[str]:

@@ -18,6 +18,7 @@ from shardwise.config import (
     Train,
     context_attention,
     divisors,
+    least_zero,
     nearest_layout,
     nearest_to,
     needs_whole_momenta,
@@ -223,16 +224,15 @@ def _zero(
         return layout.zero, "as asked"
     if needs_whole_momenta(config.train, layout):
         return 0, "1-bit Adam compresses whole momenta"
-    if layout.backward_shards is not None:
-        return 3, "backward_shards is for weights that are gathered in backward"
     if layout.replica > 1:
         return 3, "replica is above 1, which asks for hybrid sharding"
     if layout.offload:
         return 3, "offload needs sharded states"
+    least = least_zero(layout)
     if memory_bytes is None:
-        return 0, "device memory is unknown, so nothing is sharded unless asked"
+        return least, f"device memory is unknown, so {'no more' if least else 'nothing'} is sharded unless asked"
     room = STATE_SHARE * memory_bytes
-    for zero in range(4):
+    for zero in range(least, 4):
         sharded = layout.model_copy(update={"zero": zero})
         states = state_bytes(config, sharded, accumulation, parameters).total
         if states <= room:

@@ -11,14 +11,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
 
-from shardwise.config import IN_A_V, SPLIT_BACKWARD, Config, Layout, divisors, needs_whole_momenta, problems_of_compression
+from shardwise.config import (
+    IN_A_V,
+    SPLIT_BACKWARD,
+    Config,
+    Layout,
+    divisors,
+    least_zero,
+    needs_whole_momenta,
+    problems_of_compression,
+)
 from shardwise.config.compression import AUTO, SETTINGS
-from shardwise.config.layouts import can_borrow
+from shardwise.config.layouts import can_borrow, problems_of_nearby
 from shardwise.cost.space import RECOMPUTE, Space, recompute_mode
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.grid import RANK_AXES
@@ -133,9 +142,10 @@ def _expanded(
     if not experts:
         refused["expert cannot be made of these axes"] += 1
         return
-    experts = [expert for expert in experts if _compressible(config, degrees, expert)]
+    obstacles = {expert: _obstacle(config, degrees, expert) for expert in experts}
+    experts = [expert for expert in experts if obstacles[expert] is None]
     if not experts:
-        refused[f"layout.compression = {config.layout.compression!r} needs whole matrices"] += 1
+        refused.update(problem for problem in obstacles.values() if problem)
         return
     if not attentions:
         refused["context splits neither the heads nor the sequence evenly"] += 1
@@ -178,9 +188,11 @@ def _layout(degrees: Mapping[str, Any], expert: int = 1) -> Layout:
     return Layout(**degrees, expert=expert)
 
 
-def _compressible(config: Config, degrees: Mapping[str, Any], expert: int) -> bool:
-    how = {name: getattr(config.layout, name) for name in SETTINGS}
-    return not any(problems_of_compression(_layout(degrees, expert).model_copy(update=how)))
+def _obstacle(config: Config, degrees: Mapping[str, Any], expert: int) -> str | None:
+    """What keeps these axes from sending less, as the job asks for it."""
+    how = {name: getattr(config.layout, name) for name in (*SETTINGS, "backward_shards")}
+    layout = _layout(degrees, expert).model_copy(update=how)
+    return next(chain(problems_of_compression(layout), problems_of_nearby(layout)), None)
 
 
 def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any], offload: bool) -> list[int]:
@@ -188,7 +200,7 @@ def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any],
         alone = degrees["replica"] == 1 or "replica" in fixed
         return ([fixed.get("zero") or 3] if offload else [0]) if alone else []
     highest = 0 if needs_whole_momenta(config.train, config.layout) else 3
-    stages = [stage for stage in range(highest + 1) if fixed.get("zero", stage) == stage]
+    stages = [stage for stage in range(least_zero(config.layout), highest + 1) if fixed.get("zero", stage) == stage]
     if offload and "zero" not in fixed:  # the lower stages keep whole weights on the device
         return [3]
     if degrees["replica"] > 1 or offload:  # copies of whole states are what the data axis does already

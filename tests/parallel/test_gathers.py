@@ -17,6 +17,7 @@ from shardwise.config import Layout, from_tables
 from shardwise.config.compression import BLOCK, is_compressed
 from shardwise.errors import ConfigError
 from shardwise.mesh import Worker
+from shardwise.plan import choose
 
 Ranks = Callable[[int], Pool]
 ROWS: list[tuple[str, dict[str, Any]]] = [
@@ -96,6 +97,17 @@ def test_zero_plus_plus_sends_a_quarter_of_what_zero_3_sends(trained: Runs, corp
         kinds = ("all_gather/data", "reduce_scatter/data", "all_to_all/data")  # a ring sends the same share of each
         sent.append(sum(ledger[kind]["bytes"] for kind in kinds if kind in ledger))
     assert sent[1] <= 0.25 * sent[0]
+
+
+def test_a_data_axis_that_is_left_open_is_held_to_it_too(corpus: str) -> None:
+    config = from_tables(tables_of(corpus, "llama", {"backward_shards": 2}))
+    assert choose(config, 4).layout.zero == 3
+    with pytest.raises(ConfigError, match="does not divide the 1 devices"):
+        choose(config, 1)
+
+
+def test_weights_that_are_to_be_compressed_are_sharded(corpus: str) -> None:
+    assert choose(from_tables(tables_of(corpus, "llama", {"data": 2, "weight_compression": "int8"})), 2).layout.zero == 1
 
 
 @pytest.mark.parametrize(
