@@ -62,10 +62,21 @@ def start_process(process: BaseProcess, seconds: float, given_up: Callable[[], b
         if time.monotonic() > patience:
             wake_server()
     if failures and isinstance(failures[0], EOFError | ConnectionError):
+        _see_it_end()
         return False
     if failures:
         raise failures[0]
     return not asking.is_alive()
+
+
+def _see_it_end() -> None:
+    """A server that died hangs up a moment before it can be known to be dead, and till then another would not be started."""
+    pid, deadline = server_pid(), time.monotonic() + 1.0
+    with contextlib.suppress(ChildProcessError):  # it is known
+        while pid is not None and time.monotonic() < deadline:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return
+            time.sleep(0.01)
 
 
 def wake_server() -> None:
