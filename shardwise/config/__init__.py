@@ -13,6 +13,7 @@ from shardwise.config.layouts import (
     problems_of_layout,
     sequence_multiple,
     stages_on_a_rank,
+    with_nearby_that_divides,
 )
 from shardwise.config.presets import PRESETS
 from shardwise.config.read import from_tables, read
@@ -67,4 +68,5 @@ __all__ = [
     "sequence_multiple",
     "stages_on_a_rank",
     "to_toml",
+    "with_nearby_that_divides",
 ]

@@ -57,6 +57,14 @@ def problems_of_nearby(layout: Layout) -> Iterator[str]:
         yield f"{what}: does not divide the {layout.data * layout.context} devices that share the weights (data x context)"
 
 
+def with_nearby_that_divides(layout: Layout, data: int) -> Layout:
+    """The layout with as many neighbours, of those asked for, as divide the devices that share the weights on this data axis."""
+    if layout.backward_shards is None or data < 1:
+        return layout
+    sizes = [size for size in divisors(data * layout.context) if size <= layout.backward_shards]
+    return layout.model_copy(update={"backward_shards": max(sizes)})
+
+
 def _batch(train: Train, layout: Layout) -> list[str]:
     return list(problems_of_batch(train, layout)) if layout.data > 0 else []
 

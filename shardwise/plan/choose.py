@@ -24,6 +24,7 @@ from shardwise.config import (
     needs_whole_momenta,
     problems_of_layout,
     stages_on_a_rank,
+    with_nearby_that_divides,
 )
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.errors import ConfigError
@@ -104,7 +105,7 @@ def fit(
     most = config.train.micro_batch if asked and asked.config.train.micro_batch is None else None
     train = config.train.model_copy(update={"micro_batch": None}) if most else config.train
     for world in range(devices, least - 1, -1):
-        relaxed = config.layout.model_copy(update={"data": -1})
+        relaxed = with_nearby_that_divides(config.layout.model_copy(update={"data": -1}), world // config.layout.fixed)
         nearest = nearest_to(config.model, config.data, train, relaxed, world)
         near = f"the nearest that works on {world} of {devices} devices"
         changed = Asked(asked.config if asked else config, near, asked.whys if asked else {})
@@ -143,6 +144,9 @@ def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
     if layout.compression == AUTO:
         values |= Layout().model_dump(include=set(SETTINGS))  # type: ignore[call-arg]
         whys["compression"] = "no search was made that could tell whether it pays"
+    if layout.compression_axes == "replica" and not shares_weights(layout, config.model.experts):
+        values["compression_axes"] = "all"
+        whys["compression_axes"] = "a replica is one device here, so all sums are between replicas"
     if layout.pipeline > 1:
         stages = stages_on_a_rank(layout)
         blocks = stage_blocks(config.model, config.data.sequence_length, stages * layout.pipeline, layout.stages)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from shardwise.config import Config, Layout, fewest_devices
+from shardwise.config import Config, Layout, fewest_devices, with_nearby_that_divides
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.errors import UserError
 from shardwise.plan import Plan, choose
@@ -77,7 +77,8 @@ class ProofJob:
 def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, dict[str, Any] | None]:
     """The proof of a job, and what was shrunk for it: (before, after) by key; None: nothing."""
     small, shrunk = shrink(config)
-    layout = small.layout.model_copy(update={"data": smallest_data(small.layout), "offload": False})
+    data = smallest_data(small.layout)
+    layout = with_nearby_that_divides(small.layout, data).model_copy(update={"data": data, "offload": False})
     asked, usual = layout.model_copy(update={"compression_warmup": 0}), Layout()  # type: ignore[call-arg]
     layout = asked.model_copy(update=usual.model_dump(include={*SETTINGS, *_WEIGHTS}))
     compressed = tuple(

@@ -173,8 +173,18 @@ def _layouts(layout: Layout) -> Iterator[Layout]:
         [degree for degree in degrees if degree <= getattr(layout, axis)] for axis, degrees in zip(names, small, strict=True)
     ]
     for degrees in product(*choices):
-        yield layout.model_copy(update=dict(zip(names, degrees, strict=True)))
+        yield _with_nearby(layout, layout.model_copy(update=dict(zip(names, degrees, strict=True))))
     yield layout  # a hard case may have no smaller form
+
+
+def _with_nearby(layout: Layout, smaller: Layout) -> Layout:
+    """Of the devices that share the weights, those that keep a copy among them for backward: all of them, one, or some."""
+    if layout.backward_shards is None:
+        return smaller
+    everyone = smaller.data * smaller.context
+    some = next((size for size in divisors(everyone) if 1 < size < everyone), 1)
+    keep = everyone if layout.backward_shards == layout.data * layout.context else min(some, layout.backward_shards)
+    return smaller.model_copy(update={"backward_shards": keep})
 
 
 def fits(model: Model, layout: Layout) -> bool:

@@ -17,7 +17,8 @@ from shardwise.config import Layout, from_tables
 from shardwise.config.compression import BLOCK, is_compressed
 from shardwise.errors import ConfigError
 from shardwise.mesh import Worker
-from shardwise.plan import choose
+from shardwise.plan import choose, fit
+from shardwise.verify.shrink import shrink
 
 Ranks = Callable[[int], Pool]
 ROWS: list[tuple[str, dict[str, Any]]] = [
@@ -104,6 +105,17 @@ def test_a_data_axis_that_is_left_open_is_held_to_it_too(corpus: str) -> None:
     assert choose(config, 4).layout.zero == 3
     with pytest.raises(ConfigError, match="does not divide the 1 devices"):
         choose(config, 1)
+
+
+def test_a_run_that_lost_devices_and_a_proof_with_fewer_have_as_many_neighbours_as_divide_them(corpus: str) -> None:
+    config = from_tables(tables_of(corpus, "llama", {"data": 4, "zero": 3, "backward_shards": 4}))
+    plan = fit(config, 2, 1)
+    assert plan is not None
+    assert (plan.layout.data, plan.layout.backward_shards) == (2, 2)
+    tables = tables_of(corpus, "llama", {"data": 16, "zero": 3, "backward_shards": 8})
+    large = from_tables({**tables, "model": {"preset": "bytes-10m"}, "train": {"global_batch": 16}})
+    layout = shrink(large)[0].layout
+    assert layout.data * layout.context % (layout.backward_shards or 0) == 0
 
 
 def test_weights_that_are_to_be_compressed_are_sharded(corpus: str) -> None:

@@ -179,3 +179,9 @@ def test_compression_left_to_the_planner_is_none_unless_a_search_chose_it_and_th
     assert whys(plan)["layout.compression_warmup"] == (20, True, "as asked")
     plain = choose(job(data=4), 4, asked=Asked(left_open, "planned", {"compression": "would not pay"}))
     assert whys(plain)["layout.compression"] == (None, False, "would not pay")
+
+
+def test_between_replicas_of_one_device_all_sums_are_compressed() -> None:
+    plan = choose(job(replica=2, tensor=2, data=1, compression="int8", compression_axes="replica"), 4)
+    assert plan.layout.compression_axes == "all"
+    assert not plan.decisions["layout.compression_axes"].asked
