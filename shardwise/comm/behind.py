@@ -5,8 +5,9 @@ and backward goes on. On a CPU backward would stand still for every unit. So FSD
 to a number changes none of its bits, and the sum itself is added to the gradients once it is there: the same additions in the
 same order.
 
-Each sum that is under way holds a unit's whole gradients. No more than `MOST` of them are: enough for a large unit, such as the
-head, to be sent while blocks are computed. Between micro-batches one is, as in FSDP2: sharded gradients stay sharded.
+Each sum that is under way holds a unit's whole gradients, and room for as many that come. No more than `MOST` of them are: enough
+for a large unit, such as the head, to be sent while blocks are computed. Between micro-batches one is, as in FSDP2: sharded
+gradients stay sharded.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class SumsBehind:
         self.comm = comm
         self.queue = InOrder(comm.device)
         """Makes those that take several collectives."""
-        self._under_way: deque[tuple[Callable[[], object], Callable[[], None]]] = deque()
+        self._under_way: deque[tuple[Callable[[], Tensor], Callable[[Tensor], None]]] = deque()
 
-    def follow(self, finish: Callable[[], object], use: Callable[[], None]) -> None:
+    def follow(self, finish: Callable[[], Tensor], use: Callable[[Tensor], None]) -> None:
         """A sum has begun: `finish` waits for it, and `use` takes it, here or in a later call."""
         self._under_way.append((finish, use))
         self.complete(but=MOST)
@@ -47,8 +48,8 @@ class SumsBehind:
     def _use_first(self) -> None:
         finish, use = self._under_way.popleft()
         with self.comm.waiting():
-            finish()
-        use()
+            total = finish()
+        use(total)
 
 
 @dataclass(frozen=True)

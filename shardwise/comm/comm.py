@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._torch import all_gather_single, reduce_scatter_single
+from shardwise._torch import all_gather_single
+from shardwise.comm.gloo import reduce_scatter
 from shardwise.mesh import Mesh
 from shardwise.observe import Collective, Ledger, StepClock
 
@@ -68,9 +69,10 @@ class Comm:
 
     def reduce_scatter(self, parts: Tensor, axis: str) -> Tensor:
         """Of (devices, *shape), one part for each device: the sum of all devices' parts for this one."""
-        own = torch.empty_like(parts[0])
+        own, group = torch.empty_like(parts[0]), self.mesh.group(axis)
+        assert group is not None, "there are devices to exchange with"
         with self.collective("reduce_scatter", axis, parts):
-            reduce_scatter_single(own, parts.flatten(0, 1), op=dist.ReduceOp.SUM, group=self.mesh.group(axis))
+            reduce_scatter(own, parts.flatten(0, 1), group, self.mesh.worker)
         return own
 
     def all_to_all(

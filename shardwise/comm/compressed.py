@@ -14,7 +14,8 @@ becomes p - C(p): nothing is lost, it comes later. A device's own row crosses no
 hop leaves out of that row is its residual. One residual a number therefore holds both hops, and over all devices residuals are
 exactly what the weights have not yet been told: resharding may deal them out anew as long as their sum stays.
 
-So p is made where the residual lies, what is sent is taken out of it, and what stays is the residual.
+So p is made where the residual lies, what is sent is taken out of it, and what stays is the residual. A step that is skipped,
+because a number overflowed in float16, has sent what it sent: that is lost, as the gradient is.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._torch import all_gather_single
 from shardwise.comm.codecs import codec
 from shardwise.comm.comm import Comm
+from shardwise.comm.gloo import all_gather, exchange
 from shardwise.config.compression import Compression
 
 
@@ -60,11 +61,11 @@ class EncodedSum:
         self.codec, self.codec_of_sums = codec(compression), codec(compression.of_sums)
         self._step, self._calls = 0, 0
 
-    def rows(self, tensors: Sequence[Tensor], scattered: bool) -> Rows:
+    def rows(self, tensors: Sequence[Tensor], scattered: bool, dtype: torch.dtype) -> Rows:
         """Zeros for what is added up and for what is left out of it."""
         devices = self.group.size()
         size = -(-sum(tensor.numel() for tensor in tensors) // devices)
-        return Rows.of(tensors[0].new_zeros(devices, size), [tensor.shape for tensor in tensors], scattered)
+        return Rows.of(tensors[0].new_zeros(devices, size, dtype=dtype), [tensor.shape for tensor in tensors], scattered)
 
     def all_reduce(self, names: Sequence[str], rows: Rows, totals: Sequence[Tensor], take: bool) -> None:
         """Sum each over all devices into `totals`. To `take` leaves in the rows what was left out."""
@@ -73,7 +74,7 @@ class EncodedSum:
         wire = self.codec_of_sums.encode(own, self._seed(call, 2, here), take)
         gathered = wire.new_empty(self.group.size(), wire.shape[1])
         with self.comm.collective("all_gather", self.axis, gathered, plain=numbers):
-            all_gather_single(gathered.flatten(), wire.flatten(), group=self.group)
+            all_gather(gathered.flatten(), wire.flatten(), self.group, self.comm.mesh.worker)
         summed = torch.empty_like(numbers)
         for sender in range(self.group.size()):
             row = slice(sender, sender + 1)
@@ -95,9 +96,8 @@ class EncodedSum:
         wire = numbers.new_zeros(self.group.size(), self.codec.compression.wire_bytes(numbers.shape[1]), dtype=torch.uint8)
         for others in (slice(0, here), slice(here + 1, None)):
             wire[others] = self.codec.encode(numbers[others], seed, take)
-        arrived = torch.empty_like(wire)
         with self.comm.collective("all_to_all", self.axis, wire, plain=numbers):
-            dist.all_to_all_single(arrived, wire, group=self.group)
+            arrived = exchange(wire, self.group, self.comm.mesh.worker)
         own = numbers[here : here + 1]
         for sender in range(self.group.size()):
             if sender != here:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._torch import reduce_scatter_single
 from shardwise.comm.comm import Comm
 from shardwise.comm.compressed import EncodedSum, Rows
+from shardwise.comm.gloo import reduce_scatter
 from shardwise.comm.powersgd import LowRankSum
 from shardwise.config.compression import SumCompression
 
@@ -58,6 +58,8 @@ class Compressor:
             self.sums = LowRankSum(comm, self.label, group, rank, settings.seed, settings.dtype)
         else:
             self.sums = EncodedSum(comm, self.label, group, settings.how.codec, settings.seed)
+        self.names: set[str] = set()
+        """Of the parameters whose gradients it compresses."""
         self._residuals: dict[str, Tensor] = {}
         self._rows: dict[tuple[str, ...], Rows] = {}
         """Residuals of what is summed at once, where they were used since they were last asked for."""
@@ -69,7 +71,10 @@ class Compressor:
 
     def follow(self, name: str, shape: Sequence[int]) -> None:
         """Before the first step, of each parameter: keep what is left out of its gradients, if they are compressed."""
-        if self.settings.how.feedback and name in self.settings.names:
+        if name not in self.settings.names:
+            return
+        self.names.add(name)
+        if self.settings.how.feedback:
             self._residuals[name] = torch.zeros(*shape, dtype=self.settings.dtype, device=self.comm.device)
 
     def residuals(self) -> dict[str, Tensor]:
@@ -83,7 +88,7 @@ class Compressor:
         """Sum each over all devices, in place."""
         large, small = self._sorted(names)
         if small:
-            flat = torch.cat([gradients[index].flatten() for index in small])
+            flat = torch.cat([gradients[index].flatten() for index in small]).to(self.settings.dtype)
             with self.comm.collective("all_reduce", self.label, flat):
                 dist.all_reduce(flat, group=self.group)
             for index, total in zip(small, flat.split_with_sizes([gradients[index].numel() for index in small]), strict=True):
@@ -100,7 +105,7 @@ class Compressor:
             rows = torch.cat([pieces[index].flatten(1) for index in small], dim=1)
             total = torch.empty_like(rows[0])
             with self.comm.collective("reduce_scatter", self.label, rows):
-                reduce_scatter_single(total, rows.flatten(), op=dist.ReduceOp.SUM, group=self.group)
+                reduce_scatter(total, rows.flatten(), self.group, self.comm.mesh.worker)
             for index, part in zip(small, total.split_with_sizes([own[index].numel() for index in small]), strict=True):
                 own[index].copy_(part.view_as(own[index]))
         if large:
@@ -113,11 +118,11 @@ class Compressor:
         """What is to be sent, gradients and residuals; what is left there is kept. Residuals are kept without the loss scale,
         which may change from step to step."""
         if not self.settings.how.feedback:
-            rows = self.sums.rows(gradients, scattered)
+            rows = self.sums.rows(gradients, scattered, self.settings.dtype)
         elif (key := tuple(names)) in self._rows:
             rows = self._rows[key]
         else:
-            rows = self._rows[key] = self.sums.rows([self._residuals[name] for name in names], scattered)
+            rows = self._rows[key] = self.sums.rows([self._residuals[name] for name in names], scattered, self.settings.dtype)
             for name, part in zip(names, rows.parts, strict=True):
                 part.copy_(self._residuals.pop(name))
         scale = self.comm.loss_scale if self.settings.how.feedback else 1.0
@@ -126,7 +131,7 @@ class Compressor:
         for name, part, gradient in zip(names, rows.parts, gradients, strict=True):
             part.add_(gradient, alpha=1.0 if self.momentum is None else 1 - self.momentum.decay)
             if self.momentum is not None:
-                own = self.momentum.of(name)
+                own = self.momentum.of(name).to(part.device)
                 part[: len(own)].add_(own, alpha=self.momentum.decay * self.comm.loss_scale / self.group.size())
         yield rows
         if scale != 1.0:
@@ -134,5 +139,5 @@ class Compressor:
 
     def _sorted(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
         """Indices of those that are compressed, and of the others."""
-        large = [index for index, name in enumerate(names) if name in self.settings.names]
-        return large, [index for index, name in enumerate(names) if name not in self.settings.names]
+        large = [index for index, name in enumerate(names) if name in self.names]
+        return large, [index for index, name in enumerate(names) if name not in self.names]

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._torch import all_gather_single
 from shardwise.comm.codecs import codec
 from shardwise.comm.comm import Comm
+from shardwise.comm.gloo import all_gather
 from shardwise.config.compression import Compression, WeightGathers
 
 
@@ -53,7 +53,7 @@ class EncodedGather:
         message = torch.cat((encoded, small.view(torch.uint8)), dim=1)
         gathered = message.new_empty(group.size(), message.shape[1])
         with self.comm.collective("all_gather", self.axis, gathered, plain=output):
-            all_gather_single(gathered.flatten(), message.flatten(), group=group)
+            all_gather(gathered.flatten(), message.flatten(), group, self.comm.mesh.worker)
         rows = large.new_empty(group.size(), large.shape[1])
         self.codec.decode(gathered[:, : encoded.shape[1]].contiguous(), rows, 0)
         rest = small.new_empty(group.size(), small.shape[1])
@@ -94,5 +94,5 @@ class NearbyCopy:
         near = self.group.size()
         gathered = output.new_empty(near, *self._kept.shape)
         with self.comm.collective("all_gather", self.axis, gathered):
-            all_gather_single(gathered.flatten(), self._kept.flatten(), group=self.group)
+            all_gather(gathered.flatten(), self._kept.flatten(), self.group, self.comm.mesh.worker)
         output.view(devices // near, near, -1).copy_(gathered.transpose(0, 1))

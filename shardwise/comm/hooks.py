@@ -20,16 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise._torch import all_gather_single, inside_backward, reduce_scatter_single
+from shardwise._torch import all_gather_single, inside_backward
 from shardwise.comm.behind import NEUTRAL, UnitBehind
 from shardwise.comm.comm import EXPOSED, Comm
 from shardwise.comm.compressor import Compressor
 from shardwise.comm.gathers import EncodedGather, NearbyCopy
+from shardwise.comm.gloo import NO_TIMEOUT, GatherUnderWay, PartsUnderWay, all_gather, reduce_scatter
 from shardwise.comm.in_order import InOrder
 from shardwise.observe import Collective
-
-NO_TIMEOUT = timedelta(0)
-"""The group's own."""
 
 
 class GradientSum:
@@ -82,10 +80,10 @@ def split(numbers: Tensor, pieces: Mapping[str, torch.Size]) -> list[Tensor]:
 class UnderWay(dist.Work):
     """A collective under way. FSDP2 waits for it where it needs the result, and that wait is exposed."""
 
-    def __init__(self, comm: Comm, work: dist.Work, begun: Collective) -> None:
+    def __init__(self, comm: Comm, work: GatherUnderWay, begun: Collective) -> None:
         super().__init__()
         self.comm, self.work = comm, work
-        _end_with(work, begun)
+        _end_with(work.works[-1], begun)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """As of any collective."""
@@ -129,11 +127,13 @@ class CountedAllGather(_Counted):
             self.encoded.gather(output_tensor, input_tensor, group)
         elif self.nearby is not None:
             with self.comm.collective("all_gather", self.axis, output_tensor):
-                all_gather_single(output_tensor, input_tensor, group=group)
+                all_gather(output_tensor, input_tensor, group, self.comm.mesh.worker)
         else:
             begun = self.comm.begin("all_gather", self.axis, output_tensor)
-            work = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op or self.on_cpu)
-            return UnderWay(self.comm, work, begun) if self.on_cpu else work
+            if self.on_cpu:
+                return UnderWay(self.comm, GatherUnderWay(output_tensor, input_tensor, group, self.comm.mesh.worker), begun)
+            work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+            return work
         if self.nearby is not None:
             self.nearby.keep(output_tensor, group.size())
         return None
@@ -164,15 +164,16 @@ class CountedReduceScatter(_Counted):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if self.behind is not None and self._is_whole(output_tensor):
-            self._start(self.behind, output_tensor, input_tensor, group, op)
+        is_whole = self._is_whole(output_tensor)
+        if self.behind is not None and is_whole:
+            self._start(self.behind, output_tensor, input_tensor, group)
             return None
         work: dist.Work | None = None
-        if self.compressor is not None and self.compressor.begun:
+        if self.compressor is not None and self.compressor.begun and is_whole:
             self._compress(self.compressor, output_tensor, input_tensor)
         else:
             with self.comm.collective("reduce_scatter", self.axis, input_tensor):
-                work = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+                work = reduce_scatter(output_tensor, input_tensor, group, self.comm.mesh.worker, async_op)
         self.ended = time.perf_counter()
         return work
 
@@ -180,22 +181,17 @@ class CountedReduceScatter(_Counted):
         """Whether all of the unit's weights were used: FSDP2 leaves out those that have no gradient."""
         return output.numel() == sum(shape.numel() for shape in self.pieces.values())
 
-    def _start(
-        self, behind: UnitBehind, output: Tensor, gradients: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
-    ) -> None:
-        """Start the sum; in place of it, FSDP2 gets what changes nothing. gloo makes its reduce-scatters of all-reduces, and does
-        not tell when they are done; so the all-reduce is asked for, of which this device takes its piece."""
+    def _start(self, behind: UnitBehind, output: Tensor, gradients: Tensor, group: dist.ProcessGroup) -> None:
+        """Start the sum; in place of it, FSDP2 gets what changes nothing."""
         if self.compressor is not None and self.compressor.begun:
-            total = torch.empty_like(output)
-            finish = behind.all.queue.run(partial(self._compress, self.compressor, total, gradients)).wait
+            finish = behind.all.queue.run(partial(self._compress, self.compressor, torch.empty_like(output), gradients)).wait
         else:
-            total = gradients.view(group.size(), -1)[group.rank()]
             begun = self.comm.begin("reduce_scatter", self.axis, gradients)
-            work = dist.all_reduce(gradients, op=op, group=group, async_op=True)
-            _end_with(work, begun)
-            finish = work.wait
+            parts = PartsUnderWay(gradients.view(group.size(), -1), group, self.comm.mesh.worker)
+            _end_with(parts.works[-1], begun)
+            finish = parts.total
         output.fill_(NEUTRAL)
-        behind.all.follow(finish, lambda: behind.use(total))
+        behind.all.follow(finish, behind.use)
 
     def _compress(self, compressor: Compressor, total: Tensor, gradients: Tensor) -> Tensor:
         rows = gradients.view(compressor.group.size(), -1)
@@ -221,7 +217,8 @@ class CompressedCopies:
             gradients.zero_()
             return
         self._kept = None
-        if self.compressor.begun:
+        is_whole = gradients.numel() == sum(shape.numel() for shape in self.pieces.values())
+        if self.compressor.begun and is_whole:
             self.compressor.all_reduce(list(self.pieces), split(gradients, self.pieces))
             return
         with self.comm.collective("all_reduce", self.compressor.label, gradients):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 Sum = Callable[[], Tensor]
+Waiting = queue.SimpleQueue[tuple[Sum, Future[Tensor]] | None]
 
 
 class InOrder:
@@ -24,8 +26,9 @@ class InOrder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._waiting: queue.SimpleQueue[tuple[Sum, Future[Tensor]]] = queue.SimpleQueue()
+        self._waiting: Waiting = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._waiting.put, None)
 
     def run(self, make: Sum) -> Future[Tensor]:
         """Make a sum after all that were asked for before; a failure is raised where its future is waited for."""
@@ -36,16 +39,19 @@ class InOrder:
                 future.set_result(make())
             return future
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="compressed sums", daemon=True)
+            self._thread = threading.Thread(target=_work, args=(self._waiting,), name="compressed sums", daemon=True)
             self._thread.start()
         future = Future()
         self._waiting.put((make, future))
         return future
 
-    def _work(self) -> None:
-        while True:
-            make, future = self._waiting.get()
-            try:
-                future.set_result(make())
-            except BaseException as error:
-                future.set_exception(error)  # type: ignore[arg-type]
+
+def _work(waiting: Waiting) -> None:
+    """Until whoever asks is gone. Between two sums nothing is held of the last, through which a whole model may hang on it."""
+    while (asked := waiting.get()) is not None:
+        make, future = asked
+        try:
+            future.set_result(make())
+        except BaseException as error:
+            future.set_exception(error)  # type: ignore[arg-type]
+        del asked, make, future

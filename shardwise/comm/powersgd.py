@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm.comm import Comm
 from shardwise.comm.compressed import Rows
@@ -33,39 +33,43 @@ class LowRankSum:
         self.factors: dict[str, Tensor] = {}
         """Of each matrix, Q: (columns, rank), the same on all devices, from step to step."""
 
-    def rows(self, tensors: Sequence[Tensor], scattered: bool) -> Rows:
+    def rows(self, tensors: Sequence[Tensor], scattered: bool, dtype: torch.dtype) -> Rows:
         """Zeros for what is added up and for what is left out of it: each matrix by itself."""
-        numbers = tensors[0].new_zeros(sum(tensor.numel() for tensor in tensors))
+        numbers = tensors[0].new_zeros(sum(tensor.numel() for tensor in tensors), dtype=dtype)
         return Rows(numbers, Rows.of(numbers.unsqueeze(0), [tensor.shape for tensor in tensors], scattered=False).parts)
 
     def all_reduce(self, names: Sequence[str], rows: Rows, totals: Sequence[Tensor], take: bool) -> None:
         """Sum each over all devices into `totals`. To `take` leaves in the rows what was left out."""
-        for total, (left, right) in zip(totals, self._factors(names, rows.parts, take), strict=True):
-            torch.mm(left, right.T, out=_matrix(total))
+        for total, (left, right) in zip(totals, self._factors(names, rows, take), strict=True):
+            _multiply(left, right, total)
 
     def reduce_scatter(self, names: Sequence[str], rows: Rows, totals: Sequence[Tensor], take: bool) -> None:
         """Of each (devices, rows, ...), a piece for each device, sum this device's over all devices into `totals` (rows, ...)."""
         here = self.group.rank()
-        for total, (left, right) in zip(totals, self._factors(names, rows.parts, take), strict=True):
-            torch.mm(left.chunk(self.group.size())[here], right.T, out=_matrix(total))
+        for total, (left, right) in zip(totals, self._factors(names, rows, take), strict=True):
+            _multiply(left.chunk(self.group.size())[here], right, total)
 
-    def _factors(self, names: Sequence[str], tensors: Sequence[Tensor], take: bool) -> list[tuple[Tensor, Tensor]]:
+    def _factors(self, names: Sequence[str], rows: Rows, take: bool) -> list[tuple[Tensor, Tensor]]:
         """Of each sum over all devices, what it is approximately the product of: (rows, rank) and (columns, rank)."""
-        matrices = [_matrix(tensor) for tensor in tensors]
+        matrices = [_matrix(tensor) for tensor in rows.parts]
         before = [self.factor(name, matrix.shape[1], matrix.device) for name, matrix in zip(names, matrices, strict=True)]
-        left = self._summed([matrix @ factor for matrix, factor in zip(matrices, before, strict=True)])
+        left = self._summed([matrix @ factor for matrix, factor in zip(matrices, before, strict=True)], rows.numbers)
         left = [_orthonormal(factor) for factor in left]
-        right = self._summed([matrix.T @ factor for matrix, factor in zip(matrices, left, strict=True)])
-        for matrix, factor, rows, columns in zip(matrices, before, left, right, strict=True):
-            if take:
-                matrix.addmm_(rows, columns.T, alpha=-1 / self.group.size()).nan_to_num_(0.0, 0.0, 0.0)
-            if columns.isfinite().all():  # else the step is skipped, on all devices
+        right = self._summed([matrix.T @ factor for matrix, factor in zip(matrices, left, strict=True)], rows.numbers[:0])
+        for matrix, factor, across, columns in zip(matrices, before, left, right, strict=True):
+            finite = bool(columns.isfinite().all())  # else the step is skipped, on all devices
+            if finite:
                 factor.copy_(columns)
+            if take and finite:
+                matrix.addmm_(across, columns.T, alpha=-1 / self.group.size())
+            elif take:
+                matrix.nan_to_num_(0.0, 0.0, 0.0)
         return list(zip(left, right, strict=True))
 
-    def _summed(self, factors: Sequence[Tensor]) -> list[Tensor]:
+    def _summed(self, factors: Sequence[Tensor], plain: Tensor) -> list[Tensor]:
+        """Each summed over all devices. Both sums together stand for one of the matrices, which the first one answers for."""
         flat = torch.cat([factor.flatten() for factor in factors])
-        with self.comm.collective("all_reduce", self.axis, flat):
+        with self.comm.collective("all_reduce", self.axis, flat, plain):
             dist.all_reduce(flat, group=self.group)
         parts = flat.split_with_sizes([factor.numel() for factor in factors])
         return [part.view_as(factor) for part, factor in zip(parts, factors, strict=True)]
@@ -81,8 +85,20 @@ class LowRankSum:
 
 
 def _orthonormal(factor: Tensor) -> Tensor:
-    """Columns of length 1 at right angles; zeros, of a matrix of zeros, are as good as any."""
-    return torch.linalg.qr(factor).Q if factor.isfinite().all() else factor
+    """Columns of length 1 at right angles; zeros, of a matrix of zeros, are as good as any. Of fewer rows than columns all
+    directions are taken, and the columns left over are zeros."""
+    if not factor.isfinite().all():
+        return factor
+    directions = torch.linalg.qr(factor).Q
+    return nn.functional.pad(directions, (0, factor.shape[1] - directions.shape[1]))
+
+
+def _multiply(left: Tensor, right: Tensor, into: Tensor) -> None:
+    """(rows, rank) by (columns, rank), transposed."""
+    if into.dtype == left.dtype:
+        torch.mm(left, right.T, out=_matrix(into))
+    else:
+        _matrix(into).copy_(left @ right.T)
 
 
 def _matrix(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.memory import residual_numbers
 from shardwise.plan.schedule import SCHEDULES
-from shardwise.plan.slices import Part, Parts, parts_of
+from shardwise.plan.slices import Part, Parts, parts_of, with_peers
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ def _hold_layouts(work: Work, layouts: Space, stack: Stack) -> Holdings:
     """The rank with most is the first, the last, or one between them."""
     parts, stages = _parts(work.model, layouts), cut(work, layouts, stack)
     engine, alone, folded = engine_of(layouts, work.model.experts), layouts.pipeline == 1, stages.folded
-    own, end = parts["block"] + parts["experts"], parts["last"] + parts["copy"] * (~alone).astype(float)
-    shared = replace(Part(), compressed=parts["copy"].compressed, compressed_shard=parts["copy"].compressed_shard) * -1.0
+    own, end = parts.block + parts.experts, parts.last + parts.copy * (~alone).astype(float)
+    shared = replace(Part(), compressed=parts.copy.compressed, compressed_shard=parts.copy.compressed_shard) * -1.0
     shared *= (~alone).astype(float)  # what two stages sum is not compressed
     ranks = [
-        own * stages.first + parts["first"] + shared + (end + shared) * (alone | folded).astype(float),
+        own * stages.first + parts.first + shared + (end + shared) * (alone | folded).astype(float),
         own * stages.middle,
         own * np.where(folded, 0.0, stages.last) + (end + shared) * (~folded).astype(float),
     ]
@@ -79,10 +79,10 @@ def _hold_layouts(work: Work, layouts: Space, stack: Stack) -> Holdings:
     most = totals.argmax(axis=0)
     whole, shard = (np.choose(most, [getattr(rank, name) for rank in ranks]) for name in ("whole", "shard"))
     chosen = {name: np.choose(most, [kinds[name] for kinds in states]) for name in states[0]}
-    return Holdings(stages, whole, shard, chosen, own.whole, parts["first"].whole, end.whole)
+    return Holdings(stages, whole, shard, chosen, own.whole, parts.first.whole, end.whole)
 
 
-def _parts(model: Model, layouts: Space) -> dict[str, Part]:
+def _parts(model: Model, layouts: Space) -> Parts:
     """The parts of the model on one device, worked out once for every way to slice it."""
     sharded = layouts.zero > 0
     shards, of_experts = np.where(sharded, layouts.shards, 1), np.where(sharded, expert_shards(layouts), 1)
@@ -95,7 +95,8 @@ def _parts(model: Model, layouts: Space) -> dict[str, Part]:
         table = np.asarray([part.counts for part in parts]).reshape(-1, len(fields(Part)))[index]  # (layouts, counts)
         return Part(*table.T)
 
-    return {field.name: part(field.name) for field in fields(Parts)}
+    parts = Parts(**{field.name: part(field.name) for field in fields(Parts)})
+    return with_peers(parts, layouts.shards, expert_shards(layouts), layouts.zero, layouts.replica)
 
 
 def in_flight(space: Space) -> tuple[Array, Array]:

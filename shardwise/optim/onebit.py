@@ -36,7 +36,7 @@ class OneBitAdam(LocalAdamW):
     def follow(self, compressor: Compressor, parameters: Mapping[str, nn.Parameter]) -> None:
         """Before the first step: let what it compresses be momenta."""
         self._compressors.append(compressor)
-        self._compressed |= {parameters[name] for name in compressor.settings.names}
+        self._compressed |= {parameters[name] for name in compressor.names}
         beta = self.param_groups[0]["betas"][0]
         compressor.momentum = Momentum(beta, lambda name: local(self.state[parameters[name]]["exp_avg"]))
 

@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
 from shardwise.config import Config, Layout, Model, sequence_multiple
@@ -34,7 +33,7 @@ from shardwise.parallel.placement import assign
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.seeds import Seeds
 from shardwise.parallel.stages import cut_out, own_stages
-from shardwise.parallel.tensor import split_over_tensor
+from shardwise.parallel.tensor import is_whole, split_over_tensor
 from shardwise.plan import Plan, engine_of, reduce_dtype, state_dtype
 from shardwise.plan.engine import compiles_blocks
 
@@ -199,13 +198,12 @@ def _gathers(model: nn.Module, table: Sharding, comm: Comm) -> GatherSettings | 
 
 
 def _compressed(model: nn.Module, table: Sharding, comm: Comm) -> frozenset[str]:
-    """Names of the parameters that may be compressed."""
-    layout = comm.mesh.layout
-    shared = {*table.tied, *table.tied.values()} if layout.pipeline > 1 else set()
+    """Names of the parameters that may be compressed: not those whose sums are completed along another axis."""
+    shared = {*table.tied, *table.tied.values()} if comm.mesh.layout.pipeline > 1 else set()
     names = [
         name
         for name, parameter in model.named_parameters()
-        if is_compressed(parameter.shape) and (layout.tensor == 1 or isinstance(parameter, DTensor)) and name not in shared
+        if is_compressed(parameter.shape) and not is_whole(parameter) and name not in shared
     ]
     return frozenset(names)
 

@@ -23,8 +23,8 @@ gradients are summed over the copies unit by unit in the last backward. With `co
 With `replica` above 1 the shards live inside each replica, and an all-reduce of the summed shards (rP / data) joins the
 replicas once a step.
 
-plan/memory.py states what each stage costs in bytes held. On CPU workers up to four units' gradients more are on their way
-(comm/behind.py).
+plan/memory.py states what each stage costs in bytes held. On CPU workers up to four units' gradients more are on their way, with
+room for as many that come (comm/behind.py).
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class Replicated(DataParallel):
         self._settle_buckets()
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         if self.settings is not None:
-            self.compressors = [Compressor(self.comm, COPIES, self.settings)]
+            apart = self.comm.device.type == "cpu"  # where a thread makes the sums, and attention may use the same axis meanwhile
+            self.compressors = [Compressor(self.comm, COPIES, self.settings, apart)]
             for parameter, name in names.items():
                 self.compressors[0].follow(name, parameter.shape)
         compressor = self.compressors[0] if self.compressors else None

@@ -86,7 +86,7 @@ def sum_whole(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
     """Complete the gradients of weights that are whole on every device of the tensor axis."""
     if comm.mesh.size(AXIS) == 1:
         return
-    parts = [local(p.grad) for p in parameters if p.grad is not None and _is_whole(p)]
+    parts = [local(p.grad) for p in parameters if p.grad is not None and is_whole(p)]
     for dtype in {part.dtype for part in parts}:
         same = [part for part in parts if part.dtype == dtype]
         together = comm.all_reduce(torch.cat([part.flatten() for part in same]), AXIS)
@@ -94,7 +94,8 @@ def sum_whole(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
             part.copy_(summed.view_as(part))
 
 
-def _is_whole(parameter: Tensor) -> bool:
+def is_whole(parameter: Tensor) -> bool:
+    """Whether every device of the tensor axis has all of a weight, and a part of its gradient's sum."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()

@@ -37,7 +37,7 @@ from shardwise.plan.dtypes import BYTES, reduce_dtype, state_dtype, wide
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.schedule import rank_of_stage
-from shardwise.plan.slices import Count, Part, parts_of
+from shardwise.plan.slices import Count, Part, parts_of, with_peers
 from shardwise.plan.stages import stage_blocks
 
 
@@ -105,6 +105,7 @@ def _held(config: Config, layout: Layout) -> list[Part]:
     sharded = bool(layout.zero)
     shards = (layout.shards, expert_shards(layout)) if sharded else (1, 1)
     parts = parts_of(config.model, layout.tensor, shards[0], layout.expert, shards[1])
+    parts = with_peers(parts, layout.shards, expert_shards(layout), layout.zero or 0, layout.replica)
     ranks = rank_of_stage(layout.schedule, layout.pipeline, layout.stages_per_rank)
     counts = stage_blocks(config.model, config.data.sequence_length, len(ranks), layout.stages if layout.pipeline > 1 else None)
     held = [Part()] * layout.pipeline

@@ -87,6 +87,16 @@ def _compressed(part: Part) -> Part:
     return replace(part, compressed=part.gathered, compressed_shard=part.shard)
 
 
+def with_peers(parts: Parts, dense: Count, experts: Count, zero: Count, replica: Count) -> Parts:
+    """The same where so many devices of a replica hold the same weights: what one device has is not summed, nor compressed."""
+
+    def held(part: Part, devices: Count) -> Part:
+        return replace(part, compressed=part.compressed * ((devices > 1) | ((zero == 0) & (replica > 1))))
+
+    rest = {name: held(getattr(parts, name), dense) for name in ("block", "first", "last", "copy")}
+    return Parts(experts=held(parts.experts, experts), **rest)
+
+
 def _place(name: str) -> str:
     if ".experts." in name:
         return "experts"

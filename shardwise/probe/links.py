@@ -17,7 +17,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from shardwise._torch import all_gather_single, reduce_scatter_single
+from shardwise.comm.gloo import all_gather, exchange, reduce_scatter
 from shardwise.cost.cluster import KINDS, Link, Measured
 from shardwise.mesh import Worker
 from shardwise.probe.bench import TIMEOUT, Bench
@@ -78,8 +78,8 @@ def cells(budget: Budget, worker: Worker) -> int:
 
 def measure_links(bench: Bench, worker: Worker, budget: Budget, progress: ProbeProgress) -> tuple[Link, Link]:
     """The links inside a node, and those between nodes."""
-    near = _measure(bench, worker.rank, inside(worker.world, worker.local_world, budget.every_group), budget, progress)
-    far = _measure(bench, worker.rank, between(worker.world, worker.local_world, budget.every_group), budget, progress)
+    near = _measure(bench, worker, inside(worker.world, worker.local_world, budget.every_group), budget, progress)
+    far = _measure(bench, worker, between(worker.world, worker.local_world, budget.every_group), budget, progress)
     node = _link(near) or UNKNOWN
     return node, _link(far) or Link(node.bandwidth, node.latency)
 
@@ -93,14 +93,14 @@ def _link(rows: Sequence[Measured]) -> Link | None:
     return Link(widest.bandwidth, widest.latency / (2 * (widest.members - 1)), tuple(rows))
 
 
-def _measure(bench: Bench, rank: int, groupings: list[Grouping], budget: Budget, progress: ProbeProgress) -> list[Measured]:
+def _measure(bench: Bench, worker: Worker, groupings: list[Grouping], budget: Budget, progress: ProbeProgress) -> list[Measured]:
     rows = []
     for grouping in groupings:
         # Every rank takes part in making every group.
         process_groups = [dist.new_group(list(ranks), timeout=TIMEOUT) for ranks in grouping.groups]
-        own = process_groups[next(index for index, ranks in enumerate(grouping.groups) if rank in ranks)]
+        own = process_groups[next(index for index, ranks in enumerate(grouping.groups) if worker.rank in ranks)]
         for kind in KINDS:
-            sizes, times = _times(bench, kind, own, grouping.members, budget.sizes, progress)
+            sizes, times = _times(bench, worker, kind, own, grouping.members, budget.sizes, progress)
             fitted = fit_collective(kind, grouping.members, sizes, times)
             rows.append(Measured(kind, grouping.members, fitted.latency, fitted.bandwidth))
         dist.destroy_process_group(own)
@@ -108,7 +108,13 @@ def _measure(bench: Bench, rank: int, groupings: list[Grouping], budget: Budget,
 
 
 def _times(
-    bench: Bench, kind: str, group: dist.ProcessGroup, members: int, full_sizes: Sequence[int], progress: ProbeProgress
+    bench: Bench,
+    worker: Worker,
+    kind: str,
+    group: dist.ProcessGroup,
+    members: int,
+    full_sizes: Sequence[int],
+    progress: ProbeProgress,
 ) -> tuple[list[int], list[float]]:
     sizes: list[int] = []
     times: list[float] = []
@@ -117,12 +123,12 @@ def _times(
         if times and times[-1] > LONG_CALL and len(times) >= ENOUGH:
             continue
         part = max(1, bytes // (ITEM * members))  # elements of each member
-        times.append(bench.seconds(_collective(kind, part, group, bench.device)))
+        times.append(bench.seconds(_collective(kind, part, group, bench.device, worker)))
         sizes.append(part * members * ITEM)
     return sizes, times
 
 
-def _collective(kind: str, part: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
+def _collective(kind: str, part: int, group: dist.ProcessGroup, device: torch.device, worker: Worker) -> Callable[[], object]:
     """One call of this kind on a full tensor of `part` elements for each member."""
     members, rank = group.size(), group.rank()
     full, result = torch.zeros(members * part, device=device), torch.zeros(members * part, device=device)
@@ -137,9 +143,9 @@ def _collective(kind: str, part: int, group: dist.ProcessGroup, device: torch.de
 
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(full, group=group),
-        "all_gather": lambda: all_gather_single(result, piece, group=group),
-        "reduce_scatter": lambda: reduce_scatter_single(piece, full, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(result, full, group=group),
+        "all_gather": lambda: all_gather(result, piece, group, worker),
+        "reduce_scatter": lambda: reduce_scatter(piece, full, group, worker),
+        "all_to_all": lambda: exchange(full.view(members, -1), group, worker),
         "broadcast": lambda: dist.broadcast(full, group=group, group_src=next(turns) % members),
         "send": shift,
     }

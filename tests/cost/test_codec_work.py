@@ -53,20 +53,21 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             found["decoded"] += rows.numel()
 
     monkeypatch.setattr(compressed, "codec", Counting)
-    monkeypatch.setattr(compressed.dist, "all_to_all_single", lambda *given, **more: None)
-    monkeypatch.setattr(compressed, "all_gather_single", lambda *given, **more: None)
+    monkeypatch.setattr(compressed, "exchange", lambda rows, *given: rows)
+    monkeypatch.setattr(compressed, "all_gather", lambda *given: None)
     return found
 
 
 def summed(kind: str, numbers: int) -> None:
     """One sum of so many numbers on the third of four devices, by the code that trains."""
-    comm: Any = SimpleNamespace(step=1, collective=lambda *given, **more: nullcontext())
+    mesh = SimpleNamespace(worker=None)
+    comm: Any = SimpleNamespace(step=1, mesh=mesh, collective=lambda *given, **more: nullcontext())
     group: Any = SimpleNamespace(size=lambda: 4, rank=lambda: 2)
     sums = compressed.EncodedSum(comm, "data", group, Compression("int8"), 0)
     scattered = kind == "reduce_scatter"
     tensor = torch.zeros(4, numbers // 4) if scattered else torch.zeros(numbers)
     total = torch.zeros(numbers // 4) if scattered else torch.zeros(numbers)
-    getattr(sums, kind)(["weight"], sums.rows([tensor], scattered), [total], True)
+    getattr(sums, kind)(["weight"], sums.rows([tensor], scattered, tensor.dtype), [total], True)
 
 
 @pytest.mark.parametrize(("kind", "zero"), [("all_reduce", 0), ("reduce_scatter", 1)])

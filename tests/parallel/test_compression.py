@@ -18,6 +18,12 @@ from shardwise.train.steps import steps
 
 Ranks = Callable[[int], Pool]
 CODECS = ["bf16", "fp16", "fp8", "int8", "int4", "sign", "topk(0.05)", "randomk(0.1)", "qsgd(4)", "powersgd(2)"]
+MODELS = {
+    **FAMILIES,
+    "one key head": {**FAMILIES["llama"], "layers": 2, "hidden": 128, "kv_heads": 1, "head_dim": 32},
+    "large experts": {**FAMILIES["experts"], "layers": 2, "expert_ffn": 48},
+}
+"""With weights that are large, and whole on every tensor device."""
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"data": 2, "zero": 0}),
     ("llama", {"data": 2, "zero": 1}),
@@ -30,11 +36,14 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("gpt", {"context": 2, "data": 2, "zero": 2}),
     ("experts", {"data": 4, "expert": 2, "zero": 1}),
     ("experts", {"replica": 2, "data": 2, "expert": 2, "zero": 2}),
+    ("one key head", {"data": 2, "tensor": 2, "zero": 0}),
+    ("large experts", {"data": 2, "tensor": 2, "zero": 1}),
+    ("large experts", {"data": 2, "expert": 2, "zero": 0}),
 ]
 
 
 def compressed_job(corpus: str, family: str, layout: dict[str, Any], **more: Any) -> Tables:
-    return job(corpus, model=FAMILIES[family], layout=layout, train={"micro_batch": 1, "clip": False, **more})
+    return job(corpus, model=MODELS[family], layout=layout, train={"micro_batch": 1, "clip": False, **more})
 
 
 def first_gradients(worker: Worker, tables: Tables) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -119,6 +128,28 @@ def test_until_the_warm_up_ends_every_bit_is_that_of_a_plain_run(ranks: Ranks, c
     assert found.losses[:3] == plain.losses[:3], "the third loss is of weights that two plain steps made"
     assert found.losses[3] != plain.losses[3]
     assert found.norms[:2] == plain.norms[:2]
+
+
+@pytest.mark.parametrize("codec", ["int8", "powersgd(4)"])
+def test_sums_go_on_beside_attention_that_uses_the_same_devices(ranks: Ranks, corpus: str, codec: str) -> None:
+    """Several buckets, and heads that go from device to device in backward."""
+    model = {**FAMILIES["llama"], "hidden": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "ffn": 300}
+    layout = {"context": 2, "zero": 0, "attention": "ulysses"}
+    plain = on_one_device(job(corpus, model=model, train={"micro_batch": 1, "steps": 4}))
+    tables = job(corpus, model=model, layout={**layout, "compression": codec}, train={"micro_batch": 1, "steps": 4})
+    assert ranks(2).run(train, tables)[0].losses[-1] == pytest.approx(plain.losses[-1], rel=0.05)
+
+
+@pytest.mark.parametrize("codec", ["powersgd(4)", "powersgd(64)", "terngrad", "int8"])
+@pytest.mark.parametrize("layout", [{"data": 2, "zero": 0}, {"replica": 2, "data": 2, "zero": 1}], ids=str)
+def test_short_states_and_matrices_with_fewer_rows_than_factors(
+    ranks: Ranks, corpus: str, layout: dict[str, Any], codec: str
+) -> None:
+    more = {"steps": 3, "precision": "bfloat16", "state_dtype": "bfloat16", "learning_rate": 0.001}
+    tables = job(corpus, model=MODELS["one key head"], layout={**layout, "compression": codec}, train={"micro_batch": 1, **more})
+    plain = job(corpus, model=MODELS["one key head"], layout=layout, train={"micro_batch": 1, **more})
+    pool = ranks(2 * layout.get("replica", 1))
+    assert pool.run(train, tables)[0].losses[-1] == pytest.approx(pool.run(train, plain)[0].losses[-1], rel=0.05)
 
 
 @pytest.mark.parametrize("layout", [{"data": 2, "zero": 0}, {"data": 2, "zero": 3}], ids=str)

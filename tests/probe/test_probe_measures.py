@@ -19,7 +19,7 @@ import torch
 from shardwise.cost.cluster import KINDS, Cluster, Device, Link, Measured
 from shardwise.cost.cluster_file import read_cluster
 from shardwise.errors import RunFailed, UserError
-from shardwise.mesh import Node, cache_folder
+from shardwise.mesh import ALONE, Node, cache_folder
 from shardwise.probe import devices, links, local_workers, measure_here, quick_cluster
 from shardwise.probe import quick as quick_module
 from shardwise.probe.bench import Bench
@@ -269,9 +269,9 @@ def test_the_clock_and_the_width_of_an_h100_give_the_bandwidth_of_its_data_sheet
 @pytest.mark.parametrize("members", [2, 4, 8])
 def test_a_ring_of_known_links_is_found_whatever_its_length(monkeypatch: pytest.MonkeyPatch, members: int) -> None:
     """An all-reduce hands one member's part of 4-byte numbers on in each of 2 (n - 1) hops."""
-    monkeypatch.setattr(links, "_collective", lambda kind, part, group, device: lambda: part)
+    monkeypatch.setattr(links, "_collective", lambda kind, part, group, device, worker: lambda: part)
     bench = Known(lambda part: 30e-6 + 2 * (members - 1) * 4 * part / 10e9)
     group: Any = None
-    measured = links._times(bench, "all_reduce", group, members, (2**14, 2**18, 2**22), ProbeProgress(3, silent))
+    measured = links._times(bench, ALONE, "all_reduce", group, members, (2**14, 2**18, 2**22), ProbeProgress(3, silent))
     found = fit_collective("all_reduce", members, *measured)
     assert (found.latency, found.bandwidth) == (pytest.approx(30e-6), pytest.approx(10e9))
