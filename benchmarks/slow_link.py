@@ -1,10 +1,15 @@
-"""Step times of two workers over a link whose bandwidth we set, for each codec, against plain sums and against no sums at all.
+"""Step times of two workers over a link whose bandwidth we set, against plain sums, no sums at all, and the planner's prediction.
 
-    python benchmarks/slow_link.py [--rates 100mbit,1gbit,10gbit] [--codecs none,int8,…] [--steps 8]
+    python benchmarks/slow_link.py [--rates 100mbit,1gbit,10gbit] [--codecs none,int8,…] [--sequence 256] [--steps 8]
+    python benchmarks/slow_link.py --overlap [--rates 1gbit] [--sequence 512]
 
 Two network namespaces joined by a cable (veth), each direction limited by `tc tbf`, one worker in each: real training of 50 M
 parameters over it. "alone" are two workers that train at the same time and never talk: what a step takes without communication
-on this machine. Needs root, and `ip` and `tc` of iproute2.
+on this machine. The link is measured by `shardwise probe` over the two, and the planner predicts each run from what it wrote.
+
+With --overlap, DDP and ZeRO-2 without a codec: the step against the longer of "alone" and what its bytes take on the wire.
+
+Needs root, and `ip` and `tc` of iproute2.
 """
 
 from __future__ import annotations
@@ -12,13 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +42,7 @@ ffn = 1728
 vocabulary = 259
 [data]
 source = "{source}"
-sequence_length = 128
+sequence_length = {sequence}
 [train]
 steps = {steps}
 global_batch = {batch}
@@ -45,6 +52,7 @@ evaluate_every = 0
 every_minutes = 0
 [observe]
 sample = ""
+trace = 3
 """
 CODECS = (
     "none", "bf16", "fp16", "fp8", "int8", "int4", "qsgd(8)", "qsgd(4)", "terngrad", "sign", "topk(0.01)", "randomk(0.01)",
@@ -52,26 +60,129 @@ CODECS = (
 )  # fmt: skip
 WARM_UP = 2
 """Steps that are not counted."""
+UNITS = {"mbit": 1e6, "gbit": 1e9}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run."""
+
+    seconds: float
+    """Median of a step."""
+    predicted: float
+    wire_bytes: float
+    """That each worker sends in a step."""
+    hidden: float
+    """Share of the collectives' time that passed beside computing."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rates", default="100mbit,1gbit,10gbit")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", default=None)
     parser.add_argument("--codecs", default=",".join(CODECS))
+    parser.add_argument("--sequence", type=int, default=None, help="tokens of a worker in a step")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--overlap", action="store_true")
+    parser.add_argument("--keep", type=Path, help="copy the runs, with their traces, into this folder")
     given = parser.parse_args()
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
         sys.exit("network namespaces need root, and ip and tc of iproute2")
+    rates = (given.rates or ("1gbit" if given.overlap else "100mbit,1gbit,10gbit")).split(",")
     with tempfile.TemporaryDirectory() as folder, cable():
-        for rate in given.rates.split(","):
+        bench = Bench(Path(folder), given.sequence or (512 if given.overlap else 256), given.steps, given.keep)
+        for rate in rates:
             limit(rate)
-            alone = measured(Path(folder), None, given.steps)
-            print(f"{rate}: alone {alone:.3f} s a step", flush=True)
-            plain = None
-            for codec in given.codecs.split(","):
-                seconds = measured(Path(folder), codec, given.steps)
-                plain = plain or seconds
-                print(f"  {codec:14} {seconds:8.3f} s  {plain / seconds:6.2f} x DDP  {seconds / alone:6.2f} x alone", flush=True)
+            bench.probe()
+            if given.overlap:
+                show_overlap(bench, rate)
+            else:
+                show_codecs(bench, rate, given.codecs.split(","))
+
+
+def show_codecs(bench: Bench, rate: str, codecs: Sequence[str]) -> None:
+    alone = bench.run(f"{rate}-alone", None).seconds
+    print(f"{rate}: alone {alone:.3f} s a step", flush=True)
+    plain = None
+    for codec in codecs:
+        run = bench.run(f"{rate}-{codec}", ["layout.zero=0", *([] if codec == "none" else [f"layout.compression={codec}"])])
+        plain = plain or run
+        quicker, said = plain.seconds / run.seconds, plain.predicted / run.predicted
+        print(
+            f"  {codec:14} {run.seconds:7.3f} s  {run.seconds / alone:6.2f} x alone  {quicker:6.2f} x DDP, predicted {said:6.2f} "
+            f"({said / quicker - 1:+4.0%}; {run.predicted:7.3f} s)",
+            flush=True,
+        )
+
+
+def show_overlap(bench: Bench, rate: str) -> None:
+    number, unit = re.fullmatch(r"([\d.]+)([mg]bit)", rate).groups()  # type: ignore[union-attr]
+    alone = bench.run(f"{rate}-alone", None).seconds
+    for zero, name in ((0, "DDP"), (2, "ZeRO-2")):
+        run = bench.run(f"{rate}-zero{zero}", [f"layout.zero={zero}"])
+        wire = 8 * run.wire_bytes / (float(number) * UNITS[unit])
+        print(
+            f"{rate} {name:7} step {run.seconds:.3f} s, computing {alone:.3f} s, wire {wire:.3f} s: "
+            f"{run.seconds / max(alone, wire):.3f} x the longer; {run.hidden:.0%} of communication hidden",
+            flush=True,
+        )
+
+
+class Bench:
+    """Runs of two workers, one on each host."""
+
+    def __init__(self, folder: Path, sequence: int, steps: int, keep: Path | None) -> None:
+        self.folder, self.steps, self.keep = folder, steps, keep
+        job = {"source": ROOT / "examples" / "shakespeare.txt", "sequence": sequence, "steps": steps + WARM_UP}
+        for batch in (1, 2):
+            (folder / f"job-{batch}.toml").write_text(JOB.format(batch=batch, **job))
+
+    def probe(self) -> None:
+        """Measure the two hosts, and the cable between them."""
+        self._on_both(["probe", "--quick", "--workers", "1", "--output", "cluster.toml"], together=True)
+
+    def run(self, name: str, options: list[str] | None) -> Measured:
+        """Train under these options; None: each worker by itself, both at once."""
+        for run in self.folder.glob("run*"):
+            shutil.rmtree(run)
+        if options is None:
+            self._on_both(["train", "job-1.toml", "layout.data=1", "run.folder=run-{host}"], together=False)
+        else:
+            words = ["layout.data=2", "cluster.file=cluster.toml", "run.folder=run", *options]
+            self._on_both(["train", "job-2.toml", *words], together=True)
+        run = self.folder / ("run-a" if options is None else "run")
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+        if self.keep:
+            shutil.copytree(run, self.keep / name, dirs_exist_ok=True)
+        times = [entry for record in records for entry in record.get("communication", {}).values()]
+        busy = sum(entry["seconds"] for entry in times)
+        plan = json.loads((run / "plan.json").read_text())
+        return Measured(
+            seconds=float(statistics.median(record["seconds"] for record in records)),
+            predicted=plan["predicted"]["step_seconds"]["total"] if options is not None else 0.0,
+            wire_bytes=sum(_wire_bytes(*entry) for entry in records[-1].get("collectives", {}).items()),
+            hidden=sum(entry["hidden"] for entry in times) / busy if busy else 0.0,
+        )
+
+    def _on_both(self, words: list[str], together: bool) -> None:
+        workers = [self._start(rank, host, words, together) for rank, host in enumerate(HOSTS)]
+        codes = [worker.wait() for worker in workers]
+        if any(codes):
+            sys.exit("\n".join((self.folder / f"{host}.err").read_text() for host in HOSTS))
+
+    def _start(self, rank: int, host: str, words: list[str], together: bool) -> subprocess.Popen[bytes]:
+        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"], "HOME": str(self.folder)}
+        if together:
+            environment |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank)}
+            environment |= {"PET_RDZV_ENDPOINT": f"{HOSTS['a']}:29400"}
+        command = ["ip", "netns", "exec", f"{OURS}{host}", sys.executable, "-m", "shardwise"]
+        command += [word.format(host=host) for word in words]
+        with (self.folder / f"{host}.err").open("w") as errors:
+            return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, cwd=self.folder)
+
+
+def _wire_bytes(key: str, entry: dict[str, int]) -> float:
+    """That each of two devices sends for these collectives of a ledger."""
+    return entry["bytes"] * (1.0 if key.startswith("all_reduce") else 0.5)
 
 
 @contextmanager
@@ -104,34 +215,6 @@ def limit(rate: str) -> None:
     for host in HOSTS:
         words = f"ip netns exec {OURS}{host} tc qdisc replace dev wire root tbf rate {rate} burst 256kb latency 50ms"
         subprocess.run(words.split(), check=True, capture_output=True)
-
-
-def measured(folder: Path, codec: str | None, steps: int) -> float:
-    """Median seconds of a step; `codec` None: each worker by itself, both at once."""
-    for run in folder.glob("run*"):
-        shutil.rmtree(run)
-    workers = [start(folder, rank, host, codec, steps) for rank, host in enumerate(HOSTS)]
-    if any(worker.wait() for worker in workers):
-        sys.exit((folder / "a.err").read_text())
-    metrics = (folder / ("run" if codec else "run-a") / "metrics.jsonl").read_text().splitlines()
-    return float(statistics.median(json.loads(line)["seconds"] for line in metrics[WARM_UP:]))
-
-
-def start(folder: Path, rank: int, host: str, codec: str | None, steps: int) -> subprocess.Popen[bytes]:
-    together = codec is not None
-    source = ROOT / "examples" / "shakespeare.txt"
-    job = folder / f"job-{host}.toml"
-    job.write_text(JOB.format(source=source, steps=steps + WARM_UP, batch=2 if together else 1))
-    options = ["layout.zero=0", "layout.data=2" if together else "layout.data=1"]
-    options += [f"run.folder={folder}/{'run' if together else f'run-{host}'}"]
-    options += [f"layout.compression={codec}"] if codec not in (None, "none") else []
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
-    if together:
-        environment |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank)}
-        environment |= {"PET_RDZV_ENDPOINT": f"{HOSTS['a']}:29400"}
-    command = ["ip", "netns", "exec", f"{OURS}{host}", sys.executable, "-m", "shardwise", "train", str(job), *options]
-    with (folder / f"{host}.err").open("w") as errors:
-        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, cwd=folder)
 
 
 if __name__ == "__main__":

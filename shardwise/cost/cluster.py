@@ -62,7 +62,8 @@ class Device:
     host_bandwidth: float = 50e9
     """Bytes/s to and from the host's memory."""
     overlap: float = 1.0
-    """Share of the communication that can run beside computing: 1 on a GPU, 0 where the same cores do both."""
+    """Share of the communication that can run beside computing: 1 on a GPU, 0 where the same cores do both. Cores that wait for a
+    network between nodes can compute in any case (cost/price.py)."""
     watts: float | None = None
 
 

@@ -13,7 +13,8 @@ sets the pace. With S bytes of the full tensor (the ledger's convention) and B t
 
 An all-reduce has the shorter latency of ring and (pipelined double) tree, as NCCL chooses between them. Where a link was
 measured, latency and bandwidth come from the nearest measured numbers of members, interpolated over the logarithm of that
-number. On a CPU the copies into and out of a message's buffer go through the same memory as everything else, and are counted.
+number. On a CPU the copies into and out of a message's buffer go through the same memory as everything else, and are counted
+beside (`copies`): they take a core from computing, which waiting for a link does not.
 Between nodes, what was measured on whole nodes bounds every group with as many devices: a long ring is slow because it
 is long, and four short rings beside each other share the network cards.
 """
@@ -91,11 +92,17 @@ def rates(kind: str, group: Group, cluster: Cluster) -> tuple[Array, Array]:
         whole = cluster.devices_per_node * _bandwidth(kind, n / cluster.devices_per_node, cluster.between)
         ring = np.minimum(g * between, whole) if cluster.between.measured else g * between
         per_byte = wire_factor(kind, n) / np.where(q > 1, np.minimum(inside, ring), inside)
-    if not cluster.device.overlap:
-        sharing = cluster.devices_per_node if cluster.shared else 1
-        per_byte = per_byte + COPIED.get(kind, 0.0) * sharing / (cluster.device.bandwidth * cluster.device.stream)
     several = n > 1
     return np.where(several, _latency(kind, group, cluster), 0.0), np.where(several, per_byte, 0.0)
+
+
+def copies(kind: str, group: Group, cluster: Cluster) -> Array:
+    """Seconds of each byte of the full tensor that the device itself is busy with."""
+    if cluster.device.overlap:
+        return np.zeros_like(group.size)
+    sharing = cluster.devices_per_node if cluster.shared else 1
+    per_byte = COPIED.get(kind, 0.0) * sharing / (cluster.device.bandwidth * cluster.device.stream)
+    return np.where(group.size > 1, per_byte, 0.0)
 
 
 def _bandwidth(kind: str, members: Array, link: Link) -> Array:

@@ -21,7 +21,8 @@ rank sends what one of rank 0's does, so seconds inside blocks are taken for one
 | pipeline                           | computing, but for filling and draining (`overlap_sends`)                            |
 | with the optimizer                 | nothing; those of the pipeline axis behind its draining                              |
 
-Where gradients are compressed, encoding and decoding them is part of their flow, and hides with it (`codec_work.py`).
+Where gradients are compressed, encoding and decoding them is part of their flow, and on a GPU hides with it (`codec_work.py`).
+On a CPU what hides is the data axis' wait for a network.
 While both run, the computing is a little slower (`CONTENTION`), because collectives use the same memory and cores.
 
 Every term is an array over the candidates of a `Space`. Nothing here is fitted to a model or a row; what differs between
@@ -38,6 +39,7 @@ import numpy as np
 from shardwise.config import Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
+from shardwise.cost.flow import When
 from shardwise.cost.footprint import Holdings, footprint, hold
 from shardwise.cost.price import Priced, price
 from shardwise.cost.space import Array, Bools, Space, Work, concatenate
@@ -103,7 +105,7 @@ def predict(work: Work, space: Space, cluster: Cluster, stack: Stack = SHARDWISE
 def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Prediction:
     held, block = hold(work, space, stack), compute.block(work, space, cluster, stack)
     products, loss = compute.head(work, space, cluster, stack)
-    links = price(flows(work, space, stack, cluster.device_type), space, cluster)
+    links = price(flows(work, space, stack, cluster.device_type), work, space, cluster)
     m, layers = space.accumulation.astype(float), float(work.model.layers)
     per_block = 1 / (m * held.cut.first)  # from a step of rank 0 to one pass through one block
 
@@ -116,13 +118,14 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     layer = block.forward + block.backward + repeated + tensor.block + context + expert + data
     launch = _launch(work, space, cluster, stack, layer)
     layer = layer + launch
-    data_once, replica_once = _data_once(space, cluster, stack, held, links, layer)
+    beside = layer if cluster.device.overlap else block.forward + block.backward + repeated + launch
+    data_once, replica_once = _data_once(space, cluster, stack, held, links, beside)
 
     # One micro-batch at the ends of the model. In a pipeline one rank has the embedding and another the head, and what they send
     # hides in the waits for the ranks between.
     both = np.where(held.cut.folded | (space.pipeline == 1), 1.0, 0.0)
     tensor_ends = both * tensor.ends / m
-    data_ends = both * _exposed(links.seconds("data", "ends") / m, products, cluster.device.overlap * stack.overlap_data)
+    data_ends = both * _exposed(links, "data", "ends", 1 / m, products, stack)
     lookup = compute.embedding(work, space, cluster)
     embedding, head = lookup + tensor_ends + data_ends, products + loss
 
@@ -224,27 +227,30 @@ def _data_each(
     space: Space, cluster: Cluster, stack: Stack, block: compute.BlockSeconds, repeated: Array, tensor: _Tensor,
     links: Priced, per_block: Array,
 ) -> Array:  # fmt: skip
-    """Exposed seconds of the data axis in a block, for each micro-batch; attention in a ring has its own messages beside it."""
-    overlap, idle = cluster.device.overlap * stack.overlap_data, np.where(_rings(space), 0.0, 1.0)
-    forward = block.matmul + block.elementwise + idle * block.attention + tensor.forward
-    backward = 2 * (block.matmul + block.elementwise) + idle * block.attention_backward + repeated + tensor.backward
-    return _exposed(links.seconds("data", "forward") * per_block, forward, overlap) + _exposed(
-        links.seconds("data", "backward") * per_block, backward, overlap
+    """Exposed seconds of the data axis in a block, for each micro-batch. Attention in a ring has its own messages beside it, and
+    a CPU worker sends those of the tensor axis over the same network."""
+    idle, tensors = np.where(_rings(space), 0.0, 1.0), 1.0 if cluster.device.overlap else 0.0
+    forward = block.matmul + block.elementwise + idle * block.attention + tensors * tensor.forward
+    backward = 2 * (block.matmul + block.elementwise) + idle * block.attention_backward + repeated + tensors * tensor.backward
+    return _exposed(links, "data", "forward", per_block, forward, stack) + _exposed(
+        links, "data", "backward", per_block, backward, stack
     )
 
 
 def _data_once(space: Space, cluster: Cluster, stack: Stack, held: Holdings, links: Priced, layer: Array) -> tuple[Array, Array]:
-    """Exposed seconds of the data axis once a step, and of joining replicas: both hide behind the last backward and its waits."""
-    overlap, sums = cluster.device.overlap * stack.overlap_data, links.seconds("data", "once")
+    """Exposed seconds of the data axis once a step, and of joining replicas: both hide behind the last backward and its waits. A
+    CPU worker has one network, which may be busy with what it sends in each micro-batch."""
     room = BACKWARD * layer * held.cut.first * np.where(space.pipeline > 1, np.minimum(space.accumulation, 2), 1)
-    joined = _exposed(links.seconds("replica", "once"), np.maximum(room - sums, 0.0), overlap)
-    return _exposed(sums, room, overlap), joined
+    if not cluster.device.overlap:
+        room = np.maximum(room - links.inside_blocks("data") / space.accumulation, 0.0)
+    left = np.maximum(room - links.seconds("data", "once"), 0.0)
+    return _exposed(links, "data", "once", 1.0, room, stack), _exposed(links, "replica", "once", 1.0, left, stack)
 
 
-def _exposed(communication: Array, work: Array, overlap: float) -> Array:
-    """What is left of communication beside so much work, and what it slows that work by."""
-    hidden = overlap * np.minimum(communication, work)
-    return communication - hidden + CONTENTION * hidden
+def _exposed(links: Priced, axis: str, when: When, scale: Array | float, work: Array, stack: Stack) -> Array:
+    """What is left of an axis' communication, scaled from that of a step, beside so much work, and what it slows that work by."""
+    hidden = stack.overlap_data * np.minimum(links.beside(axis, when) * scale, work)
+    return links.seconds(axis, when) * scale - hidden + CONTENTION * hidden
 
 
 def _accumulate(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:

@@ -3,6 +3,10 @@
 A collective's seconds are linear in its bytes (`collectives.py`): count x alpha + bytes x beta. Alpha and beta depend on the kind
 and on the group alone, so they are worked out once for each grid of devices and looked up. What a codec does around the
 collectives of a compressed sum (`codec_work.py`) is part of their seconds: one comes after the other.
+
+Of these seconds some may pass beside computing: on a GPU all. A CPU's cores carry messages themselves where both ends are on one
+host, and copy and encode them everywhere, and cannot compute meanwhile; but a network they wait for, and where the program does
+not stand still meanwhile (comm/hooks.py) they compute.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import numpy as np
 
 from shardwise.cost import codec_work
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.collectives import Group, group_of, rates
+from shardwise.cost.collectives import Group, copies, group_of, rates
 from shardwise.cost.flow import Flow, When
-from shardwise.cost.space import Array, Space, take
+from shardwise.cost.space import Array, Bools, Space, Work, take
+from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import base
 
 AXES = ("tensor", "context", "expert", "data", "replica", "pipeline")
@@ -32,10 +37,15 @@ class Priced:
     message: Array
     """Seconds of one message between pipeline stages."""
     _seconds: dict[tuple[str, When], Array]
+    _beside: dict[tuple[str, When], Array]
 
     def seconds(self, axis: str, when: When) -> Array:
         """Of all flows of this axis and time, in a step."""
         return self._seconds.get((axis, when), np.zeros_like(self.message))
+
+    def beside(self, axis: str, when: When) -> Array:
+        """Of these seconds, those in which the device could compute."""
+        return self._beside.get((axis, when), np.zeros_like(self.message))
 
     def inside_blocks(self, axis: str) -> Array:
         """Of its flows in the forward and backward passes of blocks, in a step."""
@@ -49,23 +59,40 @@ def axis_of(flow: Flow) -> str:
     return "data" if first == "expert_data" or (first == "replica" and flow.axis != "replica") else first
 
 
-def price(sent: Sequence[Flow], space: Space, cluster: Cluster) -> Priced:
+def price(sent: Sequence[Flow], work: Work, space: Space, cluster: Cluster) -> Priced:
     """All flows of these candidates in seconds."""
     grids, index = space.grids
     groups: dict[str, Group] = {}
     none = np.zeros(len(space))
-    of_bytes, of_seconds, message = dict.fromkeys(AXES, none), dict[tuple[str, When], Array](), none
+    of_bytes, message = dict.fromkeys(AXES, none), none
+    of_seconds, of_beside = dict[tuple[str, When], Array](), dict[tuple[str, When], Array]()
     for flow in sent:
         if flow.axis not in groups:
             groups[flow.axis] = group_of(flow.axis, grids, cluster)
-        alpha, beta = rates(flow.kind, groups[flow.axis], cluster)  # (grids,) each
-        seconds = flow.count * take(alpha, index) + flow.bytes * take(beta, index)
+        group = groups[flow.axis]
+        alpha, beta = rates(flow.kind, group, cluster)  # (grids,) each
+        wire = flow.count * take(alpha, index) + flow.bytes * take(beta, index)
+        seconds = wire + flow.bytes * take(copies(flow.kind, group, cluster), index)
         if flow.codec_work is not None:
             seconds = seconds + codec_work.seconds(flow.codec_work, space, cluster)
+        beside = cluster.device.overlap * seconds
+        if cluster.device_type == "cpu":
+            beside = np.where((take(group.nodes, index) > 1) & _goes_on(flow, work, space), wire, beside)
         if flow.when == "pipeline":
             message = seconds / np.maximum(flow.count, 1.0)
         axis = axis_of(flow)
         key = axis, flow.when
         of_bytes[axis] = of_bytes[axis] + flow.bytes
-        of_seconds[key] = of_seconds[key] + seconds if key in of_seconds else seconds
-    return Priced(of_bytes, message, of_seconds)
+        of_seconds[key] = of_seconds.get(key, none) + seconds
+        of_beside[key] = of_beside.get(key, none) + beside
+    return Priced(of_bytes, message, of_seconds, of_beside)
+
+
+def _goes_on(flow: Flow, work: Work, space: Space) -> Bools:
+    """Whether a CPU worker computes while this flow of the data axis is under way: FSDP2 waits for gathers that are encoded or
+    kept nearby, and where copies are summed after shards for both sums."""
+    if flow.kind == "all_gather" and flow.codec_work is None:
+        return np.full(len(space), work.gathers is None)
+    engine = engine_of(space, work.model.experts)
+    goes_on: Bools = (engine.replicated == 1) | ((engine.zero > 0) & (space.replica == 1))
+    return goes_on

@@ -97,7 +97,8 @@ class Planner:
         if self.cluster is None or not named or engine.sharded or engine.single:
             return None
         gradients = BYTES[state_dtype(self.config.train)] * plan.parameters
-        return bucket_bytes(self.cluster.of(plan.world), plan.world, gradients)
+        compressed = plan.layout.compression is not None
+        return bucket_bytes(self.cluster.of(plan.world), plan.world, gradients, compressed)
 
 
 def left_to_the_planner(config: Config, devices: int, cluster_is_named: bool) -> bool:

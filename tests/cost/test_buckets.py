@@ -29,3 +29,4 @@ def test_a_bucket_is_at_most_an_eighth_of_the_gradients_and_at_least_a_mebibyte(
     assert bucket_bytes(far, 2, gradients=8e8) == 1e8
     assert bucket_bytes(far, 2, gradients=1e6) == 2**20
     assert bucket_bytes(two_nodes(1.25e9, 0.0), 2, gradients=8e8) == 2**20
+    assert bucket_bytes(two_nodes(1.25e9, 0.0), 2, gradients=8e8, compressed=True) == 1e8

@@ -12,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Model
+from shardwise.config.compression import Compression, SumCompression
+from shardwise.cost.cluster import Link
 from shardwise.cost.clusters import CLUSTERS, named
+from shardwise.cost.collectives import group_of, rates
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import AT_ONCE, Space, Work, space_of
 from shardwise.cost.stack import SHARDWISE, Stack
@@ -71,6 +74,34 @@ def test_slower_links_cost_more_for_every_candidate_that_sends(model: Model) -> 
     slow = replace(CUDA, inside=replace(CUDA.inside, bandwidth=1e6), between=replace(CUDA.between, bandwidth=1e6))
     before, after = (predict(work(model), space_of(rows), cluster) for cluster in (CUDA, slow))
     assert (after.total > before.total).all()
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(candidates(), min_size=1, max_size=12),
+    st.sampled_from((EVEN, EXPERTS, TIED)),
+    st.sampled_from((1e6, 1e8, 1e9, 1e10)),
+    st.sampled_from((None, SumCompression(Compression("int8"), "all", 0, True))),
+)
+def test_no_step_of_hosts_is_shorter_than_what_their_network_carries(
+    rows: list[dict[str, int]], model: Model, bandwidth: float, compression: SumCompression | None
+) -> None:
+    hosts = replace(CPU, devices_per_node=1, nodes=4096, between=Link(bandwidth, 0.0))
+    space, job = space_of([{**row, "pipeline": 1} for row in rows]), replace(work(model), compression=compression)
+    wire = np.zeros(len(space))
+    for flow in flows(job, space, SHARDWISE, "cpu"):
+        wire = wire + flow.bytes * rates(flow.kind, group_of(flow.axis, space, hosts), hosts)[1]
+    assert (predict(job, space, hosts).total >= wire * (1 - 1e-9)).all()
+
+
+def test_hosts_wait_for_their_network_beside_computing() -> None:
+    quick, slow = (replace(CPU, devices_per_node=1, nodes=2, between=Link(bandwidth, 0.0)) for bandwidth in (1e15, 1e9))
+    space = space_of([{"data": 2, "zero": 0}, {"data": 2, "zero": 2}, {"data": 2, "zero": 3}])
+    without, with_network = (predict(work(), space, cluster) for cluster in (quick, slow))
+    wire = np.zeros(len(space))
+    for flow in flows(work(), space, SHARDWISE, "cpu"):
+        wire = wire + flow.bytes * rates(flow.kind, group_of(flow.axis, space, slow), slow)[1]
+    assert (with_network.total - without.total < 0.9 * wire).all()
 
 
 def test_more_candidates_than_lie_in_a_cache_are_predicted_in_order() -> None:
