@@ -5,7 +5,7 @@ and backward goes on. On a CPU backward would stand still for every unit. So FSD
 to a number changes none of its bits, and the sum itself is added to the gradients once it is there: the same additions in the
 same order.
 
-Each sum that is under way holds a unit's whole gradients, and room for as many that come. No more than `MOST` of them are: enough
+Each sum that is under way holds a unit's whole gradients, and room for as many that come. No more than `most` of them are: enough
 for a large unit, such as the head, to be sent while blocks are computed. Between micro-batches one is, as in FSDP2: sharded
 gradients stay sharded.
 """
@@ -21,7 +21,6 @@ from torch import Tensor
 from shardwise.comm.comm import Comm
 from shardwise.comm.in_order import InOrder
 
-MOST = 4
 NEUTRAL = -0.0
 """Added to any number, it leaves every bit of it as it is; 0.0 would make 0.0 of -0.0."""
 
@@ -29,8 +28,8 @@ NEUTRAL = -0.0
 class SumsBehind:
     """Sums under way, in the order they were asked for."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+    def __init__(self, comm: Comm, most: int) -> None:
+        self.comm, self.most = comm, most
         self.queue = InOrder(comm.device)
         """Makes those that take several collectives."""
         self._under_way: deque[tuple[Callable[[], Tensor], Callable[[Tensor], None]]] = deque()
@@ -38,7 +37,7 @@ class SumsBehind:
     def follow(self, finish: Callable[[], Tensor], use: Callable[[Tensor], None]) -> None:
         """A sum has begun: `finish` waits for it, and `use` takes it, here or in a later call."""
         self._under_way.append((finish, use))
-        self.complete(but=MOST)
+        self.complete(but=self.most)
 
     def complete(self, but: int = 0) -> None:
         """Wait for all of them, but for so many of the last; without these, gradients are complete then."""

@@ -28,7 +28,7 @@ from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
 from shardwise.plan.dtypes import BYTES, wide
-from shardwise.plan.engine import Engine, engine_of
+from shardwise.plan.engine import SUMS_UNDER_WAY, Engine, engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.memory import residual_numbers
 from shardwise.plan.schedule import SCHEDULES
@@ -145,7 +145,7 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     model, alone, offloaded = work.model, space.pipeline == 1, space.offload == 1
     activations, logits = _activations(work, space, cluster, stack, held)
     engine = engine_of(space, model.experts)
-    gathered, reducing = _units(work, space, stack, engine, held)
+    gathered, reducing = _units(work, space, cluster, stack, engine, held)
     unsharded = engine.zero == 0
     # Weights that are never gathered are cast for each use; backward needs the copies, but for those of recomputed blocks.
     copies = stack.cast_held if compute.casts(work) else 0.0
@@ -185,14 +185,18 @@ def _activations(work: Work, space: Space, cluster: Cluster, stack: Stack, held:
     return np.where(fuller, first, last), np.where(both | ~fuller, logits, 0.0)
 
 
-def _units(work: Work, space: Space, stack: Stack, engine: Engine, held: Holdings) -> tuple[Array, Array]:
+def _units(work: Work, space: Space, cluster: Cluster, stack: Stack, engine: Engine, held: Holdings) -> tuple[Array, Array]:
     """Bytes of what FSDP2 has gathered at once (the block in use, the next one, the largest unit), and of the buffers in which it
-    reduces: the largest unit's gradients as they were made, and as they are summed."""
+    reduces: the largest unit's gradients as they were made, and as they are summed. CPU workers sum several units at once, each
+    with room for what comes."""
     edges = np.where(space.pipeline == 1, np.maximum(held.first_edge, held.last_edge), 0.0)
     largest = np.maximum(held.block, edges)
     weight, gradient = compute.weight_bytes(work, stack), compute.reduce_bytes(work, stack)
     gathered = np.where(engine.zero == 3, weight * (2 * held.block + largest), 0.0)
-    return gathered, np.where(engine.zero >= 2, (gradient + weight) * largest, 0.0)
+    reducing = (gradient + weight) * largest
+    if cluster.device_type == "cpu":
+        reducing = reducing + gradient * (largest + 2 * np.minimum(SUMS_UNDER_WAY, held.cut.first) * held.block)
+    return gathered, np.where(engine.zero >= 2, reducing, 0.0)
 
 
 def _without_the_hosts(work: Work, space: Space, states: dict[str, Array], held: Holdings) -> dict[str, Array]:

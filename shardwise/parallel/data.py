@@ -60,7 +60,7 @@ from shardwise.comm import (
     UnitBehind,
 )
 from shardwise.parallel.overlap import gather_ahead, reduce_root_first
-from shardwise.plan.engine import Engine
+from shardwise.plan.engine import SUMS_UNDER_WAY, Engine
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, within
 
 
@@ -318,7 +318,7 @@ class _Collectives:
         """By axis."""
         self.copies: list[CompressedCopies] = []
         """What sums each unit's gradients over its copies, where they are compressed."""
-        self.behind = SumsBehind(comm)
+        self.behind = SumsBehind(comm, SUMS_UNDER_WAY)
         """On a CPU, sums over shards that go on behind backward."""
 
     def mesh(self, axis: str) -> DeviceMesh:

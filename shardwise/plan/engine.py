@@ -35,6 +35,8 @@ from shardwise.config import SPLIT_BACKWARD
 from shardwise.plan.grid import Degrees, expert_shards
 from shardwise.plan.schedule import SCHEDULES
 
+SUMS_UNDER_WAY = 4
+"""Units whose gradients CPU workers sum at once, behind the backward pass."""
 Flag = Any
 """A bool of a Layout; an array of them of a Space."""
 
