@@ -106,7 +106,7 @@ def load_each(worker: Worker, tables: Tables, folders: list[str]) -> list[Went]:
 
 def run(ranks: Callable[[int], Pool], tables: Tables, case: Callable[..., Any], *arguments: Any) -> list[Any]:
     world = Layout(**{"data": 1, **tables["layout"]}).world
-    return [case(ALONE, tables, *arguments)] if world == 1 else ranks(world).run(case, tables, *arguments)
+    return [case(ALONE, tables, *arguments)] if world == 1 else ranks(world).run(case, tables, *arguments, seconds=600)
 
 
 def tables_of(corpus: str, layout: str, folder: Path, more: int) -> Tables:
@@ -169,6 +169,7 @@ def test_a_layout_goes_on_to_the_bit_from_its_own_checkpoint_and_as_one_device_f
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_checkpoints_of_all_layouts_load_to_the_bit_and_go_on_as_one_device(written_for_long: Written, layout: str) -> None:
     written_for_long.check_read_by(layout, NAMES)

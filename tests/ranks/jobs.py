@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks.pool import packed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -96,8 +98,9 @@ def put_together(own: Mapping[str, Tensor], world: int) -> dict[str, Tensor]:
     """
     pieces: list[Any] = [{name: _piece(tensor.detach()) for name, tensor in own.items()}]
     if world > 1:
-        mine, pieces = pieces[0], [None] * world
+        mine, pieces = packed(pieces[0]), [None] * world
         dist.all_gather_object(pieces, mine)
+        pieces = [pickle.loads(piece) for piece in pieces]
     shapes = {name: shape for rank in pieces for name, (shape, _, _) in rank.items()}
     result = {}
     for name, shape in sorted(shapes.items()):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import io
 import multiprocessing
 import os
 import pickle
@@ -164,10 +165,35 @@ def _serve(pipe: Connection, log: str) -> None:
         pipe.send(answer)
 
 
+class _Packer(pickle.Pickler):
+    """torch saves each tensor in a file of its own, which takes a third of a millisecond."""
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if type(value) is not torch.Tensor:
+            return NotImplemented
+        numbers = value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        return _unpacked, (numbers, value.dtype, tuple(value.shape))
+
+
+def _unpacked(numbers: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.frombuffer(bytearray(numbers), dtype=dtype).view(shape) if numbers else torch.empty(shape, dtype=dtype)
+
+
+def packed(value: Any) -> bytes:
+    """What `pickle.loads` makes this value of, in another process."""
+    file = io.BytesIO()
+    _Packer(file).dump(value)
+    return file.getvalue()
+
+
 def _answer(worker: Worker, task: bytes) -> bytes:
     try:
         case, arguments = pickle.loads(task)
-        return pickle.dumps(_Returned(case(worker, *arguments)))
+        return packed(_Returned(case(worker, *arguments)))
     except BaseException as error:  # whatever it is, it belongs to the test
         return pickle.dumps(_Raised(worker.rank, error))
     finally:
