@@ -1,10 +1,11 @@
 """How fast codecs are, against what the memory allows for the bytes that they must touch.
 
-    python benchmarks/codec_speed.py [--numbers 268435456]
+    python benchmarks/codec_speed.py [--numbers 268435456] [--feedback]
 
 To encode, a codec must read n float32 numbers and write its bytes; to decode, read those and write n numbers. "bound" is the time
 that takes at the bandwidth of a plain copy on this device, measured in the same run. "plain" is the same work by the same
-formulas in torch's own operations, one after the other: on a GPU the code that comm/codecs.py runs on a CPU.
+formulas in torch's own operations, one after the other: on a GPU the code that comm/codecs.py runs on a CPU. With --feedback,
+encoding also leaves in the numbers what is not sent, as a run with error feedback does.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numbers", type=int, default=1 << 28 if DEVICE == "cuda" else 1 << 23)
     parser.add_argument("--codecs", default=";".join(CODECS))
+    parser.add_argument("--feedback", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows = torch.randn(1, given.numbers, device=DEVICE)
@@ -40,19 +42,20 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, {given.numbers / 1e6:.0f} M numbers; a copy moves {bandwidth / 1e9:.0f} GB/s")
     print(f"{'':14} {'encode':>10} {'decode':>10} {'bound':>10} {'of bound':>9} {'plain':>10}")
     for text in given.codecs.split(";"):
+        rows.normal_()
         codec = codecs.codec(Compression.parse(text))
         wire = codec.encode(rows, 1)
-        encode, decode = times(codec, rows, wire, target)
+        encode, decode = times(codec, rows, wire, target, given.feedback)
         bound = 2 * (rows.nbytes + wire.nbytes) / bandwidth
         with mock.patch.object(codecs, "_in_a_kernel", return_value=False), mock.patch.object(codecs, "PART", given.numbers):
-            plain = sum(times(codec, rows, wire, target))
+            plain = sum(times(codec, rows, wire, target, given.feedback))
         cells = " ".join(f"{each * 1e6:8.0f}us" for each in (encode, decode, bound))
         print(f"{text:14} {cells} {bound / (encode + decode):8.0%} {plain / (encode + decode):9.1f}x", flush=True)
 
 
-def times(codec: codecs.Codec, rows: Tensor, wire: Tensor, target: Tensor) -> tuple[float, float]:
+def times(codec: codecs.Codec, rows: Tensor, wire: Tensor, target: Tensor, take: bool) -> tuple[float, float]:
     """Seconds to encode, and to decode."""
-    return seconds(lambda: codec.encode(rows, 1)), seconds(lambda: codec.decode(wire, target, 1))
+    return seconds(lambda: codec.encode(rows, 1, take)), seconds(lambda: codec.decode(wire, target, 1))
 
 
 def seconds(work: Callable[[], object], runs: int = 10) -> float:

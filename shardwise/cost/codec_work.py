@@ -38,10 +38,11 @@ GPU_SHARE_OF_QSGD = ((2, 3, 4, 8), (0.65, 0.67, 0.69, 0.75))
 """The same by the number of bits."""
 
 HOST_NANOSECONDS: Mapping[str, tuple[float, float]] = {
-    "bf16": (0.8, 0.6), "fp16": (3.2, 2.0), "fp8": (4.1, 6.8), "int8": (3.5, 1.8), "int4": (5.0, 4.1), "qsgd": (16.0, 3.6),
-    "terngrad": (18.1, 3.7), "sign": (6.7, 4.8), "topk": (11.3, 0.9), "randomk": (1.2, 1.5), "powersgd": (3.6, 0.7),
+    "bf16": (2.9, 0.7), "fp16": (6.9, 2.5), "fp8": (14.3, 8.2), "int8": (9.0, 2.6), "int4": (11.4, 5.7), "qsgd": (23.5, 4.2),
+    "terngrad": (22.6, 5.3), "sign": (10.0, 5.0), "topk": (13.2, 1.1), "randomk": (2.3, 1.9), "powersgd": (2.6, 0.8),
 }  # fmt: skip
-"""Of one thread to encode a number, and to decode it."""
+"""Of one thread to encode a number, taking out of it what is sent where errors are fed back, and to decode it, while the cores
+beside it do the same."""
 
 LOW_RANK_TRAFFIC = (16.0, 4.0)
 """Bytes a number that PowerSGD moves: two products read the matrix and taking out what was sent reads and writes it; putting the
