@@ -198,7 +198,7 @@ class Bench:
 
 def quietest(measure: Callable[[], Result]) -> Result:
     """What was measured while others took least of this machine."""
-    found = []
+    found: list[tuple[float, Result]] = []
     while len(found) < ATTEMPTS and (not found or found[-1][0] > QUIET):
         before = psutil.cpu_times()
         result = measure()
