@@ -40,7 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline, tensor, experts": {"pipeline": 2, "tensor": 2, "data": 1, "expert": 2},
 }
 NAMES = list(LAYOUTS)
-USUAL = ("one device", "data, zero 0", "data, zero 3", "tensor, zero 3", "pipeline, zero 1", "context, experts, zero 2")
+USUAL = ("one device", "data, zero 3", "tensor, zero 3", "pipeline, zero 1", "context, experts, zero 2")
 """Of those that read, what is tried each time; one device reads what all of them wrote."""
 SAVED_AT = 1
 
