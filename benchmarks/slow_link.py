@@ -93,12 +93,12 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=None, help="tokens of a worker in a step")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--overlap", action="store_true")
-    parser.add_argument("--keep", type=Path, help="copy the runs, with their traces, into this folder")
+    parser.add_argument("--keep", type=Path, help="copy runs and traces here; of a repeated run, the last")
     given = parser.parse_args()
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
         sys.exit("network namespaces need root, and ip and tc of iproute2")
     rates = (given.rates or ("1gbit" if given.overlap else "100mbit,1gbit,10gbit")).split(",")
-    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # the last save is not waited for
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # disks are not what is measured
     with tempfile.TemporaryDirectory(dir=in_memory) as folder, cable():
         bench = Bench(Path(folder), given.sequence or (768 if given.overlap else 320), given.steps, given.keep)
         for rate in rates:

@@ -12,7 +12,7 @@ The work is done where the collective is made, before and behind it, so it is pa
 
 On a GPU a codec is bounded by memory: to encode n numbers it must read 4 n bytes and write its code, to decode them the reverse.
 `GPU_SHARE` is what it reaches of the bandwidth of a copy. On a CPU it is bounded by one thread, and `HOST_NANOSECONDS` is its
-time. Both are measured by benchmarks/codec_speed.py.
+time. Both are measured by benchmarks/codec_speed.py, the latter with --feedback and two of them at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ HOST_NANOSECONDS: Mapping[str, tuple[float, float]] = {
     "terngrad": (22.6, 5.3), "sign": (10.0, 5.0), "topk": (13.2, 1.1), "randomk": (2.3, 1.9), "powersgd": (2.6, 0.8),
 }  # fmt: skip
 """Of one thread to encode a number, taking out of it what is sent where errors are fed back, and to decode it, while the cores
-beside it do the same."""
+beside it do the same. Two are otherwise: of TernGrad without feedback, as it has none; of PowerSGD from its products alone,
+timed by hand on matrices of 50 M parameters: no benchmark here repeats it."""
 
 LOW_RANK_TRAFFIC = (16.0, 4.0)
 """Bytes a number that PowerSGD moves: two products read the matrix and taking out what was sent reads and writes it; putting the
