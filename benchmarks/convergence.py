@@ -2,9 +2,9 @@
 
     python benchmarks/convergence.py [--steps 4000] [--seeds 3] [--at-once 1] [--runs "none;int8"] [--plot docs/convergence.svg]
 
-Every run is `shardwise train` of the small Llama, compressed after a warm-up of a fifth of the steps. "1bit-adam": momenta are
-compressed, not gradients; "lost": without error feedback. Printed are the final losses and how far their mean is above that of
-uncompressed runs.
+Every run is `shardwise train` of the small Llama, compressed after a warm-up of a fifth of the steps. AdamW unless "1bit-adam":
+there momenta are compressed, not gradients; "lost": without error feedback. Printed are the final losses and how far their
+mean is above that of uncompressed runs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ RUNS: dict[str, list[str]] = {
     "topk(0.01), 1bit-adam": ["layout.compression=topk(0.01)", ONE_BIT],
     "sign, 1bit-adam": ["layout.compression=sign", ONE_BIT],
     "zero++": ["layout.zero=3", "layout.compression=int4", "layout.weight_compression=int8", "layout.backward_shards=2"],
-    "topk(0.01), adamw": ["layout.compression=topk(0.01)"],
-    "sign, adamw": ["layout.compression=sign"],
-    "topk(0.01), adamw, lost": ["layout.compression=topk(0.01)", LOST],
-    "sign, adamw, lost": ["layout.compression=sign", LOST],
+    "topk(0.01), 1bit-adam, lost": ["layout.compression=topk(0.01)", ONE_BIT, LOST],
+    "sign, 1bit-adam, lost": ["layout.compression=sign", ONE_BIT, LOST],
+    "topk(0.01)": ["layout.compression=topk(0.01)"],
+    "sign": ["layout.compression=sign"],
 }
 """What each run adds to the job."""
 Curve = dict[int, float]
@@ -61,7 +61,7 @@ def main() -> None:
 
         def one(run: tuple[str, int]) -> None:
             curves[run] = trained(Path(folder), *run, given.steps)
-            print(f"  {run[0]:26} seed {run[1]}  {curves[run][given.steps]:.4f}", file=sys.stderr, flush=True)
+            print(f"  {run[0]:28} seed {run[1]}  {curves[run][given.steps]:.4f}", file=sys.stderr, flush=True)
             if given.json:
                 given.json.write_text(
                     json.dumps([{"run": name, "seed": seed, "curve": curve} for (name, seed), curve in curves.items()])
@@ -70,26 +70,26 @@ def main() -> None:
         list(pool.map(one, wanted))
     show(curves, names, list(seeds), given.steps)
     if given.plot:
-        draw(curves, names, given.plot)
+        draw(curves, names, list(seeds), given.plot)
 
 
 def show(curves: dict[tuple[str, int], Curve], names: list[str], seeds: list[int], steps: int) -> None:
     finals = {name: [curves[name, seed][steps] for seed in seeds] for name in names}
     base = statistics.mean(finals[names[0]])
-    print(f"{'':26} {'held-out loss after ' + str(steps) + ' steps':<32} mean    above {names[0]}")
+    print(f"{'':28} {'held-out loss after ' + str(steps) + ' steps':<32} mean    above {names[0]}")
     for name, losses in finals.items():
         mean = statistics.mean(losses)
-        print(f"{name:26} {'  '.join(f'{loss:.4f}' for loss in losses):<32} {mean:.4f}  {mean / base - 1:+.2%}")
+        print(f"{name:28} {'  '.join(f'{loss:.4f}' for loss in losses):<32} {mean:.4f}  {mean / base - 1:+.2%}")
 
 
 COLOURS = ("#000000", "#1f77b4", "#17becf", "#2ca02c", "#9467bd", "#8c564b", "#d62728", "#ff7f0e", "#7f7f7f")
 
 
-def draw(curves: dict[tuple[str, int], Curve], names: list[str], path: Path) -> None:
+def draw(curves: dict[tuple[str, int], Curve], names: list[str], seeds: list[int], path: Path) -> None:
     """Mean curves over seeds, as a picture of lines; dashed: without error feedback."""
     means: dict[str, Curve] = {}
     for name in names:
-        of_seeds = [curve for (run, _), curve in curves.items() if run == name]
+        of_seeds = [curves[name, seed] for seed in seeds]
         means[name] = {step: statistics.mean(curve[step] for curve in of_seeds) for step in sorted(of_seeds[0])}
     last = max(max(curve) for curve in means.values())
     low, high = min(min(curve.values()) for curve in means.values()) - 0.05, 2.6
