@@ -3,16 +3,17 @@
     python benchmarks/slow_link.py [--rates 100mbit,1gbit,10gbit] [--codecs none,int8,…] [--sequence 320] [--steps 8]
     python benchmarks/slow_link.py --overlap [--rates 1gbit] [--sequence 768]
 
-Two network namespaces joined by a cable (veth), each direction limited by `tc tbf`, one worker in each: real training of 50 M
-parameters over it. "alone" are two workers that train at the same time and never talk: what a step takes without communication
-on this machine. The link is measured by `shardwise probe` over the two, and the planner predicts each run from what it wrote.
+Two network namespaces joined by a cable (veth), each direction limited by `tc tbf`, one worker in each, with its own half of the
+cores: real training of 50 M parameters over it. "alone" are two workers that train at the same time and never talk: what a step
+takes without communication on this machine. The link is measured by `shardwise probe` over the two, and the planner predicts each
+run from what it wrote.
 
 Where other guests of the same machine took much of its cores meanwhile ("stolen", as Linux tells), a measurement is repeated, and
 the quietest counts.
 
 With --overlap, DDP and ZeRO-2 without a codec: the step against the longer of "alone" and what its bytes take on the wire.
 
-Needs root, and `ip` and `tc` of iproute2.
+Needs root, `ip` and `tc` of iproute2, and `taskset` of util-linux.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def main() -> None:
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--keep", type=Path, help="copy runs and traces here; of a repeated run, the last")
     given = parser.parse_args()
-    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
-        sys.exit("network namespaces need root, and ip and tc of iproute2")
+    if os.geteuid() != 0 or not all(shutil.which(command) for command in ("ip", "tc", "taskset")):
+        sys.exit("network namespaces need root, and ip and tc of iproute2; cores of their own need taskset of util-linux")
     rates = (given.rates or ("1gbit" if given.overlap else "100mbit,1gbit,10gbit")).split(",")
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # disks are not what is measured
     with tempfile.TemporaryDirectory(dir=in_memory) as folder, cable():
@@ -194,8 +195,16 @@ class Bench:
             environment |= {"PET_RDZV_ENDPOINT": f"{HOSTS['a']}:29400"}
         command = ["ip", "netns", "exec", f"{OURS}{host}", sys.executable, "-m", "shardwise"]
         command += [word.format(host=host) for word in words]
+        cores = sorted(os.sched_getaffinity(0))
+        own = cores[rank :: len(HOSTS)] or cores  # what two machines would not share
         with (self.folder / f"{host}.err").open("w") as errors:
-            return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, cwd=self.folder)
+            return subprocess.Popen(
+                ["taskset", "--cpu-list", ",".join(map(str, own)), *command],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                cwd=self.folder,
+            )
 
 
 def quietest(measure: Callable[[], Result]) -> Result:

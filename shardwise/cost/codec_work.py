@@ -45,6 +45,10 @@ HOST_NANOSECONDS: Mapping[str, tuple[float, float]] = {
 beside it do the same. Two are otherwise: of TernGrad without feedback, as it has none; of PowerSGD from its products alone,
 timed by hand on matrices of 50 M parameters: no benchmark here repeats it."""
 
+BESIDE_BACKWARD = 1.5
+"""How many times as long a CPU's codec takes in a step: its thread shares a core, and the caches, with the backward pass. Chosen
+by steps of ten codecs over 1 Gbit/s (benchmarks/slow_link.py), which were predicted to be 10 to 32 % quicker without it."""
+
 LOW_RANK_TRAFFIC = (16.0, 4.0)
 """Bytes a number that PowerSGD moves: two products read the matrix and taking out what was sent reads and writes it; putting the
 sum together writes it. The factors are small beside it."""
@@ -85,7 +89,7 @@ def seconds(work: CodecWork, space: Space, cluster: Cluster) -> Array:
     started = cluster.device.launch * work.kernels + compute.streamed(work.copied, space, cluster)
     if cluster.device_type == "cpu":
         encode, decode = HOST_NANOSECONDS[work.codec.name]
-        return started + 1e-9 * (encode * work.encoded + decode * work.decoded)
+        return started + BESIDE_BACKWARD * 1e-9 * (encode * work.encoded + decode * work.decoded)
     encode, decode = _traffic(work.codec)
     moved = encode * work.encoded + decode * work.decoded
     return started + compute.streamed(moved, space, cluster) / _gpu_share(work.codec)
