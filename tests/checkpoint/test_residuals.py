@@ -65,7 +65,7 @@ def load_and_train(worker: Worker, tables: Tables, folder: str) -> tuple[str, Nu
         ("zero 0", "topk(0.05)"),
         ("zero 0", "powersgd(2)"),
         ("zero 2", "qsgd(4)"),
-        ("hybrid", "int4"),
+        pytest.param("hybrid", "int4", marks=pytest.mark.full),
         pytest.param("tensor", "sign", marks=pytest.mark.full),
         pytest.param("hybrid", "powersgd(2)", marks=pytest.mark.full),
         pytest.param("zero 2", "randomk(0.1)", marks=pytest.mark.full),

@@ -53,7 +53,10 @@ def whole_life(worker: Worker, tables: Tables) -> int:
         distributed_c10d._tensor_to_object = opened
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+FEW = ("pipeline, tensor, experts", "data, zero 0")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[] if name in FEW else pytest.mark.full) for name in LAYOUTS])
 def test_a_run_saves_checks_copies_and_resumes_without_a_pickle(
     ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, layout: str
 ) -> None:

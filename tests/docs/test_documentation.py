@@ -41,7 +41,15 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("line", [line for line in commands() if not line.startswith("make ")])
+LONG = ("verify examples/own_model.toml", "layout=auto+lossy")
+"""In commands that take ten seconds, of what has tests of its own."""
+
+
+def _marks(line: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.full] if any(words in line for words in LONG) else []
+
+
+@pytest.mark.parametrize("line", [pytest.param(line, marks=_marks(line)) for line in commands() if not line.startswith("make ")])
 def test_every_command_in_the_documentation_runs(workplace: Path, warm: Server, line: str) -> None:
     """In order, in one folder, as a reader would; training is cut to two steps of a small model. `make` is not called from
     within itself: `make test` is what runs this, and the job of `make quickstart` is among the examples below."""

@@ -23,7 +23,7 @@ from shardwise.train.evaluate import held_out_loss
 
 SMALL = {"recompute": "full", "compile": True, "global_batch": 4, "micro_batch": 2, "steps": 2}
 LAYOUTS = [
-    ("llama", {"data": 1, "tensor": 2}),
+    pytest.param("llama", {"data": 1, "tensor": 2}, marks=pytest.mark.full),
     pytest.param("experts", {"data": 2}, marks=pytest.mark.full),
     pytest.param("experts", {"data": 1, "tensor": 2}, marks=pytest.mark.full),
 ]

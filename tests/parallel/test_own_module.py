@@ -107,7 +107,7 @@ def worst(found: Trained, tables: Tables) -> float:
         (EXAMPLE, {"tensor": 2, "data": 2, "zero": 3}, False),
         (EXAMPLE, {"pipeline": 2}, False),
         (EXAMPLE, {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, False),
-        (EXAMPLE, {"context": 2, "tensor": 2, "attention": "ring"}, False),
+        pytest.param(EXAMPLE, {"context": 2, "tensor": 2, "attention": "ring"}, False, marks=pytest.mark.full),
         (EXAMPLE, {"data": 2, "zero": 0}, False),
         (own("Tied"), {}, True),
         (own("Tied"), {"tensor": 2, "data": 2, "zero": 3}, True),

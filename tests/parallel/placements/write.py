@@ -1,4 +1,5 @@
-"""Writes, for a few jobs, which rank holds which slice of which parameter: `python tests/parallel/placements/write.py [FOLDER]`.
+"""Writes, for a few jobs, which rank holds which slice of which parameter: `python tests/parallel/placements/write.py [FOLDER
+[JOB ...]]`.
 
 The parallel model of every rank is built as in a run, but without memory for its weights and without peers, on torch's fake
 process group. Each rank is a fork of this process, because torch remembers the places of tensors from one mesh to the next.
@@ -47,8 +48,9 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def main(folder: Path) -> None:
-    for name, (model, layout) in JOBS.items():
+def main(folder: Path, names: list[str]) -> None:
+    for name in names or JOBS:
+        model, layout = JOBS[name]
         config = from_tables(
             {"model": model, "layout": layout, "train": TRAIN, "data": {"source": "none", "sequence_length": 256}}
         )
@@ -112,4 +114,4 @@ def build(config: Config, plan: Plan, rank: int) -> dict[str, Slices]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE)
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE, sys.argv[2:])
