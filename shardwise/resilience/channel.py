@@ -56,7 +56,7 @@ class Channel:
     """One end of a connection, after the greeting: puts messages into lines, and takes them out."""
 
     def __init__(self, key: bytes, speaker: Speaker) -> None:
-        self._key, self._speaker = key, speaker
+        self.key, self._speaker = key, speaker
         self._sent = self._received = 0
 
     def line(self, message: Any) -> bytes:
@@ -82,7 +82,7 @@ class Channel:
             raise NotOurs(f"a line that is no message: {error}") from None
 
     def _code(self, speaker: Speaker, count: int, text: bytes) -> bytes:
-        return hmac.digest(self._key, b"%s %d %s" % (speaker.encode(), count, text), "sha256").hex().encode()
+        return hmac.digest(self.key, b"%s %d %s" % (speaker.encode(), count, text), "sha256").hex().encode()
 
 
 def greeting() -> bytes:

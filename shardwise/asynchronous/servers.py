@@ -1,0 +1,366 @@
+"""The public side of a server: what workers pull, push, ask for and bring, each in a thread of its own.
+
+A `Shelf` has the newest weights to be pulled and the gradients that were pushed. The first server has a `Desk` too, which deals
+out the work (work.py). A `Front` listens, greets, and talks with every worker; the server's main thread takes what is due from
+the desk and the shelf, and puts new weights on the shelf.
+
+A worker is known by the name of its connection. When that ends, what it was computing goes back to the desk; what it has brought
+counts. Its pushed gradients are let go of once two updates in a row know nothing of them: one list may have been written before
+the worker's last word reached the desk, the next was not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.asynchronous import messages
+from shardwise.asynchronous.wire import Wire, greet
+from shardwise.asynchronous.work import Contribution, State, Work
+from shardwise.mesh.sockets import listen
+from shardwise.resilience.channel import Credentials, NotOurs
+
+log = logging.getLogger("shardwise")
+
+ASK_SECONDS = 1.0
+"""How long a worker that asks is kept waiting before it is told to ask again."""
+MOST_STRANGERS = 64
+"""Callers that have not shown yet that they know the secret: the next one takes the place of the oldest."""
+OVERDUE, SHORTEST_OVERDUE = 20.0, 20.0
+"""A portion that takes this many times as long as is usual, and at least so many seconds, is handed to another."""
+
+Key = tuple[str, int]
+"""Of a pushed gradient: the worker and the portion."""
+Slices = Mapping[str, tuple[slice, ...]]
+"""What a server keeps of each parameter."""
+
+
+class Shelf:
+    """Of one server: the weights, and the gradients that were pushed; all flat, in the order of its slices."""
+
+    def __init__(self, slices: Slices, dtype: torch.dtype) -> None:
+        self.slices, self.dtype = slices, dtype
+        self.numbers = sum(math.prod(part.stop - part.start for part in where) for where in slices.values())
+        self._lock = threading.Condition()
+        self._version, self._weights = -1, torch.empty(0)
+        self._closed = False
+        self._gradients: dict[Key, Tensor] = {}
+        self._spare: list[Tensor] = []
+        self._gone: set[str] = set()
+        """Workers whose connection has ended."""
+        self._forgotten: set[Key] = set()
+        """Gradients of such workers that the last update knew nothing of."""
+
+    def publish(self, version: int, weights: Tensor) -> None:
+        """From now on these are the weights. Nobody may change them any more: they may be on their way to a worker for long."""
+        with self._lock:
+            self._version, self._weights = version, weights
+            self._lock.notify_all()
+
+    def weights(self, least: int) -> tuple[int, Tensor]:
+        """The newest, of this version at least, and their version. Servers do not reach a version in the same moment."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._version >= least or self._closed)
+            if self._version < least:
+                raise EOFError("the server ends")
+            return self._version, self._weights
+
+    def close(self) -> None:
+        """Free whoever waits for weights."""
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+
+    def room(self) -> Tensor:
+        """Memory for a gradient."""
+        with self._lock:
+            return self._spare.pop() if self._spare else torch.empty(self.numbers, dtype=self.dtype)
+
+    def put(self, key: Key, gradient: Tensor) -> None:
+        """Keep what was pushed."""
+        with self._lock:
+            self._let_go(key)
+            self._gradients[key] = gradient
+
+    def gone(self, worker: str) -> None:
+        """Its connection has ended."""
+        with self._lock:
+            self._gone.add(worker)
+
+    def take(self, used: Sequence[Key], brought: Iterable[Key], dropped: Iterable[Key]) -> list[Tensor]:
+        """The gradients of an update, in that order; they are lent until `give_back`. `brought` are those that count later."""
+        with self._lock:
+            for key in dropped:
+                self._let_go(key)
+            taken = [self._gradients.pop(key) for key in used]
+            unknown = {key for key in self._gradients if key[0] in self._gone} - set(brought)
+            for key in unknown & self._forgotten:
+                self._let_go(key)
+            self._forgotten = unknown - self._forgotten
+            return taken
+
+    def give_back(self, taken: Iterable[Tensor]) -> None:
+        """They are summed."""
+        with self._lock:
+            self._spare.extend(taken)
+
+    def _let_go(self, key: Key) -> None:
+        gradient = self._gradients.pop(key, None)
+        if gradient is not None:
+            self._spare.append(gradient)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the next update is made of: contributions by portion, and what was said of each."""
+
+    contributions: tuple[Contribution, ...]
+    staleness: tuple[int, ...]
+    loss: float
+    """Summed over tokens."""
+    tokens: int
+    checksum: int
+    brought: tuple[Key, ...]
+    """What counts in a later update."""
+    dropped: tuple[Key, ...]
+    """What does not count at all."""
+
+    @property
+    def keys(self) -> list[Key]:
+        """Of its gradients."""
+        return [(one.worker, one.portion) for one in self.contributions]
+
+
+class Desk:
+    """Where workers ask and bring, and where the server waits for the next update."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self._changed = threading.Condition()
+        self._said: dict[int, messages.Bring] = {}
+        """Of each portion that was brought and is not used yet."""
+        self._since: dict[Key, float] = {}
+        self._took: deque[float] = deque(maxlen=64)
+        """Seconds from asking to bringing."""
+        self._dropped: list[Key] = []
+        self._closed = False
+
+    def ask(self, worker: str, seconds: float = ASK_SECONDS) -> messages.Task | messages.Wait | messages.End:
+        """What this worker is to do, as soon as there is something, within so many seconds."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while not (self._closed or self.work.ended):
+                portion = self.work.ask(worker)
+                if portion is not None:
+                    self._since = {key: when for key, when in self._since.items() if key[0] != worker}
+                    self._since[worker, portion] = time.monotonic()
+                    return messages.Task(portion, self.work.version)
+                if not self._changed.wait(deadline - time.monotonic()):
+                    return messages.Wait()
+            return messages.End()
+
+    def bring(self, worker: str, said: messages.Bring) -> bool:
+        """Whether it counts."""
+        with self._changed:
+            counts = self.work.bring(worker, said.portion)
+            if counts:
+                self._said[said.portion] = said
+                self._took.append(time.monotonic() - self._since[worker, said.portion])
+            else:
+                self._dropped.append((worker, said.portion))
+            self._since.pop((worker, said.portion), None)
+            self._changed.notify_all()
+            return counts
+
+    def lost(self, worker: str) -> None:
+        """Its connection has ended."""
+        with self._changed:
+            self._forget(worker)
+
+    def is_due(self) -> bool:
+        """Whether the next update can be made."""
+        with self._changed:
+            return self.work.due() is not None
+
+    def due(self, seconds: float) -> Update | None:
+        """The next update, if it can be made within so many seconds."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while (used := self.work.due()) is None:
+                self._hand_on_what_is_overdue()
+                if not self._changed.wait(deadline - time.monotonic()):
+                    return None
+            said = [self._said[one.portion] for one in used]
+            keys = {one.portion for one in used}
+            brought = tuple((one.worker, one.portion) for one in self.work.unused() if one.portion not in keys)
+            dropped, self._dropped = tuple(self._dropped), []
+            return Update(
+                contributions=tuple(used),
+                staleness=tuple(self.work.staleness(used)),
+                loss=math.fsum(one.loss for one in said),
+                tokens=sum(one.tokens for one in said),
+                checksum=sum(one.checksum for one in said),
+                brought=brought,
+                dropped=dropped,
+            )
+
+    def made(self, update: Update) -> None:
+        """The update is in the weights, which are on every shelf."""
+        with self._changed:
+            self.work.update(list(update.contributions))
+            for one in update.contributions:
+                del self._said[one.portion]
+            self._changed.notify_all()
+
+    def state(self) -> State:
+        """What of the data is in the weights, as of the last update."""
+        with self._changed:
+            return self.work.state()
+
+    def close(self) -> None:
+        """Tell everybody that it is over."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _hand_on_what_is_overdue(self) -> None:
+        if not self._took:
+            return
+        limit, now = max(SHORTEST_OVERDUE, OVERDUE * statistics.median(self._took)), time.monotonic()
+        for worker in {worker for (worker, _), since in self._since.items() if now - since > limit}:
+            log.warning("worker %s was not heard of for %.0f s: another does its portion", worker, limit)
+            self._forget(worker)
+
+    def _forget(self, worker: str) -> None:
+        self.work.lost(worker)
+        self._since = {key: when for key, when in self._since.items() if key[0] != worker}
+        self._changed.notify_all()
+
+
+class Front:
+    """Listens for workers, and talks with each in a thread of its own."""
+
+    def __init__(self, address: str, credentials: Credentials, shelf: Shelf, desk: Desk | None) -> None:
+        self._credentials, self._shelf, self._desk = credentials, shelf, desk
+        self._listener = listen(address)
+        self.port = int(self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, None] = {}
+        self._wires: set[Wire] = set()
+        self._closed = False
+        threading.Thread(target=self._accept, name="front", daemon=True).start()
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        self._shelf.close()
+        with self._lock:
+            self._closed = True
+            wires, strangers = list(self._wires), list(self._strangers)
+        _hang_up(self._listener)
+        for stranger in strangers:
+            _hang_up(stranger)
+        for wire in wires:
+            wire.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.1)  # out of file descriptors, say
+                continue
+            with self._lock:
+                self._strangers[connection] = None
+                oldest = next(iter(self._strangers)) if len(self._strangers) > MOST_STRANGERS else None
+                if oldest is not None:
+                    del self._strangers[oldest]
+            if oldest is not None:
+                _hang_up(oldest)
+            threading.Thread(target=self._converse, args=(connection,), name="worker", daemon=True).start()
+
+    def _converse(self, connection: socket.socket) -> None:
+        worker: str | None = None
+        wire: Wire | None = None
+        try:
+            wire = greet(connection, self._credentials)
+            with self._lock:
+                self._strangers.pop(connection, None)
+                self._wires.add(wire)
+            worker = self._welcome(wire)
+            while self._answer(wire, worker):
+                pass
+        except (OSError, EOFError, NotOurs) as error:
+            if worker is not None and not self._closed:
+                log.warning("worker %s is gone: %s", worker, error)
+        finally:
+            with self._lock:
+                self._strangers.pop(connection, None)
+                if wire is not None:
+                    self._wires.discard(wire)
+            _hang_up(connection)
+            if worker is not None:
+                self._shelf.gone(worker)
+                if self._desk is not None:
+                    self._desk.lost(worker)
+
+    def _welcome(self, wire: Wire) -> str:
+        message = _received(wire)
+        if not isinstance(message, messages.Hello):
+            raise NotOurs(f"{message} before hello")
+        slices = {name: tuple((part.start, part.stop) for part in where) for name, where in self._shelf.slices.items()}
+        wire.send(messages.to_json(messages.Welcome(slices)))
+        return message.worker
+
+    def _answer(self, wire: Wire, worker: str) -> bool:
+        """Answer one message; whether there may be more."""
+        text, behind = wire.receive()
+        message = messages.from_json(text)
+        if isinstance(message, messages.Push):
+            if behind != self._shelf.numbers * self._shelf.dtype.itemsize:
+                raise NotOurs(f"a gradient of {behind} bytes")
+            gradient = self._shelf.room()
+            wire.read(gradient)
+            self._shelf.put((worker, message.portion), gradient)
+            wire.send(messages.to_json(messages.Stored()))
+            return True
+        if behind:
+            raise NotOurs(f"{behind} bytes behind {message}")
+        match message:
+            case messages.Pull(least, have):
+                newest, weights = self._shelf.weights(least)
+                wire.send(messages.to_json(messages.Weights(newest)), weights if newest != have else None)
+            case messages.Ask() if self._desk is not None:
+                task = self._desk.ask(worker)
+                wire.send(messages.to_json(task))
+                return not isinstance(task, messages.End)
+            case messages.Bring() if self._desk is not None:
+                wire.send(messages.to_json(messages.Noted(self._desk.bring(worker, message))))
+            case _:
+                raise NotOurs(f"{message} to a server that has nothing to do with it")
+        return True
+
+
+def _received(wire: Wire) -> messages.Message:
+    text, behind = wire.receive()
+    if behind:
+        raise NotOurs(f"{behind} bytes behind {text}")
+    return messages.from_json(text)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):  # the other end may have been first
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

@@ -1,0 +1,161 @@
+"""A connection between a worker and a server: messages with tensors behind them, proof against strangers.
+
+It opens as one between hosts does (resilience/channel.py): both ends show that they know the run's secret, and draw the key of
+this connection from it. From then on every message, and every 4 MiB of a tensor, is followed by a code under that key (AES-GCM
+over what is sent in the clear), numbered so that nothing can be changed, left out or sent again. HMAC-SHA256, which the hosts use
+for their few lines, would take longer than the network does for a gigabyte of gradients; this takes a quarter of a second.
+
+    header   4 bytes: length of the text; 8 bytes: bytes of the tensor
+    text     JSON, then the code of header and text
+    tensor   in pieces of at most 4 MiB, each with its code
+
+The length is believed once its code is right, and is then held against what the receiver has room for.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from contextlib import suppress
+from typing import Any, Literal
+
+import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from torch import Tensor
+
+from shardwise.resilience.channel import HELLO_BYTES, Credentials, NotOurs, admit, answer, greeting
+
+TEXT_BYTES = 1 << 22
+PIECE_BYTES = 4 << 20
+CODE_BYTES = 16
+HELLO_SECONDS = 5.0
+"""How long a caller may take to show that it knows the secret."""
+SEND_SECONDS = 60.0
+"""How long the other end may take nothing of what is sent, or send nothing of what it has begun to send."""
+_HEADER = struct.Struct("<IQ")
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+"""A machine that is gone without a word is noticed within eleven seconds."""
+
+Side = Literal["server", "worker"]
+
+
+class Wire:
+    """One end, after the greeting. Sends and receives whole messages, one at a time each way."""
+
+    def __init__(self, connection: socket.socket, key: bytes, side: Side) -> None:
+        self._socket, self._cipher = connection, AESGCM(key)
+        self._own, self._other = (b"s", b"w") if side == "server" else (b"w", b"s")
+        self._sent = self._received = 0
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            if hasattr(socket, option):  # not on every system
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    def send(self, message: dict[str, Any], tensor: Tensor | None = None) -> None:
+        """Send a message, and the bytes of a tensor behind it."""
+        self._socket.settimeout(SEND_SECONDS)
+        text, content = json.dumps(message).encode(), _bytes(tensor)
+        header = _HEADER.pack(len(text), len(content))
+        self._socket.sendall(header + text + self._code_of(header + text))
+        for start in range(0, len(content), PIECE_BYTES):
+            piece = content[start : start + PIECE_BYTES]
+            self._socket.sendall(piece)
+            self._socket.sendall(self._code_of(piece))
+
+    def receive(self) -> tuple[dict[str, Any], int]:
+        """The next message, however long it takes to come, and how many bytes of a tensor are behind it: `read` those next."""
+        self._socket.settimeout(None)
+        header = self._exactly(_HEADER.size)
+        self._socket.settimeout(SEND_SECONDS)
+        length, bytes_behind = _HEADER.unpack(header)
+        if length > TEXT_BYTES:
+            raise NotOurs(f"a message of {length} bytes")
+        text = self._exactly(length)
+        self._check(header + text)
+        try:
+            message = json.loads(bytes(text))
+        except (ValueError, RecursionError) as error:
+            raise NotOurs(f"no message: {error}") from None
+        if not isinstance(message, dict):
+            raise NotOurs("no message")
+        return message, bytes_behind
+
+    def read(self, into: Tensor) -> None:
+        """The tensor behind the message that was just received; as many bytes as were announced."""
+        content = _bytes(into)
+        for start in range(0, len(content), PIECE_BYTES):
+            piece = content[start : start + PIECE_BYTES]
+            self._fill(piece)
+            self._check(piece)
+
+    def close(self) -> None:
+        """Close the connection; whoever waits at either end is freed."""
+        with suppress(OSError):  # the other end may have been first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _code_of(self, content: bytes | memoryview) -> bytes:
+        code = self._cipher.encrypt(self._own + self._sent.to_bytes(11, "big"), b"", content)
+        self._sent += 1
+        return code
+
+    def _check(self, content: bytes | memoryview) -> None:
+        code = self._exactly(CODE_BYTES)
+        try:
+            self._cipher.decrypt(self._other + self._received.to_bytes(11, "big"), bytes(code), content)
+        except InvalidTag:
+            raise NotOurs("what came was not sent so by a worker or server of this run") from None
+        self._received += 1
+
+    def _exactly(self, count: int) -> bytes:
+        content = bytearray(count)
+        self._fill(memoryview(content))
+        return bytes(content)
+
+    def _fill(self, room: memoryview) -> None:
+        while len(room):
+            count = self._socket.recv_into(room)
+            if not count:
+                raise EOFError("the other end hung up")
+            room = room[count:]
+
+
+def dial(address: str, port: int, credentials: Credentials) -> Wire:
+    """A worker's end of a connection to a server."""
+    connection = socket.create_connection((address, port), timeout=HELLO_SECONDS)
+    try:
+        answered, channel = answer(credentials, _line(connection))
+        connection.sendall(answered)
+        return Wire(connection, channel.key, "worker")
+    except BaseException:
+        connection.close()
+        raise
+
+
+def greet(connection: socket.socket, credentials: Credentials) -> Wire:
+    """A server's end, if the caller knows the secret."""
+    connection.settimeout(HELLO_SECONDS)
+    greeted = greeting()
+    connection.sendall(greeted)
+    return Wire(connection, admit(credentials, greeted, _line(connection)).key, "server")
+
+
+def _line(connection: socket.socket) -> bytes:
+    """A short line. Byte by byte: what follows it is not for us to take."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte or len(line) >= HELLO_BYTES:
+            raise NotOurs("no greeting")
+        line += byte
+    return line
+
+
+def _bytes(tensor: Tensor | None) -> memoryview:
+    if tensor is None or not tensor.numel():
+        return memoryview(b"")
+    assert tensor.is_contiguous(), "its bytes lie one after the other"
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,192 @@
+"""The public side of a server, with workers that are threads, strangers, and a main thread that makes updates of integers."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+
+from shardwise.asynchronous import messages, servers
+from shardwise.asynchronous.messages import Ask, Bring, End, Hello, Message, Noted, Pull, Push, Stored, Task, Wait, Welcome
+from shardwise.asynchronous.servers import Desk, Front, Shelf
+from shardwise.asynchronous.wire import Wire, dial
+from shardwise.asynchronous.work import Work
+from shardwise.mesh.sockets import LOOPBACK
+from shardwise.resilience.channel import Credentials
+
+OURS = Credentials("server", b"a secret of the run")
+SLICES = {"weight": (slice(0, 2), slice(0, 3)), "bias": (slice(4, 8),)}
+
+
+class Served:
+    """A server whose weights are sums of what was pushed: gradients are one-hot at their portion, modulo the numbers."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.shelf, self.desk = work, Shelf(SLICES, torch.float32), Desk(work)
+        self.weights = torch.zeros(10)
+        self.shelf.publish(0, self.weights.clone())
+        self.front = Front(LOOPBACK, OURS, self.shelf, self.desk)
+        self.used: list[int] = []
+        self.thread = threading.Thread(target=self._update)
+        self.thread.start()
+
+    def _update(self) -> None:
+        while not self.work.ended:
+            update = self.desk.due(0.05)
+            if update is None:
+                continue
+            taken = self.shelf.take(update.keys, update.brought, update.dropped)
+            for gradient in taken:
+                self.weights += gradient
+            self.shelf.give_back(taken)
+            self.used += [one.portion for one in update.contributions]
+            self.shelf.publish(self.work.version + 1, self.weights.clone())
+            self.desk.made(update)
+
+    def end(self) -> None:
+        self.work.updates = 0
+        self.thread.join(10)
+        self.desk.close()
+        self.front.close()
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    served = Served(Work(*request.param))
+    yield served
+    served.end()
+
+
+def said(wire: Wire, message: messages.FromWorker, tensor: torch.Tensor | None = None) -> Message:
+    wire.send(messages.to_json(message), tensor)
+    text, behind = wire.receive()
+    if behind:
+        wire.read(torch.empty(behind, dtype=torch.uint8))
+    return messages.from_json(text)
+
+
+def work_until_the_end(served: Served, name: str, chance: random.Random, deaths: float) -> None:
+    """A worker that, now and then, is cut off at any point and comes back under another name."""
+    life = 0
+    while True:
+        life += 1
+        wire = dial(LOOPBACK, served.front.port, OURS)
+        try:
+            assert isinstance(said(wire, Hello(f"{name}-{life}")), Welcome)
+            while chance.random() >= deaths:
+                task = said(wire, Ask())
+                if isinstance(task, End):
+                    return
+                if isinstance(task, Wait):
+                    continue
+                assert isinstance(task, Task)
+                said(wire, Pull(task.version, -1))
+                if chance.random() < deaths:
+                    break
+                gradient = torch.zeros(10)
+                gradient[task.portion % 10] = 1
+                assert isinstance(said(wire, Push(task.portion), gradient), Stored)
+                if chance.random() < deaths:
+                    break
+                assert isinstance(said(wire, Bring(task.portion, 1.0, 1, 1)), Noted)
+        finally:
+            wire.close()
+
+
+@pytest.mark.parametrize("served", [(3, 40, bound, again) for bound in (0, 2, None) for again in (False, True)], indirect=True)
+def test_every_portion_is_in_the_weights_once_though_workers_come_and_go(served: Served) -> None:
+    workers = [
+        threading.Thread(target=work_until_the_end, args=(served, f"w{index}", random.Random(index), 0.1)) for index in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    served.thread.join(10)
+    assert sorted(served.used) == list(range(120))
+    assert served.weights.tolist() == [12.0] * 10
+    assert len(served.shelf._gradients) <= 8, "what nobody will use is let go of"
+
+
+@pytest.mark.parametrize("served", [(1, 10, 0)], indirect=True)
+def test_strangers_change_nothing_and_take_no_memory(served: Served) -> None:
+    """Over a thousand connections that say nothing, garbage, or the right thing with the wrong secret."""
+    chance = random.Random(0)
+    before = served.shelf.weights(0)[1].clone()
+    memory = psutil.Process().memory_info().rss
+    kept = []
+    for index in range(1000):
+        stranger = socket.create_connection((LOOPBACK, served.front.port), timeout=5)
+        kind = index % 4
+        if kind == 0:
+            kept.append(stranger)  # says nothing
+            continue
+        with stranger:
+            if kind == 1:
+                stranger.sendall(chance.randbytes(chance.randrange(1, 2000)))
+            elif kind == 2:
+                stranger.recv(100)
+                stranger.sendall(b"%032x %064x\n" % (chance.getrandbits(128), chance.getrandbits(256)))
+            else:
+                stranger.recv(100)
+                stranger.sendall(b"%032x %064x\n" % (0, 0) + chance.randbytes(1 << 12))
+    for stranger in kept:
+        stranger.close()
+    assert served.work.version == 0
+    assert torch.equal(served.shelf.weights(0)[1], before)
+    assert psutil.Process().memory_info().rss - memory < 64 << 20
+    work_until_the_end(served, "honest", chance, 0.0)
+    assert sorted(served.used) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("text", "behind"),
+    [
+        ({"kind": "push", "portion": 0}, 4),
+        ({"kind": "push", "portion": 0}, 44),
+        ({"kind": "pull", "least": 0, "have": -1}, 4),
+        ({"kind": "pull", "least": -1, "have": -1}, 0),
+        ({"kind": "welcome", "slices": {}}, 0),
+        ({"kind": "bring", "portion": 0, "loss": "much", "tokens": 1, "checksum": 1}, 0),
+        ({"kind": "what"}, 0),
+        ({}, 0),
+    ],
+)
+@pytest.mark.parametrize("served", [(1, 10, 0)], indirect=True)
+def test_a_worker_that_talks_nonsense_is_hung_up_on(served: Served, text: dict[str, object], behind: int) -> None:
+    wire = dial(LOOPBACK, served.front.port, OURS)
+    assert isinstance(said(wire, Hello("odd")), Welcome)
+    wire.send(text, torch.ones(behind // 4) if behind else None)
+    with pytest.raises((EOFError, OSError)):
+        wire.receive()
+    wire.close()
+    assert served.work.state().missing == ()
+
+
+@pytest.mark.parametrize("served", [(1, 2, 0)], indirect=True)
+def test_a_worker_that_stands_still_is_done_without(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "SHORTEST_OVERDUE", 0.2)
+    monkeypatch.setattr(servers, "OVERDUE", 1.0)
+    quick, slow = (dial(LOOPBACK, served.front.port, OURS) for _ in range(2))
+    said(quick, Hello("quick"))
+    said(slow, Hello("slow"))
+    first = said(quick, Ask())
+    assert isinstance(first, Task)
+    said(quick, Push(first.portion), torch.ones(10))
+    assert said(quick, Bring(first.portion, 1.0, 1, 1)) == Noted(True)
+    second = said(slow, Ask())
+    assert isinstance(second, Task)
+    while isinstance(third := said(quick, Ask()), Wait):
+        pass
+    assert third == second, "the portion of the one that stands still"
+    said(quick, Push(second.portion), torch.ones(10))
+    assert said(quick, Bring(second.portion, 1.0, 1, 1)) == Noted(True)
+    said(slow, Push(second.portion), torch.ones(10))
+    assert said(slow, Bring(second.portion, 1.0, 1, 1)) == Noted(False)
+    quick.close()
+    slow.close()
