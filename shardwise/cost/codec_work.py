@@ -47,7 +47,7 @@ timed by hand on matrices of 50 M parameters: no benchmark here repeats it."""
 
 BESIDE_BACKWARD = 1.5
 """How many times as long a CPU's codec takes in a step: its thread shares a core, and the caches, with the backward pass. Chosen
-by steps of ten codecs over 1 Gbit/s (benchmarks/slow_link.py), which were predicted to be 10 to 32 % quicker without it."""
+by steps of nine codecs over 1 Gbit/s (benchmarks/slow_link.py), whose gains were predicted 10 to 32 % too large without it."""
 
 LOW_RANK_TRAFFIC = (16.0, 4.0)
 """Bytes a number that PowerSGD moves: two products read the matrix and taking out what was sent reads and writes it; putting the
