@@ -58,7 +58,7 @@ from shardwise.parallel.stages import Stages
 from shardwise.plan import Action, Schedule, choose, make_schedule, peak_in_flight, simulate
 from shardwise.plan.schedule import in_order, waits_for
 from shardwise.train.build import Training, build
-from shardwise.train.steps import count_tokens, forward_backward
+from shardwise.train.sources import count_tokens, forward_backward
 
 ACTIONS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 """The methods of torch's stage that compute; its runtime waits and sends outside of them."""
@@ -245,8 +245,8 @@ def job(folder: Path, model: dict[str, int], ranks: int, schedule: str, micro_ba
 def training_and_step(worker: Worker, config: Config) -> tuple[Training, Callable[[], Any]]:
     """A run, and its forward and backward over one and the same global batch."""
     training = build(config, choose(config, worker.world), worker)
-    whole, rows = config.train.global_batch, training.plan.micro_batch
-    batches = Batches(training.dataset, whole, start_row=0, rows=whole, micro_batch=rows, device=training.mesh.device)
+    whole = config.train.global_batch
+    batches = Batches(training.dataset, whole, range(whole), training.plan.accumulation, training.mesh.device)
     batch = next(batches)
     batches.close()
     return training, lambda: forward_backward(training, batch, count_tokens(training, batch))

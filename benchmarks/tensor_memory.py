@@ -44,7 +44,7 @@ from shardwise.mesh import Worker, leave
 from shardwise.optim import local
 from shardwise.plan import choose, chunks
 from shardwise.train.build import Training, build
-from shardwise.train.steps import count_tokens, forward_backward
+from shardwise.train.sources import count_tokens, forward_backward
 
 VOCABULARY, HIDDEN, LENGTH, BATCH = 4096, 128, 256, 8
 MODEL = {"hidden": HIDDEN, "heads": 8, "kv_heads": 4, "head_dim": 16, "ffn": 352, "vocabulary": VOCABULARY}
@@ -198,7 +198,7 @@ def measure(worker: Worker, folder: Path, layers: int) -> dict[str, Any]:
 
 
 def _batch(training: Training) -> list[Batch]:
-    batches = Batches(training.dataset, BATCH, start_row=0, rows=BATCH, micro_batch=BATCH, device=training.mesh.device)
+    batches = Batches(training.dataset, BATCH, rows=range(BATCH), micro_batches=1, device=training.mesh.device)
     batch = next(batches)
     batches.close()
     return batch

@@ -90,6 +90,8 @@ class Manifest:
     files: dict[Annotated[str, Field(pattern=_FILE)], WrittenFile]
     sequences: Annotated[int, Field(ge=0, lt=1 << 60)] = 0
     """How many the run had seen: where its data goes on."""
+    missing: tuple[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]], ...] = ()
+    """Of those, (first, end) of what was still under way with a parameter server's workers, and is not in the weights."""
     format: int = FORMAT
 
     @property

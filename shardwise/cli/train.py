@@ -114,6 +114,10 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     local_workers = workers or (node.workers if node else None) or _requested_workers(config, limits, nodes) or local_gpus()
     local_workers = local_workers or fewest_devices(config.layout)
     least, most = limits[0] or limits[1] or local_workers * nodes, limits[1] or local_workers * nodes
+    if config.train.driver == "server":
+        if limits[0] is not None:
+            raise UserError("--min-workers: workers of a parameter server come and go as they like; leave it out")
+        return _start_servers(config, node, local_workers, most)
     if node is None and most != local_workers:
         raise UserError(
             f"--max-workers {most}: this machine starts {local_workers}, and no other takes part; "
@@ -128,6 +132,27 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     if node is None or node.node_rank == 0:
         _check_room(config, planner.first)
     return launch(config, local_workers, Bounds(least, most), node, planner, lambda: _holding(config))
+
+
+def _start_servers(config: Config, node: Node | None, local_workers: int, workers: int) -> int:
+    """A parameter server and its workers: the servers come on top, on the first node."""
+    from shardwise.errors import UserError
+    from shardwise.resilience.team import Bounds
+    from shardwise.train.launch import launch
+
+    servers, portions = config.server.servers, config.server.portions or workers
+    if config.train.global_batch % portions:
+        raise UserError(
+            f"train.global_batch = {config.train.global_batch}: does not divide into {portions} portions, one for each worker; "
+            "give server.portions, or another batch"
+        )
+    config = config.model_copy(update={"server": config.server.model_copy(update={"portions": portions})})
+    slots = local_workers + (servers if node is None or node.node_rank == 0 else 0)
+    planner = _planner(config, slots, workers + servers, node.nodes if node else 1)
+    _check(planner)
+    if node is None or node.node_rank == 0:
+        _check_room(config, planner.first)
+    return launch(config, slots, Bounds(servers, workers + servers), node, planner, lambda: _holding(config))
 
 
 def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Planner:
@@ -205,8 +230,11 @@ def _parameters(config: Config) -> int | None:
 
 def _be_worker(config: Config, worker: Worker) -> int:
     """One of the workers that another launcher started: what goes wrong is that launcher's to answer."""
+    from shardwise.errors import UserError
     from shardwise.resilience.stopping import CollectSignals, cut_short
 
+    if config.train.driver == "server":
+        raise UserError("train.driver = 'server': starts its own processes; run it without torchrun, or as one process a node")
     with CollectSignals() as signals:  # before anything is imported: one rank alone that leaves would keep the others waiting
         from shardwise.mesh import peer_is_gone
         from shardwise.observe import unblocked_output

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from shardwise.config.compression import AUTO, SETTINGS, WEIGHT_CODECS, Compression
-from shardwise.config.schema import ClusterSection, Data, Layout, Model, Section, Train
+from shardwise.config.schema import ClusterSection, Data, Layout, Model, Section, Server, Train
 
 MOST_WEIGHTS = 10**15
 
@@ -28,6 +28,11 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
         problems += _layout(layout)
     if isinstance(train, Train) and isinstance(layout, Layout) and train.optimizer == "1bit-adam":
         problems += _one_bit_adam(train, layout)
+    server = sections.get("server")
+    if isinstance(train, Train) and isinstance(server, Server):
+        problems += _server(train, server)
+        if train.driver == "server" and isinstance(model, Model) and isinstance(layout, Layout):
+            problems += _served(model, train, layout)
     if isinstance(cluster := sections.get("cluster"), ClusterSection) and cluster.preset and cluster.file:
         problems.append("cluster.preset and cluster.file are both given; keep one (a file may itself start from a preset)")
     if isinstance(model, Model) and isinstance(data, Data):
@@ -179,6 +184,34 @@ def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
         )
     if train.state_dtype == "bfloat16":
         yield f"{what}: keeps float32 states; leave train.state_dtype out"
+
+
+def _server(train: Train, server: Server) -> Iterator[str]:
+    if train.driver != "server":
+        for name in sorted(name for name, field in Server.model_fields.items() if getattr(server, name) != field.default):
+            yield f"server.{name}: has no effect without train.driver = 'server'; leave it out, or set that"
+        return
+    if server.portions and train.global_batch % server.portions:
+        yield (
+            f"server.portions = {server.portions}: does not divide train.global_batch = {train.global_batch}; "
+            f"use one of {', '.join(map(str, divisors(train.global_batch)))}"
+        )
+    if server.damping and server.max_staleness == 0:
+        yield "server.damping = true: with server.max_staleness = 0 no gradient is stale; raise that, or leave it out"
+
+
+def _served(model: Model, train: Train, layout: Layout) -> Iterator[str]:
+    """What a parameter server and its workers, one device each, do not do."""
+    what = "train.driver = 'server'"
+    usual = {name for name, field in Layout.model_fields.items() if getattr(layout, name) == field.default}
+    if given := sorted(layout.model_fields_set - usual - {"data"}):
+        yield f"{what}: each of layout.data workers has a whole model; leave layout.{', layout.'.join(given)} out"
+    if train.precision == "float16":
+        yield f"{what}: float16 needs a loss scale that all gradients of a step agree on; use bfloat16 or float32"
+    if train.optimizer != "adamw" or train.shares != "even":
+        yield f"{what}: leave train.optimizer and train.shares out"
+    if model.experts:
+        yield f"{what}: not with experts, whose loads are known to the workers alone"
 
 
 def _positions(model: Model, data: Data) -> Iterator[str]:

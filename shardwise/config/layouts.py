@@ -41,6 +41,7 @@ def _rules(model: Model, data: Data, train: Train, layout: Layout) -> list[str]:
         *_sequence(model, data, layout),
         *_pipeline(model, layout),
         *_recompute(train, layout),
+        *_shares(train, layout),
         *_expert(model, layout),
         *problems_of_nearby(layout),
     ]
@@ -150,6 +151,14 @@ def _recompute(train: Train, layout: Layout) -> Iterator[str]:
         yield (
             f"train.recompute = 'selective': {layout.schedule} goes through backward in two halves, and selective recomputation "
             "allows one pass; use 'full', a number from 0 to 1, or layout.schedule = '1f1b'"
+        )
+
+
+def _shares(train: Train, layout: Layout) -> Iterator[str]:
+    if train.shares == "by speed" and layout.pipeline > 1:
+        yield (
+            f"train.shares = 'by speed': the stages of a pipeline (layout.pipeline = {layout.pipeline}) send each other messages "
+            "of one size; use train.shares = 'even', or another axis"
         )
 
 

@@ -123,12 +123,22 @@ class Data(Section):
 class Train(Section):
     """How to train."""
 
+    driver: Literal["synchronous", "server"] = Field(
+        "synchronous",
+        description="all devices in lockstep, or a parameter server that workers bring gradients to, each at its own pace; see "
+        "docs/asynchronous.md",
+    )
     steps: Positive = Field(100, description="optimizer steps")
     global_batch: Batch = Field(32, description="sequences an optimizer step sees, over all devices")
     micro_batch: Positive | None = Field(
         None,
         description="sequences one forward sees on one device; left out: planned where the job names a cluster or no layout, "
         "else the device's whole share",
+    )
+    shares: Literal["even", "by speed"] = Field(
+        "even",
+        description="rows of the global batch that a data-parallel device gets: as many as any other, or as many as its speed "
+        "allows, which changes only rounding; see docs/asynchronous.md",
     )
     learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
     final_learning_rate: float = Field(0.1, ge=0, le=1, description="learning rate at the last step, as a share of the peak")
@@ -343,6 +353,30 @@ class Recovery(Section):
     )
 
 
+class Server(Section):
+    """A parameter server (`train.driver = "server"`): --workers are one device each, and as many servers come on top."""
+
+    servers: Degree = Field(1, description="processes that share the weights and the optimizer's state")
+    portions: Positive | None = Field(
+        None, description="pieces of the global batch, each computed by one worker; left out: as many as there are workers"
+    )
+    max_staleness: NonNegative | Literal["unbounded"] = Field(
+        0,
+        description="updates that the weights may have had between a worker's reading them and the use of its gradient; 0: "
+        "each update waits for the whole batch, as in a synchronous run",
+    )
+    damping: bool = Field(False, description="divide a gradient by one more than its staleness")
+    backups: bool = Field(
+        False,
+        description="a worker that would have to wait computes a portion that another has not brought yet, and the first counts",
+    )
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """None: there is none."""
+        return None if self.max_staleness == "unbounded" else self.max_staleness
+
+
 class Observe(Section):
     """What to show and keep."""
 
@@ -371,5 +405,6 @@ class Config(Section):
     cluster: ClusterSection = Field(default_factory=ClusterSection, description="what it runs on; left out: this machine")  # type: ignore[arg-type]
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")  # type: ignore[arg-type]
     recovery: Recovery = Field(default_factory=Recovery, description="surviving failures")  # type: ignore[arg-type]
+    server: Server = Field(default_factory=Server, description="a parameter server")  # type: ignore[arg-type]
     observe: Observe = Field(default_factory=Observe, description="what to show and keep")  # type: ignore[arg-type]
     run: Run = Field(default_factory=Run, description="where results go")  # type: ignore[arg-type]

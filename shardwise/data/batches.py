@@ -17,6 +17,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,6 @@ import torch
 from numpy.typing import NDArray
 
 from shardwise.data.dataset import Dataset, Rows
-
-_WAIT = 0.1  # seconds between looks at the stop flag
 
 
 @dataclass(frozen=True)
@@ -44,34 +43,41 @@ class Batch:
 
 
 class Batches(Iterator[list[Batch]]):
-    """Yields, step after step without end, the micro-batches of rows [start_row, start_row + rows) of the global batch."""
+    """Yields, step after step without end, this rank's rows of the global batch in as many micro-batches, as even as can be.
+
+    Whose rows are whose may change from step to step: `take` says which are to be read for the step after the one it returns.
+    """
 
     def __init__(
         self,
         dataset: Dataset,
         global_batch: int,
-        start_row: int,
-        rows: int,
-        micro_batch: int,
+        rows: range,
+        micro_batches: int,
         device: torch.device | str,
         seen: int = 0,
     ) -> None:
-        assert rows % micro_batch == 0, "a rank's rows must split into whole micro-batches"
-        assert 0 <= start_row <= start_row + rows <= global_batch, "rows outside the batch"
-        self._dataset = dataset
-        self._global_batch, self._start_row, self._rows = global_batch, start_row, rows
-        self._micro_batch = micro_batch
+        self._dataset, self._global_batch, self._micro_batches = dataset, global_batch, micro_batches
         self._device = torch.device(device)
         self._pinned = self._device.type == "cuda"
-        self._ready: queue.Queue[list[Batch] | BaseException] = queue.Queue(maxsize=1)
-        self._stopped = threading.Event()
+        self._wanted: queue.SimpleQueue[range | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[list[Batch] | BaseException] = queue.SimpleQueue()
+        self._closed = False
         self._thread = threading.Thread(target=self._read_ahead, args=(seen,), name="batches", daemon=True)
         self._thread.start()
+        self._want(rows)
 
     def __next__(self) -> list[Batch]:
-        """The next step's micro-batches, on the device. An error of the reading thread is raised here."""
-        if self._stopped.is_set():
+        """The next step's micro-batches, on the device; the step after it gets the same rows of its batch."""
+        return self.take(self._rows)
+
+    def take(self, then: range) -> list[Batch]:
+        """The next step's micro-batches, on the device; the step after it gets those rows of its batch. An error of the reading
+        thread is raised here.
+        """
+        if self._closed:
             raise StopIteration
+        self._want(then)
         ready = self._ready.get()
         if isinstance(ready, BaseException):
             self.close()
@@ -81,7 +87,8 @@ class Batches(Iterator[list[Batch]]):
 
     def close(self) -> None:
         """Stop the thread and wait for it; iterating afterwards ends at once."""
-        self._stopped.set()
+        self._closed = True
+        self._wanted.put(None)
         self._thread.join()
 
     def __enter__(self) -> Batches:
@@ -90,29 +97,33 @@ class Batches(Iterator[list[Batch]]):
     def __exit__(self, *unused: object) -> None:
         self.close()
 
+    def _want(self, rows: range) -> None:
+        assert 0 <= rows.start <= rows.stop <= self._global_batch, "rows outside the batch"
+        assert len(rows) >= self._micro_batches, "every micro-batch has a row"
+        self._rows = rows
+        self._wanted.put(rows)
+
     def _read_ahead(self, seen: int) -> None:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # else pinning opens a context on the first GPU, for every rank
-            while not self._stopped.is_set():
-                first = seen + self._start_row
-                rows = self._dataset.sequences(first, self._rows)
-                self._hand_over([self._micro_batch_of(rows, start, first) for start in range(0, self._rows, self._micro_batch)])
+            while not self._closed and (wanted := self._wanted.get()) is not None:
+                first = seen + wanted.start
+                rows = self._dataset.sequences(first, len(wanted))
+                self._ready.put([self._micro_batch_of(rows, part, first) for part in parts(len(wanted), self._micro_batches)])
                 seen += self._global_batch
         except BaseException as error:  # whatever it is, it belongs to the consumer
-            self._hand_over(error)
+            self._ready.put(error)
 
-    def _micro_batch_of(self, rows: Rows, start: int, first: int) -> Batch:
-        """From this row on; the first of all has that number in the run."""
-        return replace(host_batch(_part(rows, start, self._micro_batch), self._pinned), first=first + start)
+    def _micro_batch_of(self, rows: Rows, part: range, first: int) -> Batch:
+        """Of some of these rows, the first of which has that number in the run."""
+        return replace(host_batch(_part(rows, part), self._pinned), first=first + part.start)
 
-    def _hand_over(self, ready: list[Batch] | BaseException) -> None:
-        while not self._stopped.is_set():
-            try:
-                self._ready.put(ready, timeout=_WAIT)
-                return
-            except queue.Full:
-                continue
+
+def parts(rows: int, count: int) -> list[range]:
+    """Rows in so many parts, as even as can be; the first ones have one row more."""
+    ends = [0, *accumulate(rows // count + (index < rows % count) for index in range(count))]
+    return [range(start, end) for start, end in pairwise(ends)]
 
 
 def to_batch(rows: Rows, device: torch.device) -> Batch:
@@ -131,9 +142,9 @@ def checksum(inputs: NDArray[np.int64]) -> int:
     return sum(zlib.crc32(row.data) for row in np.ascontiguousarray(inputs, dtype="<i8"))
 
 
-def _part(rows: Rows, start: int, count: int) -> Rows:
-    part = slice(start, start + count)
-    return Rows(rows.inputs[part], rows.targets[part], None if rows.documents is None else rows.documents[part])
+def _part(rows: Rows, part: range) -> Rows:
+    own = slice(part.start, part.stop)
+    return Rows(rows.inputs[own], rows.targets[own], None if rows.documents is None else rows.documents[own])
 
 
 def _tensor(values: NDArray[Any], pinned: bool) -> torch.Tensor:

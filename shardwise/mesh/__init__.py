@@ -9,7 +9,7 @@ from shardwise.mesh.launched import ALONE, Launched, Node, Worker, cache_folder,
 
 if TYPE_CHECKING:
     from shardwise.mesh.devices import device_memory, device_name, local_gpus
-    from shardwise.mesh.mesh import Mesh, abandon, join, leave, open_rendezvous_store, peer_is_gone
+    from shardwise.mesh.mesh import Mesh, abandon, join, leave, meeting_place, open_rendezvous_store, peer_is_gone
 
 __all__ = [
     "ALONE",
@@ -26,6 +26,7 @@ __all__ = [
     "launched",
     "leave",
     "local_gpus",
+    "meeting_place",
     "open_rendezvous_store",
     "peer_is_gone",
     "worker_environment",

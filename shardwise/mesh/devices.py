@@ -36,11 +36,11 @@ def _has_gpu_driver() -> bool:
     return any(True for pattern in GPU_FILES for _ in Path("/dev").glob(pattern))
 
 
-def pick_device(worker: Worker) -> torch.device:
-    """The GPU with this worker's local number, or the CPU where there are fewer GPUs than workers."""
+def pick_device(worker: Worker, on_cpu: bool = False) -> torch.device:
+    """The GPU with this worker's local number, or the CPU where there are fewer GPUs than workers or it is asked for."""
     import torch
 
-    if local_gpus() >= worker.local_world:
+    if not on_cpu and local_gpus() >= worker.local_world:
         device = torch.device("cuda", worker.local_rank)
         torch.cuda.set_device(device)
         return device

@@ -106,9 +106,9 @@ class Mesh:
         return self.worker.rank == 0
 
 
-def join(worker: Worker, layout: Layout) -> Mesh:
+def join(worker: Worker, layout: Layout, on_cpu: bool = False) -> Mesh:
     """Meet the peers and lay out the grid. A world of one needs none, unless states are offloaded: FSDP2 does that, on a mesh."""
-    device = pick_device(worker)
+    device = pick_device(worker, on_cpu)
     assert layout.world == worker.world, "the plan was made for this world"
     if worker.world == 1 and not layout.offload:
         return Mesh(worker, layout, device, None)
@@ -168,6 +168,12 @@ def _store_at(address: str, port: int) -> TCPStore:
         timeout=COLLECTIVE_TIMEOUT,
         master_listen_fd=listener.detach(),
     )
+
+
+def meeting_place(worker: Worker, timeout: datetime.timedelta = COLLECTIVE_TIMEOUT) -> PrefixStore:
+    """Where the ranks of a team leave word for workers that work for it and are none of them."""
+    store = TCPStore(worker.address, worker.port, is_master=False, timeout=timeout)
+    return PrefixStore(f"{worker.store_name}-{worker.generation}-word", store)
 
 
 def open_rendezvous_store(address: str = LOOPBACK) -> TCPStore:

@@ -117,6 +117,9 @@ class _Step(TypedDict, total=False):
     communication_efficiency: Measured | None
     communication: dict[str, _AxisTimes]
     latest: _Latest
+    load_imbalance: Measured
+    rows: list[Count]
+    staleness: list[Count]
     loss_scale: Number
     skipped: bool
     expert_imbalance: Number

@@ -109,6 +109,10 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
     for axis, used in communication["axes"].items():
         if used["seconds"] is not None:
             yield "", f"{axis}: {_used(used)}"
+    if summary["load"]["imbalance"] is not None:
+        yield "load", _load(summary["load"])
+    if summary["staleness"]:
+        yield "staleness", _staleness(summary["staleness"])
     if summary["experts"]:
         imbalance = summary["experts"]["imbalance"]
         worst = f"worst {imbalance['worst']:.2f} at step {imbalance['worst_step']}"
@@ -123,6 +127,19 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "damaged lines", ", ".join(f"{count} of {name}" for name, count in damaged.items()) + " (skipped)"
     if summary["events"]:
         yield "events", ", ".join(f"{name} {count}" for name, count in summary["events"].items())
+
+
+def _staleness(histogram: Mapping[str, int]) -> str:
+    """How many updates old the weights were that gradients were computed with, and how many gradients each."""
+    total = sum(histogram.values())
+    bars = [f"{updates}: {format_percent(count / total)}" for updates, count in histogram.items()]
+    mean = sum(int(updates) * count for updates, count in histogram.items()) / total
+    return f"{mean:.2f} updates on average ({', '.join(bars[:12])}{', …' if len(bars) > 12 else ''})"
+
+
+def _load(load: Summary) -> str:
+    rows = f"; rows of each device: {', '.join(map(str, load['rows']))}" if load["rows"] else ""
+    return f"the slowest rank works {format_percent(load['imbalance'])} of the mean longer than the quickest{rows}"
 
 
 def _used(axis: Summary) -> str:

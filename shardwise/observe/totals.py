@@ -8,6 +8,7 @@ thousands of evenly spaced steps is the run's to a fraction of its noise.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
@@ -86,6 +87,8 @@ class RunTotals:
         self._collectives: dict[str, dict[str, int]] = {}
         self._repeated: dict[str, dict[str, int]] = {}
         self._times = 0
+        self.staleness: Counter[int] = Counter()
+        """Of all gradients that were computed by a server's workers."""
         self.last_with_experts: Record = {}
         self.worst_with_experts: Record = {}
 
@@ -124,6 +127,7 @@ class RunTotals:
             self.held_out.append({"step": step["step"], "loss": step["held_out_loss"]})
         if step.get("skipped"):
             self.skipped.append(step["step"])
+        self.staleness.update(step.get("staleness", ()))
         if step.get("expert_load") and "expert_imbalance" in step:
             self.last_with_experts, worst = step, self.worst_with_experts
             if not worst or step["expert_imbalance"] > worst["expert_imbalance"]:

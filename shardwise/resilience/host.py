@@ -66,8 +66,11 @@ class Host:
         record: Callable[..., None],
         newest_saved: Callable[[], int | None],
         others: OtherHosts | None = None,
+        loose: bool = False,
     ) -> None:
         self.name, self.start, self.recovery, self.logs, self.lead, self.others = name, start, recovery, logs, lead, others
+        self.loose = loose
+        """Whether workers that are no ranks of the team work for it."""
         self._record = record
         self._newest_saved = newest_saved
         """The step of the newest whole checkpoint, if there is one."""
@@ -167,7 +170,8 @@ class Host:
         now = time.monotonic()
         if step > worker.step and worker.phase == phase == "step":
             worker.seconds.append(now - worker.changed)
-            self._step = max(self._step, step) if worker.generation == self._generation else self._step
+            if worker.generation == self._generation and not worker.loose:
+                self._step = max(self._step, step)
         worker.phase, worker.step, worker.changed, worker.asked_for_stacks, worker.stacks = phase, step, now, None, None
 
     def _note_ended_workers(self) -> None:
@@ -178,10 +182,18 @@ class Host:
             self._take(worker)
             worker.pipe.close()
             del self._processes[worker.slot]
-            if worker.state == "working" and not worker.discarded:
+            if worker.loose and worker.state == "working" and not worker.discarded:
+                self._note_lost(worker, worker.fault or died(worker, self.logs))
+            elif worker.state == "working" and not worker.discarded:
                 self._faults.append(worker.fault or died(worker, self.logs))
             elif worker.state == "starting" and not worker.discarded:
                 self._note_failed_start(worker, worker.fault or died(worker, self.logs))
+
+    def _note_lost(self, worker: WorkerProcess, fault: Fault) -> None:
+        """A worker that is no rank ended: the others go on, and so does its slot, if it had got anything done."""
+        self._note("worker_lost", host=self.name, slot=worker.slot, cause=fault.cause)
+        if worker.step == 0 or fault.status is not None:
+            self._note_failed_start(worker, fault)
 
     def _note_failed_start(self, worker: WorkerProcess, fault: Fault) -> None:
         """A worker ended before it was ready: the second time, its slot rests; if all do, so does the host."""
@@ -237,7 +249,7 @@ class Host:
 
     def _working(self) -> list[WorkerProcess]:
         """Workers of the present team."""
-        return [worker for worker in self._at_work() if worker.generation == self._generation]
+        return [worker for worker in self._at_work() if worker.generation == self._generation and not worker.loose]
 
     def _at_work(self) -> list[WorkerProcess]:
         """Workers of any team: some may not have let go of an earlier one yet."""
@@ -345,7 +357,9 @@ class Host:
         for worker in self._processes.values():
             if worker.state == "waiting" and worker.generation < team.generation and worker.slot in self._members:
                 self._enlist(worker, team)
-            elif worker.state == "working" and worker.generation < team.generation and late:
+            elif worker.state == "waiting" and self.loose and worker.slot not in self._members and orders.wish == "work":
+                self._enlist(worker, team)  # again, too: its connection may have been cut
+            elif worker.state == "working" and worker.generation < team.generation and late and not worker.loose:
                 self._discard(worker)
             elif worker.state == "working" and orders.wish in ("regroup", "stop") and worker.wished != orders.wish:
                 worker.wished = orders.wish
@@ -353,10 +367,11 @@ class Host:
         return None
 
     def _enlist(self, worker: WorkerProcess, team: Team) -> None:
-        worker.state, worker.generation, worker.rank = "working", team.generation, self._members[worker.slot]
+        worker.state, worker.generation, worker.loose = "working", team.generation, worker.slot not in self._members
+        worker.rank = len(team.members) + worker.slot if worker.loose else self._members[worker.slot]
         worker.phase, worker.changed, worker.wished = "build", time.monotonic(), None
         worker.seconds.clear()
-        local = sorted(self._members)
+        local = [slot for slot in self.slots if slot not in self._members] if worker.loose else sorted(self._members)
         identity = Worker(
             rank=worker.rank,
             world=len(team.members),
@@ -402,6 +417,10 @@ class Host:
     # Hangs and signals
 
     def _watch_for_hangs(self) -> None:
+        for worker in [worker for worker in self._at_work() if worker.loose and not worker.discarded]:
+            if alone := find_hang([worker], self.recovery, other_hosts=False):
+                self._note_lost(worker, record_hang(alone, [worker], self.logs, self._generation))
+                self._discard(worker)
         working = self._working()
         hang = None if self._present_faults() else find_hang(working, self.recovery, self.others is not None)
         if hang is None:

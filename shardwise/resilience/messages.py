@@ -12,7 +12,7 @@ from typing import Literal
 from shardwise.mesh import Worker
 from shardwise.resilience.team import Fault, Team
 
-Phase = Literal["build", "restore", "step", "evaluate", "save", "end"]
+Phase = Literal["build", "restore", "step", "wait", "evaluate", "save", "end"]
 
 
 @dataclass(frozen=True)

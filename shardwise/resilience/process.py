@@ -37,6 +37,8 @@ class WorkerProcess:
     state: Literal["starting", "waiting", "working", "done"] = "starting"
     generation: int = 0
     rank: int = 0
+    loose: bool = False
+    """Whether it works for the team and is none of its ranks."""
     step: int = 0
     phase: Phase = "build"
     reads: str = "unknown data"
@@ -108,6 +110,6 @@ def peer_gone(worker: WorkerProcess, reason: str) -> Fault:
 
 def write_members(logs: Path, host: str, generation: int, workers: Iterable[WorkerProcess]) -> None:
     """Who is who, for people and for the drill."""
-    known = [{"rank": worker.rank, "slot": worker.slot, "pid": worker.pid} for worker in workers]
+    known = [{"rank": worker.rank, "slot": worker.slot, "pid": worker.pid, "loose": worker.loose} for worker in workers]
     team_here = {"host": host, "generation": generation, "supervisor": os.getpid(), "workers": known}
     write_text(logs / f"workers-{host}.json", json.dumps(team_here, indent=1) + "\n")

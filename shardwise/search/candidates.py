@@ -125,6 +125,8 @@ def _reason(config: Config, degrees: Mapping[str, int]) -> str | None:
         return "tensor is more than the vocabulary"
     if degrees["pipeline"] > model.layers:
         return f"pipeline has more stages than the model's {model.layers} blocks"
+    if degrees["pipeline"] > 1 and config.train.shares == "by speed":
+        return "pipelines need even shares"
     if config.data.sequence_length % (tensor * context):
         return f"a sequence of {config.data.sequence_length} does not divide over context x tensor"
     if config.train.global_batch % (degrees["replica"] * degrees["data"]):

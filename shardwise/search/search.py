@@ -88,6 +88,11 @@ def check_countable(config: Config) -> None:
             "model.module: the planner knows the transformer of [model] and cannot count a module of your own; "
             "leave it out to plan for a transformer of that size, or choose a [layout] yourself"
         )
+    if config.train.driver != "synchronous":
+        raise UserError(
+            f"train.driver = {config.train.driver!r}: the planner predicts devices in lockstep; "
+            "add train.driver=synchronous to plan for those, and leave the driver's own table out"
+        )
 
 
 def search(config: Config, cluster: Cluster, devices: int) -> SearchResult:

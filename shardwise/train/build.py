@@ -24,6 +24,7 @@ from shardwise.parallel import ParallelModel, parallelise
 from shardwise.parallel.placement import held
 from shardwise.plan import Plan
 from shardwise.resilience.copies import Copies
+from shardwise.train.shares import Shares
 
 
 @dataclass
@@ -41,24 +42,18 @@ class Training:
     peers: Peers
     """For what ranks say to each other between steps. A save in the background has its own: messages of two threads would mix."""
     scale: LossScale
+    shares: Shares
+    """Whose rows of a global batch are whose, in the first step of a team; later steps' are dealt out as it goes."""
     step: int = 0
+    missing: tuple[range, ...] = ()
+    """Of the sequences seen, those that a parameter server's workers had not brought yet."""
     sequences: int = 0
     """How many the run has seen, which is where its data goes on; `step` times the batch, unless the batch was changed."""
-
-    @property
-    def first_row(self) -> int:
-        """Where this rank's share of every global batch begins."""
-        return self.mesh.data_index * self.rows
-
-    @property
-    def rows(self) -> int:
-        """Sequences of every global batch that are this rank's."""
-        return self.config.train.global_batch // self.plan.layout.data_parallel
 
 
 def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None) -> Training:
     """Join the peers, build the model on the mesh, and open the data."""
-    mesh = join(worker, plan.layout)
+    mesh = join(worker, plan.layout, on_cpu=config.train.driver == "server")  # GPUs are for those who compute gradients
     if config.train.deterministic and mesh.device.type == "cuda":
         compute_deterministically()
     torch.manual_seed(config.train.seed)  # for a module that draws while it is built; what it draws later: parallel/seeds.py
@@ -70,7 +65,8 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
             for compressor in part.compressors:
                 optimizer.follow(compressor, dict(part.model.named_parameters()))
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
-    at_the_same_time = config.train.check_every > 0 and config.checkpoint.background
+    talks = config.train.check_every > 0 or config.train.driver == "server"  # while a checkpoint may be written, that is
+    at_the_same_time = talks and config.checkpoint.background
     return Training(
         config=config,
         plan=plan,
@@ -82,6 +78,7 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
         checkpointer=checkpointer,
         peers=Peers.meet(mesh) if at_the_same_time else checkpointer.peers,
         scale=LossScale.of(config.train),
+        shares=Shares.even(config.train.global_batch, plan.layout.data_parallel),
     )
 
 
@@ -92,6 +89,7 @@ def restore(training: Training, folder: str) -> None:
     training.checkpointer.load(folder, _state(training), same_world)
     _share_tied(training)
     training.step, training.sequences = manifest.step, manifest.sequences
+    training.missing = tuple(range(*bounds) for bounds in manifest.missing)
     saved = manifest.loss_scale
     if saved and training.scale.dynamic and manifest.train.get("precision") == "float16":
         training.scale = replace(training.scale, value=float(saved["value"]), clean_steps=int(saved["clean_steps"]))
@@ -108,7 +106,8 @@ def keep_copy(training: Training, copies: Copies) -> None:
     """Swap the state of the step reached with a neighbour, if it is time to."""
     if not copies.due(training.mesh, training.step):
         return
-    extras = {"step": training.step, "sequences": training.sequences, "scale": asdict(training.scale)}
+    missing = [(rows.start, rows.stop) for rows in training.missing]
+    extras = {"step": training.step, "sequences": training.sequences, "missing": missing, "scale": asdict(training.scale)}
     copies.take(training.mesh, training.step, _state_and_random(training), extras)
 
 
@@ -125,6 +124,7 @@ def recall(training: Training, copies: Copies) -> bool:
     set_random_state(state, training.mesh.worker.rank, training.mesh.device)
     _share_tied(training)
     training.step, training.sequences, training.scale = extras["step"], extras["sequences"], LossScale(**extras["scale"])
+    training.missing = tuple(range(*bounds) for bounds in extras["missing"])
     return True
 
 
@@ -154,6 +154,7 @@ def _manifest(training: Training) -> Manifest:
     return Manifest(
         step=training.step,
         sequences=training.sequences,
+        missing=tuple((rows.start, rows.stop) for rows in training.missing),
         model=config.model.model_dump(exclude={"preset"}),
         train=config.train.model_dump(mode="json"),
         data=config.data.model_dump(mode="json"),

@@ -79,6 +79,7 @@ def _host(name: str, config: Config, workers: int, lead: Lead | None, others: Ot
         record=events.write,
         newest_saved=partial(newest_saved, config),
         others=others,
+        loose=config.train.driver == "server",
     )
     with closing(events), unblocked_output():
         return host.run()

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from shardwise.config import Config
+from shardwise.config import Config, Layout
 from shardwise.cost.buckets import bucket_bytes
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import asked_for
@@ -48,14 +48,17 @@ class Planner:
     def first(self) -> Plan:
         """The plan on all devices; a `ConfigError` says why there is none."""
         config, asked = self._job_to_plan
-        plan = self._predicted(choose(config, self.devices, self.memory_bytes, self.parameters, asked))
+        servers = _servers(config)
+        plan = self._predicted(choose(config, servers or self.devices, self.memory_bytes, self.parameters, asked))
         self._plans[self.devices] = plan
         return plan
 
     def on(self, devices: int, least: int) -> Plan | None:
         """The plan for as many of these devices as can be used; None if that is fewer than `least`."""
+        config, asked = self._job_to_plan
+        if servers := _servers(config):
+            return self.first if devices > servers else None  # workers come and go; the servers are as many as ever
         if devices not in self._plans:
-            config, asked = self._job_to_plan
             plan = fit(config, devices, least, self.memory_bytes, self.parameters, asked)
             self._plans[devices] = self._predicted(plan) if plan else None
         return self._plans[devices]
@@ -72,7 +75,11 @@ class Planner:
 
     @cached_property
     def _job_to_plan(self) -> tuple[Config, Asked | None]:
-        """The job that plans are made for: with what a search decided put in, and beside it the job as it was asked for."""
+        """The job that plans are made for: with what a search decided put in, and beside it the job as it was asked for. That
+        of a parameter server is its servers': they share states as ZeRO-3 does."""
+        if servers := _servers(self.config):
+            layout = Layout(data=servers, zero=3 if servers > 1 else 0)  # type: ignore[call-arg]
+            return self.config.model_copy(update={"layout": layout}), None
         if not self.searches or self.cluster is None:
             return self.config, None
         return plan_job(self.config, self.cluster.of(self.devices), self.devices)
@@ -101,9 +108,14 @@ class Planner:
         return bucket_bytes(self.cluster.of(plan.world), plan.world, gradients, compressed)
 
 
+def _servers(config: Config) -> int:
+    """How many there are; 0: every worker is a rank."""
+    return config.server.servers if config.train.driver == "server" else 0
+
+
 def left_to_the_planner(config: Config, devices: int, cluster_is_named: bool) -> bool:
     """Whether a search is to decide: all of the layout is left out, or the micro-batch on a cluster that the job names."""
-    if config.model.module is not None:
+    if config.model.module is not None or _servers(config):
         return False
     return (is_open(config.layout) and devices > 1) or (cluster_is_named and config.train.micro_batch is None)
 

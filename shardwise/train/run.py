@@ -12,7 +12,8 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -28,9 +29,12 @@ from shardwise.resilience.copies import Copies
 from shardwise.resilience.host_link import NoHost
 from shardwise.resilience.team import Team
 from shardwise.train.build import Training, build, keep_copy, recall, restore, save
+from shardwise.train.contribute import build_contributor, contribute
 from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.guard import check_joined
 from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothing_is_left
+from shardwise.train.serve import Contributions
+from shardwise.train.sources import Source
 from shardwise.train.steps import Step, steps
 
 log = logging.getLogger("shardwise")
@@ -52,8 +56,14 @@ def run(config: Config, link: NoHost) -> int:
     dataset = Dataset.open(config.data, config.train.seed)
     check_vocabulary(dataset, config.model.vocabulary)
     copies = Copies(config.recovery.copies if link.recovers else 0)
+    contributor: Training | None = None
     while (joined := link.next_team()) is not None:
         worker, team = joined
+        if worker.rank >= worker.world:  # none of its ranks: it works for them
+            contributor = contributor or build_contributor(config, worker, dataset)
+            if contribute(contributor, worker, len(team.members), link):
+                return 0
+            continue
         try:
             status = _in_team(config, worker, team, dataset, link, copies)
         except Exception as error:
@@ -117,7 +127,8 @@ def _reported(training: Training, beginning: Beginning, link: NoHost, copies: Co
     with closing(reporter):
         reporter.start(beginning)
         try:
-            return _loop(training, reporter, link, copies)
+            with _source(training, link) as source:
+                return _loop(training, source, reporter, link, copies)
         except UserError as error:
             reporter.failed(str(error))
             training.checkpointer.finish(LAST_SAVE_SECONDS)
@@ -131,10 +142,24 @@ def _reported(training: Training, beginning: Beginning, link: NoHost, copies: Co
 
 
 def _rows(training: Training) -> str:
-    return f"rows {training.first_row} to {training.first_row + training.rows - 1} of its global batch"
+    if training.config.train.shares == "by speed":
+        return "its share of the global batch"
+    rows = training.shares.of(training.mesh.data_index)
+    return f"rows {rows.start} to {rows.stop - 1} of its global batch"
 
 
-def _loop(training: Training, reporter: Reporter, link: NoHost, copies: Copies) -> int | None:
+@contextmanager
+def _source(training: Training, link: NoHost) -> Iterator[Source | None]:
+    """Where the gradients come from; None: this rank's own rows. However the steps end, nobody brings any more."""
+    if training.config.train.driver == "synchronous":
+        yield None
+        return
+    waiting = partial(link.progress, "wait")
+    with closing(Contributions(training, lambda: link.wish() is not None, lambda: waiting(training.step))) as source:
+        yield source
+
+
+def _loop(training: Training, source: Source | None, reporter: Reporter, link: NoHost, copies: Copies) -> int | None:
     train, checkpoint = training.config.train, training.config.checkpoint
     saved_at, saved_time = training.step, time.monotonic()
 
@@ -142,7 +167,10 @@ def _loop(training: Training, reporter: Reporter, link: NoHost, copies: Copies) 
         minutes = 0.0 if checkpoint.every else checkpoint.every_minutes
         return minutes > 0 and time.monotonic() - saved_time >= 60 * minutes
 
-    for done in _traced(training, lambda: link.wish() is not None, save_due):
+    def stop_asked() -> bool:
+        return link.wish() is not None
+
+    for done in _traced(training, stop_asked, save_due, source):
         link.progress("step", training.step)
         keep_copy(training, copies)
         last = training.step == train.steps
@@ -165,6 +193,11 @@ def _loop(training: Training, reporter: Reporter, link: NoHost, copies: Copies) 
             training.comm.ledger.take()
             training.comm.clock.restart()
             link.progress("step", training.step)
+    if training.step < train.steps:  # it was asked to stop while it waited for gradients
+        if saved_at != training.step:
+            save(training)
+        reporter.saves(training.checkpointer.outcomes())
+        return _agree_on_end(training, reporter, link.stop_status())
     assert saved_at == training.step, "a run ends with its last step saved"
     link.progress("end", training.step)
     prompt = training.config.observe.sample
@@ -191,9 +224,11 @@ def _agree_on_end(training: Training, reporter: Reporter, status: int | None) ->
     return status
 
 
-def _traced(training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool]) -> Iterator[Step]:
+def _traced(
+    training: Training, stop_asked: Callable[[], bool], save_due: Callable[[], bool], source: Source | None
+) -> Iterator[Step]:
     """The steps, with a trace of some after the first if asked for."""
-    done_steps = steps(training, stop_asked, save_due)
+    done_steps = steps(training, stop_asked, save_due, source)
     if not training.config.observe.trace:
         return done_steps
     return _profiled(training, done_steps) if training.mesh.device.type == "cuda" else _timeline(training, done_steps)

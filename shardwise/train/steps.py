@@ -20,17 +20,15 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import EXPOSED
-from shardwise.data.batches import Batch, Batches
 from shardwise.errors import RunFailed
-from shardwise.models import attention_backends
-from shardwise.models.dtypes import DTYPES
-from shardwise.observe import AxisTimes, StepClock, axis_times, peak_memory, present_time
+from shardwise.observe import AxisTimes, axis_times, peak_memory, present_time
 from shardwise.optim import first_non_finite, global_norm, learning_rate, update
 from shardwise.parallel import build_plain
-from shardwise.plan import RANK_AXES, reduce_dtype
+from shardwise.plan import RANK_AXES
 from shardwise.resilience.stragglers import StragglerChange, Watch
 from shardwise.train.build import Training
 from shardwise.train.guard import check_copies, check_gradients
+from shardwise.train.sources import Drawn, OwnRows, Source
 
 _HALF = 1 << 28
 """A checksum has up to 2 x 28 bits: 32 of each sequence, and 24 of their number."""
@@ -65,12 +63,22 @@ class Step:
     """When it was done, in seconds since 1970."""
     rank_seconds: tuple[tuple[float, float], ...] = ()
     """(compute, data) seconds of each rank in the step before, without waits; none after the first step, nor on one device."""
+    rows: tuple[int, ...] = ()
+    """Of the global batch, by data-parallel device; where they are dealt out by speed."""
+    staleness: tuple[int, ...] = ()
+    """Of the gradients that it is the sum of; where they were computed by others."""
     stragglers: StragglerChange = field(default_factory=StragglerChange)
     """Who began or ceased to be slow, by the step before; on the main rank only."""
     expert_imbalance: float | None = None
     """Load of the busiest expert of any layer, relative to an even load."""
     expert_load: list[float] | None = None
     """Load of each expert over all layers, relative to an even load."""
+
+    @property
+    def load_imbalance(self) -> float | None:
+        """How much longer the slowest rank worked on the step before than the quickest, relative to the mean; None: not known."""
+        work = [sum(seconds) for seconds in self.rank_seconds if seconds[0] > 0]
+        return (max(work) - min(work)) / (sum(work) / len(work)) if work else None
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,7 @@ class _Queued:
     numbers: Tensor
     shared: int
     learning_rate: float
+    drawn: Drawn
 
 
 def never() -> bool:
@@ -88,43 +97,41 @@ def never() -> bool:
     return False
 
 
-def steps(training: Training, stop_asked: Callable[[], bool] = never, save_due: Callable[[], bool] = never) -> Iterator[Step]:
-    """Train from the step reached to the last one. Ends early, on all ranks together, once any rank is asked to stop. All hear
-    by the same step, too, that a save is due where the main rank says so.
+def steps(
+    training: Training,
+    stop_asked: Callable[[], bool] = never,
+    save_due: Callable[[], bool] = never,
+    source: Source | None = None,
+) -> Iterator[Step]:
+    """Train from the step reached to the last one, with gradients of this rank's own rows unless another source is given. Ends
+    early, on all ranks together, once any rank is asked to stop. All hear by the same step, too, that a save is due where the
+    main rank says so.
     """
-    train, clock = training.config.train, training.comm.clock
-    batches = Batches(
-        training.dataset,
-        global_batch=train.global_batch,
-        start_row=training.first_row,
-        rows=training.rows,
-        micro_batch=training.plan.micro_batch,
-        device=training.mesh.device,
-        seen=training.sequences,
-    )
+    source = source or OwnRows(training)
     watch = watch_over(training)
     try:
-        clock.restart()
-        batch: list[Batch] | None = None
+        training.comm.clock.restart()
         before: Step | None = None
-        while training.step < train.steps:
-            batch = batch or _fetch(batches, clock)
+        while training.step < training.config.train.steps:
             vote = _STOP if stop_asked() else _SAVE if training.mesh.is_main and save_due() else 0.0
-            queued = _queue(training, batch, vote, before)
-            batch = _fetch(batches, clock) if training.step + 1 < train.steps else None  # while the device is busy
+            queued = _queue(training, source, vote, before)
+            if queued is None:
+                return
+            source.ahead()  # while the device is busy
             done = _watched(watch, before, _read(training, queued, before))
+            source.hear(done.step, done.rank_seconds)
             yield done
             if done.stop:
                 return
             before = done
     finally:
-        batches.close()
+        source.close()
 
 
 def watch_over(training: Training) -> Watch | None:
     """Looks for slow ranks, on the main rank. Those of one pipeline stage do the same work; stages are outermost on the grid."""
     world, stages = training.mesh.worker.world, training.plan.layout.pipeline
-    if world == 1 or not training.mesh.is_main:
+    if world == 1 or not training.mesh.is_main or training.config.train.driver == "server":
         return None
     size = world // stages
     groups = [range(stage * size, (stage + 1) * size) for stage in range(stages)]
@@ -137,21 +144,17 @@ def _watched(watch: Watch | None, before: Step | None, done: Step) -> Step:
     return replace(done, stragglers=watch.step(before.step, done.rank_seconds, before.seconds))
 
 
-def _fetch(batches: Batches, clock: StepClock) -> list[Batch]:
-    with clock.span("data"):
-        return next(batches)
-
-
-def _queue(training: Training, batch: list[Batch], vote: float, before: Step | None) -> _Queued:
-    """Hand all of a step's work to the device."""
+def _queue(training: Training, source: Source, vote: float, before: Step | None) -> _Queued | None:
+    """Hand all of a step's work to the device; None: the source has no more."""
     comm, clock = training.comm, training.comm.clock
     comm.step, comm.loss_scale = training.step + 1, training.scale.value
-    tokens = count_tokens(training, batch)
-    message = _message_to_all(training, batch, vote, before)
+    drawn = source.draw()
+    if drawn is None:
+        return None
+    message = _message_to_all(training, drawn.checksum, vote, before)
     with clock.span("forward_backward"):
-        loss = forward_backward(training, batch, tokens)
         norm = global_norm((p for _, p in training.parallel.named_parameters(once=True)), comm) / training.scale.value
-        shared = share(training, torch.cat((loss.double().reshape(1), message)))
+        shared = share(training, torch.cat((drawn.loss.double().reshape(1), message)))
     train = training.config.train
     checked = train.check_every > 0 and (training.step + 1) % train.check_every == 0
     if checked or before is None:
@@ -163,17 +166,16 @@ def _queue(training: Training, batch: list[Batch], vote: float, before: Step | N
         loads = _balance(training, finite)
     if checked:
         check_copies(training)
-    numbers = torch.cat((shared, norm.to(shared).reshape(1), tokens.to(shared).reshape(1), loads.to(shared)))
-    return _Queued(numbers, len(shared), lr)
+    numbers = torch.cat((shared, norm.to(shared).reshape(1), drawn.tokens.to(shared).reshape(1), loads.to(shared)))
+    return _Queued(numbers, len(shared), lr, drawn)
 
 
-def _message_to_all(training: Training, batch: list[Batch], vote: float, before: Step | None) -> Tensor:
+def _message_to_all(training: Training, checksum: int, vote: float, before: Step | None) -> Tensor:
     """What this rank shares with all others beside its loss: its vote, the checksum of its sequences, and its times of the step
-    before. Devices along pipeline and context read the same sequences, so the first of them gives the checksum for all.
+    before.
     """
     mesh, rank, world = training.mesh, training.mesh.worker.rank, training.mesh.worker.world
-    speaks = mesh.coordinate("pipeline") == mesh.coordinate("context") == 0
-    high, low = divmod(sum(micro_batch.checksum for micro_batch in batch) if speaks else 0, _HALF)
+    high, low = divmod(checksum, _HALF)
     times = [(0.0, 0.0)] * (world if world > 1 else 0)
     if times and before is not None:
         times[rank] = _own_seconds(training, before)
@@ -242,25 +244,11 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
         data=f"{int(high) * _HALF + int(low):014x}",
         ended=present_time(),
         rank_seconds=tuple(zip(times[::2], times[1::2], strict=True)) if before else (),
+        rows=queued.drawn.rows,
+        staleness=queued.drawn.staleness,
         expert_imbalance=loads[0] if loads else None,
         expert_load=loads[1:] if loads else None,
     )
-
-
-def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
-    """Tokens that carry a loss in the whole global batch: what the loss is divided by, on every layout alike."""
-    config = training.config
-    if not config.data.reset_attention:  # then every token carries one, and no rank need ask the others
-        return torch.tensor(float(config.train.global_batch * config.data.sequence_length), device=training.mesh.device)
-    local = float(sum(micro_batch.valid for micro_batch in batch))
-    return training.comm.sum_over_data(torch.tensor(local, device=training.mesh.device))
-
-
-def forward_backward(training: Training, batch: list[Batch], tokens: Tensor) -> Tensor:
-    """Gradients of the global mean loss, complete on this rank; returns this rank's part of that loss."""
-    tokens = tokens.to(DTYPES[reduce_dtype(training.config.train)])
-    with attention_backends(training.mesh.device.type):
-        return training.parallel.forward_backward(batch, training.scale.value / tokens) / tokens
 
 
 def share(training: Training, numbers: Tensor) -> Tensor:

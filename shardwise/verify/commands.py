@@ -88,13 +88,14 @@ class TrainCommands:
         return ranks
 
     def workers(self, supervisors: set[int] | None = None) -> dict[int, int]:
-        """The processes of the present workers, by rank."""
+        """The processes of the present team, by rank."""
         wanted = supervisors or {host.pid for host in self._hosts}
         pids: dict[int, int] = {}
         for path in (self.folder / "logs").glob("workers-*.json"):
             known = json.loads(path.read_text())
             if known["supervisor"] in wanted:
-                pids |= {worker["rank"]: worker["pid"] for worker in known["workers"] if psutil.pid_exists(worker["pid"])}
+                ranks = [worker for worker in known["workers"] if not worker["loose"]]
+                pids |= {worker["rank"]: worker["pid"] for worker in ranks if psutil.pid_exists(worker["pid"])}
         return pids
 
     def log_tail(self) -> str:

@@ -114,7 +114,7 @@ def drill(config: Config, workers: int, kinds: Sequence[Kind], count: int, seed:
         failure, seconds = run.run()
         progress.at("comparing", config.train.steps, len(run.survived))
         changes = any(fault.kind == "lose" for fault in planned)
-        tolerance = TOLERANCE[config.train.precision] if changes else None
+        tolerance = TOLERANCE[config.train.precision] if changes or config.train.shares == "by speed" else None
         same = None if failure else compare_runs(base / "undisturbed", base / "drilled", config.train.steps, tolerance)
         return DrillResult(
             planned=planned,
@@ -134,8 +134,9 @@ def drill(config: Config, workers: int, kinds: Sequence[Kind], count: int, seed:
 def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, dict[str, Any]]:
     """The job as the drill runs it, and what of that is worth saying.
 
-    To lose a host changes the layout, and with it the order of sums. In float32 training makes the roundings grow until they look
-    like a fault (1.4e-3 of a loss was seen); in float64 the same growth ends hundreds of times below the tolerance.
+    To lose a host changes the layout, and with it the order of sums; so does a device that gets other rows. In float32 training
+    makes the roundings grow until they look like a fault (1.4e-3 of a loss was seen); in float64 the same growth ends hundreds
+    of times below the tolerance.
     """
     checkpoint: dict[str, Any] = {}
     if not config.checkpoint.every:
@@ -151,7 +152,7 @@ def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, dict[str, 
     train: dict[str, Any] = {}
     if local_gpus() and not config.train.deterministic:  # two runs are to be the same bits
         train["deterministic"] = settings["train.deterministic"] = True
-    if "lose" in kinds and config.train.precision == "float32":
+    if ("lose" in kinds or config.train.shares == "by speed") and config.train.precision == "float32":
         train |= {"precision": "float64", "state_dtype": "auto"}
         settings["train.precision"] = "float64, to tell roundings from faults"
     update = {

@@ -47,6 +47,8 @@ class ProofJob:
     """Tokens of the loss at a time; None: all."""
     compressed: tuple[Layout, ...] = ()
     """The layout with each compression that the job asks for, one at a time."""
+    uneven: bool = False
+    """Whether devices get uneven shares of the batch."""
 
     @property
     def world(self) -> int:
@@ -76,6 +78,11 @@ class ProofJob:
 
 def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, dict[str, Any] | None]:
     """The proof of a job, and what was shrunk for it: (before, after) by key; None: nothing."""
+    if config.train.driver != "synchronous":
+        raise UserError(
+            f"train.driver = {config.train.driver!r}: a proof is of a layout whose devices compute in lockstep; "
+            "add train.driver=synchronous, and leave the driver's own table out"
+        )
     small, shrunk = shrink(config)
     data = smallest_data(small.layout)
     layout = with_nearby_that_divides(small.layout, data).model_copy(update={"data": data, "offload": False})
@@ -87,9 +94,9 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
         if getattr(asked, name) not in (None, AUTO)
     )
     small = small.model_copy(update={"layout": layout, "train": small.train.model_copy(update=_train(small, steps, dtype))})
-    plan = choose(small, layout.world)
+    plan, uneven = choose(small, layout.world), config.train.shares == "by speed"
     chunk = plan.micro_batch * small.data.sequence_length // layout.context // CHUNKS + 1
-    return ProofJob(small, plan, steps, dtype, small.model.vocabulary, layout.tensor, chunk, compressed), shrunk
+    return ProofJob(small, plan, steps, dtype, small.model.vocabulary, layout.tensor, chunk, compressed, uneven), shrunk
 
 
 def smallest_data(layout: Layout) -> int:
@@ -110,6 +117,7 @@ def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
         "compile": False,
         "check_every": 0,
         "optimizer": "adamw",
+        "shares": "even",
         "evaluate_sequences": min(train.evaluate_sequences, train.global_batch + 1),
     }
 

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch import inside_backward
+from shardwise.data.batches import parts
 from shardwise.mesh import Worker
 from shardwise.models import matches
 from shardwise.optim import local
@@ -181,12 +182,17 @@ def _changed(traced: _TracedStep, reference: dict[str, Tensor]) -> list[str]:
     return changed
 
 
+def _micro_batches(training: Training) -> tuple[range, ...]:
+    rows = training.shares.of(training.mesh.data_index)
+    return tuple(rows[part.start : part.stop] for part in parts(len(rows), training.plan.accumulation))
+
+
 @dataclass(frozen=True)
 class ReferenceSlicer:
     """Cuts out of the reference, which has the whole global batch, what this rank should have computed."""
 
-    first_row: int
-    micro_batch: int
+    micro_batches: tuple[range, ...]
+    """This rank's rows of the global batch, forward by forward."""
     positions: Tensor
     """Of this rank's tokens in a sequence."""
     length: int
@@ -205,8 +211,7 @@ class ReferenceSlicer:
         paths = [path for part in parallel.parts for path, _ in part.model.named_modules()]
         roles = {path: table.role(path) for path in paths}
         return cls(
-            first_row=training.first_row,
-            micro_batch=training.plan.micro_batch,
+            micro_batches=_micro_batches(training),
             positions=torch.arange(length) if parallel.positions is None else parallel.positions(length).cpu(),
             length=length,
             tensor=mesh.size("tensor"),
@@ -217,15 +222,15 @@ class ReferenceSlicer:
 
     def match(self, path: str, call: int, reference: Tensor, actual: Tensor) -> tuple[Tensor, Tensor, bool] | None:
         """The part of the reference that is this rank's, what this rank has, and whether `tensor` splits it; None: unclear."""
-        if path in self.skipped or actual.ndim < 2 or reference.ndim != actual.ndim:
+        if path in self.skipped or actual.ndim < 2 or reference.ndim != actual.ndim or call >= len(self.micro_batches):
             return None
+        rows = self.micro_batches[call]
         if actual.ndim == 2:  # (tokens, features)
-            if actual.shape[0] % self.micro_batch or reference.shape[0] % self.length:
+            if actual.shape[0] % len(rows) or reference.shape[0] % self.length:
                 return None
-            actual = actual.view(self.micro_batch, -1, actual.shape[1])
+            actual = actual.view(len(rows), -1, actual.shape[1])
             reference = reference.view(-1, self.length, reference.shape[1])
-        start = self.first_row + call * self.micro_batch
-        part, sequence = reference[start : start + self.micro_batch], 2 if matches(self.mixing, path) else 1
+        part, sequence = reference[rows.start : rows.stop], 2 if matches(self.mixing, path) else 1
         part, split = self._of_sequence(part, sequence, actual.shape[sequence])
         for dim in range(1, actual.ndim):
             if dim != sequence and part.shape[dim] != actual.shape[dim]:

@@ -32,6 +32,7 @@ from shardwise.parallel.placement import held
 from shardwise.plan import COPIES
 from shardwise.train.build import Training, build
 from shardwise.train.evaluate import held_out_loss
+from shardwise.train.shares import Shares
 from shardwise.train.steps import Step, steps
 from shardwise.verify.job import ProofJob, Sabotage
 from shardwise.verify.plain import PlainStep, Reader, Text, checksum, train_plainly
@@ -45,11 +46,22 @@ from shardwise.verify.sabotage import apply_sabotage
 def build_proof(worker: Worker, proof: ProofJob) -> Training:
     """The job of a proof on this rank: its rows, and its chunks of the loss."""
     training = build(proof.config, proof.plan, worker, ProofDataset.of(proof))
+    if proof.uneven:
+        training.shares = _uneven(training.shares, training.plan.accumulation)
     for part in training.parallel.parts:
         for module in part.model.modules():
             if isinstance(module, Head):
                 module.chunk = proof.chunk
     return training
+
+
+def _uneven(shares: Shares, least: int) -> Shares:
+    """Each second device has given a row to the one before it, where it has one to give: what is proven is not the even split."""
+    rows = list(shares.rows)
+    for giver in range(1, len(rows), 2):
+        if rows[giver] > least:
+            rows[giver - 1], rows[giver] = rows[giver - 1] + 1, rows[giver] - 1
+    return Shares(tuple(rows))
 
 
 def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:

@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -161,7 +162,8 @@ def test_strangers_change_nothing_and_take_no_memory(served: Served) -> None:
 def test_a_worker_that_talks_nonsense_is_hung_up_on(served: Served, text: dict[str, object], behind: int) -> None:
     wire = dial(LOOPBACK, served.front.port, OURS)
     assert isinstance(said(wire, Hello("odd")), Welcome)
-    wire.send(text, torch.ones(behind // 4) if behind else None)
+    with suppress(OSError):  # it may hang up before it has heard all
+        wire.send(text, torch.ones(behind // 4) if behind else None)
     with pytest.raises((EOFError, OSError)):
         wire.receive()
     wire.close()

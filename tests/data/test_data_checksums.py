@@ -74,7 +74,7 @@ def test_a_sequence_repeated_or_exchanged_is_seen_and_the_order_of_sequences_is_
 def test_batches_carry_the_checksum_of_their_own_rows(corpus: str) -> None:
     config = from_tables(tables(corpus, {}))
     dataset = Dataset.open(config.data, config.train.seed)
-    with Batches(dataset, 8, 2, 4, 2, "cpu") as batches:
+    with Batches(dataset, 8, range(2, 6), 2, "cpu") as batches:
         found = [batch.checksum for batch in next(batches)]
     rows = dataset.sequences(0, 8).inputs
     assert found == [checksum(rows[2:4]), checksum(rows[4:6])]

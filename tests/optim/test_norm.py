@@ -12,7 +12,7 @@ from ranks.pool import Pool
 
 from shardwise.mesh import Worker
 from shardwise.optim import first_non_finite, global_norm, local, sharded_axes
-from shardwise.train.steps import count_tokens, forward_backward
+from shardwise.train.sources import count_tokens, forward_backward
 
 
 def norms(worker: Worker, tables: Tables) -> tuple[float, float, set[tuple[str, ...]]]:
@@ -20,8 +20,8 @@ def norms(worker: Worker, tables: Tables) -> tuple[float, float, set[tuple[str, 
     from shardwise.data.batches import Batches
 
     training = start(worker, tables)
-    train, rows = training.config.train, (training.first_row, training.rows)
-    with Batches(training.dataset, train.global_batch, *rows, training.plan.micro_batch, "cpu") as batches:
+    rows = training.shares.of(training.mesh.data_index)
+    with Batches(training.dataset, training.config.train.global_batch, rows, training.plan.accumulation, "cpu") as batches:
         batch = next(batches)
     forward_backward(training, batch, count_tokens(training, batch))
     parameters = list(training.parallel.model.parameters())

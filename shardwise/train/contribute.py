@@ -1,0 +1,173 @@
+"""A worker of a parameter server: asks for a portion of the data, pulls the weights, and pushes its gradient, at its own pace.
+
+It is one device with a whole model. Nothing of it needs to be kept: when it is lost, the portion that it had goes to another, and
+a new worker begins by pulling the weights. When the servers are gone, it lets go and waits for word of the next ones.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from shardwise.asynchronous import messages
+from shardwise.asynchronous.wire import Wire, dial
+from shardwise.config import Config, Layout
+from shardwise.data import Dataset
+from shardwise.data.batches import Batch, parts, to_batch
+from shardwise.mesh import Worker, meeting_place
+from shardwise.models import attention_backends
+from shardwise.plan import choose
+from shardwise.resilience.channel import NotOurs
+from shardwise.resilience.host_link import NoHost
+from shardwise.train.build import Training, build
+from shardwise.train.serve import credentials, portions
+
+RETRY_SECONDS = 0.5
+"""Before a worker whose servers are gone looks for the next ones."""
+MEET_SECONDS = 60.0
+"""How long the servers may take to say where they are."""
+
+
+def build_contributor(config: Config, worker: Worker, dataset: Dataset) -> Training:
+    """The model on this device alone."""
+    layout = Layout(data=1)  # type: ignore[call-arg]
+    alone = config.model_copy(update={"layout": layout, "train": config.train.model_copy(update={"driver": "synchronous"})})
+    own = replace(worker, rank=0, world=1)
+    return build(alone, choose(alone, 1), own, dataset)
+
+
+def contribute(training: Training, worker: Worker, servers: int, link: NoHost) -> bool:
+    """Work for these servers; whether all is done, or they are gone."""
+    wires: list[Wire] = []
+    try:
+        for rank in range(servers):
+            where = meeting_place(worker, timedelta(seconds=MEET_SECONDS)).get(f"front {rank}").decode()
+            address, _, port = where.rpartition(" ")
+            wires.append(dial(address, int(port), credentials(worker.store_name)))
+        return _Contributor(training, wires, worker).work(link)
+    except (OSError, EOFError, NotOurs, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.distributed.DistError):
+            raise
+        time.sleep(RETRY_SECONDS)
+        return False
+    finally:
+        for wire in wires:
+            wire.close()
+
+
+class _Contributor:
+    """A worker that has reached its servers."""
+
+    def __init__(self, training: Training, wires: Sequence[Wire], worker: Worker) -> None:
+        self.training, self.wires = training, wires
+        self.parameters = dict(training.parallel.named_parameters(once=True))
+        dtype = next(iter(self.parameters.values())).dtype
+        name = f"{worker.address}-{worker.local_rank}-{time.monotonic_ns():x}"
+        self.slices = [self._greet(wire, name) for wire in wires]
+        self.buffers = [torch.empty(_numbers(slices), dtype=dtype) for slices in self.slices]
+        self.version = -1
+
+    def work(self, link: NoHost) -> bool:
+        """Until there is no more to do."""
+        count = 0
+        while True:
+            match _said(self.wires[0], messages.Ask()):
+                case messages.Task(portion, version):
+                    self._pull(version)
+                    self._compute(portion)
+                    count += 1
+                    link.progress("step", count)
+                case messages.Wait():
+                    link.progress("wait", count)
+                case messages.End():
+                    return True
+                case other:
+                    raise NotOurs(f"{other} in answer to a worker that asks")
+            if link.wish() is not None:
+                return False
+
+    def _greet(self, wire: Wire, name: str) -> dict[str, tuple[slice, ...]]:
+        welcome = _said(wire, messages.Hello(name))
+        if not isinstance(welcome, messages.Welcome) or welcome.slices.keys() != self.parameters.keys():
+            raise NotOurs("a server of another model")
+        return {name: tuple(slice(*part) for part in where) for name, where in welcome.slices.items()}
+
+    @torch.no_grad()
+    def _pull(self, least: int) -> None:
+        for wire, slices, buffer in zip(self.wires, self.slices, self.buffers, strict=True):
+            wire.send(messages.to_json(messages.Pull(least, self.version)))
+            text, behind = wire.receive()
+            answer = messages.from_json(text)
+            if not isinstance(answer, messages.Weights) or behind not in (0, buffer.numel() * buffer.element_size()):
+                raise NotOurs(f"{answer} with {behind} bytes in answer to a worker that pulls")
+            if behind:
+                wire.read(buffer)
+                for name, part in _views(buffer, slices):
+                    self.parameters[name][slices[name]].copy_(part)
+        self.version = least
+
+    def _compute(self, portion: int) -> None:
+        training, batch = self.training, batch_of(self.training, portion)
+        loss = summed_loss(training, batch)
+        for wire, slices, buffer in zip(self.wires, self.slices, self.buffers, strict=True):
+            for name, part in _views(buffer, slices):
+                gradient = self.parameters[name].grad
+                part.copy_(gradient[slices[name]]) if gradient is not None else part.zero_()
+            wire.send(messages.to_json(messages.Push(portion)), buffer)
+        for wire in self.wires:
+            if not isinstance(_received(wire), messages.Stored):
+                raise NotOurs("no answer to a worker that pushes")
+        if not isinstance(_said(self.wires[0], brought(portion, loss, batch)), messages.Noted):
+            raise NotOurs("no answer to a worker that brings")
+
+
+def batch_of(training: Training, portion: int) -> list[Batch]:
+    """The micro-batches of a portion."""
+    train, dataset = training.config.train, training.dataset
+    size = train.global_batch // portions(training.config)
+    count = -(-size // (train.micro_batch or size))
+    rows = [(portion * size + part.start, len(part)) for part in parts(size, count)]
+    return [replace(to_batch(dataset.sequences(*where), training.mesh.device), first=where[0]) for where in rows]
+
+
+def summed_loss(training: Training, batch: Sequence[Batch]) -> float:
+    """The loss of a portion, summed over its tokens; its gradient is left on the parameters."""
+    dtype = next(iter(training.parallel.named_parameters()))[1].dtype
+    training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
+    with attention_backends(training.mesh.device.type):
+        return float(training.parallel.forward_backward(batch, torch.ones((), dtype=dtype, device=training.mesh.device)))
+
+
+def brought(portion: int, loss: float, batch: Sequence[Batch]) -> messages.Bring:
+    """What a worker says of a portion."""
+    return messages.Bring(portion, loss, sum(one.valid for one in batch), sum(one.checksum for one in batch))
+
+
+def _views(buffer: Tensor, slices: dict[str, tuple[slice, ...]]) -> list[tuple[str, Tensor]]:
+    """The parts of a flat buffer, each in the shape of its slice."""
+    shapes = {name: [part.stop - part.start for part in where] for name, where in slices.items()}
+    pieces = torch.split(buffer, [math.prod(shape) for shape in shapes.values()])
+    return [(name, piece.view(shape)) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)]
+
+
+def _numbers(slices: dict[str, tuple[slice, ...]]) -> int:
+    return sum(math.prod(part.stop - part.start for part in where) for where in slices.values())
+
+
+def _said(wire: Wire, message: messages.FromWorker) -> messages.Message:
+    """The answer to a message."""
+    wire.send(messages.to_json(message))
+    return _received(wire)
+
+
+def _received(wire: Wire) -> messages.Message:
+    text, behind = wire.receive()
+    if behind:
+        raise NotOurs(f"{behind} bytes behind {text}")
+    return messages.from_json(text)

@@ -1,0 +1,166 @@
+"""A server's steps: gradients come from workers, who pull the weights and push what they computed (asynchronous/).
+
+The servers of a run are a team like any other: they share weights and optimizer states as ZeRO-3 does, make the update together,
+evaluate, save and recover. Only where a rank of a synchronous team would compute gradients, a server takes those that are due
+from its shelf and adds them up, in the order of the data, whoever brought them and when.
+
+The first server decides what is due and tells the others, once a second also that nothing is: a server that waits for workers is
+not one that hangs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.asynchronous.servers import Desk, Front, Shelf, Update
+from shardwise.asynchronous.work import Contribution, State, Work
+from shardwise.config import Config
+from shardwise.errors import UserError
+from shardwise.mesh import meeting_place
+from shardwise.mesh.sockets import address_towards
+from shardwise.optim import local
+from shardwise.parallel.placement import held
+from shardwise.resilience.channel import Credentials
+from shardwise.train.build import Training
+from shardwise.train.sources import Drawn
+
+TURN_SECONDS = 1.0
+"""How long the first server waits for an update before it tells the others that there is none yet."""
+
+
+class Contributions:
+    """The gradients that workers bring, as a source of steps."""
+
+    def __init__(
+        self, training: Training, stop_asked: Callable[[], bool], waiting: Callable[[], None], public: bool = True
+    ) -> None:
+        """Not `public`: nobody from outside is listened to."""
+        self.training, self._stop_asked, self._waiting = training, stop_asked, waiting
+        config, worker = training.config, training.mesh.worker
+        self.parameters = dict(training.parallel.named_parameters(once=True))
+        dtype = next(iter(self.parameters.values())).dtype
+        self.shelf = Shelf({name: held(parameter) for name, parameter in self.parameters.items()}, dtype)
+        self._size = config.train.global_batch // portions(config)
+        work = Work(
+            portions=portions(config),
+            updates=config.train.steps,
+            most_stale=config.server.staleness_bound,
+            again=config.server.backups,
+            start=self._start(),
+        )
+        self.desk = Desk(work) if training.mesh.is_main else None
+        self._update: Update | None = None
+        self._publish()
+        self._front = None
+        if public:
+            address = address_towards(worker.address, worker.port)
+            self._front = Front(address, credentials(worker.store_name), self.shelf, self.desk)
+            meeting_place(worker).set(f"front {worker.rank}", f"{address} {self._front.port}")
+
+    def draw(self) -> Drawn | None:
+        training = self.training
+        with training.comm.clock.span("data"):
+            update = self._next_update()
+        if update is None:
+            return None
+        self._update = update
+        with training.comm.clock.span("forward_backward"):
+            self._add_up(update)
+        tokens = torch.tensor(float(update.tokens), device=training.mesh.device)
+        loss = torch.tensor(update.loss / update.tokens if training.mesh.is_main else 0.0, dtype=torch.float64)
+        return Drawn(loss, tokens, update.checksum if training.mesh.is_main else 0, staleness=update.staleness)
+
+    def ahead(self) -> None:
+        pass
+
+    def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
+        """The step is done: its weights are the newest."""
+        self._publish()
+        state = State()
+        if self.desk is not None and self._update is not None:
+            self.desk.made(self._update)
+            state = self.desk.state()
+        _, after, missing = self.training.peers.from_rank(astuple(state), 0)
+        self.training.sequences = after * self._size
+        self.training.missing = tuple(range(portion * self._size, (portion + 1) * self._size) for portion in missing)
+
+    def close(self) -> None:
+        if self.desk is not None:
+            self.desk.close()
+        if self._front is not None:
+            self._front.close()
+
+    def _start(self) -> State:
+        """Where the data goes on. Portions are cut from its very beginning, so what was under way must be whole ones."""
+        training, size = self.training, self._size
+        if training.sequences % size or any(rows.start % size or len(rows) != size for rows in training.missing):
+            sizes = {len(rows) for rows in training.missing} or {math.gcd(training.sequences, size)}
+            raise UserError(
+                f"the checkpoint's data ends after {training.sequences} sequences with portions of {min(sizes)} under way, which "
+                f"portions of {size} do not continue; give train.global_batch and server.portions as they were"
+            )
+        return State(training.step, training.sequences // size, tuple(rows.start // size for rows in training.missing))
+
+    def _next_update(self) -> Update | None:
+        while True:
+            update = self.desk.due(TURN_SECONDS) if self.desk is not None else None
+            told = self.training.peers.from_rank([_told(update), self._stop_asked()], 0)
+            if told[0] is not None:
+                return update or _heard(told[0])
+            if told[1]:
+                return None
+            self._waiting()
+
+    @torch.no_grad()
+    def _add_up(self, update: Update) -> None:
+        """The sum of the gradients of all tokens, divided by how many they are; stale ones weigh less if so asked."""
+        taken = self.shelf.take(update.keys, update.brought, update.dropped)
+        damped = self.training.config.server.damping
+        factors = [1.0 / (1 + staleness if damped else 1) / update.tokens for staleness in update.staleness]
+        start = 0
+        for parameter in self.parameters.values():
+            own = local(parameter)
+            part = slice(start, start := start + own.numel())
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            gradient = local(parameter.grad).view(-1)
+            torch.mul(taken[0][part], factors[0], out=gradient)
+            for other, factor in zip(taken[1:], factors[1:], strict=True):
+                gradient.add_(other[part], alpha=factor)
+        self.shelf.give_back(taken)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        parts = [local(parameter).detach().reshape(-1).cpu() for parameter in self.parameters.values()]
+        weights: Tensor = torch.cat(parts)
+        self.shelf.publish(self.training.step, weights)
+
+
+def portions(config: Config) -> int:
+    """Pieces of a global batch."""
+    assert config.server.portions is not None, "filled in before workers start"
+    return config.server.portions
+
+
+def credentials(store_name: str) -> Credentials:
+    """What makes a worker one of a run's: the name of its store, which nobody else knows."""
+    return Credentials("server", store_name.encode())
+
+
+def _told(update: Update | None) -> dict[str, Any] | None:
+    if update is None:
+        return None
+    return {**vars(update), "contributions": [vars(one) for one in update.contributions]}
+
+
+def _heard(told: dict[str, Any]) -> Update:
+    lists = {name: tuple(told[name]) for name in ("staleness",)}
+    keys = {name: tuple((worker, portion) for worker, portion in told[name]) for name in ("brought", "dropped")}
+    contributions = tuple(Contribution(**one) for one in told["contributions"])
+    return Update(**{**told, **lists, **keys, "contributions": contributions})

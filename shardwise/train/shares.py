@@ -1,0 +1,107 @@
+"""Whose rows are whose: how global batches are dealt out to the data-parallel devices, evenly or by how fast each is.
+
+The loss is a sum over tokens that is divided by their number in the whole batch, and gradients are summed. So it does not matter
+who computes a row: however uneven the shares, the gradient is that of the even split but for the order of additions. What
+matters is that all devices count to the same number of micro-batches, because sharded weights and gradients meet in each of them:
+a device with more rows has larger micro-batches, not more of them.
+
+Every rank knows how long every rank worked on an earlier step, because these numbers travel with the loss. All deal by the same
+numbers and come to the same shares, so nobody has to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.config import Layout
+from shardwise.plan import RANK_AXES
+
+WARM_UP = 2
+"""Steps of a team that say nothing of how fast devices are: they allocate, and may compile."""
+NEWEST = 0.3
+"""Weight of the newest speed in the mean: one slow step in ten moves few rows, one that stays slow is met in some steps."""
+WORTH = 0.98
+"""Rows move if the slowest device then needs at most so much of its time."""
+MOST = 2
+"""A device has at most so many times an even share, which bounds the memory for activations."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The rows of a global batch, by data-parallel device: each has as many as follow on those of the device before it."""
+
+    rows: tuple[int, ...]
+
+    @classmethod
+    def even(cls, rows: int, devices: int) -> Shares:
+        """The same number for each."""
+        assert rows % devices == 0, "the batch divides over the devices"
+        return cls((rows // devices,) * devices)
+
+    def of(self, device: int) -> range:
+        """The rows of one device."""
+        ends = [0, *accumulate(self.rows)]
+        return range(ends[device], ends[device + 1])
+
+
+class Dealer:
+    """Deals out the batches of a team, one after the other."""
+
+    def __init__(self, shares: Shares, layout: Layout, micro_batches: int, step: int, by_speed: bool) -> None:
+        self._shares, self._least, self._by_speed = shares, micro_batches, by_speed
+        self._first = self._next = step + 1
+        self._dealt: dict[int, Shares] = {}
+        """By step, until it is known how long it took."""
+        self._speeds: NDArray[np.float64] | None = None
+        """Rows a second of each device."""
+        sizes = [getattr(layout, axis) for axis in RANK_AXES]
+        grid = np.arange(layout.world).reshape(sizes).transpose(1, 2, 0, 3, 4)  # replica and data outermost
+        self._ranks = grid.reshape(layout.data_parallel, -1)
+        """Of each data-parallel device (or group of them)."""
+
+    def deal(self) -> Shares:
+        """The shares of the next batch."""
+        if self._by_speed and self._speeds is not None:
+            self._shares = reconsidered(self._shares, self._speeds, self._least)
+        self._dealt[self._next] = self._shares
+        self._next += 1
+        return self._shares
+
+    def dealt(self, step: int) -> Shares:
+        """The shares of a step that is not forgotten yet."""
+        return self._dealt[step]
+
+    def hear(self, step: int, seconds: Sequence[tuple[float, float]]) -> None:
+        """Each rank took (compute, data) seconds for its own work in this step. Nothing follows where that is not known."""
+        dealt = self._dealt.pop(step, None)
+        if dealt is None or not seconds or step < self._first + WARM_UP:
+            return
+        times = np.array(seconds, dtype=np.float64)
+        work = times.sum(1)[self._ranks].max(1)
+        if not times[:, 0].any() or not work.all():
+            return
+        speeds = np.array(dealt.rows) / work
+        self._speeds = speeds if self._speeds is None else (1 - NEWEST) * self._speeds + NEWEST * speeds
+
+
+def reconsidered(shares: Shares, speeds: NDArray[np.float64], least: int) -> Shares:
+    """The shares with which the slowest device is done first, if that is worth the change."""
+    fitting = shares_by_speed(sum(shares.rows), speeds, least)
+    slowest, before = (float((np.array(each.rows) / speeds).max()) for each in (fitting, shares))
+    return fitting if slowest <= WORTH * before else shares
+
+
+def shares_by_speed(rows: int, speeds: NDArray[np.float64], least: int) -> Shares:
+    """Rows in proportion to speeds, to whole numbers so that the slowest device is done first; each has at least `least`."""
+    most = MOST * -(-rows // len(speeds))
+    dealt = np.clip(np.floor(rows * speeds / speeds.sum()).astype(np.int64), least, most)
+    while dealt.sum() < rows:
+        dealt[np.where(dealt < most, (dealt + 1) / speeds, np.inf).argmin()] += 1
+    while dealt.sum() > rows:
+        dealt[np.where(dealt > least, dealt / speeds, -np.inf).argmax()] -= 1
+    return Shares(tuple(dealt.tolist()))

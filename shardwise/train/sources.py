@@ -1,0 +1,118 @@
+"""Where the gradients of a step come from.
+
+In a synchronous run every rank computes those of its own rows of the global batch (`OwnRows`). The step around it, from the norm
+of the gradient to the record of what happened, is the same wherever they come from (train/steps.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.data.batches import Batch, Batches
+from shardwise.models import attention_backends
+from shardwise.models.dtypes import DTYPES
+from shardwise.plan import reduce_dtype
+from shardwise.train.build import Training
+from shardwise.train.shares import Dealer
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The gradients of a global batch are in place, complete, on this rank's parameters; this is what is known of the batch."""
+
+    loss: Tensor
+    """This rank's part of its mean loss."""
+    tokens: Tensor
+    """Of the whole batch."""
+    checksum: int
+    """Of the sequences that this rank speaks for."""
+    rows: tuple[int, ...] = ()
+    """Of the batch, by data-parallel device; where they are dealt out by speed."""
+    staleness: tuple[int, ...] = ()
+    """Of the gradients that it is the sum of; where they were computed by others."""
+
+
+class Source(Protocol):
+    """Draws the gradients of one step after the other."""
+
+    def draw(self) -> Drawn | None:
+        """Those of the next step; None: the run is to stop before there are any."""
+
+    def ahead(self) -> None:
+        """The step's work is queued on the device: what can be done for the next one, is."""
+
+    def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
+        """A step is done; each rank took (compute, data) seconds for its own work in the one before, where that is known."""
+
+    def close(self) -> None:
+        """There are no more steps."""
+
+
+class OwnRows:
+    """Every rank computes its rows of the global batch; a thread reads them ahead."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        train, plan = training.config.train, training.plan
+        self._by_speed = train.shares == "by speed"
+        self._dealer = Dealer(training.shares, plan.layout, plan.accumulation, training.step, self._by_speed)
+        self._batches = Batches(
+            training.dataset,
+            global_batch=train.global_batch,
+            rows=self._next_rows(),
+            micro_batches=plan.accumulation,
+            device=training.mesh.device,
+            seen=training.sequences,
+        )
+        self._batch: list[Batch] | None = None
+
+    def draw(self) -> Drawn:
+        training = self.training
+        batch = self._batch or self._fetch()
+        tokens = count_tokens(training, batch)
+        with training.comm.clock.span("forward_backward"):
+            loss = forward_backward(training, batch, tokens)
+        rows = self._dealer.dealt(training.step + 1).rows if self._by_speed else ()
+        return Drawn(loss, tokens, self._checksum(batch), rows)
+
+    def ahead(self) -> None:
+        self._batch = self._fetch() if self.training.step + 1 < self.training.config.train.steps else None
+
+    def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
+        self._dealer.hear(step - 1, seconds)
+
+    def close(self) -> None:
+        self._batches.close()
+
+    def _fetch(self) -> list[Batch]:
+        with self.training.comm.clock.span("data"):
+            return self._batches.take(then=self._next_rows())
+
+    def _next_rows(self) -> range:
+        return self._dealer.deal().of(self.training.mesh.data_index)
+
+    def _checksum(self, batch: list[Batch]) -> int:
+        """Devices along pipeline and context read the same sequences, so the first of them speaks for all."""
+        mesh = self.training.mesh
+        speaks = mesh.coordinate("pipeline") == mesh.coordinate("context") == 0
+        return sum(micro_batch.checksum for micro_batch in batch) if speaks else 0
+
+
+def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
+    """Tokens that carry a loss in the whole global batch: what the loss is divided by, on every layout alike."""
+    config = training.config
+    if not config.data.reset_attention:  # then every token carries one, and no rank need ask the others
+        return torch.tensor(float(config.train.global_batch * config.data.sequence_length), device=training.mesh.device)
+    local = float(sum(micro_batch.valid for micro_batch in batch))
+    return training.comm.sum_over_data(torch.tensor(local, device=training.mesh.device))
+
+
+def forward_backward(training: Training, batch: list[Batch], tokens: Tensor) -> Tensor:
+    """Gradients of the global mean loss, complete on this rank; returns this rank's part of that loss."""
+    tokens = tokens.to(DTYPES[reduce_dtype(training.config.train)])
+    with attention_backends(training.mesh.device.type):
+        return training.parallel.forward_backward(batch, training.scale.value / tokens) / tokens

@@ -1,0 +1,60 @@
+"""A parameter server under an imagined clock: the same again from the same seed, and synchronous where nothing may be stale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks.jobs import ALONE, FAMILIES, job, start
+
+from shardwise.train.replay import Pace, Replay
+from shardwise.train.steps import Step, steps
+
+PACES = [Pace(), Pace(), Pace(losses=0.1), Pace(seconds=4.0)]
+
+
+def replayed(corpus: str, server: dict[str, Any], seed: int = 0, count: int = 12) -> tuple[list[Step], Replay]:
+    tables = job(corpus, model=FAMILIES["llama"], train={"steps": count, "driver": "server"})
+    training = start(ALONE, {**tables, "server": {"portions": 4, **server}})
+    source = Replay(training, PACES, seed)
+    return list(steps(training, source=source)), source
+
+
+def test_without_staleness_it_is_what_one_device_computes(corpus: str) -> None:
+    training = start(ALONE, job(corpus, model=FAMILIES["llama"], train={"steps": 12}))
+    alone = list(steps(training))
+    done, _ = replayed(corpus, {"max_staleness": 0})
+    assert [step.loss for step in done] == pytest.approx([step.loss for step in alone], rel=1e-12)
+    assert [step.data for step in done] == [step.data for step in alone]
+
+
+@pytest.mark.parametrize("bound", [1, 4, "unbounded"])
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(corpus: str, bound: int | str) -> None:
+    server = {"max_staleness": bound, "portions": 2}
+    (first, one), (again, two) = (replayed(corpus, server, seed=3) for _ in range(2))
+    assert [(step.loss, step.staleness) for step in first] == [(step.loss, step.staleness) for step in again]
+    assert one.clock == two.clock > 0
+    other, _ = replayed(corpus, server, seed=4)
+    assert [step.loss for step in other] != [step.loss for step in first]
+    staleness = [each for step in first for each in step.staleness]
+    assert max(staleness) > 0
+    assert bound == "unbounded" or max(staleness) <= int(bound)
+
+
+def test_nobody_waits_for_a_slow_worker_if_its_portion_is_computed_again(corpus: str) -> None:
+    """Of four workers one is four times as slow: in lockstep all wait for it."""
+    _, lockstep = replayed(corpus, {"max_staleness": 0})
+    done, again = replayed(corpus, {"max_staleness": 0, "backups": True})
+    assert again.clock < lockstep.clock / 1.5
+    alone = [step.loss for step in replayed(corpus, {"max_staleness": 0})[0]]
+    assert [step.loss for step in done] == alone, "who computes what changes no bit"
+    _, unbounded = replayed(corpus, {"max_staleness": "unbounded"})
+    assert unbounded.clock < lockstep.clock / 2
+
+
+def test_stale_gradients_can_weigh_less(corpus: str) -> None:
+    plain, _ = replayed(corpus, {"max_staleness": "unbounded", "portions": 1})
+    damped, _ = replayed(corpus, {"max_staleness": "unbounded", "portions": 1, "damping": True})
+    assert [step.staleness for step in plain] == [step.staleness for step in damped]
+    stale = next(index for index, step in enumerate(plain) if max(step.staleness) > 0)
+    assert damped[stale].gradient_norm == pytest.approx(plain[stale].gradient_norm / (1 + plain[stale].staleness[0]), rel=1e-9)

@@ -1,0 +1,130 @@
+"""`shardwise train` with a parameter server: the losses of a synchronous run where nothing may be stale, whoever is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm import Command, Server
+
+ROOT = Path(__file__).parents[2]
+Shardwise = Callable[..., subprocess.CompletedProcess[str]]
+Started = Callable[..., Command]
+JOB = [
+    "examples/quickstart.toml",
+    "model.preset=bytes-400k",
+    "data.sequence_length=32",
+    "train.global_batch=8",
+    "observe.sample=",
+    "train.evaluate_every=0",
+    "layout.data=2",
+]
+SERVER = [*JOB, "train.driver=server"]
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(run: Path) -> list[float]:
+    return [float(record["loss"]) for record in records(run)]
+
+
+def trained(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+    assert not any(word in done.stderr for word in ("Traceback", "Warning")), done.stderr
+
+
+@pytest.fixture(scope="module")
+def synchronous(warm: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[str]]:
+    """Losses and data of 30 steps in lockstep."""
+    run = tmp_path_factory.mktemp("synchronous")
+    trained(warm.run("train", *JOB, "train.steps=30", f"run.folder={run}", cwd=ROOT, environment={}))
+    return losses(run), [record["data"] for record in records(run)]
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 90
+    while len(records(run)) < step:
+        assert time.monotonic() < deadline, f"step {step} never came"
+        time.sleep(0.02)
+
+
+def pid_of(run: Path, rank: int) -> int:
+    known = json.loads(next((run / "logs").glob("workers-*.json")).read_text())
+    return int(next(one["pid"] for one in known["workers"] if one["rank"] == rank))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_without_staleness_it_is_the_synchronous_run(
+    shardwise: Shardwise, tmp_path: Path, synchronous: tuple[list[float], list[str]], servers: int
+) -> None:
+    trained(shardwise("train", *SERVER, "train.steps=30", f"server.servers={servers}", "run.folder=run"))
+    assert losses(tmp_path / "run") == pytest.approx(synchronous[0], rel=1e-5)
+    assert [record["data"] for record in records(tmp_path / "run")] == synchronous[1]
+    assert all(set(record["staleness"]) == {0} for record in records(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("bound", "portions"), [(1, 2), (4, 4), ("unbounded", 4)])
+def test_staleness_stays_within_its_bound_and_every_portion_is_used_once(
+    shardwise: Shardwise, tmp_path: Path, synchronous: tuple[list[float], list[str]], bound: int | str, portions: int
+) -> None:
+    words = [f"server.max_staleness={bound}", f"server.portions={portions}", "train.steps=30", "run.folder=run"]
+    trained(shardwise("train", *SERVER, *words))
+    seen = Counter(staleness for record in records(tmp_path / "run") for staleness in record["staleness"])
+    assert sum(seen.values()) == 30 * portions
+    assert bound == "unbounded" or max(seen) <= int(bound)
+    total = sum(int(record["data"], 16) for record in records(tmp_path / "run"))
+    assert total == sum(int(data, 16) for data in synchronous[1]), "the same sequences, each once"
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_killed_server_or_worker_changes_no_loss(
+    started: Started, tmp_path: Path, synchronous: tuple[list[float], list[str]], rank: int
+) -> None:
+    """Rank 0 and 1 are servers, 2 is the first worker's."""
+    words = ["server.servers=2", "train.steps=30", "checkpoint.every=5", "run.folder=run"]
+    process = started("train", *SERVER, *words)
+    wait_for_step(tmp_path / "run", 8)
+    os.kill(pid_of(tmp_path / "run", rank if rank < 2 else 2 + 2), signal.SIGKILL)
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    assert losses(tmp_path / "run") == pytest.approx(synchronous[0], rel=1e-5)
+    assert [record["data"] for record in records(tmp_path / "run")] == synchronous[1]
+
+
+def test_a_stopped_run_goes_on_to_the_last_bit(started: Started, shardwise: Shardwise, tmp_path: Path) -> None:
+    trained(shardwise("train", *SERVER, "train.steps=30", "run.folder=whole"))
+    process = started("train", *SERVER, "train.steps=30", "run.folder=halved")
+    wait_for_step(tmp_path / "halved", 5)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert 5 <= len(records(tmp_path / "halved")) < 30
+    trained(shardwise("train", *SERVER, "train.steps=30", "run.folder=halved"))
+    assert losses(tmp_path / "halved") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["layout.tensor=2"], "leave layout.tensor out"),
+        (["server.portions=3"], "server.portions = 3: does not divide train.global_batch = 8"),
+        (["train.precision=float16"], "float16 needs a loss scale"),
+        (["train.driver=synchronous", "server.damping=true"], "server.damping: has no effect without train.driver = 'server'"),
+    ],
+)
+def test_what_cannot_work_is_refused(shardwise: Shardwise, words: list[str], message: str) -> None:
+    done = shardwise("train", *SERVER, *words, "run.folder=run")
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
