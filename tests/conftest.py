@@ -12,6 +12,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported: threads that wait for each other keep both cores busy
 
 import pytest
+from effort import ALL
 from hypothesis import HealthCheck, settings
 from ranks.pool import Pool
 from ranks.trained import Runs
@@ -19,11 +20,17 @@ from warm import Server
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it runs in the background with it ignored
 
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=ALL)
+settings.register_profile("quick", settings.get_profile("patient"), max_examples=ALL // 2)
 settings.load_profile("patient")  # how long an example takes says how busy the machine is
 
 LONGEST = ("docs", "cli", "parallel", "checkpoint", "resilience", "verify")
 """Folders whose files take longest, to be given out first: the two test processes then end together."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("markexpr") == "not full":
+        settings.load_profile("quick")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -74,8 +74,16 @@ def save_on_a_full_disk(worker: Worker, tables: Tables, on: int, what: str, wait
     return outcome.message, Path(newest).name
 
 
-@pytest.mark.parametrize("wait", [True, False])
-@pytest.mark.parametrize(("on", "what"), [(1, "shards"), (0, "shards"), (0, "manifest"), (1, "limit")])
+@pytest.mark.parametrize(
+    ("on", "what", "wait"),
+    [
+        *((1, "shards", True), (0, "shards", False), (0, "manifest", True), (1, "limit", False)),
+        *(
+            pytest.param(on, what, wait, marks=pytest.mark.full)
+            for on, what, wait in ((1, "shards", False), (0, "shards", True), (0, "manifest", False), (1, "limit", True))
+        ),
+    ],
+)
 def test_a_full_disk_on_one_rank_fails_the_save_on_all_ranks_with_the_old_checkpoint_whole(
     ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, on: int, what: str, wait: bool
 ) -> None:

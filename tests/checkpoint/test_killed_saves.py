@@ -75,7 +75,7 @@ def kill_during_a_save(tables: Tables, background: bool, draw: random.Random) ->
     process.join()
 
 
-@pytest.mark.parametrize("kills", [12, pytest.param(30, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [5, pytest.param(30, marks=pytest.mark.full)])
 def test_killed_at_random_moments_the_newest_checkpoint_is_whole_and_the_run_goes_on_from_it(
     corpus: str, tmp_path: Path, kills: int
 ) -> None:

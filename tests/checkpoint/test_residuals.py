@@ -88,7 +88,7 @@ def test_a_run_goes_on_to_the_bit(ranks: Ranks, corpus: str, tmp_path: Path, lay
     ("before", "after"),
     [
         ("zero 0", "zero 2"),
-        ("hybrid", "tensor"),
+        pytest.param("hybrid", "tensor", marks=pytest.mark.full),
         pytest.param("zero 2", "hybrid", marks=pytest.mark.full),
         pytest.param("tensor", "pipeline", marks=pytest.mark.full),
         pytest.param("pipeline", "zero 0", marks=pytest.mark.full),

@@ -48,8 +48,12 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         (["train.micro_batch=5"], ["train.micro_batch = 5", "16 sequences"]),
         (["layout.tensor=3", "layout.data=1"], ["2 key heads", "nearest layout that works: layout."]),
         (["layout.pipeline=8", "layout.data=1"], ["at most 4 stages", "nearest layout that works: layout.pipeline=4"]),
-        (["layout.expert=2"], ["no experts", "nearest layout that works: layout.expert=1"]),
-        (["layout.context=3", "layout.data=1"], ["data.sequence_length = 128", "nearest layout that works: layout."]),
+        pytest.param(["layout.expert=2"], ["no experts", "nearest layout that works: layout.expert=1"], marks=pytest.mark.full),
+        pytest.param(
+            ["layout.context=3", "layout.data=1"],
+            ["data.sequence_length = 128", "nearest layout that works: layout."],
+            marks=pytest.mark.full,
+        ),
         (
             ["layout.context=8", "layout.attention=ulysses", "layout.data=1"],
             ["use 'ring'", "layout that works: layout.attention=auto"],
@@ -107,7 +111,7 @@ def test_a_checkpoint_of_another_model_is_refused(shardwise: Shardwise, tmp_path
     refused(done, "holds another model", "model.layers (checkpoint 2, job 4)", "checkpoint.resume=never")
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+@pytest.mark.parametrize("damage", ["flip", *(pytest.param(name, marks=pytest.mark.full) for name in ("truncate", "remove"))])
 def test_a_corrupt_shard_is_named(shardwise: Shardwise, tmp_path: Path, damage: str) -> None:
     assert shardwise("data", "prepare", "examples/shakespeare.txt", "shards").returncode == 0
     shard = tmp_path / "shards" / "shard-00000.bin"

@@ -14,11 +14,15 @@ import pytest
 
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
 JOB = "examples/own_model.toml"
-LAYOUT = ("layout.tensor=2", "layout.data=2", "layout.zero=3")
+LAYOUTS = [
+    pytest.param(["layout.tensor=2", "layout.data=2", "layout.zero=3"], id="tensor", marks=pytest.mark.full),
+    pytest.param(["layout.data=2", "layout.zero=3"], id="data"),
+]
 
 
-def test_the_example_is_proven(shardwise: Shardwise) -> None:
-    done = shardwise("verify", JOB, *LAYOUT, "--json")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_example_is_proven(shardwise: Shardwise, layout: list[str]) -> None:
+    done = shardwise("verify", JOB, *layout, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["pass"]

@@ -141,6 +141,15 @@ def test_a_terminal_shows_the_lines_to_paste_the_reason_and_the_bars(plan: Plan)
         assert word in out, word
 
 
+def test_the_curve_of_a_job_has_every_number_of_devices_that_was_asked_for(plan: Plan) -> None:
+    status, out, err = plan(SMALL, H100, "layout.data=-1", "--scale", "1,2,4")
+    assert status == 0, err
+    strong, weak = out.partition("weak scaling")[::2]
+    for curve in (strong, weak):
+        assert [line.split()[0] for line in curve.splitlines() if " ms " in line] == ["1", "2", "4"]
+    assert "Amdahl's bound" in weak
+
+
 def test_a_page_is_written_and_a_program_still_gets_its_object(plan: Plan, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     status, out, err = plan(LARGE, "--html", str(page), "--json")

@@ -61,10 +61,12 @@ def undisturbed(warm: Server, tmp_path_factory: pytest.TempPathFactory) -> Undis
 
 ON_FOUR_WORKERS = [
     "layout.data=4 layout.zero=3 train.micro_batch=1",
-    "layout.replica=2 layout.data=2",
     *(
-        pytest.param(f"layout.data=4 layout.zero={zero} train.micro_batch=1", marks=pytest.mark.full)  # tests/parallel has them
-        for zero in range(3)
+        pytest.param(layout, marks=pytest.mark.full)  # tests/parallel has them
+        for layout in (
+            "layout.replica=2 layout.data=2",
+            *(f"layout.data=4 layout.zero={zero} train.micro_batch=1" for zero in range(3)),
+        )
     ),
 ]
 
@@ -86,7 +88,9 @@ def wait_for_step(run: Path, step: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("workers", "signal_sent"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("workers", "signal_sent"), [pytest.param(1, signal.SIGINT, marks=pytest.mark.full), (2, signal.SIGTERM)]
+)
 def test_a_stopped_run_goes_on_with_the_same_losses_to_the_last_bit(
     shardwise: Shardwise,
     started: Started,
@@ -120,7 +124,7 @@ def listening(pid: int) -> set[str]:
     return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
 
 
-@pytest.mark.parametrize("copies", [0, 1])
+@pytest.mark.parametrize("copies", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_killed_worker_is_replaced_and_the_losses_are_those_of_a_run_without_a_fault(
     started: Started, tmp_path: Path, undisturbed: Undisturbed, copies: int
 ) -> None:
@@ -157,7 +161,7 @@ def test_a_compiled_run_ends_without_a_warning_of_leaks(tmp_path: Path) -> None:
     trained(subprocess.run([*command, f"run.folder={tmp_path}/run"], cwd=ROOT, capture_output=True, text=True, timeout=600))
 
 
-@pytest.mark.full  # the documentation has a command of torchrun's, which is run each time
+@pytest.mark.full  # what torchrun says to its processes is said in tests/mesh and test_signals.py each time
 def test_torchrun_starts_it(tmp_path: Path, undisturbed: Undisturbed) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "shardwise", "train"]
     command = [*launcher, *JOB, "train.steps=3", "layout.data=2", f"run.folder={tmp_path}/run"]

@@ -103,7 +103,13 @@ def test_whole_multiples_are_the_nearest_of_their_block(name: str, most: int) ->
     np.testing.assert_allclose(coded(name, rows).numpy().reshape(4, BLOCK), expected, rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["terngrad", *(f"qsgd({bits})" for bits in range(2, 9))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("terngrad", "qsgd(4)", "qsgd(8)"),
+        *(pytest.param(f"qsgd({bits})", marks=pytest.mark.full) for bits in (2, 3, 5, 6, 7)),
+    ],
+)
 def test_the_mean_of_many_draws_is_the_number_itself(name: str) -> None:
     row, draws = normal(1, BLOCK + 40, dtype=torch.float64), 600
     mean = torch.stack([coded(name, row, seed) for seed in range(draws)]).mean(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -53,18 +54,29 @@ def expected(model: dict[str, Any], zero: int, data: int, replica: int, micro_ba
     return ledger
 
 
-MODELS = [
-    pytest.param(EVEN, 4, 1, id="even-4"),
-    pytest.param(GPT, 2, 2, id="odd-tied-2x2"),
-    pytest.param(LLAMA, 4, 1, id="odd-4", marks=pytest.mark.full),
-    pytest.param(GPT, 2, 1, id="odd-tied-2", marks=pytest.mark.full),
-    pytest.param(EVEN, 2, 2, id="even-2x2", marks=pytest.mark.full),
-]
+MODELS = {
+    "even-4": (EVEN, 4, 1),
+    "odd-tied-2x2": (GPT, 2, 2),
+    "odd-4": (LLAMA, 4, 1),
+    "odd-tied-2": (GPT, 2, 1),
+    "even-2x2": (EVEN, 2, 2),
+}
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize(("model", "data", "replica"), MODELS)
+def usual(name: str, zero: int, micro_batches: int) -> bool:
+    """What is tried each time: two models that have between them every stage with one micro-batch and with two."""
+    return name == ("odd-tied-2x2" if (zero + micro_batches) % 2 else "even-4")
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "replica", "zero", "micro_batches"),
+    [
+        pytest.param(
+            *MODELS[name], *row, id="-".join(map(str, (name, *row))), marks=[] if usual(name, *row) else pytest.mark.full
+        )
+        for name, *row in product(MODELS, range(4), (1, 2))
+    ],
+)
 def test_a_step_moves_what_its_zero_stage_says(
     ranks: Callable[[int], Pool], corpus: str, model: dict[str, Any], data: int, replica: int, zero: int, micro_batches: int
 ) -> None:

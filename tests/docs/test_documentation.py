@@ -7,7 +7,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from warm import Server
@@ -41,8 +43,19 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-LONG = ("verify examples/own_model.toml", "layout=auto+lossy")
-"""In commands that take ten seconds, of what has tests of its own."""
+LONG = (
+    "examples/own_model.toml",
+    "examples/verify.toml",
+    "layout=auto+lossy",
+    "--html",
+    "--scale",
+    "torchrun",
+    "runs/sharded",
+    "runs/hybrid",
+    "runs/guarded",
+    *("probe --quick", "cluster.file=cluster.toml", "runs/held-to-account"),  # which need each other
+)
+"""In commands that take seconds, of what has tests of its own."""
 
 
 def _marks(line: str) -> list[pytest.MarkDecorator]:
@@ -85,7 +98,13 @@ def test_the_documentation_names_the_two_commands_and_they_exist() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.name)
+def _examples() -> Iterator[Any]:
+    for path in sorted((ROOT / "examples").glob("*.toml")):
+        planned_above = f"shardwise plan examples/{path.name}" in commands()
+        yield pytest.param(path, id=path.name, marks=[pytest.mark.full] if planned_above else [])
+
+
+@pytest.mark.parametrize("example", [*_examples()])
 def test_every_example_trains_or_is_planned(workplace: Path, warm: Server, example: Path) -> None:
     if read(example).cluster.preset:  # for a cluster that is not here
         assert warm.run("plan", str(example), "--json", cwd=workplace, environment={}).returncode == 0

@@ -24,7 +24,7 @@ from shardwise.errors import LONGEST, MOST_PROBLEMS, UserError
 T = TypeVar("T")
 Edit = Callable[[Any], Any]
 
-SOME_AND_MANY = [pytest.param(60, id="some"), pytest.param(400, id="many", marks=pytest.mark.full)]
+SOME_AND_MANY = [pytest.param(30, id="some"), pytest.param(400, id="many", marks=pytest.mark.full)]
 """Cases of each kind of damage: in the usual tests, and where there is time."""
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\x9b31m"

@@ -9,6 +9,7 @@ five on four; the q/k norms leave some ranks with an empty shard.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
@@ -70,24 +71,20 @@ def layout(**degrees: Any) -> dict[str, Any]:
 ALONE = [
     Row(layout(tensor=2)),
     Row(layout(tensor=2), "gpt"),
-    Row(layout(tensor=4)),  # fewer key heads than devices
-    Row(layout(tensor=4), "tied", reset=True),
     Row(layout(tensor=2), "experts"),
     Row(layout(context=2, attention="ring")),
     Row(layout(context=2, attention="ulysses"), "gpt"),
-    Row(layout(context=3, attention="ring"), "tied"),
     Row(layout(context=2, attention="ring"), "experts", reset=True),
     Row(layout(context=4, attention="ulysses"), reset=True),
     Row(layout(data=2, expert=2), "experts"),
-    Row(layout(data=4, expert=2, zero=3), "experts"),
     Row(layout(tensor=2, expert=2), "experts"),
-    Row(layout(tensor=4, expert=2), "experts"),  # experts borrow a part of the axis
+    Row(layout(tensor=4, expert=2), "experts"),  # experts borrow a part of the axis; fewer key heads than devices
     Row(layout(context=2, expert=2), "experts"),
 ]
 PIPELINES = [
     *(Row(layout(pipeline=2, schedule=schedule), "tied" if schedule == "zbv" else "llama") for schedule in SCHEDULES),
-    *(Row(layout(pipeline=2, schedule=schedule, data=2, zero=3), "tied") for schedule in SCHEDULES[1:]),
-    *(Row(layout(pipeline=2, schedule="1f1b"), global_batch=count, micro_batch=1) for count in (1, 2, 3, 5)),
+    Row(layout(pipeline=2, schedule="zbv", data=2, zero=3), "tied"),
+    *(Row(layout(pipeline=2, schedule="1f1b"), global_batch=count, micro_batch=1) for count in (1, 3)),
     Row(layout(pipeline=3), "gpt", micro_batch=1),
     Row(layout(pipeline=2, stages=[1, 2]), reset=True),
     Row(layout(pipeline=4, schedule="zb1p"), "experts", micro_batch=1),
@@ -95,19 +92,38 @@ PIPELINES = [
 ]
 AXES = ("pipeline", "data", "context", "tensor")
 PAIRS = [
-    Row(layout(**{one: 2, other: 2}, zero=zero), model)
-    for one, other in combinations(AXES, 2)
-    for model, zero in (("llama", 3), ("experts", 1))
-] + [Row(layout(**{axis: 2}, data=2, zero=zero), "tied") for axis, zero in (("tensor", 0), ("context", 2), ("pipeline", 2))]
+    *(
+        Row(layout(**{one: 2, other: 2}, zero=3))
+        for one, other in combinations(AXES, 2)
+        if (one, other) != ("pipeline", "tensor")
+    ),
+    Row(layout(pipeline=2, tensor=2, zero=1), "experts"),
+    Row(layout(pipeline=2, data=2, zero=2), "tied"),
+]
 PRODUCTS = [
     Row(layout(pipeline=2, data=2, tensor=2, zero=2)),
+    Row(layout(data=2, expert=4, tensor=2, zero=0), "experts"),
+]
+ROWS = [*ALONE, *PIPELINES, *PAIRS, *PRODUCTS]
+"""What is tried each time: every axis, schedule and family, and every pair of axes."""
+MORE = [
+    Row(layout(tensor=4)),
+    Row(layout(tensor=4), "tied", reset=True),
+    Row(layout(context=3, attention="ring"), "tied"),
+    *(Row(layout(pipeline=2, schedule=schedule, data=2, zero=3), "tied") for schedule in SCHEDULES[1:]),
+    *(Row(layout(pipeline=2, schedule="1f1b"), global_batch=count, micro_batch=1) for count in (2, 5)),
+    *(
+        Row(layout(**{one: 2, other: 2}, zero=zero), model)
+        for one, other in combinations(AXES, 2)
+        for model, zero in (("llama", 3), ("experts", 1))
+    ),
+    *(Row(layout(**{axis: 2}, data=2, zero=zero), "tied") for axis, zero in (("tensor", 0), ("context", 2))),
+    Row(layout(data=4, expert=2, zero=3), "experts"),
     Row(layout(context=2, data=2, tensor=2, zero=3)),
     Row(layout(data=2, expert=2, tensor=2, zero=3), "experts"),
-    Row(layout(data=2, expert=4, tensor=2, zero=0), "experts"),
     Row(layout(pipeline=2, context=2, data=2, zero=1), "tied", recompute="selective", reset=True),
     Row(layout(replica=2, data=2, tensor=2, zero=3), recompute="full"),
 ]
-ROWS = [*ALONE, *PIPELINES, *PAIRS, *PRODUCTS]
 MATRIX = [
     *(Row(layout(pipeline=2, schedule="1f1b"), global_batch=count, micro_batch=1) for count in (4, 6, 7, 8, 9)),
     *(Row(layout(**{axis: 2}, data=2, zero=zero), "tied") for axis in ("tensor", "context", "pipeline") for zero in (1, 3)),
@@ -138,22 +154,29 @@ MATRIX = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+ALL = [*ROWS, *(row for row in MORE if row not in ROWS)]
+
+
+def some(rows: Iterable[Row]) -> list[Any]:
+    return [pytest.param(row, id=str(row), marks=[] if row in ROWS else pytest.mark.full) for row in rows]
+
+
+@pytest.mark.parametrize("row", some(ALL))
 def test_a_layout_trains_as_one_device_does(row: Row, trained: Runs, corpus: str) -> None:
     check_as_one_device(trained(row.tables(corpus)), row.tables(corpus))
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.reset], ids=str)
+@pytest.mark.parametrize("row", some(row for row in ALL if not row.reset))
 def test_a_layout_sends_what_was_predicted(row: Row, trained: Runs, corpus: str) -> None:
     check_sent(trained(row.tables(corpus)), row.tables(corpus))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", some(ALL))
 def test_a_layout_holds_what_was_predicted(row: Row, trained: Runs, corpus: str) -> None:
     check_held(trained(row.tables(corpus)), row.tables(corpus))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", [row for row in MATRIX if row not in ROWS], ids=str)
+@pytest.mark.parametrize("row", [row for row in MATRIX if row not in ALL], ids=str)
 def test_every_pair_of_choices_trains_as_one_device_does(row: Row, trained: Runs, corpus: str) -> None:
     check_as_one_device(trained(row.tables(corpus)), row.tables(corpus))

@@ -55,7 +55,7 @@ def states(worker: Worker, tables: Tables) -> list[State]:
         ("llama", {"data": 2, "zero": 0}, "sign"),
         ("llama", {"replica": 2, "data": 2, "zero": 2, "compression_axes": "replica"}, "topk(0.05)"),
         pytest.param("one key head", {"data": 2, "tensor": 2, "zero": 0}, "int8", marks=pytest.mark.full),
-        ("large experts", {"data": 2, "expert": 2, "zero": 0}, "int8"),
+        pytest.param("large experts", {"data": 2, "expert": 2, "zero": 0}, "int8", marks=pytest.mark.full),
         pytest.param("llama", {"data": 2, "pipeline": 2, "zero": 0}, "sign", marks=pytest.mark.full),
         pytest.param("llama", {"data": 2, "zero": 0}, "powersgd(2)", marks=pytest.mark.full),
     ],

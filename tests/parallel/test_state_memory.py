@@ -39,6 +39,7 @@ def test_a_rank_holds_the_states_of_the_formula_and_nothing_else_that_has_no_nam
     assert named <= most["held"] <= named + TOKENS
 
 
+@pytest.mark.full  # test_predictions.py has the tensors of one device each time
 def test_one_device_holds_sixteen_bytes_a_parameter(tokens: Path) -> None:
     measured = memory.measure(ALONE, tokens, 0)
     assert measured["formula"] == 16 * measured["parameters"]

@@ -57,10 +57,15 @@ class Runs:
 
 def train_watched(worker: Worker, tables: Tables) -> Ran:
     """Train to the last step, looking at what is held from the second on: the first one makes the optimizer's state."""
-    training = start(worker, tables)
+    return watch(start(worker, tables))
+
+
+def watch(training: Training, after_first: Callable[[], None] = lambda: None) -> Ran:
     held = Held(training)
     done = []
     for step in steps(training):
+        if not done:
+            after_first()
         done.append(step)
         held.watching = True
     return Ran(done, weights(training), held.most)

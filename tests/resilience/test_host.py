@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,8 +121,17 @@ def worker_of(folder: Path, rank: int) -> int:
     return next(int(worker["pid"]) for worker in known["workers"] if worker["rank"] == rank)
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-@pytest.mark.parametrize("to", ["host", "worker", "server"])
+USUAL = [("host", signal.SIGINT), ("host", signal.SIGTERM), ("worker", signal.SIGUSR1), ("server", signal.SIGHUP)]
+"""Of all signals to all processes, what is tried each time."""
+
+
+@pytest.mark.parametrize(
+    ("to", "number"),
+    [
+        pytest.param(to, number, marks=[] if (to, number) in USUAL else pytest.mark.full)
+        for to, number in product(("host", "worker", "server"), STOP_SIGNALS)
+    ],
+)
 def test_a_signal_to_any_process_stops_all_workers_after_a_step(tmp_path: Path, number: int, to: str) -> None:
     host, events = a_host(tmp_path, {})
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]

@@ -43,7 +43,12 @@ def with_a_slow_clock(worker: Worker, tables: Tables, rank: int, span: str) -> l
 
 
 @pytest.mark.parametrize(
-    ("rank", "span", "cause"), [(1, "optimizer", "compute"), (0, "forward_backward", "compute"), (1, "data", "data")]
+    ("rank", "span", "cause"),
+    [
+        (1, "optimizer", "compute"),
+        pytest.param(0, "forward_backward", "compute", marks=pytest.mark.full),
+        pytest.param(1, "data", "data", marks=pytest.mark.full),
+    ],
 )
 def test_the_main_rank_names_the_slow_one_and_the_cause(
     ranks: Callable[[int], Pool], corpus: str, rank: int, span: str, cause: str
@@ -53,7 +58,9 @@ def test_the_main_rank_names_the_slow_one_and_the_cause(
     assert all(not done.stragglers.named for done in other)
 
 
-@pytest.mark.parametrize("layout", [{"data": 2, "tensor": 2}, {"pipeline": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.full), {"pipeline": 2, "context": 2}], ids=str
+)
 def test_every_rank_knows_everyones_times_of_the_step_before(
     ranks: Callable[[int], Pool], corpus: str, layout: dict[str, int]
 ) -> None:
@@ -103,10 +110,10 @@ def with_a_sleeping_rank(worker: Worker, tables: Tables) -> list[Step]:
 
 
 LAYOUTS = [
-    {"data": 2, "zero": 0},
+    pytest.param({"data": 2, "zero": 0}, marks=pytest.mark.full),
     {"data": 2, "zero": 3},
     {"tensor": 2},
-    {"context": 2},
+    pytest.param({"context": 2}, marks=pytest.mark.full),
     {"context": 2, "attention": "ring"},
     {"pipeline": 2},
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from effort import examples
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -27,8 +28,8 @@ from shardwise.plan.timeline import play, programme, simulate
 from shardwise.search.candidates import candidates
 from shardwise.search.search import NEAR, SearchResult, search, work_of
 
-few = settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-fewer = settings(few, max_examples=8)
+few = settings(max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+fewer = settings(few, max_examples=examples(8))
 DENSE = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "ffn": 1408, "vocabulary": 3001}
 EXPERTS = {**DENSE, "experts": 8, "experts_per_token": 2, "expert_ffn": 352, "shared_experts": 1}
 TIED = {**DENSE, "layers": 5, "tied": True, "norm": "layer", "positions": "learned", "activation": "gelu", "bias": True}
@@ -179,8 +180,19 @@ def test_twice_the_layers_take_twice_the_time_and_activations_in_blocks(family: 
 # -- states -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("dtypes", [{}, {"state_dtype": "bfloat16"}, {"precision": "float32"}, {"precision": "float64"}], ids=str)
+ONCE = [("dense", {"precision": "float32"}), ("experts", {"state_dtype": "bfloat16"}), ("tied", {"precision": "float64"})]
+"""What is tried each time, beside the usual dtypes."""
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "family"),
+    [
+        pytest.param(dtypes, family, marks=[] if not dtypes or (family, dtypes) in ONCE else pytest.mark.full)
+        for dtypes in ({}, {"state_dtype": "bfloat16"}, {"precision": "float32"}, {"precision": "float64"})
+        for family in sorted(FAMILIES)
+    ],
+    ids=str,
+)
 def test_states_of_every_candidate_are_those_of_its_layout(family: str, dtypes: dict[str, str]) -> None:
     config = job({**FAMILIES[family], "layers": 7}, 16, 512, None, **dtypes)
     rng = np.random.default_rng(5)
@@ -262,8 +274,19 @@ def test_every_candidate_is_a_layout_that_training_takes(config: Config, devices
 
 
 @fewer
-@given(config=jobs(), devices=devices_of_jobs)
+@given(config=jobs(), devices=st.sampled_from([2, 4, 6]))
 def test_every_layout_that_the_rules_allow_is_a_candidate(config: Config, devices: int) -> None:
+    check_all_allowed_are_candidates(config, devices)
+
+
+@pytest.mark.full
+@fewer
+@given(config=jobs(), devices=devices_of_jobs)
+def test_every_layout_of_more_devices_that_the_rules_allow_is_a_candidate(config: Config, devices: int) -> None:
+    check_all_allowed_are_candidates(config, devices)
+
+
+def check_all_allowed_are_candidates(config: Config, devices: int) -> None:
     space = candidates(config, devices, {}).space
     names = ("pipeline", "replica", "data", "context", "tensor", "expert", "ring", "schedule", "stages_per_rank")
     found = {tuple(row) for row in np.stack([getattr(space, name) for name in names], axis=1).tolist()}

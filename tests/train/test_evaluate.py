@@ -50,7 +50,12 @@ def test_held_out_loss_is_the_mean_cross_entropy_of_sequences_never_trained_on(c
 
 @pytest.mark.parametrize(
     "layout",
-    [{"data": 4, "zero": 0}, {"data": 4, "zero": 1}, {"data": 2, "zero": 2}, {"replica": 2, "data": 2, "zero": 3}],
+    [
+        {"data": 4, "zero": 0},
+        pytest.param({"data": 4, "zero": 1}, marks=pytest.mark.full),
+        pytest.param({"data": 2, "zero": 2}, marks=pytest.mark.full),
+        {"replica": 2, "data": 2, "zero": 3},
+    ],
     ids=str,
 )
 def test_evaluation_and_sample_are_those_of_one_device_and_leave_no_trace(
@@ -70,9 +75,9 @@ def test_evaluation_and_sample_are_those_of_one_device_and_leave_no_trace(
     [
         ("llama", {"tensor": 2}),
         ("gpt", {"context": 2, "attention": "ring"}),
-        ("gpt", {"pipeline": 2, "tensor": 2}),
+        pytest.param("gpt", {"pipeline": 2, "tensor": 2}, marks=pytest.mark.full),
         ("tied", {"pipeline": 2, "schedule": "zbv"}),
-        ("llama", {"pipeline": 2, "context": 2, "schedule": "interleaved"}),
+        pytest.param("llama", {"pipeline": 2, "context": 2, "schedule": "interleaved"}, marks=pytest.mark.full),
         ("experts", {"data": 2, "tensor": 2, "expert": 2, "zero": 3}),
     ],
     ids=str,
@@ -99,7 +104,7 @@ def unchanged(worker: Worker, tables: Tables) -> bool:
     return before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_weights_are_shards_again_after_an_evaluation(ranks: Callable[[int], Pool], corpus: str, zero: int) -> None:
     assert ranks(2).run(unchanged, evaluated(corpus, layout={"data": 2, "zero": zero})) == [True, True]
 

@@ -24,7 +24,9 @@ def save(worker: Worker, tables: Tables, at: int) -> list[bool]:
     return [done.save for done in generator]
 
 
-@pytest.mark.parametrize("layout", [{"data": 2, "tensor": 2, "zero": 3}, {"pipeline": 2, "data": 2}])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({"data": 2, "tensor": 2, "zero": 3}, marks=pytest.mark.full), {"pipeline": 2, "data": 2}]
+)
 def test_all_ranks_save_by_the_clock_of_the_main_one(ranks: Callable[[int], Pool], corpus: str, layout: dict[str, int]) -> None:
     tables = job(corpus, train={"steps": 4}, layout=layout, model=FAMILIES["llama"])
     assert ranks(4).run(save, tables, 3) == [[False, False, True, False]] * 4

@@ -48,10 +48,10 @@ def shown(result: ProofResult) -> dict[str, Any]:
         ({"data": 2, "zero": 3}, MODEL),
         pytest.param({"replica": 2}, EXPERTS, marks=pytest.mark.full),
         pytest.param({"tensor": 4}, MODEL, marks=pytest.mark.full),
-        ({"tensor": 2}, TIED),
+        pytest.param({"tensor": 2}, TIED, marks=pytest.mark.full),
         ({"pipeline": 2, "data": 1}, TIED),
-        ({"context": 2, "pipeline": 2}, EXPERTS),
-        ({"expert": 2, "tensor": 2, "data": 2}, EXPERTS),
+        pytest.param({"context": 2, "pipeline": 2}, EXPERTS, marks=pytest.mark.full),
+        pytest.param({"expert": 2, "tensor": 2, "data": 2}, EXPERTS, marks=pytest.mark.full),
     ],
     ids=lambda value: "" if "layers" in value else str(value),
 )
@@ -67,6 +67,7 @@ def test_the_report_covers_every_parameter(corpus: str) -> None:
     from shardwise.models import Transformer
 
     found = shown(prove(job(corpus, {"tensor": 2}, EXPERTS), steps=1))
+    assert found["pass"], found["worst"]
     names = {
         name for name, _ in Transformer(from_tables({"model": EXPERTS, "data": {"source": corpus}}).model).named_parameters()
     }
@@ -77,7 +78,7 @@ def test_the_report_covers_every_parameter(corpus: str) -> None:
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_a_short_dtype_is_held_against_its_own_rounding(corpus: str, dtype: Any) -> None:
     found = shown(prove(job(corpus, {"data": 2}), steps=2, dtype=dtype))
     assert found["pass"], found["worst"]
@@ -98,7 +99,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_does_not_fail(corpus: str) -> 
         ({"data": 2}, "data", "head.weight"),
         ({"data": 2, "zero": 3}, "data", "blocks.0.attention.query.weight"),
         pytest.param({"context": 2, "tensor": 2}, "context", "blocks.0.attention.query.weight", marks=pytest.mark.full),
-        ({"tensor": 2}, "tensor", "blocks.0.attention_norm.weight"),
+        pytest.param({"tensor": 2}, "tensor", "blocks.0.attention_norm.weight", marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -192,12 +193,23 @@ def broken(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "layout", "what", "named"),
     [
-        ("whole_weights_not_summed", {"tensor": 2}, "missing reduction over tensor", "norm.weight"),
-        ("whole_weights_summed_twice", {"tensor": 2}, "reduced twice, or not divided, over tensor", "norm.weight"),
+        pytest.param(
+            *("whole_weights_not_summed", {"tensor": 2}, "missing reduction over tensor", "norm.weight"), marks=pytest.mark.full
+        ),
+        pytest.param(
+            *("whole_weights_summed_twice", {"tensor": 2}, "reduced twice, or not divided, over tensor", "norm.weight"),
+            marks=pytest.mark.full,
+        ),
         ("copies_not_summed", {"data": 2, "context": 2}, "missing reduction over data x context", "embedding.weight"),
-        ("copies_averaged", {"data": 4}, f"{AVERAGED} data", "embedding.weight"),
+        pytest.param("copies_averaged", {"data": 4}, f"{AVERAGED} data", "embedding.weight", marks=pytest.mark.full),
         ("copies_averaged", {"data": 2}, f"{AVERAGED} micro-batches or data", "embedding.weight"),
-        ("gradients_divided_by_micro_batches", {"tensor": 2}, f"{AVERAGED} micro-batches", "norm.weight"),
+        pytest.param(
+            "gradients_divided_by_micro_batches",
+            {"tensor": 2},
+            f"{AVERAGED} micro-batches",
+            "norm.weight",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_wrong_reduction_is_named_with_its_axis(
@@ -266,6 +278,7 @@ def test_the_first_module_that_computes_something_else_is_named(corpus: str, mon
     assert (found["module"], found["ranks"]) == ("blocks.0.attention.output", [0, 1])
 
 
+@pytest.mark.full
 def test_the_first_module_whose_gradient_differs_is_named(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, "gathered_inputs_not_summed_back")
     diagnosis = shown(prove(job(corpus, {"tensor": 2}), steps=1))["diagnosis"]
