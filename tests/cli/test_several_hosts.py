@@ -77,7 +77,6 @@ def reached(folder: Path) -> int:
 needs_namespaces = pytest.mark.skipif(not POSSIBLE, reason="making network namespaces needs root, and ip and tc of iproute2")
 
 
-@pytest.mark.full
 @needs_namespaces
 def test_a_host_that_is_cut_off_is_done_without_and_taken_back(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
