@@ -92,6 +92,8 @@ class Manifest:
     """How many the run had seen: where its data goes on."""
     missing: tuple[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]], ...] = ()
     """Of those, (first, end) of what was still under way with a parameter server's workers, and is not in the weights."""
+    groups: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    """That train by themselves, each with a state of its own beside the model's; 0: all train together."""
     format: int = FORMAT
 
     @property

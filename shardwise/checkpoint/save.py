@@ -395,7 +395,7 @@ def _expected(state: State, contents: Contents, layout: Layout) -> State:
         for name, value in state.items()
         if (name not in residuals or same) and (not name.startswith(FACTOR) or name in known)
     }
-    if any(name.startswith("optimizer.") for name in contents.tensors):
+    if any("optimizer." in name and name in contents.tensors for name in state):
         return state
     for name, part in own_parts(state).items():
         if name.startswith("optimizer."):

@@ -112,7 +112,9 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
 
     nodes = node.nodes if node else 1
     local_workers = workers or (node.workers if node else None) or _requested_workers(config, limits, nodes) or local_gpus()
-    local_workers = local_workers or fewest_devices(config.layout)
+    local_workers = local_workers or fewest_devices(config.layout) * (
+        config.local.groups if config.train.driver == "local" else 1
+    )
     least, most = limits[0] or limits[1] or local_workers * nodes, limits[1] or local_workers * nodes
     if config.train.driver == "server":
         if limits[0] is not None:
@@ -215,7 +217,8 @@ def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None
     """How many workers each node is to have, as far as the command or the layout say."""
     from shardwise.errors import UserError
 
-    total = limits[1] or (config.layout.world if config.layout.data > 0 else None)
+    groups = config.local.groups if config.train.driver == "local" else 1
+    total = limits[1] or (groups * config.layout.world if config.layout.data > 0 else None)
     if total is not None and total % nodes:
         raise UserError(f"layout: {total} devices do not divide over {nodes} nodes; give --workers, or layout.data=-1")
     return total // nodes if total else None

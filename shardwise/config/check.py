@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from shardwise.config.compression import AUTO, SETTINGS, WEIGHT_CODECS, Compression
-from shardwise.config.schema import ClusterSection, Data, Layout, Model, Section, Server, Train
+from shardwise.config.schema import ClusterSection, Data, Layout, Local, Model, Recovery, Section, Server, Train
 
 MOST_WEIGHTS = 10**15
 
@@ -28,11 +28,15 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
         problems += _layout(layout)
     if isinstance(train, Train) and isinstance(layout, Layout) and train.optimizer == "1bit-adam":
         problems += _one_bit_adam(train, layout)
-    server = sections.get("server")
+    server, local = sections.get("server"), sections.get("local")
     if isinstance(train, Train) and isinstance(server, Server):
         problems += _server(train, server)
         if train.driver == "server" and isinstance(model, Model) and isinstance(layout, Layout):
             problems += _served(model, train, layout)
+    if isinstance(train, Train) and isinstance(local, Local):
+        problems += _local(train, local)
+        if local.overlap and isinstance(recovery := sections.get("recovery"), Recovery) and recovery.copies:
+            problems.append("recovery.copies: hold no exchange that is under way; leave it out, or local.overlap")
     if isinstance(cluster := sections.get("cluster"), ClusterSection) and cluster.preset and cluster.file:
         problems.append("cluster.preset and cluster.file are both given; keep one (a file may itself start from a preset)")
     if isinstance(model, Model) and isinstance(data, Data):
@@ -188,8 +192,7 @@ def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
 
 def _server(train: Train, server: Server) -> Iterator[str]:
     if train.driver != "server":
-        for name in sorted(name for name, field in Server.model_fields.items() if getattr(server, name) != field.default):
-            yield f"server.{name}: has no effect without train.driver = 'server'; leave it out, or set that"
+        yield from _without_driver("server", server)
         return
     if server.portions and train.global_batch % server.portions:
         yield (
@@ -198,6 +201,40 @@ def _server(train: Train, server: Server) -> Iterator[str]:
         )
     if server.damping and server.max_staleness == 0:
         yield "server.damping = true: with server.max_staleness = 0 no gradient is stale; raise that, or leave it out"
+
+
+def _local(train: Train, local: Local) -> Iterator[str]:
+    if train.driver != "local":
+        yield from _without_driver("local", local)
+        return
+    what = "train.driver = 'local'"
+    if train.global_batch % local.groups:
+        yield (
+            f"local.groups = {local.groups}: does not divide train.global_batch = {train.global_batch}; "
+            f"use one of {', '.join(map(str, divisors(train.global_batch)))}"
+        )
+    if local.steps % local.fragments:
+        yield (
+            f"local.fragments = {local.fragments}: does not divide local.steps = {local.steps}; "
+            f"use one of {', '.join(map(str, divisors(local.steps)))}"
+        )
+    elif local.overlap >= local.steps // local.fragments:
+        yield (
+            f"local.overlap = {local.overlap}: an exchange has to be over before the next begins, after "
+            f"{local.steps // local.fragments} steps; use at most {local.steps // local.fragments - 1}"
+        )
+    if train.precision == "float16":
+        yield f"{what}: float16 needs a loss scale that all devices agree on in each step; use bfloat16 or float32"
+    if train.state_dtype == "bfloat16":
+        yield f"{what}: groups move by less than bfloat16 can tell; leave train.state_dtype out"
+    if train.optimizer != "adamw" or train.shares != "even":
+        yield f"{what}: leave train.optimizer and train.shares out"
+
+
+def _without_driver(driver: str, section: Section) -> Iterator[str]:
+    given = [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
+    for name in given:
+        yield f"{driver}.{name}: has no effect without train.driver = {driver!r}; leave it out, or set that"
 
 
 def _served(model: Model, train: Train, layout: Layout) -> Iterator[str]:

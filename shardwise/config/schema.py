@@ -123,10 +123,10 @@ class Data(Section):
 class Train(Section):
     """How to train."""
 
-    driver: Literal["synchronous", "server"] = Field(
+    driver: Literal["synchronous", "server", "local"] = Field(
         "synchronous",
-        description="all devices in lockstep, or a parameter server that workers bring gradients to, each at its own pace; see "
-        "docs/asynchronous.md",
+        description="all devices in lockstep; a parameter server that workers bring gradients to, each at its own pace; or "
+        "groups of devices that train by themselves and meet now and then; see docs/asynchronous.md",
     )
     steps: Positive = Field(100, description="optimizer steps")
     global_batch: Batch = Field(32, description="sequences an optimizer step sees, over all devices")
@@ -377,6 +377,22 @@ class Server(Section):
         return None if self.max_staleness == "unbounded" else self.max_staleness
 
 
+class Local(Section):
+    """Groups that train by themselves and meet now and then (`train.driver = "local"`); the layout is that of one group."""
+
+    groups: Degree = Field(2, description="groups, each of as many devices as the layout has")
+    steps: Positive = Field(50, description="steps between meetings")
+    learning_rate: float = Field(
+        0.7, gt=0, description="of the outer step, on the mean of what groups moved by; 1: the mean itself"
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="of the outer step, Nesterov's")
+    fragments: Positive = Field(1, description="parts of the model that meet in turn, evenly over the steps between meetings")
+    overlap: NonNegative = Field(0, description="steps that groups make while an exchange is under way")
+    compression: Literal["bf16", "fp16", "fp8", "int8", "int4"] | None = Field(
+        None, description="how differences are sent; left out: as they are"
+    )
+
+
 class Observe(Section):
     """What to show and keep."""
 
@@ -406,5 +422,6 @@ class Config(Section):
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")  # type: ignore[arg-type]
     recovery: Recovery = Field(default_factory=Recovery, description="surviving failures")  # type: ignore[arg-type]
     server: Server = Field(default_factory=Server, description="a parameter server")  # type: ignore[arg-type]
+    local: Local = Field(default_factory=Local, description="groups that train by themselves")  # type: ignore[arg-type]
     observe: Observe = Field(default_factory=Observe, description="what to show and keep")  # type: ignore[arg-type]
     run: Run = Field(default_factory=Run, description="where results go")  # type: ignore[arg-type]

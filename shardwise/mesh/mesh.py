@@ -37,16 +37,21 @@ class Mesh:
     layout: Layout
     device: torch.device
     grid: DeviceMesh | None
+    groups: int = 1
+    """Grids of this layout, each of which trains by itself; the axis "group" goes over them."""
     _subs: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
     _neighbours: dict[tuple[str, int], dist.ProcessGroup] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def data_index(self) -> int:
-        """Which share of the global batch is this worker's, from 0 to `layout.data_parallel`."""
-        return self.coordinate("replica") * self.layout.data + self.coordinate("data")
+        """Which share of the global batch is this worker's, from 0 to `groups` times `layout.data_parallel`."""
+        group = self.coordinate("group") * self.layout.data_parallel
+        return group + self.coordinate("replica") * self.layout.data + self.coordinate("data")
 
     def coordinate(self, axis: str) -> int:
         """This worker's position along an axis, or along several as one."""
+        if axis == "group":
+            return self.worker.rank // self.layout.world
         index = 0
         for dim, size in members(self.layout, axis).items():
             index = index * size + (0 if self.grid is None else self.grid.get_local_rank(dim))
@@ -54,7 +59,7 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """Devices along an axis, or along several as one."""
-        return int(devices(axis, self.layout))
+        return self.groups if axis == "group" else int(devices(axis, self.layout))
 
     def sub(self, *axes: str) -> DeviceMesh:
         """The part of the grid spanned by these axes, one dimension each."""
@@ -71,7 +76,7 @@ class Mesh:
         """So many of the peers along an axis that follow one another, this worker among them. All workers ask at once."""
         assert self.grid is not None, "one device has no neighbours"
         if (axis, devices) not in self._neighbours:
-            dims, names = list(members(self.layout, axis)), list(grid_dims(self.layout))
+            dims, names = list(members(self.layout, axis)), list(_dims(self.layout, self.groups))
             order = sorted(range(len(names)), key=lambda dim: names[dim] in dims)  # the others first; each in its order
             ranks = self.grid.mesh.permute(order).reshape(-1, devices).tolist()
             own, _ = dist.new_subgroups_by_enumeration(ranks)  # type: ignore[no-untyped-call]
@@ -95,6 +100,8 @@ class Mesh:
     def _flat(self, axis: str) -> str:
         """The name of a dimension of the grid that is this axis; several become one, which makes a group on all ranks."""
         assert self.grid is not None, "one device has no grid"
+        if axis == "group":
+            return axis
         name = joined_name(self.layout, axis)
         if " x " in name:
             flatten(self.grid[tuple(name.split(" x "))], name)
@@ -106,15 +113,21 @@ class Mesh:
         return self.worker.rank == 0
 
 
-def join(worker: Worker, layout: Layout, on_cpu: bool = False) -> Mesh:
+def _dims(layout: Layout, groups: int) -> dict[str, int]:
+    """Of the grid, outermost first."""
+    return {**({"group": groups} if groups > 1 else {}), **grid_dims(layout)}
+
+
+def join(worker: Worker, layout: Layout, on_cpu: bool = False, groups: int = 1) -> Mesh:
     """Meet the peers and lay out the grid. A world of one needs none, unless states are offloaded: FSDP2 does that, on a mesh."""
     device = pick_device(worker, on_cpu)
-    assert layout.world == worker.world, "the plan was made for this world"
+    assert groups * layout.world == worker.world, "the plan was made for this world"
     if worker.world == 1 and not layout.offload:
         return Mesh(worker, layout, device, None)
     _meet(worker, device)
-    dims = grid_dims(layout)
-    mesh = Mesh(worker, layout, device, init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims)))
+    dims = _dims(layout, groups)
+    grid = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    mesh = Mesh(worker, layout, device, grid, groups)
     for axis in JOINED_AXES:  # all ranks must make a group at once; later, some of them may have no use for it
         mesh.group(axis)
     return mesh

@@ -64,11 +64,13 @@ class Plan:
     """What a step will take (search/forecast.py), where the cluster is known."""
     unpredicted: str | None = None
     """Why nothing is predicted though the cluster is known."""
+    groups: int = 1
+    """That train by themselves, each on this layout."""
 
     @property
     def world(self) -> int:
         """Devices in all."""
-        return self.layout.world
+        return self.groups * self.layout.world
 
     def put_into(self, config: Config) -> Config:
         """The job with nothing left open: as the cost model wants it."""
@@ -102,6 +104,7 @@ class Plan:
             "cluster_file": self.cluster_file,
             "predicted": self.predicted,
             "unpredicted": self.unpredicted,
+            "groups": self.groups,
         }
 
     @classmethod

@@ -6,9 +6,9 @@ behind the backward pass; on Ethernet it may be most of the step. Two families s
 - compression: a codec of config/compression.py, which `layout.compression` names. Fewer bits a value, fewer values, or two thin
   factors of each matrix. What a step leaves out is kept as a *residual* and added to the next gradient; that takes 4 bytes a
   parameter, and encoding takes time of its own (cost/codec_work.py).
-- rarer exchanges. Local SGD (Stich 2018) and DiLoCo (Douillard et al. 2023) let each worker take H steps alone and then average
-  the parameters: 4 bytes a parameter once in H steps. A worker is a group of devices that holds the whole model, so what ZeRO
-  shared over all devices must fit into fewer. `shardwise train` does not run it yet.
+- rarer exchanges (`train.driver = "local"`). Local SGD (Stich 2018) and DiLoCo (Douillard et al. 2023) let each group take H
+  steps alone and then average the parameters: 4 bytes a parameter once in H steps. A group holds the whole model, so what ZeRO
+  shared over all devices must fit into fewer.
 
 Each is costed by the model of the step with its own flows in place of the gradients': what the backward pass hides still hides.
 None of them computes the gradient of the plain job, so none is chosen by the search unless the job accepts it (search/lossy.py).
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.config import Layout, divisors, problems_of_compression
+from shardwise.config import Layout, Local, divisors, problems_of_compression
 from shardwise.config.compression import SETTINGS, SumCompression
 from shardwise.cost.collectives import group_of, rates, wire_factor
 from shardwise.cost.footprint import hold
@@ -37,8 +37,8 @@ from shardwise.search.search import NEAR, SearchResult
 
 WORTHWHILE = 1.1
 """How many times quicker a step must become for a codec to be worth its risk."""
-OUTER_EVERY = 100
-"""Steps between two averages of local training."""
+OUTER_EVERY = Local().steps  # type: ignore[call-arg]
+"""Steps between two meetings of groups that train by themselves."""
 _OUTER_BYTES = 8.0
 """For each parameter averaged: its value at the last average, and the outer momentum."""
 _DATA = ("data", "replica")
@@ -73,8 +73,6 @@ class Alternative:
     """Whether the winner's layout has room for that."""
     changes: str
     """What is different from the plain job, in a sentence."""
-    runs: bool = True
-    """Whether `shardwise train` can do it today."""
 
 
 def exposed_share(result: SearchResult) -> float:
@@ -173,7 +171,7 @@ def _sent(result: SearchResult, work: Work, space: Space) -> float:
 
 
 def _local(result: SearchResult, winner: Space) -> Iterator[Alternative]:
-    """DiLoCo with the smallest workers that hold the model, if any that are less than all devices do."""
+    """The smallest groups that hold the model, if any that are less than all devices do."""
     worker = _smallest_worker(result, winner)
     if worker is None:
         return
@@ -185,15 +183,15 @@ def _local(result: SearchResult, winner: Space) -> Iterator[Alternative]:
     outer = float(alpha[0] + 4.0 * share * beta[0]) / OUTER_EVERY
     averaged = wire_bytes("all_reduce", 4.0 * share, count) / OUTER_EVERY
     yield Alternative(
-        f"DiLoCo, {count} workers",
+        f"local, {count} groups",
         bytes_per_step=_sent(result, result.work, worker) + averaged,
         exposed_seconds=_waiting(prediction) + outer,
         step_seconds=_step(result, winner, prediction) + outer,
         extra_memory=max(0.0, float(prediction.peak[0] - result.peak[result.order[0]]) + _OUTER_BYTES * share),
         fits=True,
-        changes=f"{count} workers train alone and average parameters every {OUTER_EVERY} steps: another algorithm, with an outer "
-        f"momentum to tune; many workers or long rounds end at a higher loss. `shardwise train` does not run it yet.",
-        runs=False,
+        changes=f"{count} groups train by themselves and meet every {OUTER_EVERY} steps (DiLoCo): another algorithm; many groups "
+        f'or long rounds end at a higher loss. train.driver = "local", local.groups = {count}, and of the layout data = '
+        f"{int(worker.data[0])}, replica = 1, zero = {int(worker.zero[0])}.",
     )
 
 

@@ -24,6 +24,7 @@ from shardwise.parallel import ParallelModel, parallelise
 from shardwise.parallel.placement import held
 from shardwise.plan import Plan
 from shardwise.resilience.copies import Copies
+from shardwise.train.local import Outer
 from shardwise.train.shares import Shares
 
 
@@ -44,6 +45,8 @@ class Training:
     scale: LossScale
     shares: Shares
     """Whose rows of a global batch are whose, in the first step of a team; later steps' are dealt out as it goes."""
+    outer: Outer | None = None
+    """Where groups meet, if they train by themselves."""
     step: int = 0
     missing: tuple[range, ...] = ()
     """Of the sequences seen, those that a parameter server's workers had not brought yet."""
@@ -53,7 +56,8 @@ class Training:
 
 def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None) -> Training:
     """Join the peers, build the model on the mesh, and open the data."""
-    mesh = join(worker, plan.layout, on_cpu=config.train.driver == "server")  # GPUs are for those who compute gradients
+    serves = config.train.driver == "server"  # GPUs are for those who compute gradients
+    mesh = join(worker, plan.layout, on_cpu=serves, groups=plan.groups)
     if config.train.deterministic and mesh.device.type == "cuda":
         compute_deterministically()
     torch.manual_seed(config.train.seed)  # for a module that draws while it is built; what it draws later: parallel/seeds.py
@@ -65,7 +69,7 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
             for compressor in part.compressors:
                 optimizer.follow(compressor, dict(part.model.named_parameters()))
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
-    talks = config.train.check_every > 0 or config.train.driver == "server"  # while a checkpoint may be written, that is
+    talks = config.train.check_every > 0 or serves  # while a checkpoint may be written, that is
     at_the_same_time = talks and config.checkpoint.background
     return Training(
         config=config,
@@ -78,7 +82,8 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
         checkpointer=checkpointer,
         peers=Peers.meet(mesh) if at_the_same_time else checkpointer.peers,
         scale=LossScale.of(config.train),
-        shares=Shares.even(config.train.global_batch, plan.layout.data_parallel),
+        shares=Shares.even(config.train.global_batch, plan.groups * plan.layout.data_parallel),
+        outer=Outer(parallel, comm, config.local, config.train.steps) if config.train.driver == "local" else None,
     )
 
 
@@ -86,9 +91,18 @@ def restore(training: Training, folder: str) -> None:
     """Continue from a checkpoint."""
     manifest = read_manifest(folder)
     same_world = manifest.world == training.mesh.worker.world
-    training.checkpointer.load(folder, _state(training), same_world)
-    _share_tied(training)
     training.step, training.sequences = manifest.step, manifest.sequences
+    outer = training.outer
+    if outer is None or not manifest.groups:
+        training.checkpointer.load(folder, _group_state(training), same_world)
+    else:
+        group = training.mesh.coordinate("group") % manifest.groups
+        state = outer.state(_group_state(training), group, training.step)
+        training.checkpointer.load(folder, state, same_world)
+        outer.taken(state, group, training.step)
+    _share_tied(training)
+    if outer is not None and not manifest.groups:
+        outer.anchor_here()
     training.missing = tuple(range(*bounds) for bounds in manifest.missing)
     saved = manifest.loss_scale
     if saved and training.scale.dynamic and manifest.train.get("precision") == "float16":
@@ -133,6 +147,13 @@ def _state_and_random(training: Training) -> dict[str, Tensor]:
 
 
 def _state(training: Training) -> dict[str, Tensor]:
+    state = _group_state(training)
+    if training.outer is None:
+        return state
+    return training.outer.state(state, training.mesh.coordinate("group"), training.step)
+
+
+def _group_state(training: Training) -> dict[str, Tensor]:
     parallel = training.parallel
     state = state_of(parallel.named_parameters(), training.optimizer, parallel.named_buffers())
     return {**state, **dict(parallel.residuals())}
@@ -163,4 +184,5 @@ def _manifest(training: Training) -> Manifest:
         world=training.mesh.worker.world,
         torch=str(torch.__version__),
         files={},
+        groups=0 if training.outer is None else training.plan.groups,
     )

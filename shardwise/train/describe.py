@@ -26,8 +26,8 @@ def describe_run(training: Training) -> dict[str, str]:
         "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
         "layout": describe_layout(training),
         "chosen": plan.chosen(),
-        "batch": f"{train.global_batch} sequences of {config.data.sequence_length}: {plan.layout.data_parallel} devices x "
-        f"{plan.accumulation} micro-batches of {plan.micro_batch}",
+        "batch": f"{train.global_batch} sequences of {config.data.sequence_length}: "
+        f"{plan.groups * plan.layout.data_parallel} devices x {plan.accumulation} micro-batches of {plan.micro_batch}",
         "precision": f"{train.precision} computation, {_stored(train)} weights and optimizer state, gradients summed in "
         f"{reduce_dtype(train) if engine_of(plan.layout, config.model.experts).sharded else state_dtype(train)}",
         **_pipeline(training),
@@ -87,8 +87,8 @@ def _repeatable(training: Training) -> dict[str, str]:
 
 def describe_layout(training: Training) -> str:
     """The degrees above one, and the stage of sharding."""
-    layout = training.plan.layout
-    return f"{describe_degrees(dict(layout))}, zero {layout.zero}"
+    layout, groups = training.plan.layout, training.plan.groups
+    return f"{f'{groups} groups of ' if groups > 1 else ''}{describe_degrees(dict(layout))}, zero {layout.zero}"
 
 
 def _threads(device: torch.device) -> str:

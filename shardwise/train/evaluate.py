@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import torch
 
@@ -19,8 +21,8 @@ def held_out_loss(training: Training) -> float | None:
     if count == 0:
         return None
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    devices, size = training.plan.layout.data_parallel, training.plan.micro_batch
-    with attention_backends(device.type), training.parallel.evaluating():
+    devices, size = training.plan.groups * training.plan.layout.data_parallel, training.plan.micro_batch
+    with attention_backends(device.type), _of_the_run(training), training.parallel.evaluating():
         for first in range(0, count, devices * size):
             start = first + training.mesh.data_index * size
             batch = to_batch(_rows(dataset, start, size, count), device)
@@ -28,8 +30,13 @@ def held_out_loss(training: Training) -> float | None:
             sums[1] += batch.valid
     for axis in ("context", "pipeline"):  # every device of these has counted the same tokens
         training.comm.all_reduce(sums[:1], axis)
-    total, tokens = training.comm.sum_over_data(sums).tolist()
+    total, tokens = training.comm.all_reduce(training.comm.sum_over_data(sums), "group").tolist()
     return float(total / max(1.0, tokens))
+
+
+def _of_the_run(training: Training) -> AbstractContextManager[None]:
+    """Around a look at the model: where groups train by themselves, it is the one that they agree on."""
+    return nullcontext() if training.outer is None else training.outer.shown()
 
 
 def _rows(dataset: Dataset, start: int, size: int, count: int) -> Rows:
@@ -56,7 +63,7 @@ def sample(training: Training, prompt: str) -> str:
         return training.parallel.logits(tokens.to(device))
 
     eager = torch.compiler.set_stance("force_eager")  # every length would be compiled anew
-    with attention_backends(device.type), training.parallel.evaluating(), eager:
+    with attention_backends(device.type), _of_the_run(training), training.parallel.evaluating(), eager:
         continued = generate(
             last_logits,
             ids,

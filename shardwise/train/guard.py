@@ -103,14 +103,15 @@ def _sums(training: Training) -> dict[int, tuple[str, int]]:
     """
     labels: list[str] = []
     sums: list[Tensor] = []
+    group = f"group {training.mesh.coordinate('group')}: " if training.plan.groups > 1 else ""
     for name, parameter in training.parallel.named_parameters():
         where = ",".join(f"{part.start}:{part.stop}" for part in held(parameter))
         moments = training.optimizer.state.get(parameter, {})
         for suffix, tensor in {"": parameter, **{f" ({key})": moments[key] for key in MOMENTS if key in moments}}.items():
-            labels.append(f"{name}[{where}]{suffix}")
+            labels.append(f"{group}{name}[{where}]{suffix}")
             sums.append(bit_sum(local(tensor.detach())))
     for name, buffer in training.parallel.named_buffers():
-        labels.append(name)
+        labels.append(f"{group}{name}")
         sums.append(bit_sum(buffer))
     values = torch.stack(sums).tolist() if sums else []
     sums_by_key: dict[int, tuple[str, int]] = {}

@@ -18,7 +18,7 @@ from shardwise.config import Config, Layout
 from shardwise.cost.buckets import bucket_bytes
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import asked_for
-from shardwise.errors import UserError
+from shardwise.errors import ConfigError, UserError
 from shardwise.mesh import Worker
 from shardwise.plan import Asked, Plan, choose, engine_of, fit, state_dtype
 from shardwise.plan.dtypes import BYTES
@@ -48,8 +48,10 @@ class Planner:
     def first(self) -> Plan:
         """The plan on all devices; a `ConfigError` says why there is none."""
         config, asked = self._job_to_plan
-        servers = _servers(config)
-        plan = self._predicted(choose(config, servers or self.devices, self.memory_bytes, self.parameters, asked))
+        if groups := _groups(config):
+            plan = self._of_groups(config, groups, self.devices)
+        else:
+            plan = self._predicted(choose(config, _servers(config) or self.devices, self.memory_bytes, self.parameters, asked))
         self._plans[self.devices] = plan
         return plan
 
@@ -58,6 +60,8 @@ class Planner:
         config, asked = self._job_to_plan
         if servers := _servers(config):
             return self.first if devices > servers else None  # workers come and go; the servers are as many as ever
+        if _groups(config) and devices not in self._plans:
+            self._plans[devices] = self._fewer_groups(config, devices, least)
         if devices not in self._plans:
             plan = fit(config, devices, least, self.memory_bytes, self.parameters, asked)
             self._plans[devices] = self._predicted(plan) if plan else None
@@ -72,6 +76,23 @@ class Planner:
         return "; ".join(
             [asked.why, *(f"{key} {getattr(config.layout, key) or 'none'}: {why}" for key, why in asked.whys.items())]
         )
+
+    def _of_groups(self, config: Config, groups: int, devices: int) -> Plan:
+        """So many groups on these devices: each on its part of the batch, as if it were alone."""
+        if devices % groups:
+            raise ConfigError(f"the job on {devices} devices", [f"local.groups = {groups}: does not divide {devices} devices"])
+        train = config.train.model_copy(update={"global_batch": config.train.global_batch // groups})
+        part = config.model_copy(update={"train": train})
+        return replace(choose(part, devices // groups, self.memory_bytes, self.parameters), groups=groups)
+
+    def _fewer_groups(self, config: Config, devices: int, least: int) -> Plan | None:
+        """As many groups of the first plan's size as there are devices for, and the batch divides into."""
+        size = self.first.layout.world
+        for groups in range(devices // size, 0, -1):
+            if config.train.global_batch % groups == 0 and groups * size >= least:
+                with suppress(ConfigError):
+                    return self._of_groups(config, groups, groups * size)
+        return None
 
     @cached_property
     def _job_to_plan(self) -> tuple[Config, Asked | None]:
@@ -113,9 +134,14 @@ def _servers(config: Config) -> int:
     return config.server.servers if config.train.driver == "server" else 0
 
 
+def _groups(config: Config) -> int:
+    """How many train by themselves; 0: all train together."""
+    return config.local.groups if config.train.driver == "local" else 0
+
+
 def left_to_the_planner(config: Config, devices: int, cluster_is_named: bool) -> bool:
     """Whether a search is to decide: all of the layout is left out, or the micro-batch on a cluster that the job names."""
-    if config.model.module is not None or _servers(config):
+    if config.model.module is not None or config.train.driver != "synchronous":
         return False
     return (is_open(config.layout) and devices > 1) or (cluster_is_named and config.train.micro_batch is None)
 

@@ -151,7 +151,7 @@ def _rows(training: Training) -> str:
 @contextmanager
 def _source(training: Training, link: NoHost) -> Iterator[Source | None]:
     """Where the gradients come from; None: this rank's own rows. However the steps end, nobody brings any more."""
-    if training.config.train.driver == "synchronous":
+    if training.config.train.driver != "server":
         yield None
         return
     waiting = partial(link.progress, "wait")

@@ -79,7 +79,7 @@ class Dealer:
     def hear(self, step: int, seconds: Sequence[tuple[float, float]]) -> None:
         """Each rank took (compute, data) seconds for its own work in this step. Nothing follows where that is not known."""
         dealt = self._dealt.pop(step, None)
-        if dealt is None or not seconds or step < self._first + WARM_UP:
+        if not self._by_speed or dealt is None or not seconds or step < self._first + WARM_UP:
             return
         times = np.array(seconds, dtype=np.float64)
         work = times.sum(1)[self._ranks].max(1)

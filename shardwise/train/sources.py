@@ -103,10 +103,12 @@ class OwnRows:
 
 
 def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
-    """Tokens that carry a loss in the whole global batch: what the loss is divided by, on every layout alike."""
+    """Tokens that carry a loss in the whole global batch (a group's part of it): what the loss is divided by, on every layout
+    alike."""
     config = training.config
     if not config.data.reset_attention:  # then every token carries one, and no rank need ask the others
-        return torch.tensor(float(config.train.global_batch * config.data.sequence_length), device=training.mesh.device)
+        rows = config.train.global_batch // training.plan.groups
+        return torch.tensor(float(rows * config.data.sequence_length), device=training.mesh.device)
     local = float(sum(micro_batch.valid for micro_batch in batch))
     return training.comm.sum_over_data(torch.tensor(local, device=training.mesh.device))
 

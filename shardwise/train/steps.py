@@ -113,7 +113,9 @@ def steps(
         training.comm.clock.restart()
         before: Step | None = None
         while training.step < training.config.train.steps:
-            vote = _STOP if stop_asked() else _SAVE if training.mesh.is_main and save_due() else 0.0
+            vote = 0.0
+            if training.outer is None or training.outer.meets(training.step + 1):  # else not all are here to hear it
+                vote = _STOP if stop_asked() else _SAVE if training.mesh.is_main and save_due() else 0.0
             queued = _queue(training, source, vote, before)
             if queued is None:
                 return
@@ -131,7 +133,7 @@ def steps(
 def watch_over(training: Training) -> Watch | None:
     """Looks for slow ranks, on the main rank. Those of one pipeline stage do the same work; stages are outermost on the grid."""
     world, stages = training.mesh.worker.world, training.plan.layout.pipeline
-    if world == 1 or not training.mesh.is_main or training.config.train.driver == "server":
+    if world == 1 or not training.mesh.is_main or training.config.train.driver != "synchronous":
         return None
     size = world // stages
     groups = [range(stage * size, (stage + 1) * size) for stage in range(stages)]
@@ -164,6 +166,8 @@ def _queue(training: Training, source: Source, vote: float, before: Step | None)
         finite = torch.isfinite(norm) & torch.isfinite(shared[0])
         update(training.optimizer, lr, _divisor(training, norm), (~finite).float())
         loads = _balance(training, finite)
+        if training.outer is not None:
+            training.outer.after(training.step + 1)
     if checked:
         check_copies(training)
     numbers = torch.cat((shared, norm.to(shared).reshape(1), drawn.tokens.to(shared).reshape(1), loads.to(shared)))
@@ -231,7 +235,7 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
         loss=loss,
         gradient_norm=norm,
         learning_rate=queued.learning_rate,
-        tokens=int(tokens),
+        tokens=int(tokens) * training.plan.groups,
         seconds=spans.pop("total"),
         spans=spans,
         collectives=training.comm.ledger.take(),
@@ -257,7 +261,10 @@ def share(training: Training, numbers: Tensor) -> Tensor:
     for axis in ("context", "pipeline"):
         comm.all_reduce(numbers, axis)
     comm.sum_over_data(numbers)
-    return comm.all_reduce(numbers, "tensor", op=torch.distributed.ReduceOp.MAX)
+    comm.all_reduce(numbers, "tensor", op=torch.distributed.ReduceOp.MAX)
+    if training.outer is not None and training.outer.meets(training.step + 1):
+        comm.all_reduce(numbers[1:2], "group")  # the votes; the rest is of this group
+    return numbers
 
 
 def _divisor(training: Training, norm: Tensor) -> Tensor:

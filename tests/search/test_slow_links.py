@@ -165,11 +165,10 @@ def test_layouts_that_a_codec_cannot_run_on_are_not_searched() -> None:
     assert any("whole matrices" in why for why in result.refused)
 
 
-def test_the_quickest_comes_first_and_only_codecs_run(slow: SearchResult) -> None:
+def test_the_quickest_comes_first(slow: SearchResult) -> None:
     found = alternatives(slow)
     assert [each.step_seconds for each in found] == sorted(each.step_seconds for each in found)
-    assert all(each.runs == (each.name in CODECS) for each in found)
-    assert set(plain(found[0])) >= {"name", "bytes_per_step", "step_seconds", "changes", "runs", "fits"}
+    assert set(plain(found[0])) >= {"name", "bytes_per_step", "step_seconds", "changes", "fits"}
 
 
 def test_residuals_take_four_bytes_a_number_and_must_fit() -> None:
@@ -232,8 +231,8 @@ def test_a_layout_is_left_to_the_planner_with_or_without_compression() -> None:
 
 def test_local_training_exchanges_between_nodes_and_its_workers_are_nodes() -> None:
     for zero in range(4):
-        local = named_like(search(job(zero), two_nodes(0.2e9), 16), "DiLoCo")
-        assert local.name == "DiLoCo, 2 workers"
+        local = named_like(search(job(zero), two_nodes(0.2e9), 16), "local")
+        assert local.name == "local, 2 groups"
         assert local.extra_memory >= 0
 
 
@@ -242,7 +241,7 @@ def test_a_worker_that_cannot_hold_the_model_is_not_offered() -> None:
     cluster = two_nodes(0.2e9)
     roomy = search(job(3), cluster, 16)
     tight = replace(cluster, device=replace(cluster.device, memory=1.01 * float(roomy.peak[roomy.order[0]]) / 0.92))
-    assert not any(each.name.startswith("DiLoCo") for each in alternatives(search(job(3), tight, 16)))
+    assert not any(each.name.startswith("local") for each in alternatives(search(job(3), tight, 16)))
 
 
 def test_one_device_has_nothing_to_send() -> None:

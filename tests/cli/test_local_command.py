@@ -1,0 +1,74 @@
+"""`shardwise train` with groups that train by themselves: what is lost is done again, and a stop waits for the next meeting."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from warm import Command
+
+Shardwise = Callable[..., subprocess.CompletedProcess[str]]
+Started = Callable[..., Command]
+JOB = [
+    "examples/quickstart.toml",
+    "model.preset=bytes-400k",
+    "data.sequence_length=32",
+    "train.global_batch=8",
+    "train.steps=30",
+    "observe.sample=",
+    "train.evaluate_every=0",
+    "train.driver=local",
+    "local.steps=5",
+    "layout.data=1",
+]
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_step(run: Path, step: int) -> None:
+    deadline = time.monotonic() + 90
+    while len(records(run)) < step:
+        assert time.monotonic() < deadline, f"step {step} never came"
+        time.sleep(0.02)
+
+
+def test_a_killed_worker_and_a_stop_change_no_loss(started: Started, shardwise: Shardwise, tmp_path: Path) -> None:
+    whole = shardwise("train", *JOB, "run.folder=whole")
+    assert whole.returncode == 0, whole.stderr
+    assert "2 groups of one device" in whole.stderr
+    killed = started("train", *JOB, "checkpoint.every=7", "run.folder=run")
+    wait_for_step(tmp_path / "run", 8)
+    known = json.loads(next((tmp_path / "run" / "logs").glob("workers-*.json")).read_text())
+    os.kill(known["workers"][1]["pid"], signal.SIGKILL)
+    wait_for_step(tmp_path / "run", 12)
+    killed.send_signal(signal.SIGTERM)
+    _, errors = killed.communicate(timeout=90)
+    assert killed.returncode == 75, errors
+    assert len(records(tmp_path / "run")) % 5 == 0, "groups stop where they meet"
+    again = shardwise("train", *JOB, "checkpoint.every=7", "run.folder=run")
+    assert again.returncode == 0, again.stderr
+    one, other = ([record["loss"] for record in records(tmp_path / run)] for run in ("whole", "run"))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.precision=float16"], "float16 needs a loss scale"),
+        (["train.driver=synchronous"], "local.steps: has no effect without train.driver = 'local'"),
+    ],
+)
+def test_what_cannot_work_is_refused(shardwise: Shardwise, words: list[str], message: str) -> None:
+    done = shardwise("train", *JOB, *words, "run.folder=run")
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
