@@ -83,7 +83,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Push:
-    """The gradient of a portion, behind the message."""
+    """The gradient of a portion, behind the message; encoded, if the run has a codec for it."""
 
     portion: Count
     kind: Literal["push"] = "push"

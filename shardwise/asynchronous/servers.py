@@ -28,6 +28,8 @@ from torch import Tensor
 from shardwise.asynchronous import messages
 from shardwise.asynchronous.wire import Wire, greet
 from shardwise.asynchronous.work import Contribution, State, Work
+from shardwise.comm.codecs import codec
+from shardwise.config.compression import Compression
 from shardwise.mesh.sockets import listen
 from shardwise.resilience.channel import Credentials, NotOurs
 
@@ -49,8 +51,10 @@ Slices = Mapping[str, tuple[slice, ...]]
 class Shelf:
     """Of one server: the weights, and the gradients that were pushed; all flat, in the order of its slices."""
 
-    def __init__(self, slices: Slices, dtype: torch.dtype) -> None:
+    def __init__(self, slices: Slices, dtype: torch.dtype, compression: Compression | None = None) -> None:
+        """`compression`: how gradients are pushed; None: as they are."""
         self.slices, self.dtype = slices, dtype
+        self._codec = None if compression is None else codec(compression)
         self.numbers = sum(math.prod(part.stop - part.start for part in where) for where in slices.values())
         self._lock = threading.Condition()
         self._version, self._weights = -1, torch.empty(0)
@@ -81,6 +85,25 @@ class Shelf:
         with self._lock:
             self._closed = True
             self._lock.notify_all()
+
+    @property
+    def pushed_bytes(self) -> int:
+        """Of a gradient, on the wire."""
+        return self.numbers * self.dtype.itemsize if self._codec is None else self._codec.compression.wire_bytes(self.numbers)
+
+    def read(self, wire: Wire, portion: int) -> Tensor:
+        """The gradient of a portion, behind the message that was just received."""
+        gradient = self.room()
+        if self._codec is None:
+            wire.read(gradient)
+            return gradient
+        encoded = torch.empty(1, self.pushed_bytes, dtype=torch.uint8)
+        wire.read(encoded)
+        try:
+            self._codec.decode(encoded, gradient.unsqueeze(0), seed=portion)
+        except (RuntimeError, IndexError) as error:
+            raise NotOurs(f"a gradient that cannot be decoded: {error}") from None
+        return gradient
 
     def room(self) -> Tensor:
         """Memory for a gradient."""
@@ -329,11 +352,9 @@ class Front:
         text, behind = wire.receive()
         message = messages.from_json(text)
         if isinstance(message, messages.Push):
-            if behind != self._shelf.numbers * self._shelf.dtype.itemsize:
+            if behind != self._shelf.pushed_bytes:
                 raise NotOurs(f"a gradient of {behind} bytes")
-            gradient = self._shelf.room()
-            wire.read(gradient)
-            self._shelf.put((worker, message.portion), gradient)
+            self._shelf.put((worker, message.portion), self._shelf.read(wire, message.portion))
             wire.send(messages.to_json(messages.Stored()))
             return True
         if behind:

@@ -35,6 +35,8 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
             problems += _served(model, train, layout)
     if isinstance(train, Train) and isinstance(local, Local):
         problems += _local(train, local)
+        if train.driver == "local" and isinstance(layout, Layout):
+            problems += _in_groups(layout)
         if local.overlap and isinstance(recovery := sections.get("recovery"), Recovery) and recovery.copies:
             problems.append("recovery.copies: hold no exchange that is under way; leave it out, or local.overlap")
     if isinstance(cluster := sections.get("cluster"), ClusterSection) and cluster.preset and cluster.file:
@@ -229,6 +231,14 @@ def _local(train: Train, local: Local) -> Iterator[str]:
         yield f"{what}: groups move by less than bfloat16 can tell; leave train.state_dtype out"
     if train.optimizer != "adamw" or train.shares != "even":
         yield f"{what}: leave train.optimizer and train.shares out"
+
+
+def _in_groups(layout: Layout) -> Iterator[str]:
+    what = "train.driver = 'local'"
+    if layout.offload:
+        yield f"{what}: groups exchange what is on the devices; leave layout.offload out"
+    if layout.compression or layout.weight_compression:
+        yield f"{what}: leave layout.compression and layout.weight_compression out; what groups exchange is local.compression"
 
 
 def _without_driver(driver: str, section: Section) -> Iterator[str]:

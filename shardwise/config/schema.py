@@ -371,6 +371,24 @@ class Server(Section):
         description="a worker that would have to wait computes a portion that another has not brought yet, and the first counts",
     )
 
+    compression: str | None = Field(
+        None,
+        description="how gradients are sent to the servers, as in layout.compression but for `powersgd`; what a worker leaves "
+        "out it adds to its next one",
+    )
+
+    @field_validator("compression")
+    @classmethod
+    def _known(cls, text: str | None) -> str | None:
+        if text is not None and Compression.parse(text).name == "powersgd":
+            raise ValueError("powersgd works on whole matrices, and servers keep slices of them")
+        return text
+
+    @property
+    def codec(self) -> Compression | None:
+        """None: gradients are sent as they are."""
+        return None if self.compression is None else Compression.parse(self.compression)
+
     @property
     def staleness_bound(self) -> int | None:
         """None: there is none."""

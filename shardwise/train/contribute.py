@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.asynchronous import messages
 from shardwise.asynchronous.wire import Wire, dial
+from shardwise.comm.codecs import codec
 from shardwise.config import Config, Layout
 from shardwise.data import Dataset
 from shardwise.data.batches import Batch, parts, to_batch
@@ -71,6 +72,10 @@ class _Contributor:
         name = f"{worker.address}-{worker.local_rank}-{time.monotonic_ns():x}"
         self.slices = [self._greet(wire, name) for wire in wires]
         self.buffers = [torch.empty(_numbers(slices), dtype=dtype) for slices in self.slices]
+        compression = training.config.server.codec
+        self.codec = None if compression is None else codec(compression)
+        self.feeds_back = compression is not None and compression.shrinks
+        self.left_out = [torch.zeros_like(buffer) for buffer in self.buffers] if self.feeds_back else []
         self.version = -1
 
     def work(self, link: NoHost) -> bool:
@@ -115,16 +120,25 @@ class _Contributor:
     def _compute(self, portion: int) -> None:
         training, batch = self.training, batch_of(self.training, portion)
         loss = summed_loss(training, batch)
-        for wire, slices, buffer in zip(self.wires, self.slices, self.buffers, strict=True):
+        for server, (wire, slices, buffer) in enumerate(zip(self.wires, self.slices, self.buffers, strict=True)):
             for name, part in _views(buffer, slices):
                 gradient = self.parameters[name].grad
                 part.copy_(gradient[slices[name]]) if gradient is not None else part.zero_()
-            wire.send(messages.to_json(messages.Push(portion)), buffer)
+            wire.send(messages.to_json(messages.Push(portion)), self._encoded(server, portion))
         for wire in self.wires:
             if not isinstance(_received(wire), messages.Stored):
                 raise NotOurs("no answer to a worker that pushes")
         if not isinstance(_said(self.wires[0], brought(portion, loss, batch)), messages.Noted):
             raise NotOurs("no answer to a worker that brings")
+
+    def _encoded(self, server: int, portion: int) -> Tensor:
+        """What is sent of the gradient that lies in this server's buffer; what is left out is kept for the next."""
+        buffer = self.buffers[server]
+        if self.codec is None:
+            return buffer
+        if self.feeds_back:
+            buffer = self.left_out[server].add_(buffer)
+        return self.codec.encode(buffer.unsqueeze(0), seed=portion, take=self.feeds_back)
 
 
 def batch_of(training: Training, portion: int) -> list[Batch]:

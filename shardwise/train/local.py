@@ -20,14 +20,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.comm import Comm
 from shardwise.comm.codecs import codec
+from shardwise.comm.under_way import SumUnderWay
 from shardwise.config import Local
 from shardwise.config.compression import Compression
-from shardwise.observe import Collective
 from shardwise.optim import local
 from shardwise.parallel import ParallelModel
 
@@ -40,12 +39,9 @@ class Meeting:
 
     names: Sequence[str]
     own: Tensor
-    """The anchor less this group's weights, when the exchange began; flat, as all of them."""
-    arriving: Tensor
-    """The sum of all groups' differences once it is there; or, encoded, each group's."""
-    under_way: dist.Work | None
-    begun: Collective | None
-    seed: int
+    """The anchor less this group's weights, when the exchange began; flat."""
+    sum: SumUnderWay
+    """Of all groups' differences."""
 
 
 class Outer:
@@ -107,10 +103,12 @@ class Outer:
         state |= {f"outer.momentum.{name}": momentum for name, momentum in self.momenta.items()}
         if (names := self._under_way(step)) is None:
             return state
-        meeting = self._arrived(names)
-        for name, own, mean in zip(names, self._parts(meeting.own, names), self._parts(meeting.arriving, names), strict=True):
+        meeting = self.meeting or self._arrived(names, self._zeros(names), self._zeros(names))
+        for name, own, total in zip(
+            names, self._parts(meeting.own, names), self._parts(meeting.sum.result(), names), strict=True
+        ):
             state[f"group.{group}.outer.own.{name}"] = self._like(name, own)
-            state[f"outer.sum.{name}"] = self._like(name, mean)
+            state[f"outer.sum.{name}"] = self._like(name, total)
         return state
 
     def taken(self, state: dict[str, Tensor], group: int, step: int) -> None:
@@ -119,11 +117,11 @@ class Outer:
         if names is None:
             self.meeting = None
             return
-        own, arrived = (
+        own, total = (
             torch.cat([local(state[f"{key}.{name}"]).reshape(-1) for name in names])
             for key in (f"group.{group}.outer.own", "outer.sum")
         )
-        self.meeting = Meeting(names, own, arrived, None, None, 0)
+        self.meeting = self._arrived(names, own, total)
 
     # When
 
@@ -161,43 +159,15 @@ class Outer:
     def _begin(self, names: Sequence[str], step: int) -> Meeting:
         differences = [(local(self.anchors[name]) - local(self.copies[name][0])).reshape(-1) for name in names]
         own = torch.cat(differences) if differences else self._zeros(names)
-        if self.groups == 1 or not own.numel():
-            return Meeting(names, own, own.clone(), None, None, step)
-        if self._codec is None:
-            arriving = own.clone()
-            begun = self.comm.begin("all_reduce", AXIS, arriving)
-            work = dist.all_reduce(arriving, group=self._apart, async_op=True)
-            return Meeting(names, own, arriving, work, begun, step)
-        wire = self._codec.encode(own.unsqueeze(0), seed=step)
-        arriving = wire.new_empty(self.groups, wire.shape[1])
-        begun = self.comm.begin("all_gather", AXIS, arriving, plain=own.expand(self.groups, -1))
-        work = dist.all_gather(list(arriving), wire[0], group=self._apart, async_op=True)
-        return Meeting(names, own, arriving, work, begun, step)
+        return Meeting(names, own, SumUnderWay(self.comm, AXIS, self._apart, own, self._codec, seed=step))
 
-    def _wait(self, meeting: Meeting) -> Tensor:
-        """The sum of all groups' differences."""
-        if meeting.under_way is not None and meeting.begun is not None:
-            with self.comm.waiting():
-                meeting.under_way.wait()
-            meeting.begun.end()
-            meeting.under_way = None
-            if self._codec is not None:
-                total = torch.zeros_like(meeting.own)
-                for wire in meeting.arriving:
-                    self._codec.decode(wire.unsqueeze(0), total.unsqueeze(0), meeting.seed, add=True)
-                meeting.arriving = total
-        return meeting.arriving
-
-    def _arrived(self, names: Sequence[str]) -> Meeting:
-        """What is under way, with its sum in place; zeros of its size where it is yet to be read from a checkpoint."""
-        if self.meeting is None:
-            self.meeting = Meeting(names, self._zeros(names), self._zeros(names), None, None, 0)
-        self._wait(self.meeting)
-        return self.meeting
+    def _arrived(self, names: Sequence[str], own: Tensor, total: Tensor) -> Meeting:
+        """An exchange that is over already."""
+        return Meeting(names, own, SumUnderWay(self.comm, AXIS, None, total, None, seed=0))
 
     def _land(self, meeting: Meeting) -> None:
         """Make the outer step of these parameters, and go on from it."""
-        mean = self._wait(meeting) / self.groups
+        mean = meeting.sum.result() / self.groups
         for name, own, gradient in zip(
             meeting.names, self._parts(meeting.own, meeting.names), self._parts(mean, meeting.names), strict=True
         ):

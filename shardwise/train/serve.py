@@ -45,7 +45,8 @@ class Contributions:
         config, worker = training.config, training.mesh.worker
         self.parameters = dict(training.parallel.named_parameters(once=True))
         dtype = next(iter(self.parameters.values())).dtype
-        self.shelf = Shelf({name: held(parameter) for name, parameter in self.parameters.items()}, dtype)
+        slices = {name: held(parameter) for name, parameter in self.parameters.items()}
+        self.shelf = Shelf(slices, dtype, config.server.codec)
         self._size = config.train.global_batch // portions(config)
         work = Work(
             portions=portions(config),

@@ -87,6 +87,17 @@ def test_staleness_stays_within_its_bound_and_every_portion_is_used_once(
     assert total == sum(int(data, 16) for data in synchronous[1]), "the same sequences, each once"
 
 
+@pytest.mark.parametrize("codec", ["bf16", "int8", pytest.param("topk(0.1)", marks=pytest.mark.full)])
+def test_gradients_can_be_pushed_in_fewer_bits(
+    shardwise: Shardwise, tmp_path: Path, synchronous: tuple[list[float], list[str]], codec: str
+) -> None:
+    """What is left out is fed back, so that the losses stay near those of whole gradients, and are not the same."""
+    trained(shardwise("train", *SERVER, "train.steps=30", "server.servers=2", f"server.compression={codec}", "run.folder=run"))
+    found = losses(tmp_path / "run")
+    assert found != pytest.approx(synchronous[0], rel=1e-7)
+    assert found == pytest.approx(synchronous[0], rel=0.2 if codec == "topk(0.1)" else 0.02)
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_killed_server_or_worker_changes_no_loss(
     started: Started, tmp_path: Path, synchronous: tuple[list[float], list[str]], rank: int
@@ -121,6 +132,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(started: Started, shardwise: Shar
         (["layout.tensor=2"], "leave layout.tensor out"),
         (["server.portions=3"], "server.portions = 3: does not divide train.global_batch = 8"),
         (["train.precision=float16"], "float16 needs a loss scale"),
+        (["server.compression=powersgd(4)"], "servers keep slices of them"),
         (["train.driver=synchronous", "server.damping=true"], "server.damping: has no effect without train.driver = 'server'"),
     ],
 )

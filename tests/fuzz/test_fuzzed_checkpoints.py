@@ -167,7 +167,7 @@ def test_the_manifest_of_a_run_that_a_hand_has_changed_is_used_or_refused(
 @pytest.mark.parametrize("count", SOME_AND_MANY)
 def test_a_list_of_tensors_that_a_hand_has_changed_has_pieces_that_fill_them_or_is_refused(folder: Path, count: int) -> None:
     values, taken = json.loads((folder / TENSORS).read_bytes()), 0
-    for changed in rewritten(values, 17, 3 * count):
+    for changed in rewritten(values, 17, 6 * count):
         sign(folder, TENSORS, as_json(changed))
         with nothing_outside(folder):
             taken += read_or_refused(lambda: everything(folder), changed) is not None

@@ -21,7 +21,7 @@ from shardwise.models import experts, transformer
 from shardwise.models import rotary as our_rotary
 from shardwise.optim import adamw
 from shardwise.train import build as building
-from shardwise.train import evaluate
+from shardwise.train import evaluate, sources
 from shardwise.train import steps as stepping
 from shardwise.verify import measure, plain
 from shardwise.verify.diagnose import SHARED, Diagnosis, diagnose_shared
@@ -128,7 +128,7 @@ def rotary_turned_the_other_way() -> AbstractContextManager[Any]:
 
 def ignored_targets_in_the_divisor() -> AbstractContextManager[Any]:
     whole = lambda training, batch: torch.tensor(float(sum(part.targets.numel() for part in batch)))  # noqa: E731
-    return patch.object(stepping, "count_tokens", whole)
+    return patch.object(sources, "count_tokens", whole)
 
 
 def decayed_norms() -> AbstractContextManager[Any]:
