@@ -96,8 +96,8 @@ def staleness(folder: Path, steps: int, seeds: int, plot: Path | None) -> None:
 def uneven(folder: Path, steps: int) -> None:
     slow = folder / "slow"
     job = [
-        "examples/own_model.toml", f"model.module={ROOT}/benchmarks/uneven_model.py:Uneven", "train.global_batch=16",
-        "train.micro_batch=", "layout.data=4", "train.evaluate_every=5", "train.evaluate_sequences=64", "checkpoint.every=0",
+        "examples/own_model.toml", "model.module=benchmarks/uneven_model.py:Uneven", "train.global_batch=16",
+        "train.micro_batch=4", "layout.data=4", "train.evaluate_every=5", "train.evaluate_sequences=64", "checkpoint.every=0",
         "observe.sample=",
     ]  # fmt: skip
     ways = {

@@ -28,9 +28,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """Which slices this server keeps: (start, stop) along each dim, by the name of the parameter."""
+    """Which slices this server keeps: (start, stop) along each dim, by the name of the parameter. And of which job, whose
+    portions have so many rows."""
 
     slices: dict[str, tuple[tuple[Count, Count], ...]]
+    job: Name
+    rows: Count
     kind: Literal["welcome"] = "welcome"
 
 

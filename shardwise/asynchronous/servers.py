@@ -131,6 +131,7 @@ class Shelf:
             for key in unknown & self._forgotten:
                 self._let_go(key)
             self._forgotten = unknown - self._forgotten
+            self._gone &= {worker for worker, _ in self._gradients}
             return taken
 
     def give_back(self, taken: Iterable[Tensor]) -> None:
@@ -177,13 +178,17 @@ class Desk:
         self._took: deque[float] = deque(maxlen=64)
         """Seconds from asking to bringing."""
         self._dropped: list[Key] = []
+        self._cut_off: set[str] = set()
+        """Workers whose portion another has. They must come back under another name: else what is said of what they push, before
+        and after, could be confused."""
         self._closed = False
 
     def ask(self, worker: str, seconds: float = ASK_SECONDS) -> messages.Task | messages.Wait | messages.End:
         """What this worker is to do, as soon as there is something, within so many seconds."""
         deadline = time.monotonic() + seconds
         with self._changed:
-            while not (self._closed or self.work.ended):
+            while not self.work.ended:
+                self._check(worker)
                 portion = self.work.ask(worker)
                 if portion is not None:
                     self._since = {key: when for key, when in self._since.items() if key[0] != worker}
@@ -196,6 +201,7 @@ class Desk:
     def bring(self, worker: str, said: messages.Bring) -> bool:
         """Whether it counts."""
         with self._changed:
+            self._check(worker)
             counts = self.work.bring(worker, said.portion)
             if counts:
                 self._said[said.portion] = said
@@ -210,6 +216,7 @@ class Desk:
         """Its connection has ended."""
         with self._changed:
             self._forget(worker)
+            self._cut_off.discard(worker)
 
     def is_due(self) -> bool:
         """Whether the next update can be made."""
@@ -252,7 +259,7 @@ class Desk:
             return self.work.state()
 
     def close(self) -> None:
-        """Tell everybody that it is over."""
+        """Let go of everybody who asks."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -264,6 +271,13 @@ class Desk:
         for worker in {worker for (worker, _), since in self._since.items() if now - since > limit}:
             log.warning("worker %s was not heard of for %.0f s: another does its portion", worker, limit)
             self._forget(worker)
+            self._cut_off.add(worker)
+
+    def _check(self, worker: str) -> None:
+        if self._closed:
+            raise EOFError("the server ends")
+        if worker in self._cut_off:
+            raise EOFError("it was not heard of for long")
 
     def _forget(self, worker: str) -> None:
         self.work.lost(worker)
@@ -274,8 +288,12 @@ class Desk:
 class Front:
     """Listens for workers, and talks with each in a thread of its own."""
 
-    def __init__(self, address: str, credentials: Credentials, shelf: Shelf, desk: Desk | None) -> None:
+    def __init__(
+        self, address: str, credentials: Credentials, shelf: Shelf, desk: Desk | None, job: str = "", rows: int = 1
+    ) -> None:
+        """`job`: what tells it from others; `rows`: of a portion."""
         self._credentials, self._shelf, self._desk = credentials, shelf, desk
+        self._job, self._rows = job, rows
         self._listener = listen(address)
         self.port = int(self._listener.getsockname()[1])
         self._lock = threading.Lock()
@@ -344,7 +362,7 @@ class Front:
         if not isinstance(message, messages.Hello):
             raise NotOurs(f"{message} before hello")
         slices = {name: tuple((part.start, part.stop) for part in where) for name, where in self._shelf.slices.items()}
-        wire.send(messages.to_json(messages.Welcome(slices)))
+        wire.send(messages.to_json(messages.Welcome(slices, self._job, self._rows)))
         return message.worker
 
     def _answer(self, wire: Wire, worker: str) -> bool:

@@ -35,8 +35,8 @@ HELLO_SECONDS = 5.0
 SEND_SECONDS = 60.0
 """How long the other end may take nothing of what is sent, or send nothing of what it has begun to send."""
 _HEADER = struct.Struct("<IQ")
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
-"""A machine that is gone without a word is noticed within eleven seconds."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": int(1000 * SEND_SECONDS)}
+"""A machine that is gone without a word is noticed within eleven seconds; where something was on its way to it, in a minute."""
 
 Side = Literal["server", "worker"]
 

@@ -94,6 +94,8 @@ class Manifest:
     """Of those, (first, end) of what was still under way with a parameter server's workers, and is not in the weights."""
     groups: Annotated[int, Field(ge=0, le=1 << 20)] = 0
     """That train by themselves, each with a state of its own beside the model's; 0: all train together."""
+    under_way: tuple[Annotated[str, Field(max_length=1024)], ...] = ()
+    """Parameters that such groups were exchanging."""
     format: int = FORMAT
 
     @property

@@ -138,6 +138,8 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
 
 def _start_servers(config: Config, node: Node | None, local_workers: int, workers: int) -> int:
     """A parameter server and its workers: the servers come on top, on the first node."""
+    from dataclasses import replace
+
     from shardwise.errors import UserError
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
@@ -150,7 +152,7 @@ def _start_servers(config: Config, node: Node | None, local_workers: int, worker
         )
     config = config.model_copy(update={"server": config.server.model_copy(update={"portions": portions})})
     slots = local_workers + (servers if node is None or node.node_rank == 0 else 0)
-    planner = _planner(config, slots, workers + servers, node.nodes if node else 1)
+    planner = replace(_planner(config, slots, workers + servers, node.nodes if node else 1), memory_bytes=None)  # in host memory
     _check(planner)
     if node is None or node.node_rank == 0:
         _check_room(config, planner.first)
@@ -209,8 +211,8 @@ def _check_room(config: Config, plan: Plan) -> None:
     check_room(Path(config.run.folder), "run.folder", 0)
     saved_to = checkpoint_folder(config)
     if "://" not in saved_to:
-        weights_and_moments = 3 * BYTES[state_dtype(config.train)] * plan.parameters
-        check_room(Path(saved_to), "checkpoint.folder", weights_and_moments)
+        states = 3 * plan.groups + 2 if config.train.driver == "local" else 3  # weights and moments, of each group; an anchor
+        check_room(Path(saved_to), "checkpoint.folder", states * BYTES[state_dtype(config.train)] * plan.parameters)
 
 
 def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None:

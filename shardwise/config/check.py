@@ -37,8 +37,8 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
         problems += _local(train, local)
         if train.driver == "local" and isinstance(layout, Layout):
             problems += _in_groups(layout)
-        if local.overlap and isinstance(recovery := sections.get("recovery"), Recovery) and recovery.copies:
-            problems.append("recovery.copies: hold no exchange that is under way; leave it out, or local.overlap")
+        if train.driver == "local" and isinstance(recovery := sections.get("recovery"), Recovery) and recovery.copies:
+            problems.append("recovery.copies: not with train.driver = 'local', whose groups differ; leave it out")
     if isinstance(cluster := sections.get("cluster"), ClusterSection) and cluster.preset and cluster.file:
         problems.append("cluster.preset and cluster.file are both given; keep one (a file may itself start from a preset)")
     if isinstance(model, Model) and isinstance(data, Data):

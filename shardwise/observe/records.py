@@ -120,6 +120,7 @@ class _Step(TypedDict, total=False):
     load_imbalance: Measured
     rows: list[Count]
     staleness: list[Count]
+    dropped: Count
     loss_scale: Number
     skipped: bool
     expert_imbalance: Number

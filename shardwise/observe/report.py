@@ -112,7 +112,8 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary["load"]["imbalance"] is not None:
         yield "load", _load(summary["load"])
     if summary["staleness"]:
-        yield "staleness", _staleness(summary["staleness"])
+        dropped = f"; {summary['dropped']} gradients came too late and were dropped" if summary["dropped"] else ""
+        yield "staleness", _staleness(summary["staleness"]) + dropped
     if summary["experts"]:
         imbalance = summary["experts"]["imbalance"]
         worst = f"worst {imbalance['worst']:.2f} at step {imbalance['worst_step']}"

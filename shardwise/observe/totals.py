@@ -89,6 +89,8 @@ class RunTotals:
         self._times = 0
         self.staleness: Counter[int] = Counter()
         """Of all gradients that were computed by a server's workers."""
+        self.dropped = 0
+        """Of them, those that came after another of the same portion."""
         self.last_with_experts: Record = {}
         self.worst_with_experts: Record = {}
 
@@ -128,6 +130,7 @@ class RunTotals:
         if step.get("skipped"):
             self.skipped.append(step["step"])
         self.staleness.update(step.get("staleness", ()))
+        self.dropped += step.get("dropped", 0)
         if step.get("expert_load") and "expert_imbalance" in step:
             self.last_with_experts, worst = step, self.worst_with_experts
             if not worst or step["expert_imbalance"] > worst["expert_imbalance"]:

@@ -141,7 +141,7 @@ def _recompute_and_compile(config: Config, plan: Plan, blocks: list[nn.Module], 
         recompute(blocks, mode, compiled, draws=config.model.module is not None)
     if compiled:
         for block in blocks:
-            block.forward = torch.compile(block.forward, fullgraph=whole_graph, dynamic=False)
+            block.forward = torch.compile(block.forward, fullgraph=whole_graph, dynamic=config.train.shares == "by speed")
     if around:
         recompute(blocks, mode, compiled, draws=config.model.module is not None)
 

@@ -148,7 +148,8 @@ class Host:
         """Take note of what a worker says."""
         match message:
             case messages.Waiting():
-                worker.state, worker.step, self._failed_starts[worker.slot] = "waiting", 0, 0
+                worker.state, worker.step = "waiting", 0
+                self._failed_starts[worker.slot] = self._failed_starts[worker.slot] if self.loose else 0
             case messages.Progress(phase, step):
                 self._note_progress(worker, phase, step)
             case messages.Reads(rows):
@@ -168,10 +169,13 @@ class Host:
 
     def _note_progress(self, worker: WorkerProcess, phase: messages.Phase, step: int) -> None:
         now = time.monotonic()
-        if step > worker.step and worker.phase == phase == "step":
-            worker.seconds.append(now - worker.changed)
+        if step > worker.step and phase == "step":
+            if worker.begun is not None:
+                worker.seconds.append(now - worker.begun)
+            self._failed_starts[worker.slot] = 0
             if worker.generation == self._generation and not worker.loose:
                 self._step = max(self._step, step)
+        worker.begun = now if phase == "step" else worker.begun if phase in ("wait", "meet") else None
         worker.phase, worker.step, worker.changed, worker.asked_for_stacks, worker.stacks = phase, step, now, None, None
 
     def _note_ended_workers(self) -> None:
@@ -190,10 +194,15 @@ class Host:
                 self._note_failed_start(worker, worker.fault or died(worker, self.logs))
 
     def _note_lost(self, worker: WorkerProcess, fault: Fault) -> None:
-        """A worker that is no rank ended: the others go on, and so does its slot, if it had got anything done."""
+        """A worker that is no rank ended: the others go on, and so does its slot. If it never gets anything done, as often as a
+        step may fail, that is a fault of the run."""
         self._note("worker_lost", host=self.name, slot=worker.slot, cause=fault.cause)
-        if worker.step == 0 or fault.status is not None:
-            self._note_failed_start(worker, fault)
+        if fault.status is not None:
+            raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
+        self._failed_starts[worker.slot] += worker.step == 0
+        if self._failed_starts[worker.slot] >= self.recovery.attempts:
+            trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
+            raise RunFailed(f"{trace}a worker on {self.name} failed {self.recovery.attempts} times in a row: {fault.cause}")
 
     def _note_failed_start(self, worker: WorkerProcess, fault: Fault) -> None:
         """A worker ended before it was ready: the second time, its slot rests; if all do, so does the host."""

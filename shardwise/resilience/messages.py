@@ -12,7 +12,8 @@ from typing import Literal
 from shardwise.mesh import Worker
 from shardwise.resilience.team import Fault, Team
 
-Phase = Literal["build", "restore", "step", "wait", "evaluate", "save", "end"]
+Phase = Literal["build", "restore", "step", "wait", "meet", "evaluate", "save", "end"]
+"""`wait` and `meet` are within a step: for gradients of others, and for other groups."""
 
 
 @dataclass(frozen=True)

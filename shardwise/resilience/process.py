@@ -43,6 +43,8 @@ class WorkerProcess:
     phase: Phase = "build"
     reads: str = "unknown data"
     changed: float = field(default_factory=time.monotonic)
+    begun: float | None = None
+    """When the step that it is in began; None: it does something else."""
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     wished: str | None = None
     asked_for_stacks: float | None = None
@@ -65,7 +67,7 @@ class WorkerProcess:
 
     def hang_limit(self, recovery: Recovery) -> float:
         """Seconds without a step done that count as a hang now."""
-        if self.phase in ("build", "restore") or not self.seconds:
+        if self.phase in ("build", "restore", "meet") or not self.seconds:
             return recovery.start_seconds
         step = recovery.hang_seconds or max(60.0, 30.0 * statistics.median(self.seconds))
         if self.phase == "save":

@@ -7,6 +7,7 @@ memory.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -20,12 +21,14 @@ from shardwise.config import Config
 from shardwise.data import Dataset
 from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, OneBitAdam, local, make_optimizer
-from shardwise.parallel import ParallelModel, parallelise
+from shardwise.parallel import ParallelModel, build_plain, parallelise
 from shardwise.parallel.placement import held
 from shardwise.plan import Plan
 from shardwise.resilience.copies import Copies
 from shardwise.train.local import Outer
 from shardwise.train.shares import Shares
+
+log = logging.getLogger("shardwise")
 
 
 @dataclass
@@ -82,9 +85,14 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
         checkpointer=checkpointer,
         peers=Peers.meet(mesh) if at_the_same_time else checkpointer.peers,
         scale=LossScale.of(config.train),
-        shares=Shares.even(config.train.global_batch, plan.groups * plan.layout.data_parallel),
-        outer=Outer(parallel, comm, config.local, config.train.steps) if config.train.driver == "local" else None,
+        shares=Shares.even(config.train.global_batch, 1 if serves else plan.groups * plan.layout.data_parallel),
+        outer=_outer(config, parallel, comm) if config.train.driver == "local" else None,
     )
+
+
+def _outer(config: Config, parallel: ParallelModel, comm: Comm) -> Outer:
+    sizes = {name: parameter.numel() for name, parameter in build_plain(config).named_parameters()}
+    return Outer(parallel, comm, config.local, config.train.steps, sizes)
 
 
 def restore(training: Training, folder: str) -> None:
@@ -97,13 +105,16 @@ def restore(training: Training, folder: str) -> None:
         training.checkpointer.load(folder, _group_state(training), same_world)
     else:
         group = training.mesh.coordinate("group") % manifest.groups
-        state = outer.state(_group_state(training), group, training.step)
+        state = outer.to_fill(_group_state(training), group, manifest.under_way)
         training.checkpointer.load(folder, state, same_world)
-        outer.taken(state, group, training.step)
+        outer.filled(state, group, manifest.under_way)
     _share_tied(training)
     if outer is not None and not manifest.groups:
         outer.anchor_here()
     training.missing = tuple(range(*bounds) for bounds in manifest.missing)
+    if manifest.missing and training.config.train.driver != "server" and training.mesh.is_main:
+        left_out = sum(map(len, training.missing))
+        log.warning("%d sequences that were under way with the workers of a parameter server are left out", left_out)
     saved = manifest.loss_scale
     if saved and training.scale.dynamic and manifest.train.get("precision") == "float16":
         training.scale = replace(training.scale, value=float(saved["value"]), clean_steps=int(saved["clean_steps"]))
@@ -150,7 +161,7 @@ def _state(training: Training) -> dict[str, Tensor]:
     state = _group_state(training)
     if training.outer is None:
         return state
-    return training.outer.state(state, training.mesh.coordinate("group"), training.step)
+    return training.outer.state(state, training.mesh.coordinate("group"))
 
 
 def _group_state(training: Training) -> dict[str, Tensor]:
@@ -185,4 +196,5 @@ def _manifest(training: Training) -> Manifest:
         torch=str(torch.__version__),
         files={},
         groups=0 if training.outer is None else training.plan.groups,
+        under_way=() if training.outer is None else training.outer.under_way,
     )

@@ -6,7 +6,9 @@ a new worker begins by pulling the weights. When the servers are gone, it lets g
 
 from __future__ import annotations
 
+import logging
 import math
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,13 +23,17 @@ from shardwise.comm.codecs import codec
 from shardwise.config import Config, Layout
 from shardwise.data import Dataset
 from shardwise.data.batches import Batch, parts, to_batch
+from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, meeting_place
 from shardwise.models import attention_backends
-from shardwise.plan import choose
+from shardwise.models.dtypes import DTYPES
+from shardwise.plan import choose, reduce_dtype
 from shardwise.resilience.channel import NotOurs
 from shardwise.resilience.host_link import NoHost
 from shardwise.train.build import Training, build
-from shardwise.train.serve import credentials, portions
+from shardwise.train.serve import credentials, digest
+
+log = logging.getLogger("shardwise")
 
 RETRY_SECONDS = 0.5
 """Before a worker whose servers are gone looks for the next ones."""
@@ -43,18 +49,17 @@ def build_contributor(config: Config, worker: Worker, dataset: Dataset) -> Train
     return build(alone, choose(alone, 1), own, dataset)
 
 
-def contribute(training: Training, worker: Worker, servers: int, link: NoHost) -> bool:
-    """Work for these servers; whether all is done, or they are gone."""
+def contribute(training: Training, config: Config, worker: Worker, servers: int, link: NoHost) -> bool:
+    """Work for these servers, which run this job; whether all is done, or they are gone."""
     wires: list[Wire] = []
     try:
         for rank in range(servers):
             where = meeting_place(worker, timedelta(seconds=MEET_SECONDS)).get(f"front {rank}").decode()
             address, _, port = where.rpartition(" ")
             wires.append(dial(address, int(port), credentials(worker.store_name)))
-        return _Contributor(training, wires, worker).work(link)
-    except (OSError, EOFError, NotOurs, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not isinstance(error, torch.distributed.DistError):
-            raise
+        return _Contributor(training, config, wires, worker).work(link)
+    except (OSError, EOFError, NotOurs, torch.distributed.DistError) as error:
+        log.warning("let go of the servers: %s", error)
         time.sleep(RETRY_SECONDS)
         return False
     finally:
@@ -65,11 +70,11 @@ def contribute(training: Training, worker: Worker, servers: int, link: NoHost) -
 class _Contributor:
     """A worker that has reached its servers."""
 
-    def __init__(self, training: Training, wires: Sequence[Wire], worker: Worker) -> None:
-        self.training, self.wires = training, wires
+    def __init__(self, training: Training, config: Config, wires: Sequence[Wire], worker: Worker) -> None:
+        self.training, self.config, self.wires = training, config, wires
         self.parameters = dict(training.parallel.named_parameters(once=True))
         dtype = next(iter(self.parameters.values())).dtype
-        name = f"{worker.address}-{worker.local_rank}-{time.monotonic_ns():x}"
+        name = f"{socket.gethostname()[:200]}-{worker.local_rank}-{time.monotonic_ns():x}"
         self.slices = [self._greet(wire, name) for wire in wires]
         self.buffers = [torch.empty(_numbers(slices), dtype=dtype) for slices in self.slices]
         compression = training.config.server.codec
@@ -101,6 +106,11 @@ class _Contributor:
         welcome = _said(wire, messages.Hello(name))
         if not isinstance(welcome, messages.Welcome) or welcome.slices.keys() != self.parameters.keys():
             raise NotOurs("a server of another model")
+        if welcome.job != digest(self.config):
+            raise UserError(
+                "this worker was started with another job than its servers: give every node the same job and overrides"
+            )
+        self.rows = welcome.rows
         return {name: tuple(slice(*part) for part in where) for name, where in welcome.slices.items()}
 
     @torch.no_grad()
@@ -118,8 +128,9 @@ class _Contributor:
         self.version = least
 
     def _compute(self, portion: int) -> None:
-        training, batch = self.training, batch_of(self.training, portion)
+        training, batch = self.training, self._batch(portion)
         loss = summed_loss(training, batch)
+        before = [left_out.clone() for left_out in self.left_out]
         for server, (wire, slices, buffer) in enumerate(zip(self.wires, self.slices, self.buffers, strict=True)):
             for name, part in _views(buffer, slices):
                 gradient = self.parameters[name].grad
@@ -128,8 +139,17 @@ class _Contributor:
         for wire in self.wires:
             if not isinstance(_received(wire), messages.Stored):
                 raise NotOurs("no answer to a worker that pushes")
-        if not isinstance(_said(self.wires[0], brought(portion, loss, batch)), messages.Noted):
+        noted = _said(self.wires[0], brought(portion, loss, batch))
+        if not isinstance(noted, messages.Noted):
             raise NotOurs("no answer to a worker that brings")
+        if not noted.counts:  # what it had kept from before was in it
+            self.left_out = before
+
+    def _batch(self, portion: int) -> list[Batch]:
+        try:
+            return batch_of(self.training, portion, self.rows)
+        except OSError as error:  # which no other server would mend
+            raise RunFailed(f"the data of portion {portion} cannot be read: {error}") from error
 
     def _encoded(self, server: int, portion: int) -> Tensor:
         """What is sent of the gradient that lies in this server's buffer; what is left out is kept for the next."""
@@ -141,10 +161,9 @@ class _Contributor:
         return self.codec.encode(buffer.unsqueeze(0), seed=portion, take=self.feeds_back)
 
 
-def batch_of(training: Training, portion: int) -> list[Batch]:
-    """The micro-batches of a portion."""
+def batch_of(training: Training, portion: int, size: int) -> list[Batch]:
+    """The micro-batches of a portion of so many rows."""
     train, dataset = training.config.train, training.dataset
-    size = train.global_batch // portions(training.config)
     count = -(-size // (train.micro_batch or size))
     rows = [(portion * size + part.start, len(part)) for part in parts(size, count)]
     return [replace(to_batch(dataset.sequences(*where), training.mesh.device), first=where[0]) for where in rows]
@@ -152,7 +171,7 @@ def batch_of(training: Training, portion: int) -> list[Batch]:
 
 def summed_loss(training: Training, batch: Sequence[Batch]) -> float:
     """The loss of a portion, summed over its tokens; its gradient is left on the parameters."""
-    dtype = next(iter(training.parallel.named_parameters()))[1].dtype
+    dtype = DTYPES[reduce_dtype(training.config.train)]
     training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
     with attention_backends(training.mesh.device.type):
         return float(training.parallel.forward_backward(batch, torch.ones((), dtype=dtype, device=training.mesh.device)))

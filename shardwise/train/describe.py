@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.config import Checkpoint, Train, context_attention
+from shardwise.config import Checkpoint, Config, Train, context_attention
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
@@ -23,11 +23,7 @@ def describe_run(training: Training) -> dict[str, str]:
     return {
         "model": f"{config.model.module or config.model.preset or 'custom'}, {plan.parameters:,} parameters",
         "data": f"{data.tokens:,} tokens, {data.documents:,} documents, {data.held_out:,} sequences held out",
-        "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
-        "layout": describe_layout(training),
-        "chosen": plan.chosen(),
-        "batch": f"{train.global_batch} sequences of {config.data.sequence_length}: "
-        f"{plan.groups * plan.layout.data_parallel} devices x {plan.accumulation} micro-batches of {plan.micro_batch}",
+        **_devices(training),
         "precision": f"{train.precision} computation, {_stored(train)} weights and optimizer state, gradients summed in "
         f"{reduce_dtype(train) if engine_of(plan.layout, config.model.experts).sharded else state_dtype(train)}",
         **_pipeline(training),
@@ -40,6 +36,28 @@ def describe_run(training: Training) -> dict[str, str]:
         "saving": _saving(config.checkpoint),
         **_without_effect(training),
     }
+
+
+def _devices(training: Training) -> dict[str, str]:
+    config, plan, device = training.config, training.plan, training.mesh.device
+    batch = f"{config.train.global_batch} sequences of {config.data.sequence_length}"
+    if config.train.driver == "server":
+        return {
+            "servers": f"{training.mesh.worker.world}, in host memory; workers as they come",
+            "batch": f"{batch} in {config.server.portions} portions; staleness {_bound(config)}",
+        }
+    return {
+        "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
+        "layout": describe_layout(training),
+        "chosen": plan.chosen(),
+        "batch": f"{batch}: {plan.groups * plan.layout.data_parallel} devices x {plan.accumulation} micro-batches of "
+        f"{plan.micro_batch}",
+    }
+
+
+def _bound(config: Config) -> str:
+    bound = config.server.staleness_bound
+    return "unbounded" if bound is None else f"{bound} at most"
 
 
 def _saving(checkpoint: Checkpoint) -> str:
@@ -98,7 +116,7 @@ def _threads(device: torch.device) -> str:
 def _without_effect(training: Training) -> dict[str, str]:
     """Settings that change nothing here are named, never ignored in silence."""
     layout, config, train = training.plan.layout, training.config, training.config.train
-    on_cpu = training.mesh.device.type == "cpu"
+    on_cpu, serves = training.mesh.device.type == "cpu", train.driver == "server"
     idle = {
         "layout.offload: states are in host memory already": layout.offload and on_cpu,
         f"layout.zero = {config.layout.zero}: no other device holds the same weights": bool(config.layout.zero)
@@ -107,7 +125,10 @@ def _without_effect(training: Training) -> dict[str, str]:
         "layout.stages: there is no pipeline": layout.pipeline == 1 and bool(layout.stages or layout.stages_per_rank),
         f"layout.attention = {layout.attention!r}: no devices share a sequence": layout.context == 1
         and layout.attention != "auto",
-        "GPUs: there are more workers than GPUs, so all compute on the CPU": on_cpu and local_gpus() > 0,
+        "GPUs: there are more workers than GPUs, so all compute on the CPU": on_cpu and local_gpus() > 0 and not serves,
+        "train.shares: on GPUs only with data alone and zero = 0 can a device's work be told from its waiting": not on_cpu
+        and train.shares == "by speed"
+        and not (layout.zero == 0 and layout.world == layout.data_parallel),
         "train.deterministic: CPUs add in one order anyway": on_cpu and train.deterministic,
         "train.evaluate_every: data.held_out is 0": train.evaluate_every > 0 and config.data.held_out == 0,
         "train.decay: only the wsd schedule has it": train.decay is not None and train.schedule != "wsd",

@@ -15,9 +15,10 @@ is due) is agreed on when they meet. Devices of the same place in each group exc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,23 +32,30 @@ from shardwise.optim import local
 from shardwise.parallel import ParallelModel
 
 AXIS = "group"
+State = dict[str, Tensor]
 
 
 @dataclass
 class Meeting:
-    """An exchange under way: of which parameters, what this group brought, and what comes of all groups' together."""
+    """An exchange under way."""
 
     names: Sequence[str]
+    """Of the parameters, those of the whole model: a pipeline stage has some of them."""
     own: Tensor
-    """The anchor less this group's weights, when the exchange began; flat."""
+    """The anchor less this group's weights, when the exchange began; flat, of what this rank holds."""
     sum: SumUnderWay
     """Of all groups' differences."""
+    groups: int
+    """That they are of."""
+    behind: bool
+    """Whether the group goes on meanwhile."""
 
 
 class Outer:
     """The anchor, its momentum, and the exchanges of one rank."""
 
-    def __init__(self, parallel: ParallelModel, comm: Comm, settings: Local, last: int) -> None:
+    def __init__(self, parallel: ParallelModel, comm: Comm, settings: Local, last: int, sizes: Mapping[str, int]) -> None:
+        """`last`: the last step; `sizes`: of all parameters of the whole model, in its order."""
         self.comm, self.settings, self.last = comm, settings, last
         self.groups = comm.mesh.size(AXIS)
         self.copies: dict[str, list[nn.Parameter]] = {}
@@ -60,22 +68,32 @@ class Outer:
         self.meeting: Meeting | None = None
         self._codec = None if settings.compression is None else codec(Compression.parse(settings.compression))
         self._apart = comm.mesh.second_group(AXIS) if settings.overlap else comm.mesh.group(AXIS)
-        self._fragments = self._cut(settings.fragments)
+        self._names = list(sizes)
+        self._fragments = _cut(sizes, settings.fragments)
+
+    @property
+    def under_way(self) -> tuple[str, ...]:
+        """The parameters that are being exchanged."""
+        return () if self.meeting is None else tuple(self.meeting.names)
 
     def meets(self, step: int) -> bool:
         """Whether groups begin an exchange after this step."""
         return step == self.last or self._beginning(step) is not None
 
+    def waits(self, step: int) -> bool:
+        """Whether this group may have to wait for others in this step."""
+        return self.meets(step) or self._arrives(step)
+
     @torch.no_grad()
     def after(self, step: int) -> None:
         """The group has made this step."""
-        if self.meeting is not None and (step == self.last or self._arrives(step)):
+        if self.meeting is not None and self.waits(step):
             self._land(self.meeting)
         if step == self.last:
-            self._land(self._begin(list(self.anchors), step))
+            self._land(self._begin(self._names, step))
         elif (fragment := self._beginning(step)) is not None:
             self.meeting = self._begin(self._fragments[fragment], step)
-            if not self.settings.overlap:
+            if not self.meeting.behind:
                 self._land(self.meeting)
 
     @torch.no_grad()
@@ -94,34 +112,40 @@ class Outer:
         finally:
             self._swap()
 
-    def state(self, of_group: dict[str, Tensor], group: int, step: int) -> dict[str, Tensor]:
+    # Checkpoints
+
+    def state(self, of_group: State, group: int) -> State:
         """Everything that a run of groups consists of, by name: the anchor as the model, what this group has for itself, and
-        what is under way after this step."""
-        state = {f"group.{group}.{name}": value for name, value in of_group.items()}
-        state |= {name: value for name, value in of_group.items() if name.startswith("model.")}  # buffers, that is
-        state |= {f"model.{name}": anchor for name, anchor in self.anchors.items()}
-        state |= {f"outer.momentum.{name}": momentum for name, momentum in self.momenta.items()}
-        if (names := self._under_way(step)) is None:
-            return state
-        meeting = self.meeting or self._arrived(names, self._zeros(names), self._zeros(names))
-        for name, own, total in zip(
-            names, self._parts(meeting.own, names), self._parts(meeting.sum.result(), names), strict=True
-        ):
-            state[f"group.{group}.outer.own.{name}"] = self._like(name, own)
-            state[f"outer.sum.{name}"] = self._like(name, total)
+        what is under way."""
+        buffers = {name: value for name, value in of_group.items() if name.startswith("model.")}
+        state = {f"group.{group}.{name}": value for name, value in of_group.items()} | buffers | self._agreed()
+        if self.meeting is not None:
+            mean = self.meeting.sum.result() / self.meeting.groups
+            for name, own, gradient in self._parts(self.meeting.names, self.meeting.own, mean):
+                state[f"group.{group}.outer.own.{name}"] = self._like(name, own)
+                state[f"outer.mean.{name}"] = self._like(name, gradient)
         return state
 
-    def taken(self, state: dict[str, Tensor], group: int, step: int) -> None:
-        """What `state` gave was filled: what was under way is, again."""
-        names = self._under_way(step)
-        if names is None:
-            self.meeting = None
-            return
-        own, total = (
-            torch.cat([local(state[f"{key}.{name}"]).reshape(-1) for name in names])
-            for key in (f"group.{group}.outer.own", "outer.sum")
+    def to_fill(self, of_group: State, group: int, under_way: Sequence[str]) -> State:
+        """What a checkpoint is to fill in which these parameters were under way. Buffers are each group's own."""
+        state = {f"group.{group}.{name}": value for name, value in of_group.items()} | self._agreed()
+        for name in self._here(under_way):
+            state[f"group.{group}.outer.own.{name}"] = torch.zeros_like(self.anchors[name])
+            state[f"outer.mean.{name}"] = torch.zeros_like(self.anchors[name])
+        return state
+
+    def filled(self, state: State, group: int, under_way: Sequence[str]) -> None:
+        """It has: what was under way is, again."""
+        own, mean = (
+            [local(state[f"{key}.{name}"]).reshape(-1) for name in self._here(under_way)]
+            for key in (f"group.{group}.outer.own", "outer.mean")
         )
-        self.meeting = self._arrived(names, own, total)
+        arrived = SumUnderWay(self.comm, AXIS, None, mean, None, seed=0, behind=False)
+        self.meeting = Meeting(under_way, self._flat(own), arrived, groups=1, behind=True) if under_way else None
+
+    def _agreed(self) -> State:
+        state = {f"model.{name}": anchor for name, anchor in self.anchors.items()}
+        return state | {f"outer.momentum.{name}": momentum for name, momentum in self.momenta.items()}
 
     # When
 
@@ -134,60 +158,41 @@ class Outer:
         """Whether what began `overlap` steps ago is to be there."""
         return self._beginning(step - self.settings.overlap) is not None and step > self.settings.overlap
 
-    def _under_way(self, step: int) -> list[str] | None:
-        """The parameters that are being exchanged after this step is done."""
-        if step >= self.last:
-            return None
-        for since in range(self.settings.overlap):
-            fragment = self._beginning(step - since)
-            if fragment is not None and step - since > 0:
-                return self._fragments[fragment]
-        return None
-
     # What
 
-    def _cut(self, count: int) -> list[list[str]]:
-        """Fragments of about the same size, in the order of the model."""
-        sizes = [local(anchor).numel() for anchor in self.anchors.values()]
-        fragments: list[list[str]] = [[] for _ in range(count)]
-        before = 0
-        for name, size in zip(self.anchors, sizes, strict=True):
-            fragments[min(count - 1, (before + size // 2) * count // max(1, sum(sizes)))].append(name)
-            before += size
-        return fragments
-
     def _begin(self, names: Sequence[str], step: int) -> Meeting:
-        differences = [(local(self.anchors[name]) - local(self.copies[name][0])).reshape(-1) for name in names]
-        own = torch.cat(differences) if differences else self._zeros(names)
-        return Meeting(names, own, SumUnderWay(self.comm, AXIS, self._apart, own, self._codec, seed=step))
-
-    def _arrived(self, names: Sequence[str], own: Tensor, total: Tensor) -> Meeting:
-        """An exchange that is over already."""
-        return Meeting(names, own, SumUnderWay(self.comm, AXIS, None, total, None, seed=0))
+        behind = self.settings.overlap > 0 and step != self.last
+        here = self._here(names)
+        differences = [(local(self.anchors[name]) - local(self.copies[name][0])).reshape(-1) for name in here]
+        under_way = SumUnderWay(self.comm, AXIS, self._apart, differences, self._codec, seed=step, behind=behind)
+        return Meeting(names, self._flat(differences), under_way, self.groups, behind)
 
     def _land(self, meeting: Meeting) -> None:
         """Make the outer step of these parameters, and go on from it."""
-        mean = meeting.sum.result() / self.groups
-        for name, own, gradient in zip(
-            meeting.names, self._parts(meeting.own, meeting.names), self._parts(mean, meeting.names), strict=True
-        ):
+        mean = meeting.sum.result() / meeting.groups
+        for name, own, gradient in self._parts(meeting.names, meeting.own, mean):
             anchor, momentum = local(self.anchors[name]), local(self.momenta[name])
             at_meeting = anchor - own
             momentum.mul_(self.settings.momentum).add_(gradient)
             anchor.add_(gradient.add(momentum, alpha=self.settings.momentum), alpha=-self.settings.learning_rate)
             for copy in self.copies[name]:
-                local(copy).copy_(anchor + (local(copy) - at_meeting) if self.settings.overlap else anchor)
+                local(copy).copy_(anchor + (local(copy) - at_meeting) if meeting.behind else anchor)
         self.meeting = None
 
-    def _parts(self, flat: Tensor, names: Sequence[str]) -> list[Tensor]:
-        """A flat tensor in the shapes of these parameters' slices."""
-        wholes = [local(self.anchors[name]) for name in names]
-        pieces = torch.split(flat, [whole.numel() for whole in wholes])
-        return [piece.view_as(whole) for piece, whole in zip(pieces, wholes, strict=True)]
+    def _here(self, names: Sequence[str]) -> list[str]:
+        """Those that this rank has."""
+        return [name for name in names if name in self.anchors]
 
-    def _zeros(self, names: Sequence[str]) -> Tensor:
-        dtype = next(iter(self.anchors.values())).dtype
-        return torch.zeros(sum(local(self.anchors[name]).numel() for name in names), dtype=dtype, device=self.comm.device)
+    def _flat(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts)) if parts else torch.empty(0, device=self.comm.device)
+
+    def _parts(self, names: Sequence[str], *flat: Tensor) -> Iterator[tuple[Any, ...]]:
+        """Of these parameters, each that this rank has: its name, and its part of each flat tensor in its shape."""
+        here = self._here(names)
+        wholes = [local(self.anchors[name]) for name in here]
+        pieces = [torch.split(each, [whole.numel() for whole in wholes]) for each in flat]
+        for index, (name, whole) in enumerate(zip(here, wholes, strict=True)):
+            yield name, *(each[index].view_as(whole) for each in pieces)
 
     def _like(self, name: str, own: Tensor) -> Tensor:
         """This rank's slice, as the parameter is kept."""
@@ -202,3 +207,13 @@ class Outer:
             local(anchor).copy_(local(self.copies[name][0]))
             for copy in self.copies[name]:
                 local(copy).copy_(kept)
+
+
+def _cut(sizes: Mapping[str, int], count: int) -> list[list[str]]:
+    """Fragments of about the same size, in the order of the model. All ranks cut alike, whatever they hold."""
+    fragments: list[list[str]] = [[] for _ in range(count)]
+    before, total = 0, max(1, sum(sizes.values()))
+    for name, size in sizes.items():
+        fragments[min(count - 1, (before + size // 2) * count // total)].append(name)
+        before += size
+    return fragments

@@ -100,7 +100,9 @@ class Planner:
         of a parameter server is its servers': they share states as ZeRO-3 does."""
         if servers := _servers(self.config):
             layout = Layout(data=servers, zero=3 if servers > 1 else 0)  # type: ignore[call-arg]
-            return self.config.model_copy(update={"layout": layout}), None
+            rows = self.config.train.global_batch // (self.config.server.portions or 1)  # what they evaluate at a time
+            train = self.config.train.model_copy(update={"global_batch": servers * rows, "micro_batch": rows})
+            return self.config.model_copy(update={"layout": layout, "train": train}), None
         if not self.searches or self.cluster is None:
             return self.config, None
         return plan_job(self.config, self.cluster.of(self.devices), self.devices)

@@ -88,7 +88,7 @@ class Replay(Contributions):
         training = self.training
         _, newest = self.shelf.weights(0)
         self._put(weights)
-        batch = batch_of(training, portion)
+        batch = batch_of(training, portion, self.rows)
         loss = summed_loss(training, batch)
         gradient = self.shelf.room()
         torch.cat([_gradient(parameter).reshape(-1) for parameter in self.parameters.values()], out=gradient)

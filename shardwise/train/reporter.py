@@ -226,6 +226,7 @@ class RunReporter(Reporter):
             **({"load_imbalance": done.load_imbalance} if done.load_imbalance is not None else {}),
             **({"rows": done.rows} if done.rows else {}),
             **({"staleness": done.staleness} if done.staleness else {}),
+            **({"dropped": done.dropped} if done.dropped else {}),
             **({"loss_scale": done.loss_scale} if training.scale.dynamic else {}),
             **({"skipped": True} if done.skipped else {}),
             **({"expert_imbalance": done.expert_imbalance, "expert_load": done.expert_load} if done.expert_load else {}),

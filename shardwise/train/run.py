@@ -61,9 +61,10 @@ def run(config: Config, link: NoHost) -> int:
         worker, team = joined
         if worker.rank >= worker.world:  # none of its ranks: it works for them
             contributor = contributor or build_contributor(config, worker, dataset)
-            if contribute(contributor, worker, len(team.members), link):
+            if contribute(contributor, config, worker, len(team.members), link):
                 return 0
             continue
+        contributor = None
         try:
             status = _in_team(config, worker, team, dataset, link, copies)
         except Exception as error:
@@ -142,6 +143,8 @@ def _reported(training: Training, beginning: Beginning, link: NoHost, copies: Co
 
 
 def _rows(training: Training) -> str:
+    if training.config.train.driver == "server":
+        return "gradients that workers brought"
     if training.config.train.shares == "by speed":
         return "its share of the global batch"
     rows = training.shares.of(training.mesh.data_index)
@@ -172,6 +175,7 @@ def _loop(training: Training, source: Source | None, reporter: Reporter, link: N
 
     for done in _traced(training, stop_asked, save_due, source):
         link.progress("step", training.step)
+        _tell_of_meeting(training, link)
         keep_copy(training, copies)
         last = training.step == train.steps
         evaluate = not done.stop and (last or (train.evaluate_every and training.step % train.evaluate_every == 0))
@@ -193,9 +197,11 @@ def _loop(training: Training, source: Source | None, reporter: Reporter, link: N
             training.comm.ledger.take()
             training.comm.clock.restart()
             link.progress("step", training.step)
+            _tell_of_meeting(training, link)
     if training.step < train.steps:  # it was asked to stop while it waited for gradients
         if saved_at != training.step:
             save(training)
+        training.checkpointer.finish(LAST_SAVE_SECONDS)
         reporter.saves(training.checkpointer.outcomes())
         return _agree_on_end(training, reporter, link.stop_status())
     assert saved_at == training.step, "a run ends with its last step saved"
@@ -213,6 +219,12 @@ def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> N
             f"{failed} saves in a row failed, so the run stops before more work is at risk "
             f"(checkpoint.attempts = {attempts}; 0: go on without). The last one: {outcomes[-1].message}"
         )
+
+
+def _tell_of_meeting(training: Training, link: NoHost) -> None:
+    """In the next step this group may have to wait for others, which have steps of their own to make: that is no hang."""
+    if training.outer is not None and training.outer.waits(training.step + 1):
+        link.progress("meet", training.step)
 
 
 def _agree_on_end(training: Training, reporter: Reporter, status: int | None) -> int | None:

@@ -10,6 +10,7 @@ not one that hangs.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import astuple
@@ -47,7 +48,7 @@ class Contributions:
         dtype = next(iter(self.parameters.values())).dtype
         slices = {name: held(parameter) for name, parameter in self.parameters.items()}
         self.shelf = Shelf(slices, dtype, config.server.codec)
-        self._size = config.train.global_batch // portions(config)
+        self.rows = config.train.global_batch // portions(config)
         work = Work(
             portions=portions(config),
             updates=config.train.steps,
@@ -61,7 +62,7 @@ class Contributions:
         self._front = None
         if public:
             address = address_towards(worker.address, worker.port)
-            self._front = Front(address, credentials(worker.store_name), self.shelf, self.desk)
+            self._front = Front(address, credentials(worker.store_name), self.shelf, self.desk, digest(config), self.rows)
             meeting_place(worker).set(f"front {worker.rank}", f"{address} {self._front.port}")
 
     def draw(self) -> Drawn | None:
@@ -75,7 +76,8 @@ class Contributions:
             self._add_up(update)
         tokens = torch.tensor(float(update.tokens), device=training.mesh.device)
         loss = torch.tensor(update.loss / update.tokens if training.mesh.is_main else 0.0, dtype=torch.float64)
-        return Drawn(loss, tokens, update.checksum if training.mesh.is_main else 0, staleness=update.staleness)
+        checksum = update.checksum if training.mesh.is_main else 0
+        return Drawn(loss, tokens, checksum, staleness=update.staleness, dropped=len(update.dropped))
 
     def ahead(self) -> None:
         pass
@@ -88,8 +90,8 @@ class Contributions:
             self.desk.made(self._update)
             state = self.desk.state()
         _, after, missing = self.training.peers.from_rank(astuple(state), 0)
-        self.training.sequences = after * self._size
-        self.training.missing = tuple(range(portion * self._size, (portion + 1) * self._size) for portion in missing)
+        self.training.sequences = after * self.rows
+        self.training.missing = tuple(range(portion * self.rows, (portion + 1) * self.rows) for portion in missing)
 
     def close(self) -> None:
         if self.desk is not None:
@@ -99,12 +101,12 @@ class Contributions:
 
     def _start(self) -> State:
         """Where the data goes on. Portions are cut from its very beginning, so what was under way must be whole ones."""
-        training, size = self.training, self._size
+        training, size = self.training, self.rows
         if training.sequences % size or any(rows.start % size or len(rows) != size for rows in training.missing):
-            sizes = {len(rows) for rows in training.missing} or {math.gcd(training.sequences, size)}
+            before = min({len(rows) for rows in training.missing} or {math.gcd(training.sequences, size)})
             raise UserError(
-                f"the checkpoint's data ends after {training.sequences} sequences with portions of {min(sizes)} under way, which "
-                f"portions of {size} do not continue; give train.global_batch and server.portions as they were"
+                f"the checkpoint's data ends after {training.sequences} sequences with portions of {before} under way, which "
+                f"portions of {size} do not continue; add server.portions={training.config.train.global_batch // before}"
             )
         return State(training.step, training.sequences // size, tuple(rows.start // size for rows in training.missing))
 
@@ -147,6 +149,11 @@ def portions(config: Config) -> int:
     """Pieces of a global batch."""
     assert config.server.portions is not None, "filled in before workers start"
     return config.server.portions
+
+
+def digest(config: Config) -> str:
+    """What a worker must have been started with to work for these servers."""
+    return hashlib.sha256(config.model_dump_json(include={"model", "data", "train"}).encode()).hexdigest()
 
 
 def credentials(store_name: str) -> Credentials:

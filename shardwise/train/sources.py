@@ -34,6 +34,8 @@ class Drawn:
     """Of the batch, by data-parallel device; where they are dealt out by speed."""
     staleness: tuple[int, ...] = ()
     """Of the gradients that it is the sum of; where they were computed by others."""
+    dropped: int = 0
+    """Gradients that came after another of the same portion, since the step before."""
 
 
 class Source(Protocol):

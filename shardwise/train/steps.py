@@ -67,6 +67,8 @@ class Step:
     """Of the global batch, by data-parallel device; where they are dealt out by speed."""
     staleness: tuple[int, ...] = ()
     """Of the gradients that it is the sum of; where they were computed by others."""
+    dropped: int = 0
+    """Gradients that came after another of the same portion."""
     stragglers: StragglerChange = field(default_factory=StragglerChange)
     """Who began or ceased to be slow, by the step before; on the main rank only."""
     expert_imbalance: float | None = None
@@ -250,6 +252,7 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
         rank_seconds=tuple(zip(times[::2], times[1::2], strict=True)) if before else (),
         rows=queued.drawn.rows,
         staleness=queued.drawn.staleness,
+        dropped=queued.drawn.dropped,
         expert_imbalance=loads[0] if loads else None,
         expert_load=loads[1:] if loads else None,
     )

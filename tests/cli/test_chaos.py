@@ -63,7 +63,7 @@ def kill_now_and_then(run: Path, process: Command, chance: random.Random) -> int
     return killed
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(20) if seed != 1)])
 def test_whoever_is_killed_every_portion_counts_once(
     started: Started, tmp_path: Path, lockstep: list[dict[str, Any]], seed: int
 ) -> None:

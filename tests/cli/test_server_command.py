@@ -64,7 +64,7 @@ def pid_of(run: Path, rank: int) -> int:
     return int(next(one["pid"] for one in known["workers"] if one["rank"] == rank))
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_without_staleness_it_is_the_synchronous_run(
     shardwise: Shardwise, tmp_path: Path, synchronous: tuple[list[float], list[str]], servers: int
 ) -> None:
@@ -74,7 +74,10 @@ def test_without_staleness_it_is_the_synchronous_run(
     assert all(set(record["staleness"]) == {0} for record in records(tmp_path / "run"))
 
 
-@pytest.mark.parametrize(("bound", "portions"), [(1, 2), (4, 4), ("unbounded", 4)])
+@pytest.mark.parametrize(
+    ("bound", "portions"),
+    [pytest.param(1, 2, marks=pytest.mark.full), (4, 4), pytest.param("unbounded", 4, marks=pytest.mark.full)],
+)
 def test_staleness_stays_within_its_bound_and_every_portion_is_used_once(
     shardwise: Shardwise, tmp_path: Path, synchronous: tuple[list[float], list[str]], bound: int | str, portions: int
 ) -> None:
@@ -87,7 +90,7 @@ def test_staleness_stays_within_its_bound_and_every_portion_is_used_once(
     assert total == sum(int(data, 16) for data in synchronous[1]), "the same sequences, each once"
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", pytest.param("topk(0.1)", marks=pytest.mark.full)])
+@pytest.mark.parametrize("codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bf16", "topk(0.1)"))])
 def test_gradients_can_be_pushed_in_fewer_bits(
     shardwise: Shardwise, tmp_path: Path, synchronous: tuple[list[float], list[str]], codec: str
 ) -> None:
@@ -98,7 +101,7 @@ def test_gradients_can_be_pushed_in_fewer_bits(
     assert found == pytest.approx(synchronous[0], rel=0.2 if codec == "topk(0.1)" else 0.02)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_killed_server_or_worker_changes_no_loss(
     started: Started, tmp_path: Path, synchronous: tuple[list[float], list[str]], rank: int
 ) -> None:
@@ -124,6 +127,25 @@ def test_a_stopped_run_goes_on_to_the_last_bit(started: Started, shardwise: Shar
     assert 5 <= len(records(tmp_path / "halved")) < 30
     trained(shardwise("train", *SERVER, "train.steps=30", "run.folder=halved"))
     assert losses(tmp_path / "halved") == losses(tmp_path / "whole")
+
+
+def test_workers_that_always_fail_end_the_run_with_the_reason(shardwise: Shardwise, tmp_path: Path) -> None:
+    module = (
+        (ROOT / "examples" / "own_model.py")
+        .read_text()
+        .replace("        x = inputs\n", "        raise ValueError('not today')\n")
+    )
+    (tmp_path / "failing.py").write_text(module)
+    words = [
+        "model.module=failing.py:OwnModel",
+        "layout.data=2",
+        "train.driver=server",
+        "train.evaluate_every=0",
+        "run.folder=run",
+    ]
+    done = shardwise("train", "examples/own_model.toml", "train.micro_batch=4", *words)
+    assert done.returncode == 1, done.stderr
+    assert "failed 3 times in a row: ValueError: not today" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def gradients(worker: Worker, tables: Tables, rows: tuple[int, ...] | None) -> t
     [{"data": 2, "zero": 0}, {"data": 2, "zero": 2}, pytest.param({"data": 2, "zero": 3}, marks=pytest.mark.full)],
     ids=lambda layout: f"zero{layout['zero']}",
 )
-@pytest.mark.parametrize("family", ["llama", "experts"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("experts", marks=pytest.mark.full)])
 def test_the_gradient_of_uneven_shares_is_that_of_the_even_split(
     ranks: Callable[[int], Pool], corpus: str, layout: dict[str, int], family: str
 ) -> None:
