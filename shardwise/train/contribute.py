@@ -81,7 +81,8 @@ class _Contributor:
         self.codec = None if compression is None else codec(compression)
         self.feeds_back = compression is not None and compression.shrinks
         self.left_out = [torch.zeros_like(buffer) for buffer in self.buffers] if self.feeds_back else []
-        self.version = -1
+        self.versions = [-1] * len(wires)
+        """Of the weights that each server sent last."""
 
     def work(self, link: NoHost) -> bool:
         """Until there is no more to do."""
@@ -115,8 +116,8 @@ class _Contributor:
 
     @torch.no_grad()
     def _pull(self, least: int) -> None:
-        for wire, slices, buffer in zip(self.wires, self.slices, self.buffers, strict=True):
-            wire.send(messages.to_json(messages.Pull(least, self.version)))
+        for server, (wire, slices, buffer) in enumerate(zip(self.wires, self.slices, self.buffers, strict=True)):
+            wire.send(messages.to_json(messages.Pull(least, self.versions[server])))
             text, behind = wire.receive()
             answer = messages.from_json(text)
             if not isinstance(answer, messages.Weights) or behind not in (0, buffer.numel() * buffer.element_size()):
@@ -125,7 +126,7 @@ class _Contributor:
                 wire.read(buffer)
                 for name, part in _views(buffer, slices):
                     self.parameters[name][slices[name]].copy_(part)
-        self.version = least
+            self.versions[server] = answer.version
 
     def _compute(self, portion: int) -> None:
         training, batch = self.training, self._batch(portion)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from warm import Command, Server
+from watched import records
 
 ROOT = Path(__file__).parents[2]
 Started = Callable[..., Command]
@@ -30,12 +31,6 @@ JOB = [
     "train.evaluate_every=0",
     f"layout.data={WORKERS}",
 ]
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 @pytest.fixture(scope="module")

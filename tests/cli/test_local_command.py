@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from warm import Command
+from watched import records, wait_for_step
 
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
 Started = Callable[..., Command]
@@ -28,18 +27,6 @@ JOB = [
     "local.steps=5",
     "layout.data=1",
 ]
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 90
-    while len(records(run)) < step:
-        assert time.monotonic() < deadline, f"step {step} never came"
-        time.sleep(0.02)
 
 
 def test_a_killed_worker_and_a_stop_change_no_loss(started: Started, shardwise: Shardwise, tmp_path: Path) -> None:

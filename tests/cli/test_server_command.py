@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from warm import Command, Server
+from watched import records, wait_for_step
 
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
@@ -28,11 +27,6 @@ JOB = [
     "layout.data=2",
 ]
 SERVER = [*JOB, "train.driver=server"]
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def losses(run: Path) -> list[float]:
@@ -50,13 +44,6 @@ def synchronous(warm: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple
     run = tmp_path_factory.mktemp("synchronous")
     trained(warm.run("train", *JOB, "train.steps=30", f"run.folder={run}", cwd=ROOT, environment={}))
     return losses(run), [record["data"] for record in records(run)]
-
-
-def wait_for_step(run: Path, step: int) -> None:
-    deadline = time.monotonic() + 90
-    while len(records(run)) < step:
-        assert time.monotonic() < deadline, f"step {step} never came"
-        time.sleep(0.02)
 
 
 def pid_of(run: Path, rank: int) -> int:
