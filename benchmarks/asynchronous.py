@@ -1,13 +1,17 @@
 """Drivers without lockstep, against lockstep in the same run: four workers, real processes, the bundled text.
 
-    python benchmarks/asynchronous.py staleness [--steps 1500] [--seeds 3] [--plot docs/staleness.svg]
-    python benchmarks/asynchronous.py uneven [--steps 60]
-    python benchmarks/asynchronous.py local [--steps 1000] [--rate 100mbit]
+    python benchmarks/asynchronous.py staleness [--steps 1500] [--seeds 3] [--portions 4] [--plot docs/staleness.svg]
+    python benchmarks/asynchronous.py uneven [--steps 80]
+    python benchmarks/asynchronous.py local [--steps 1500] [--seeds 3] [--rate 100mbit]
     python benchmarks/asynchronous.py throughput [--rounds 8]
+    python benchmarks/asynchronous.py hogwild [--steps 20] [--seeds 3]
 
-staleness: the held-out loss after as many updates for each bound, and the staleness that was seen.
+staleness: the held-out loss after as many updates for each bound, and the staleness that was seen; with --portions 1 each
+gradient is an update by itself, so that four workers make one another's gradients old.
 uneven: one of four workers takes four times as long (uneven_model.py); time to a held-out loss that lockstep reaches.
-local: two hosts of two workers with a cable between them (slow_link.py): groups that meet every 50 steps against DDP.
+local: two hosts of two workers with a cable between them (slow_link.py): groups that meet every 50 steps against DDP, from a
+third of a run that was trained in lockstep on.
+hogwild: a sparse model (examples/ngrams.py) by one process, and by two without a lock and with one.
 throughput: what a server of 50 M parameters takes from and gives to four workers that compute nothing, against gloo's sends.
 """
 
@@ -17,6 +21,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -36,39 +41,43 @@ SMALL = [
     "examples/quickstart.toml", "model.preset=bytes-400k", "data.sequence_length=64", "train.global_batch=8",
     "train.learning_rate=1e-3", "train.betas=[0.9, 0.999]", "checkpoint.every=0", "observe.sample=",
 ]  # fmt: skip
+CABLE_STEPS = 60
+"""Of lockstep over a slow cable, for its speed alone."""
 Records = list[dict[str, Any]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["staleness", "uneven", "local", "throughput"])
+    parser.add_argument("what", choices=["staleness", "uneven", "local", "throughput", "hogwild"])
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--portions", type=int, default=4)
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         match given.what:
             case "staleness":
-                staleness(Path(folder), given.steps or 1500, given.seeds, given.plot)
+                staleness(Path(folder), given.steps or 1500, given.seeds, given.portions, given.plot)
             case "uneven":
-                uneven(Path(folder), given.steps or 60)
+                uneven(Path(folder), given.steps or 80)
             case "local":
-                local(Path(folder), given.steps or 1000, given.rate, given.seeds)
+                local(Path(folder), given.steps or 1500, given.rate, given.seeds)
             case "throughput":
                 throughput(given.rounds)
+            case "hogwild":
+                hogwild(Path(folder), given.steps or 20, given.seeds)
 
 
 # -- staleness --------------------------------------------------------------------------------------------------------------
 
 
-def staleness(folder: Path, steps: int, seeds: int, plot: Path | None) -> None:
-    """Each gradient is an update by itself, so that four workers make one another's gradients old."""
+def staleness(folder: Path, steps: int, seeds: int, portions: int, plot: Path | None) -> None:
     curves: dict[tuple[str, int], dict[int, float]] = {}
     seen: dict[str, Counter[int]] = {}
     ways = {"synchronous": ["layout.zero=0"]}
-    ways |= {f"bound {bound}": ["train.driver=server", "server.portions=1", f"server.max_staleness={bound}"]
+    ways |= {f"bound {bound}": ["train.driver=server", f"server.portions={portions}", f"server.max_staleness={bound}"]
              for bound in (0, 1, 4, 16, "unbounded")}  # fmt: skip
     for seed in range(1, seeds + 1):
         for name, words in ways.items():
@@ -97,13 +106,14 @@ def uneven(folder: Path, steps: int) -> None:
     slow = folder / "slow"
     job = [
         "examples/own_model.toml", "model.module=benchmarks/uneven_model.py:Uneven", "train.global_batch=16",
-        "train.micro_batch=4", "layout.data=4", "train.evaluate_every=5", "train.evaluate_sequences=64", "checkpoint.every=0",
-        "observe.sample=",
+        "train.micro_batch=4", "layout.data=4", "train.evaluate_every=10", "train.evaluate_sequences=32", "checkpoint.every=0",
+        "observe.sample=", "train.learning_rate=1e-3", "train.warmup=20",
     ]  # fmt: skip
+    fine = ["train.driver=server", "server.portions=8"]  # two for each worker: the slow one is waited for half as long
     ways = {
         "synchronous": (steps, ["layout.zero=0"]),
-        "server, bound 4": (2 * steps, ["train.driver=server", "server.max_staleness=4"]),
-        "backup workers": (steps, ["train.driver=server", "server.backups=true"]),
+        "server, bound 4": (2 * steps, [*fine, "server.max_staleness=4"]),
+        "backup workers": (steps, [*fine, "server.backups=true"]),
         "rows by speed": (steps, ["layout.zero=0", "train.shares=by speed"]),
     }
     target, base = None, 0.0
@@ -149,33 +159,48 @@ def _time(event: dict[str, Any]) -> float:
 
 
 def local(folder: Path, steps: int, rate: str, seeds: int) -> None:
-    job = [*SMALL, f"train.steps={steps}", f"train.evaluate_every={steps}"]
-    groups = ["train.driver=local", "local.groups=2", "local.steps=50", "layout.data=2", "layout.zero=0"]
+    """A third of the steps in lockstep on one site, then the rest by groups on two. What lockstep would have come to is trained
+    without the cable, which changes no bit; its speed and bytes are those of its first steps over the cable."""
+    begin_at = steps // 3
+    job = [*SMALL, "model.preset=bytes-2m", "train.betas=[0.9, 0.99]", "train.warmup=100", "train.final_learning_rate=0"]
+    job += [f"checkpoint.every={begin_at}", "checkpoint.keep=4", f"train.evaluate_every={steps}"]
+    lockstep = ["layout.data=4", "layout.zero=0"]
+    groups = ["train.driver=local", "local.groups=2", "local.steps=50", "local.learning_rate=1", "local.momentum=0.5"]
+    groups += ["layout.data=2", "layout.zero=0"]
     ways = {
-        "synchronous": ["layout.data=4", "layout.zero=0"],
         "local": groups,
         "local, streaming": [*groups, "local.fragments=5", "local.overlap=5"],
         "local, int4": [*groups, "local.compression=int4"],
     }
     with cable():
         limit(rate)
+        run = folder / "lockstep-cable"
+        quick, wire = over_the_cable(run, [*job, *lockstep, f"train.steps={CABLE_STEPS}"], CABLE_STEPS)
+        print(f"lockstep: {1e3 * quick:.1f} ms a step, {wire / 1e3:.1f} kB a step through the cable", flush=True)
         found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
         for seed in range(1, seeds + 1):
+            whole = [*job, f"train.steps={steps}", f"train.seed={seed}"]
+            train(reference := folder / f"lockstep-{seed}", [*whole, *lockstep])
+            base = records(reference)[-1]["held_out_loss"]
             for name, words in ways.items():
                 run = folder / f"{name} {seed}".replace(" ", "-").replace(",", "")
-                before = sent()
-                together(run, [*job, f"train.seed={seed}", *words])
-                steady = records(run)[10:]
-                seconds = sum(record["seconds"] for record in steady) / len(steady)
-                found[name].append((records(run)[-1]["held_out_loss"], seconds, (sent() - before) / steps))
-                print(f"  {name:17} seed {seed}: {found[name][-1]}", file=sys.stderr, flush=True)
-    base = [statistics.mean(column) for column in zip(*found["synchronous"], strict=True)]
+                begun = Path("checkpoints") / f"step-{begin_at}"
+                shutil.copytree(reference / begun, run / begun)
+                seconds, sent_bytes = over_the_cable(run, [*whole, *words], steps - begin_at)
+                loss = records(run)[-1]["held_out_loss"]
+                found[name].append((loss / base - 1, quick / seconds, wire / sent_bytes))
+                print(f"  seed {seed}: {name} {loss:.4f}, lockstep {base:.4f}: {found[name][-1]}", file=sys.stderr, flush=True)
     for name, runs in found.items():
-        loss, seconds, wire = (statistics.mean(column) for column in zip(*runs, strict=True))
-        print(
-            f"{name:17} held-out loss {loss:.4f} ({loss / base[0] - 1:+.2%}), {1e3 * seconds:.1f} ms a step "
-            f"({base[1] / seconds:.2f} times as quick), {wire / 1e3:.1f} kB a step through the cable (1/{base[2] / wire:.1f})"
-        )
+        loss, quicker, less = (statistics.mean(column) for column in zip(*runs, strict=True))
+        print(f"{name:17} held-out loss {loss:+.2%}, {quicker:.2f} times as quick, 1/{less:.1f} of the bytes through the cable")
+
+
+def over_the_cable(run: Path, words: list[str], steps: int) -> tuple[float, float]:
+    """Train over the cable, so many steps: seconds of one, and bytes of one."""
+    before = sent()
+    together(run, words)
+    steady = records(run)[10:]
+    return sum(record["seconds"] for record in steady) / len(steady), (sent() - before) / steps
 
 
 def together(run: Path, words: list[str]) -> None:
@@ -203,6 +228,42 @@ def sent() -> int:
         words = ["ip", "netns", "exec", f"{OURS}{host}", "cat", "/sys/class/net/wire/statistics/tx_bytes"]
         total += int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
     return total
+
+
+# -- without a lock ---------------------------------------------------------------------------------------------------------
+
+
+def hogwild(folder: Path, steps: int, seeds: int) -> None:
+    """Updates a second of all steps but the first five, with data and meetings; the held-out loss; conflicts."""
+    job = [
+        "examples/ngrams.toml",
+        f"train.steps={steps}",
+        "train.global_batch=256",
+        "observe.sample=",
+        "checkpoint.every_minutes=0",
+    ]
+    ways = {"one process": ["layout.data=1"], "two": ["layout.data=2"], "two, locked": ["layout.data=2", "hogwild.locked=true"]}
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
+    for seed in range(1, seeds + 1):
+        for name, words in ways.items():
+            run = folder / f"{name} {seed}".replace(" ", "-").replace(",", "")
+            train(run, [*job, f"train.seed={seed}", *words])
+            steady = records(run)[5:]
+            total = Counter[str]()
+            for record in steady:
+                total.update(record["updates"])
+            speed = total["made"] / sum(record["seconds"] for record in steady)
+            shares = total["conflicting"] / total["made"], total["conflicting_rows"] / total["rows"]
+            found[name].append((speed, records(run)[-1]["held_out_loss"], *shares))
+            print(f"  {name:12} seed {seed}: {found[name][-1]}", file=sys.stderr, flush=True)
+    base = [statistics.mean(column) for column in zip(*found["one process"], strict=True)]
+    print(f"{256 * steps} updates of 64 bytes, {seeds} seeds")
+    for name, runs in found.items():
+        speed, loss, updates, rows = (statistics.mean(column) for column in zip(*runs, strict=True))
+        print(
+            f"{name:12} {speed:6.0f} updates/s ({speed / base[0]:.2f} times one), held-out loss {loss:.4f} "
+            f"({loss / base[1] - 1:+.2%}), conflicts in {updates:.1%} of updates and {rows:.2%} of rows"
+        )
 
 
 # -- throughput -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SECONDS_A_ROW = 0.02
+SECONDS_A_ROW = 0.05
 _spec = importlib.util.spec_from_file_location("own_model", Path(__file__).parents[1] / "examples" / "own_model.py")
 assert _spec is not None
 assert _spec.loader is not None

@@ -30,16 +30,22 @@ class SumUnderWay:
         codec: Codec | None,
         seed: int,
         behind: bool,
+        same_on: str | None = None,
     ) -> None:
         """Of these flat parts, one after the other. `group`: the devices along the axis; None: this one is alone. With a codec
-        each part is encoded by itself. `behind`: a thread makes the sum."""
+        each part is encoded by itself. `behind`: a thread makes the sum. `same_on`: another axis, whose devices hold the same
+        numbers: each of them sums a share, and they give each other theirs; not with a codec, for what a number is rounded to
+        would depend on the share that it is in."""
         self._comm, self._axis, self._codec, self._seed = comm, axis, codec, seed
         self._parts = parts
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._total = torch.cat(list(parts)) if parts else torch.empty(0, device=comm.device)
-        if group is None or not self._total.numel():
+        self._numbers, self._same_on = self._total.numel(), None
+        if group is None or not self._numbers:
             return
+        if same_on is not None and comm.mesh.size(same_on) > 1 and codec is None:
+            self._same_on, self._total = same_on, self._share(same_on)
         if behind:
             self._thread = threading.Thread(target=self._try, args=(group,), name="sum", daemon=True)
             self._thread.start()
@@ -54,7 +60,17 @@ class SumUnderWay:
             self._thread = None
         if self._error is not None:
             raise self._error
+        if self._same_on is not None:
+            self._total = self._comm.all_gather(self._total, self._same_on).view(-1)[: self._numbers]
+            self._same_on = None
         return self._total
+
+    def _share(self, axis: str) -> Tensor:
+        """This device's, of numbers that all along the axis have."""
+        mesh = self._comm.mesh
+        own = -(-self._numbers // mesh.size(axis))
+        padded = torch.nn.functional.pad(self._total, (0, mesh.size(axis) * own - self._numbers))
+        return padded.view(-1, own)[mesh.coordinate(axis)]
 
     def _try(self, group: dist.ProcessGroup) -> None:
         try:

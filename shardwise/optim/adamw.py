@@ -5,7 +5,8 @@ where `found_inf` is 1. So clipping (divide by norm / limit), float16 loss scali
 gradient never touches a weight" cost no pass over the gradients of their own, and no wait for the device: the host learns
 what happened when it reads the step's metrics.
 
-States in bfloat16 are updated and rounded by optim/rounding.py.
+States in bfloat16 are updated and rounded by optim/rounding.py, rows of sparse gradients, and weights that
+processes share, by optim/rows.py.
 
 Decay is decoupled (Loshchilov & Hutter, 2019) and applies to matrices only; embeddings, norms and biases are left out.
 """
@@ -25,6 +26,7 @@ from shardwise.config import Train
 from shardwise.optim.norm import local
 from shardwise.optim.onebit import OneBitAdam
 from shardwise.optim.rounding import RoundedAdamW, Slices
+from shardwise.optim.rows import update_rows
 from shardwise.plan.engine import compiles_blocks
 
 
@@ -59,10 +61,12 @@ def _whole(tensor: Tensor) -> Slices:
     return tuple(slice(0, size) for size in tensor.shape)
 
 
-def update(optimizer: torch.optim.AdamW, lr: float, divide_by: Tensor, skip: Tensor) -> None:
-    """One step with gradients divided by `divide_by`; no change at all where `skip` is 1. Both are scalars, `skip` float32."""
+def update(optimizer: torch.optim.AdamW, lr: float, divide_by: Tensor, skip: Tensor, shared: bool = False) -> None:
+    """One step with gradients divided by `divide_by`; no change at all where `skip` is 1. Both are scalars, `skip` float32.
+    `shared`: other processes update the same weights at the same time."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+    done = update_rows(optimizer, divide_by, skip, shared)
     if divide_by.dtype == torch.float64:  # the kernel would read it as float32, which a proof in float64 would notice
         _divide_gradients(optimizer, torch.where(skip > 0, 1.0, divide_by))
         divide_by = torch.ones_like(skip)
@@ -71,8 +75,11 @@ def update(optimizer: torch.optim.AdamW, lr: float, divide_by: Tensor, skip: Ten
     optimizer.grad_scale = divide_by.to(device)  # type: ignore[attr-defined]
     optimizer.found_inf = skip.to(device)  # type: ignore[attr-defined]
     optimizer.step()
+    for parameter, gradient in done.items():
+        parameter.grad = gradient
 
 
 def _divide_gradients(optimizer: torch.optim.AdamW, divide_by: Tensor) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    torch._foreach_div_([local(parameter.grad) for parameter in parameters if parameter.grad is not None], divide_by)
+    if gradients := [local(parameter.grad) for parameter in parameters if parameter.grad is not None]:
+        torch._foreach_div_(gradients, divide_by)

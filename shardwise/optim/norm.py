@@ -24,7 +24,7 @@ def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
     pieces: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            pieces[sharded_axes(parameter.grad)].append(local(parameter.grad))
+            pieces[sharded_axes(parameter.grad)].append(numbers(parameter.grad))
     dtypes = {wide(gradient.dtype) for gradients in pieces.values() for gradient in gradients}
     total = torch.zeros((), device=comm.device, dtype=max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32))
     for axes, gradients in sorted(pieces.items()):
@@ -54,9 +54,14 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def numbers(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient that this rank holds; of a sparse one, those of its rows."""
+    return gradient.values() if gradient.is_sparse else local(gradient)
+
+
 def first_non_finite(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
     """The first parameter, in model order, whose gradient on this rank has a NaN or an infinity."""
     for name, parameter in named:
-        if parameter.grad is not None and not torch.isfinite(local(parameter.grad)).all():
+        if parameter.grad is not None and not torch.isfinite(numbers(parameter.grad)).all():
             return name
     return None

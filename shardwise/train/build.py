@@ -8,21 +8,30 @@ memory.
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from shardwise._torch import compute_deterministically
+from shardwise.asynchronous.shared_memory import SharedState
 from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.kept import has_tokenizer, kept_of_checkpoint, kept_of_folder
+from shardwise.checkpoint.pretrained import open_folder
 from shardwise.checkpoint.save import Checkpointer, Retention, random_state, set_random_state, state_of
 from shardwise.comm import Comm, Peers
 from shardwise.config import Config
 from shardwise.data import Dataset
+from shardwise.errors import UserError
 from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, OneBitAdam, local, make_optimizer
 from shardwise.parallel import ParallelModel, build_plain, parallelise
-from shardwise.parallel.placement import held
+from shardwise.parallel.placement import assign, held
 from shardwise.plan import Plan
 from shardwise.resilience.copies import Copies
 from shardwise.train.local import Outer
@@ -50,6 +59,10 @@ class Training:
     """Whose rows of a global batch are whose, in the first step of a team; later steps' are dealt out as it goes."""
     outer: Outer | None = None
     """Where groups meet, if they train by themselves."""
+    shared: SharedState | None = None
+    """Where weights and moments are, if workers update them without a lock."""
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """On the main rank: the files of the Hugging Face folder that the model came from, to be saved with it."""
     step: int = 0
     missing: tuple[range, ...] = ()
     """Of the sequences seen, those that a parameter server's workers had not brought yet."""
@@ -60,7 +73,8 @@ class Training:
 def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None) -> Training:
     """Join the peers, build the model on the mesh, and open the data."""
     serves = config.train.driver == "server"  # GPUs are for those who compute gradients
-    mesh = join(worker, plan.layout, on_cpu=serves, groups=plan.groups)
+    shares = config.train.driver == "hogwild"  # the memory of this machine
+    mesh = join(worker, plan.layout, on_cpu=serves or shares, groups=plan.groups)
     if config.train.deterministic and mesh.device.type == "cuda":
         compute_deterministically()
     torch.manual_seed(config.train.seed)  # for a module that draws while it is built; what it draws later: parallel/seeds.py
@@ -72,8 +86,8 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
             for compressor in part.compressors:
                 optimizer.follow(compressor, dict(part.model.named_parameters()))
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
-    talks = config.train.check_every > 0 or serves  # while a checkpoint may be written, that is
-    at_the_same_time = talks and config.checkpoint.background
+    talks = config.train.check_every > 0 or serves or shares  # while a checkpoint may be written, that is
+    peers = Peers.meet(mesh) if talks and config.checkpoint.background else checkpointer.peers
     return Training(
         config=config,
         plan=plan,
@@ -83,16 +97,18 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
         optimizer=optimizer,
         dataset=dataset or Dataset.open(config.data, config.train.seed),
         checkpointer=checkpointer,
-        peers=Peers.meet(mesh) if at_the_same_time else checkpointer.peers,
+        peers=peers,
         scale=LossScale.of(config.train),
         shares=Shares.even(config.train.global_batch, 1 if serves else plan.groups * plan.layout.data_parallel),
-        outer=_outer(config, parallel, comm) if config.train.driver == "local" else None,
+        outer=_outer(config, plan, parallel, comm) if config.train.driver == "local" else None,
+        shared=SharedState(list(parallel.named_parameters()), optimizer, peers) if shares else None,
     )
 
 
-def _outer(config: Config, parallel: ParallelModel, comm: Comm) -> Outer:
+def _outer(config: Config, plan: Plan, parallel: ParallelModel, comm: Comm) -> Outer:
     sizes = {name: parameter.numel() for name, parameter in build_plain(config).named_parameters()}
-    return Outer(parallel, comm, config.local, config.train.steps, sizes)
+    same_on = "data" if not plan.layout.zero and plan.layout.expert == 1 else None
+    return Outer(parallel, comm, config.local, config.train.steps, sizes, same_on)
 
 
 def restore(training: Training, folder: str) -> None:
@@ -120,11 +136,43 @@ def restore(training: Training, folder: str) -> None:
         training.scale = replace(training.scale, value=float(saved["value"]), clean_steps=int(saved["clean_steps"]))
 
 
+@torch.no_grad()
+def start_from_pretrained(training: Training, folder: Path) -> None:
+    """Begin with the weights of a Hugging Face folder. Every rank reads each tensor whole, in turn, and keeps its part."""
+    named: dict[str, list[Tensor]] = defaultdict(list)
+    for name, parameter in training.parallel.named_parameters():
+        named[name].append(parameter)  # a tied weight has two, where first and last stage are on this rank
+    for name, full in open_folder(folder).read():
+        for own in named[name]:
+            assign(own, full)
+    if training.outer is not None:
+        training.outer.anchor_here()
+
+
+def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
+    """On the main rank, hold what is kept of the Hugging Face folder that the model came from: as the first of these checkpoints
+    has it, else from the folder itself. Not where the run has another tokenizer: the files would belong to another model.
+    """
+    folder = training.config.model.pretrained
+    for address in checkpoints:
+        with suppress(UserError):  # a damaged one was told of before
+            training.kept = training.kept or kept_of_checkpoint(Contents.open(address))
+    if not training.kept and folder is not None:
+        training.kept = kept_of_folder(Path(folder))
+    if not has_tokenizer(training.kept, training.dataset.streams[0].tokens.index.tokenizer_fingerprint):
+        log.warning("the data have another tokenizer than the Hugging Face folder of the model: its files are not kept")
+        training.kept = {}
+
+
 def save(training: Training, wait: bool = True) -> str:
     """Write a checkpoint of the step reached, in the background unless it is to be waited for; where it is, or will be."""
     config = training.config
     retention = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
-    return training.checkpointer.save(checkpoint_folder(config), _state(training), _manifest(training), retention, wait)
+    state = {**_state(training), **training.kept}
+    address = training.checkpointer.save(checkpoint_folder(config), state, _manifest(training), retention, wait)
+    if training.shared is not None:
+        training.peers.from_everyone("has its copy")  # nobody writes before that
+    return address
 
 
 def keep_copy(training: Training, copies: Copies) -> None:
@@ -187,7 +235,7 @@ def _manifest(training: Training) -> Manifest:
         step=training.step,
         sequences=training.sequences,
         missing=tuple((rows.start, rows.stop) for rows in training.missing),
-        model=config.model.model_dump(exclude={"preset"}),
+        model=config.model.settings(),
         train=config.train.model_dump(mode="json"),
         data=config.data.model_dump(mode="json"),
         layout=training.plan.layout.model_dump(),

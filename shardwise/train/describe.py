@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.config import Checkpoint, Config, Train, context_attention
+from shardwise.config import Checkpoint, Config, Model, Train, context_attention
+from shardwise.config.layouts import ring_lacks
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
@@ -13,6 +14,7 @@ from shardwise.parallel import is_compiled
 from shardwise.plan import engine_of, reduce_dtype, simulate, state_dtype
 from shardwise.plan.grid import describe_degrees
 from shardwise.train.build import Training
+from shardwise.words import counted
 
 
 def describe_run(training: Training) -> dict[str, str]:
@@ -21,8 +23,9 @@ def describe_run(training: Training) -> dict[str, str]:
     train = config.train
     data = training.dataset.describe()
     return {
-        "model": f"{config.model.module or config.model.preset or 'custom'}, {plan.parameters:,} parameters",
-        "data": f"{data.tokens:,} tokens, {data.documents:,} documents, {data.held_out:,} sequences held out",
+        "model": f"{_named(config.model)}, {plan.parameters:,} parameters",
+        "data": f"{counted(data.tokens, 'token')}, {counted(data.documents, 'document')}, "
+        f"{counted(data.held_out, 'sequence')} held out",
         **_devices(training),
         "precision": f"{train.precision} computation, {_stored(train)} weights and optimizer state, gradients summed in "
         f"{reduce_dtype(train) if engine_of(plan.layout, config.model.experts).sharded else state_dtype(train)}",
@@ -32,15 +35,35 @@ def describe_run(training: Training) -> dict[str, str]:
         "recompute": str(plan.recompute),
         "optimizer": "AdamW, fused kernel",
         **_repeatable(training),
-        "MFU": plan.flop_convention if peak_flops(device_name(device), train.precision) else "n/a: no known peak for this device",
+        "MFU": _convention(training),
         "saving": _saving(config.checkpoint),
         **_without_effect(training),
     }
 
 
+def peak_of_device(training: Training) -> float | None:
+    """FLOP/s that one device could do: the maker's figure, or the cluster file's, where that is of such a device."""
+    device, plan = training.mesh.device, training.plan
+    known = peak_flops(device_name(device), training.config.train.precision)
+    measured_here = plan.cluster_file is not None and (plan.predicted or {}).get("device") == device_name(device)
+    return known if known is not None or not measured_here else (plan.predicted or {}).get("peak_flops")
+
+
+def _convention(training: Training) -> str:
+    peak, plan = peak_of_device(training), training.plan
+    if peak is None:
+        return "n/a: no known peak for this device"
+    makers = peak_flops(device_name(training.mesh.device), training.config.train.precision)
+    return plan.flop_convention + ("" if makers else f"; of the peak in {plan.cluster_file}")
+
+
+def _named(model: Model) -> str:
+    return model.module or model.preset or model.pretrained or "custom"
+
+
 def _devices(training: Training) -> dict[str, str]:
     config, plan, device = training.config, training.plan, training.mesh.device
-    batch = f"{config.train.global_batch} sequences of {config.data.sequence_length}"
+    batch = f"{counted(config.train.global_batch, 'sequence')} of {config.data.sequence_length}"
     if config.train.driver == "server":
         return {
             "servers": f"{training.mesh.worker.world}, in host memory; workers as they come",
@@ -50,9 +73,15 @@ def _devices(training: Training) -> dict[str, str]:
         "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
         "layout": describe_layout(training),
         "chosen": plan.chosen(),
-        "batch": f"{batch}: {plan.groups * plan.layout.data_parallel} devices x {plan.accumulation} micro-batches of "
-        f"{plan.micro_batch}",
+        "batch": f"{batch}: {counted(plan.groups * plan.layout.data_parallel, 'device')} x "
+        f"{counted(plan.accumulation, 'micro-batch')} of {plan.micro_batch}{_updates(config)}",
     }
+
+
+def _updates(config: Config) -> str:
+    if config.train.driver != "hogwild":
+        return ""
+    return f", each an update {'under a lock' if config.hogwild.locked else 'without a lock'}"
 
 
 def _bound(config: Config) -> str:
@@ -63,7 +92,7 @@ def _bound(config: Config) -> str:
 def _saving(checkpoint: Checkpoint) -> str:
     end = "at the end and when asked to stop"
     if checkpoint.every:
-        return f"every {checkpoint.every} steps, {end}"
+        return f"every {counted(checkpoint.every, 'step')}, {end}"
     return f"every {checkpoint.every_minutes:g} minutes (checkpoint.every_minutes), {end}" if checkpoint.every_minutes else end
 
 
@@ -76,9 +105,10 @@ def _attention(training: Training) -> str:
     config = training.config
     if config.model.module is not None:
         return "the module's own"
-    dtype, masked = DTYPES[config.train.precision], config.data.reset_attention
-    kernel = describe_attention(config.model, training.mesh.device.type, dtype, config.data.sequence_length, masked=masked)
-    parts = [kernel, *(["within documents"] if masked else [])]
+    dtype, length, documents = DTYPES[config.train.precision], config.data.sequence_length, config.data.reset_attention
+    windowed = ring_lacks(config.model, length) is not None
+    kernel = describe_attention(config.model, training.mesh.device.type, dtype, length, masked=documents or windowed)
+    parts = [kernel, *(["within documents"] if documents else []), *([f"windows of {config.model.window}"] if windowed else [])]
     if training.plan.layout.context > 1:
         parts.append(f"{context_attention(config.model, training.plan.layout)} over context devices")
     return ", ".join(parts)
@@ -110,13 +140,13 @@ def describe_layout(training: Training) -> str:
 
 
 def _threads(device: torch.device) -> str:
-    return f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
+    return f", {counted(torch.get_num_threads(), 'thread')} each" if device.type == "cpu" else ""
 
 
 def _without_effect(training: Training) -> dict[str, str]:
     """Settings that change nothing here are named, never ignored in silence."""
     layout, config, train = training.plan.layout, training.config, training.config.train
-    on_cpu, serves = training.mesh.device.type == "cpu", train.driver == "server"
+    on_cpu, on_host = training.mesh.device.type == "cpu", train.driver in ("server", "hogwild")
     idle = {
         "layout.offload: states are in host memory already": layout.offload and on_cpu,
         f"layout.zero = {config.layout.zero}: no other device holds the same weights": bool(config.layout.zero)
@@ -125,7 +155,8 @@ def _without_effect(training: Training) -> dict[str, str]:
         "layout.stages: there is no pipeline": layout.pipeline == 1 and bool(layout.stages or layout.stages_per_rank),
         f"layout.attention = {layout.attention!r}: no devices share a sequence": layout.context == 1
         and layout.attention != "auto",
-        "GPUs: there are more workers than GPUs, so all compute on the CPU": on_cpu and local_gpus() > 0 and not serves,
+        "GPUs: there are more workers than GPUs, so all compute on the CPU": on_cpu and local_gpus() > 0 and not on_host,
+        "GPUs: workers share the memory of the host, and compute on its CPUs": train.driver == "hogwild" and local_gpus() > 0,
         "train.shares: on GPUs only with data alone and zero = 0 can a device's work be told from its waiting": not on_cpu
         and train.shares == "by speed"
         and not (layout.zero == 0 and layout.world == layout.data_parallel),

@@ -54,8 +54,18 @@ class Meeting:
 class Outer:
     """The anchor, its momentum, and the exchanges of one rank."""
 
-    def __init__(self, parallel: ParallelModel, comm: Comm, settings: Local, last: int, sizes: Mapping[str, int]) -> None:
-        """`last`: the last step; `sizes`: of all parameters of the whole model, in its order."""
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        comm: Comm,
+        settings: Local,
+        last: int,
+        sizes: Mapping[str, int],
+        same_on: str | None = None,
+    ) -> None:
+        """`last`: the last step; `sizes`: of all parameters of the whole model, in its order; `same_on`: an axis of the group
+        whose devices hold the same weights."""
+        self._same_on = same_on
         self.comm, self.settings, self.last = comm, settings, last
         self.groups = comm.mesh.size(AXIS)
         self.copies: dict[str, list[nn.Parameter]] = {}
@@ -164,7 +174,7 @@ class Outer:
         behind = self.settings.overlap > 0 and step != self.last
         here = self._here(names)
         differences = [(local(self.anchors[name]) - local(self.copies[name][0])).reshape(-1) for name in here]
-        under_way = SumUnderWay(self.comm, AXIS, self._apart, differences, self._codec, seed=step, behind=behind)
+        under_way = SumUnderWay(self.comm, AXIS, self._apart, differences, self._codec, step, behind, self._same_on)
         return Meeting(names, self._flat(differences), under_way, self.groups, behind)
 
     def _land(self, meeting: Meeting) -> None:

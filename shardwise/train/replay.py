@@ -84,15 +84,14 @@ class Replay(Contributions):
             start += parameter.numel()
 
     def _compute(self, worker: str, portion: int, weights: Tensor) -> None:
-        """With the weights that it had read; the newest are back in place afterwards."""
+        """With the weights that it had read; the servers' are back in place afterwards."""
         training = self.training
-        _, newest = self.shelf.weights(0)
         self._put(weights)
         batch = batch_of(training, portion, self.rows)
         loss = summed_loss(training, batch)
         gradient = self.shelf.room()
         torch.cat([_gradient(parameter).reshape(-1) for parameter in self.parameters.values()], out=gradient)
-        self._put(newest)
+        self._put(self.weights)
         self.shelf.put((worker, portion), gradient)
         self.one_desk.bring(worker, brought(portion, loss, batch))
 

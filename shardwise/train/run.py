@@ -19,6 +19,7 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile
 
+from shardwise.checkpoint.folder import resume_candidates
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.config import Config, to_toml
 from shardwise.data import Dataset, check_vocabulary
@@ -28,10 +29,11 @@ from shardwise.observe import Ledger, StepTrace, present_time
 from shardwise.resilience.copies import Copies
 from shardwise.resilience.host_link import NoHost
 from shardwise.resilience.team import Team
-from shardwise.train.build import Training, build, keep_copy, recall, restore, save
+from shardwise.train.build import Training, build, keep_copy, keep_files, recall, restore, save, start_from_pretrained
 from shardwise.train.contribute import build_contributor, contribute
 from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.guard import check_joined
+from shardwise.train.hogwild import LockFree
 from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothing_is_left
 from shardwise.train.serve import Contributions
 from shardwise.train.sources import Source
@@ -106,15 +108,21 @@ def _in_team(config: Config, worker: Worker, team: Team, dataset: Dataset, link:
 def _go_on(training: Training, team: Team, copies: Copies) -> ResumeCheckpoint:
     """Put the newest state in place: from the workers' memories, or from storage."""
     config, checkpointer = training.config, training.checkpointer
-    if recall(training, copies):
-        return ResumeCheckpoint(None)
     chosen = ResumeCheckpoint(None)
+    if recall(training, copies):
+        if training.mesh.is_main:
+            keep_files(training, resume_candidates(config))
+        return chosen
     if team.reached > 0:  # an earlier team of this run began as it was asked to; this one goes on
         chosen = checkpointer.choose_checkpoint(_going_on(config))
     if chosen.folder is None:
         chosen = checkpointer.choose_checkpoint(config)
     if chosen.folder:
         restore(training, chosen.folder)
+    elif config.model.pretrained is not None:
+        start_from_pretrained(training, Path(config.model.pretrained))
+    if training.mesh.is_main:
+        keep_files(training, [chosen.folder] if chosen.folder else [])
     return chosen
 
 
@@ -155,7 +163,7 @@ def _rows(training: Training) -> str:
 def _source(training: Training, link: NoHost) -> Iterator[Source | None]:
     """Where the gradients come from; None: this rank's own rows. However the steps end, nobody brings any more."""
     if training.config.train.driver != "server":
-        yield None
+        yield None if training.shared is None else LockFree(training, training.shared)
         return
     waiting = partial(link.progress, "wait")
     with closing(Contributions(training, lambda: link.wish() is not None, lambda: waiting(training.step))) as source:
@@ -206,9 +214,20 @@ def _loop(training: Training, source: Source | None, reporter: Reporter, link: N
         return _agree_on_end(training, reporter, link.stop_status())
     assert saved_at == training.step, "a run ends with its last step saved"
     link.progress("end", training.step)
-    prompt = training.config.observe.sample
-    reporter.end(sample(training, prompt) if prompt else None)
+    reporter.end(_sampled(training, reporter))
     return 0
+
+
+def _sampled(training: Training, reporter: Reporter) -> str | None:
+    """What the model goes on with, if that was asked for. All is trained and saved: that it cannot be shown is no failure."""
+    prompt = training.config.observe.sample
+    try:
+        return sample(training, prompt) if prompt else None
+    except Exception as error:
+        log.warning("no sample", exc_info=error)
+        reporter.warn(f"all steps are done and saved, but there is no sample: {type(error).__name__}: {error}")
+        abandon()  # peers may wait for this rank in the sample
+        return None
 
 
 def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> None:

@@ -31,6 +31,8 @@ from shardwise.resilience.channel import Credentials
 from shardwise.train.build import Training
 from shardwise.train.sources import Drawn
 
+AGE_SHARE = 0.1
+"""Of the last update in the mean staleness by which weights are moved on."""
 TURN_SECONDS = 1.0
 """How long the first server waits for an update before it tells the others that there is none yet."""
 
@@ -58,6 +60,9 @@ class Contributions:
         )
         self.desk = Desk(work) if training.mesh.is_main else None
         self._update: Update | None = None
+        self.weights = self._flat()
+        self._age = 0.0
+        """Of gradients, in the last updates: the mean staleness."""
         self._publish()
         self._front = None
         if public:
@@ -72,12 +77,14 @@ class Contributions:
         if update is None:
             return None
         self._update = update
+        weights = [1.0 / (1 + age) if training.config.server.damping else 1.0 for age in update.staleness]
+        rate = sum(weights) / len(weights)
         with training.comm.clock.span("forward_backward"):
-            self._add_up(update)
+            self._add_up(update, [weight / rate / update.tokens for weight in weights])
         tokens = torch.tensor(float(update.tokens), device=training.mesh.device)
         loss = torch.tensor(update.loss / update.tokens if training.mesh.is_main else 0.0, dtype=torch.float64)
         checksum = update.checksum if training.mesh.is_main else 0
-        return Drawn(loss, tokens, checksum, staleness=update.staleness, dropped=len(update.dropped))
+        return Drawn(loss, tokens, checksum, staleness=update.staleness, dropped=len(update.dropped), rate=rate)
 
     def ahead(self) -> None:
         pass
@@ -121,11 +128,9 @@ class Contributions:
             self._waiting()
 
     @torch.no_grad()
-    def _add_up(self, update: Update) -> None:
-        """The sum of the gradients of all tokens, divided by how many they are; stale ones weigh less if so asked."""
+    def _add_up(self, update: Update, factors: list[float]) -> None:
+        """The sum of the gradients, each times its factor."""
         taken = self.shelf.take(update.keys, update.brought, update.dropped)
-        damped = self.training.config.server.damping
-        factors = [1.0 / (1 + staleness if damped else 1) / update.tokens for staleness in update.staleness]
         start = 0
         for parameter in self.parameters.values():
             own = local(parameter)
@@ -138,11 +143,25 @@ class Contributions:
                 gradient.add_(other[part], alpha=factor)
         self.shelf.give_back(taken)
 
-    @torch.no_grad()
     def _publish(self) -> None:
-        parts = [local(parameter).detach().reshape(-1).cpu() for parameter in self.parameters.values()]
-        weights: Tensor = torch.cat(parts)
-        self.shelf.publish(self.training.step, weights)
+        """Hand out the weights, or, where gradients come late, where they will be by then."""
+        before, self.weights = self.weights, self._flat()
+        if self._update is None or not self.training.config.server.predicts:
+            self.shelf.publish(self.training.step, self.weights)
+            return
+        ages = self._update.staleness
+        self._age += AGE_SHARE * (sum(ages) / len(ages) - self._age)
+        ahead = steps_ahead(self._age, momentum=self.training.config.train.betas[0])
+        self.shelf.publish(self.training.step, torch.lerp(before, self.weights, 1 + ahead))
+
+    @torch.no_grad()
+    def _flat(self) -> Tensor:
+        return torch.cat([local(parameter).detach().reshape(-1).cpu() for parameter in self.parameters.values()])
+
+
+def steps_ahead(age: float, momentum: float) -> float:
+    """How far weights move on by momentum alone in so many steps, in steps as long as the last."""
+    return momentum * (1 - float(momentum**age)) / (1 - momentum)
 
 
 def portions(config: Config) -> int:

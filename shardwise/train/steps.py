@@ -28,7 +28,7 @@ from shardwise.plan import RANK_AXES
 from shardwise.resilience.stragglers import StragglerChange, Watch
 from shardwise.train.build import Training
 from shardwise.train.guard import check_copies, check_gradients
-from shardwise.train.sources import Drawn, OwnRows, Source
+from shardwise.train.sources import Drawn, OwnRows, Source, Updates
 
 _HALF = 1 << 28
 """A checksum has up to 2 x 28 bits: 32 of each sequence, and 24 of their number."""
@@ -69,6 +69,8 @@ class Step:
     """Of the gradients that it is the sum of; where they were computed by others."""
     dropped: int = 0
     """Gradients that came after another of the same portion."""
+    updates: Updates | None = None
+    """That workers made without a lock; None: the step is one update."""
     stragglers: StragglerChange = field(default_factory=StragglerChange)
     """Who began or ceased to be slow, by the step before; on the main rank only."""
     expert_imbalance: float | None = None
@@ -157,16 +159,17 @@ def _queue(training: Training, source: Source, vote: float, before: Step | None)
         return None
     message = _message_to_all(training, drawn.checksum, vote, before)
     with clock.span("forward_backward"):
-        norm = global_norm((p for _, p in training.parallel.named_parameters(once=True)), comm) / training.scale.value
+        norm = gradient_norm(training) if drawn.norm is None else drawn.norm
         shared = share(training, torch.cat((drawn.loss.double().reshape(1), message)))
     train = training.config.train
     checked = train.check_every > 0 and (training.step + 1) % train.check_every == 0
     if checked or before is None:
         check_gradients(training)
-    lr = learning_rate(train, training.step + 1)
+    lr = learning_rate(train, training.step + 1) * drawn.rate
     with clock.span("optimizer"):
         finite = torch.isfinite(norm) & torch.isfinite(shared[0])
-        update(training.optimizer, lr, _divisor(training, norm), (~finite).float())
+        if drawn.updates is None:
+            update(training.optimizer, lr, divisor(training, norm), (~finite).float())
         loads = _balance(training, finite)
         if training.outer is not None:
             training.outer.after(training.step + 1)
@@ -253,6 +256,7 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
         rows=queued.drawn.rows,
         staleness=queued.drawn.staleness,
         dropped=queued.drawn.dropped,
+        updates=queued.drawn.updates,
         expert_imbalance=loads[0] if loads else None,
         expert_load=loads[1:] if loads else None,
     )
@@ -270,7 +274,13 @@ def share(training: Training, numbers: Tensor) -> Tensor:
     return numbers
 
 
-def _divisor(training: Training, norm: Tensor) -> Tensor:
+def gradient_norm(training: Training) -> Tensor:
+    """Of the gradients in place, without the loss scale."""
+    parameters = (parameter for _, parameter in training.parallel.named_parameters(once=True))
+    return global_norm(parameters, training.comm) / training.scale.value
+
+
+def divisor(training: Training, norm: Tensor) -> Tensor:
     """What gradients are divided by in the update: the loss scale, and more where the norm exceeds the limit."""
     clip = training.config.train.clip
     excess = torch.ones_like(norm) if clip is None else (norm / clip).clamp(min=1.0)

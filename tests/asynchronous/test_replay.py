@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from ranks.jobs import ALONE, FAMILIES, job, start
+from torch import Tensor
 
+from shardwise.train.build import Training
 from shardwise.train.replay import Pace, Replay
+from shardwise.train.serve import steps_ahead
 from shardwise.train.steps import Step, steps
 
 PACES = [Pace(), Pace(), Pace(losses=0.1), Pace(seconds=4.0)]
@@ -52,9 +56,31 @@ def test_nobody_waits_for_a_slow_worker_if_its_portion_is_computed_again(corpus:
     assert unbounded.clock < lockstep.clock / 2
 
 
-def test_stale_gradients_can_weigh_less(corpus: str) -> None:
+def test_stale_gradients_can_move_the_weights_less(corpus: str) -> None:
     plain, _ = replayed(corpus, {"max_staleness": "unbounded", "portions": 1})
     damped, _ = replayed(corpus, {"max_staleness": "unbounded", "portions": 1, "damping": True})
     assert [step.staleness for step in plain] == [step.staleness for step in damped]
     stale = next(index for index, step in enumerate(plain) if max(step.staleness) > 0)
-    assert damped[stale].gradient_norm == pytest.approx(plain[stale].gradient_norm / (1 + plain[stale].staleness[0]), rel=1e-9)
+    assert damped[stale].gradient_norm == plain[stale].gradient_norm, "AdamW would not notice a smaller gradient"
+    assert damped[stale].learning_rate == pytest.approx(plain[stale].learning_rate / (1 + plain[stale].staleness[0]), rel=1e-9)
+
+
+def test_workers_get_weights_as_they_will_be_when_their_gradients_come(corpus: str) -> None:
+    """Moved on by AdamW's momentum: the last change, times the sum of as many powers of beta1 as gradients are old."""
+    tables = job(corpus, model=FAMILIES["llama"], train={"steps": 8, "driver": "server"})
+    training = start(ALONE, {**tables, "server": {"portions": 1, "max_staleness": "unbounded"}})
+    source = Replay(training, [Pace(spread=0.0)] * 3, seed=0)
+    before, age, beta = weights_of(training), 0.0, training.config.train.betas[0]
+    for step in steps(training, source=source):
+        now = weights_of(training)
+        age += 0.1 * (step.staleness[0] - age)
+        ahead = beta * (1 - beta**age) / (1 - beta)
+        handed_out = source.shelf.weights(step.step)[1]
+        torch.testing.assert_close(handed_out, now + ahead * (now - before), rtol=1e-12, atol=1e-12)
+        before = now
+    assert step.staleness == (2,)
+    assert steps_ahead(2, beta) == pytest.approx(beta + beta**2)
+
+
+def weights_of(training: Training) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1).clone() for _, parameter in training.parallel.named_parameters()])

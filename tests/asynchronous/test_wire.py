@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwise.asynchronous import wire as wire_module
-from shardwise.asynchronous.wire import PIECE_BYTES, Wire, dial, greet
+from shardwise.asynchronous.wire import PIECE_BYTES, Wire, dial, greet, stays_on_this_machine
 from shardwise.mesh.sockets import LOOPBACK, listen
 from shardwise.resilience.channel import Credentials, NotOurs
 
@@ -56,8 +56,33 @@ def connected(meeting: Meeting) -> tuple[Wire, Wire]:
     return worker, meeting.server()
 
 
+@pytest.fixture
+def over_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between two machines: tensors have codes."""
+    monkeypatch.setattr(wire_module, "stays_on_this_machine", lambda _: False)
+
+
+def test_tensors_have_codes_unless_they_stay_on_this_machine(meeting: Meeting) -> None:
+    worker, server = connected(meeting)
+    assert not worker._tensors_have_codes
+    assert not server._tensors_have_codes
+
+    class Elsewhere:
+        def getsockname(self) -> tuple[str, int]:
+            return "10.0.0.1", 1
+
+        def getpeername(self) -> tuple[str, int]:
+            return "10.0.0.2", 1
+
+    assert not stays_on_this_machine(Elsewhere())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("network", [False, True])
 @pytest.mark.parametrize("numbers", [0, 1, 1000, PIECE_BYTES // 4, PIECE_BYTES // 2 + 3])
-def test_messages_and_tensors_arrive_as_they_were_sent(meeting: Meeting, numbers: int) -> None:
+def test_messages_and_tensors_arrive_as_they_were_sent(
+    meeting: Meeting, numbers: int, network: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_module, "stays_on_this_machine", lambda _: not network)
     worker, server = connected(meeting)
     sent = torch.randn(numbers)
     for here, there in ((worker, server), (server, worker), (worker, server)):
@@ -108,6 +133,7 @@ class Tampering:
 
 
 @pytest.mark.parametrize("place", [0, 3, 5, 14, 20, 40, 60, 200, 430, 441])
+@pytest.mark.usefixtures("over_a_network")
 def test_a_single_changed_bit_is_noticed_wherever_it_is(meeting: Meeting, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire_module, "SEND_SECONDS", 1.0)
     worker, server = connected(meeting)

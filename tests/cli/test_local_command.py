@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from warm import Command
-from watched import records, wait_for_step
+from watched import kill_a_worker_and_stop, records
 
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
 Started = Callable[..., Command]
@@ -34,13 +31,7 @@ def test_a_killed_worker_and_a_stop_change_no_loss(started: Started, shardwise: 
     assert whole.returncode == 0, whole.stderr
     assert "2 groups of one device" in whole.stderr
     killed = started("train", *JOB, "checkpoint.every=7", "run.folder=run")
-    wait_for_step(tmp_path / "run", 8)
-    known = json.loads(next((tmp_path / "run" / "logs").glob("workers-*.json")).read_text())
-    os.kill(known["workers"][1]["pid"], signal.SIGKILL)
-    wait_for_step(tmp_path / "run", 12)
-    killed.send_signal(signal.SIGTERM)
-    _, errors = killed.communicate(timeout=90)
-    assert killed.returncode == 75, errors
+    kill_a_worker_and_stop(tmp_path / "run", killed)
     assert len(records(tmp_path / "run")) % 5 == 0, "groups stop where they meet"
     again = shardwise("train", *JOB, "checkpoint.every=7", "run.folder=run")
     assert again.returncode == 0, again.stderr

@@ -118,6 +118,7 @@ def fragments(weights: Weights, count: int) -> list[list[str]]:
         pytest.param({}, {"overlap": 3}, marks=pytest.mark.full),
         ({"data": 2, "zero": 3}, {"overlap": 1}),
         ({"tensor": 2}, {"fragments": 2}),
+        ({"data": 2, "zero": 0}, {"overlap": 1}),
         pytest.param({"data": 2, "zero": 0}, {}, marks=pytest.mark.full),
         pytest.param({"pipeline": 2}, {}, marks=pytest.mark.full),
         pytest.param({"context": 2}, {}, marks=pytest.mark.full),
@@ -138,10 +139,13 @@ def test_groups_come_to_what_plain_loops_come_to(
     assert held_out is not None
 
 
-def test_groups_exchange_nothing_between_meetings(ranks: Callable[[int], Pool], corpus: str) -> None:
-    tables = local_job(corpus)
-    done, anchor, _ = ranks(2).run(train_groups, tables)[0]
-    numbers = sum(weight.numel() for weight in anchor.values())
+@pytest.mark.parametrize("layout", [{}, {"data": 2, "zero": 0}], ids=str)
+def test_groups_exchange_nothing_between_meetings(ranks: Callable[[int], Pool], corpus: str, layout: dict[str, Any]) -> None:
+    """And then every number once, whichever device of a group sends it."""
+    tables = local_job(corpus, layout=layout)
+    devices = from_tables(tables).layout.world
+    done, anchor, _ = ranks(GROUPS * devices).run(train_groups, tables)[0]
+    numbers = -(-sum(weight.numel() for weight in anchor.values()) // devices)
     met = {step.step: step.collectives for step in done if any(key.endswith("/group") for key in step.collectives)}
     assert list(met) == [4, 8, 11]
     for sent in met.values():
@@ -222,6 +226,7 @@ def continue_from(worker: Worker, tables: Tables, folder: str) -> tuple[Weights,
     [
         pytest.param({}, {}, 4, marks=pytest.mark.full),
         pytest.param({}, {}, 6, marks=pytest.mark.full),
+        pytest.param({"data": 2, "zero": 0}, {"overlap": 2}, 5, marks=pytest.mark.full),
         ({}, {"fragments": 2, "overlap": 1, "compression": "int8"}, 6),
         ({"data": 2, "zero": 3}, {"overlap": 2}, 5),
     ],

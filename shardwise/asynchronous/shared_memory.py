@@ -1,0 +1,126 @@
+"""Weights and moments that the processes of one machine share and update without a lock: Hogwild! (Niu et al. 2011).
+
+Every process computes a gradient with the weights as they lie there and adds its update to them, whatever others write meanwhile.
+Nobody waits. What it costs: a gradient may be of weights that others have changed since, and of two who change one number at the
+same moment one may be lost. Where updates touch few rows of a large table that is rare, and Niu et al. show that the loss falls
+as in a serial run. Where all of them touch all weights, it is an asynchronous run like others, with a noise of its own. They had
+SGD; the two moments of AdamW need more care (optim/rows.py).
+
+The memory is a file without a name, which the first process makes and the others open through /proc. It is gone with the last of
+them, however that ends; nothing has to be cleaned up, and no mounted /dev/shm limits its size. It holds one copy of weights and
+moments for all processes, and 8 bytes a row to tell conflicts by.
+
+*Conflicts* are measured. Every row (a dense gradient touches its parameter as one row) has a stamp: who wrote it last, and in the
+how-manieth update of his. A worker notes before its forward how many updates each of the others has finished; a row that it is
+about to write with a stamp of another's later update was written since it was read. Stamps are read and written without a lock
+too, so two who write one row within the same microseconds may both miss it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.save import state_of
+from shardwise.comm import Peers
+from shardwise.locks import take_lock
+
+ALIGNED = 64
+"""Bytes of a cache line: no two tensors share one."""
+
+
+class SharedMemory:
+    """Tensors that all processes see, with the first one's values."""
+
+    def __init__(self, peers: Peers, own: Mapping[str, Tensor]) -> None:
+        """All processes do this together, with tensors of the same names, shapes and dtypes."""
+        ends = [0]
+        for tensor in own.values():
+            ends.append(ends[-1] + -(-tensor.nbytes // ALIGNED) * ALIGNED)
+        file = self._open(peers, ends[-1])
+        memory = torch.frombuffer(mmap.mmap(file, ends[-1]), dtype=torch.uint8)
+        self.tensors = {
+            name: memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, (name, tensor) in zip(ends, own.items(), strict=False)
+        }
+        if peers.rank == 0:
+            for name, tensor in own.items():
+                self.tensors[name].copy_(tensor)
+        peers.from_everyone("has opened it")  # and the values are in place
+
+    def _open(self, peers: Peers, size: int) -> int:
+        file = -1
+        if peers.rank == 0:
+            file = os.memfd_create("shardwise")
+            os.ftruncate(file, size)
+        path = peers.from_rank(f"/proc/{os.getpid()}/fd/{file}", 0)
+        if peers.rank != 0:
+            file = os.open(path, os.O_RDWR)
+        weakref.finalize(self, os.close, file)
+        self._path = Path(f"/proc/self/fd/{file}")
+        return file
+
+    def locked(self) -> ExitStack:
+        """Keep the others waiting until the value returned is closed. Whoever dies lets go."""
+        return take_lock(self._path, "", wait=lambda: None)
+
+
+class Stamps:
+    """Who wrote each row last, as one of the workers sees it."""
+
+    def __init__(self, last: Tensor, finished: Tensor, worker: int) -> None:
+        """`last`: of each row, the worker who wrote it and the number of its update, in one integer. `finished`: of each worker,
+        how many updates it has finished; only it writes there. Both are shared."""
+        self._last, self._finished, self._worker, self._workers = last, finished, worker, len(finished)
+        self._seen = finished.clone()
+
+    def read(self) -> None:
+        """Weights are about to be read."""
+        self._seen = self._finished.clone()
+
+    def write(self, rows: Tensor) -> int:
+        """These rows are about to be written: in how many of them have others written since the read?"""
+        last = self._last[rows]
+        number, writer = last // self._workers, last % self._workers
+        self._last[rows] = (int(self._finished[self._worker]) + 1) * self._workers + self._worker
+        return int(((writer != self._worker) & (number > self._seen[writer])).sum())
+
+    def written(self) -> None:
+        """They are."""
+        self._finished[self._worker] += 1
+
+
+class SharedState:
+    """A model's weights and AdamW's moments in shared memory, in place of this process's own."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.AdamW, peers: Peers) -> None:
+        self.parameters = [parameter for _, parameter in named]
+        rows = torch.tensor([0, *(len(parameter) if parameter.ndim else 1 for parameter in self.parameters)])
+        self._first_rows = rows.cumsum(0)
+        """The number of each parameter's first row among those of all."""
+        stamps = {
+            "last": torch.zeros(int(rows.sum()), dtype=torch.int64),
+            "finished": torch.zeros(peers.world, dtype=torch.int64),
+        }
+        self.memory = SharedMemory(peers, {**state_of(named, optimizer), **stamps})
+        tensors = self.memory.tensors
+        for name, parameter in named:
+            moments = {key: tensors[f"optimizer.{name}.{key}"] for key in optimizer.state[parameter]}
+            parameter.data, optimizer.state[parameter] = tensors[f"model.{name}"], moments
+        self.stamps = Stamps(tensors["last"], tensors["finished"], peers.rank)
+
+    def touched(self) -> Tensor:
+        """The rows that the present gradients touch: those of a sparse one, and one for each that is dense."""
+        pairs = zip(self.parameters, self._first_rows, strict=False)
+        return torch.cat([_rows(parameter.grad, first) for parameter, first in pairs if parameter.grad is not None])
+
+
+def _rows(gradient: Tensor, first: Tensor) -> Tensor:
+    return gradient.indices()[0] + first if gradient.is_sparse else first.reshape(1)
