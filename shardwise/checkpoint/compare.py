@@ -4,7 +4,8 @@ Tensors are put together whole (checkpoint/contents.py), so two layouts' checkpo
 of theirs is. One tensor of each is in memory at a time. Equal means the same bits: a NaN equals the same NaN, 0.0 is not -0.0.
 
 The state of random generators belongs to ranks; between different numbers of ranks it cannot be compared. A checkpoint that
-holds weights alone (an import) is compared by its weights. Both are said, not passed over.
+holds weights alone (an import) is compared by its weights, and files kept from a Hugging Face folder with others of their kind.
+All this is said, not passed over.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.kept import PREFIX as KEPT
 
 COMPARED_KEYS = ("step", "model", "train", "data", "layout", "loss_scale", "world", "torch")
+FILES = KEPT.removesuffix(".")
 CHUNK = 1 << 22
 """Numbers compared at once: their copies in float64 stay small."""
 
@@ -88,8 +91,11 @@ def _rank(difference: TensorDifference) -> tuple[bool, float]:
 def _left_out(first: Contents, second: Contents) -> dict[str, str]:
     reasons = {}
     kinds = [{name.partition(".")[0] for name in contents.tensors} for contents in (first, second)]
-    if {"model"} in kinds:
-        reasons = dict.fromkeys(sorted(kinds[0] ^ kinds[1]), "one of the two holds weights alone")
+    if FILES in kinds[0] ^ kinds[1]:
+        reasons[FILES] = "one of the two keeps no files of a Hugging Face folder"
+    states = [kind - {FILES} for kind in kinds]
+    if {"model"} in states:
+        reasons |= dict.fromkeys(sorted(states[0] ^ states[1]), "one of the two holds weights alone")
     if first.manifest.world != second.manifest.world:
         reasons["random"] = f"written by {first.manifest.world} and by {second.manifest.world} processes"
     return reasons

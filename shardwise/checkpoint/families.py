@@ -1,11 +1,7 @@
-"""Our transformer and Hugging Face's model families: which tensor is which, and which setting is which, as tables.
+"""Our transformer and Hugging Face's model families: which tensor is which, as tables. Settings are in config/families.py.
 
-Hugging Face has a class for each family, we have one transformer with a few choices, so a family is three tables:
-
-- `fields`: our keys of `[model]` and the keys of config.json that mean the same;
-- `fixed` and `demands`: the choices that make the family, in our words and in theirs;
-- `weights`: our tensors and theirs. Nearly all are the same numbers under another name. GPT-2 keeps its matrices transposed (its
-  `Conv1D` has the inputs first) and queries, keys and values in one; Mixtral keeps each expert apart where we stack them.
+Nearly all tensors are the same numbers under another name. GPT-2 keeps its matrices transposed (its `Conv1D` has the inputs
+first) and queries, keys and values in one; Mixtral keeps each expert apart where we stack them.
 
 Rotary positions need no table: both sides pair channel i with channel i + head_dim / 2 (models/rotary.py).
 
@@ -16,13 +12,13 @@ Names alone do not prove the match; tests/checkpoint/test_huggingface.py compare
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardwise.config import Model
+from shardwise.config.families import Family
 from shardwise.plan import parameter_shapes
 
 Convert = Callable[[list[Tensor]], list[Tensor]]
@@ -85,6 +81,13 @@ _ATTENTION = _modules(
         f"{_BLOCK}feed_forward_norm": f"{_THEIRS}post_attention_layernorm",
     }
 )
+_GEMMA2_NORMS = _modules(
+    {
+        f"{_BLOCK}attention_post_norm": f"{_THEIRS}post_attention_layernorm",
+        f"{_BLOCK}feed_forward_norm": f"{_THEIRS}pre_feedforward_layernorm",
+        f"{_BLOCK}feed_forward_post_norm": f"{_THEIRS}post_feedforward_layernorm",
+    }
+)
 _DENSE = _modules({f"{_BLOCK}feed_forward.{name}": f"{_THEIRS}mlp.{name}_proj" for name in ("gate", "up", "down")})
 
 
@@ -134,141 +137,40 @@ _GPT2_WEIGHTS = (
 
 
 @dataclass(frozen=True)
-class Family:
-    """One class of the transformers library."""
+class FamilyTensors:
+    """How folders of a family name and keep their tensors."""
 
-    model_type: str
-    architecture: str
-    prefix: str
+    table: tuple[TensorMatch, ...]
+    prefix: str = "model."
     """Of the names of all tensors but the head; folders of the bare model leave it out."""
-    weights: tuple[TensorMatch, ...]
-    fields: Mapping[str, tuple[str, ...]]
-    """Our key, and their keys of the same value: every one is written, any one is read."""
-    fixed: Mapping[str, Any]
-    """Our keys that have this value in every model of the family."""
-    demands: Mapping[str, tuple[Any, ...]]
-    """Their keys and the values that we can take; the first is written, and is what a missing key means."""
     fused: tuple[TensorMatch, ...] = ()
-    """The weights of folders that keep all experts in one tensor."""
-    defaults: Mapping[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
-    """Our keys whose value follows from the rest of config.json when it is not given."""
+    """The table of folders that keep all experts in one tensor."""
 
 
-_NO_EXPERTS = {"experts": 0, "experts_per_token": 0, "shared_experts": 0, "balance_loss": 0.0, "balance_bias": 0.0,
-               "router_z_loss": 0.0}  # fmt: skip
-_ROTARY = {"module": None, "norm": "rms", "positions": "rotary", "activation": "swiglu"}
-_MIXTURE = {**_ROTARY, "bias": False, "shared_experts": 0, "router": "softmax", "routing_scale": 1.0, "balance_bias": 0.0}
-_FIELDS = {
-    "vocabulary": ("vocab_size",),
-    "hidden": ("hidden_size",),
-    "ffn": ("intermediate_size",),
-    "layers": ("num_hidden_layers",),
-    "heads": ("num_attention_heads",),
-    "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "max_positions": ("max_position_embeddings",),
-    "norm_epsilon": ("rms_norm_eps",),
-    "tied": ("tie_word_embeddings",),
+_LLAMA = FamilyTensors((*_OUTER, *_ATTENTION, *_DENSE))
+TENSORS = {
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "mistral": _LLAMA,
+    "gemma2": FamilyTensors(
+        (*_OUTER, *(match for match in _ATTENTION if ".feed_forward" not in match.ours[0]), *_GEMMA2_NORMS, *_DENSE)
+    ),
+    "gpt2": FamilyTensors(_GPT2_WEIGHTS, prefix="transformer."),
+    "mixtral": FamilyTensors(
+        (*_OUTER, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")), fused=(*_OUTER, *_ATTENTION, *_FUSED)
+    ),
+    "qwen3_moe": FamilyTensors(
+        (*_OUTER, *_ATTENTION, *_experts("mlp", "gate_proj", "up_proj", "down_proj")), fused=(*_OUTER, *_ATTENTION, *_FUSED)
+    ),
 }
-_EXPERT_FIELDS = {**_FIELDS, "experts": ("num_local_experts",), "experts_per_token": ("num_experts_per_tok",)}
-_DEFAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "kv_heads": lambda config: config["num_attention_heads"],
-    "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
-    "tied": lambda config: False,
-    "bias": lambda config: False,
-}
-
-LLAMA = Family(
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    prefix="model.",
-    weights=(*_OUTER, *_ATTENTION, *_DENSE),
-    fields={**_FIELDS, "bias": ("attention_bias", "mlp_bias")},
-    fixed={**_ROTARY, **_NO_EXPERTS, "qk_norm": False},
-    demands={"hidden_act": ("silu", "swish")},
-    defaults=_DEFAULTS,
-)
-QWEN3 = Family(
-    model_type="qwen3",
-    architecture="Qwen3ForCausalLM",
-    prefix="model.",
-    weights=(*_OUTER, *_ATTENTION, *_DENSE),
-    fields=_FIELDS,
-    fixed={**_ROTARY, **_NO_EXPERTS, "qk_norm": True, "bias": False},
-    demands={"hidden_act": ("silu", "swish"), "attention_bias": (False,), "use_sliding_window": (False,)},
-    defaults={**_DEFAULTS, "head_dim": lambda config: 128},
-)
-GPT2 = Family(
-    model_type="gpt2",
-    architecture="GPT2LMHeadModel",
-    prefix="transformer.",
-    weights=_GPT2_WEIGHTS,
-    fields={
-        "vocabulary": ("vocab_size",),
-        "hidden": ("n_embd",),
-        "ffn": ("n_inner",),
-        "layers": ("n_layer",),
-        "heads": ("n_head",),
-        "max_positions": ("n_positions",),
-        "norm_epsilon": ("layer_norm_epsilon",),
-        "tied": ("tie_word_embeddings",),
-    },
-    fixed={
-        "module": None,
-        "norm": "layer",
-        "positions": "learned",
-        "activation": "gelu",
-        "bias": True,
-        "qk_norm": False,
-        **_NO_EXPERTS,
-    },
-    demands={
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
-    defaults={"ffn": lambda config: 4 * config["n_embd"], "tied": lambda config: True},
-)
-MIXTRAL = Family(
-    model_type="mixtral",
-    architecture="MixtralForCausalLM",
-    prefix="model.",
-    weights=(*_OUTER, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
-    fused=(*_OUTER, *_ATTENTION, *_FUSED),
-    fields=_EXPERT_FIELDS,
-    fixed={**_MIXTURE, "qk_norm": False, "normalise_routing": True},
-    demands={"hidden_act": ("silu", "swish")},
-    defaults=_DEFAULTS,
-)
-QWEN3_MOE = Family(
-    model_type="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
-    prefix="model.",
-    weights=(*_OUTER, *_ATTENTION, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
-    fused=(*_OUTER, *_ATTENTION, *_FUSED),
-    fields={
-        **_EXPERT_FIELDS,
-        "experts": ("num_experts", "num_local_experts"),
-        "expert_ffn": ("moe_intermediate_size",),
-        "normalise_routing": ("norm_topk_prob",),
-    },
-    fixed={**_MIXTURE, "qk_norm": True},
-    demands={
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False,),
-        "use_sliding_window": (False,),
-        "decoder_sparse_step": (1,),
-        "mlp_only_layers": ([],),
-    },
-    defaults={**_DEFAULTS, "normalise_routing": lambda config: False},
-)
-FAMILIES = {family.model_type: family for family in (LLAMA, QWEN3, GPT2, MIXTRAL, QWEN3_MOE)}
+"""By the family's `model_type`."""
 
 
 def tensor_matches(family: Family, model: Model, fused: bool = False) -> list[TensorMatch]:
     """Every tensor of this model with its counterparts; the blocks in order."""
-    ours, table = parameter_shapes(model), family.fused if fused else family.weights
+    tensors = TENSORS[family.model_type]
+    ours, table = parameter_shapes(model), tensors.fused if fused else tensors.table
     inside = [match for match in table if "{layer}" in match.ours[0]]
     outside = [match for match in table if match not in inside]
     matches = [*outside, *(match.of_layer(layer, model.experts) for layer in range(model.layers) for match in inside)]

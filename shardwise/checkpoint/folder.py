@@ -55,6 +55,7 @@ class _SavedData(TypedDict, total=False):
     """What of a job's [data] is read again."""
 
     tokenizer: str
+    end_of_document: str | None
 
 
 @with_config(ConfigDict(strict=True, extra="allow"))
@@ -213,15 +214,15 @@ def none_is_whole(folder: str, reasons: list[str]) -> UserError:
 
 def check_same_model(address: str, manifest: Manifest, model: Model) -> None:
     """Refuse the checkpoint of another model, with what differs."""
-    wanted = model.model_dump(exclude={"preset"})
+    wanted = model.settings()
     # A key that the checkpoint does not know came later, and its default is what was done before.
     saved = {key: manifest.model.get(key, Model.model_fields[key].default) for key in wanted}
     differing = [f"{key} (checkpoint {saved[key]!r}, job {value!r})" for key, value in wanted.items() if saved[key] != value]
     if differing:
-        raise UserError(
-            f"{address} holds another model: model.{', model.'.join(differing)}. "
-            "Use another run.folder, or checkpoint.resume=never to start afresh."
-        )
+        advice = "Use another run.folder, or checkpoint.resume=never to start afresh."
+        if manifest.step == 0 and not manifest.layout:  # from an import
+            advice = "Give the job what the checkpoint has; model.pretrained=FOLDER takes it all from the folder itself."
+        raise UserError(f"{address} holds another model: model.{', model.'.join(differing)}. {advice}")
 
 
 def set_aside(folder: str | Path, after: int = -1) -> str | None:

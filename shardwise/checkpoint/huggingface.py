@@ -5,6 +5,9 @@ several, and the tokenizer. The model never is in memory: names, shapes and so a
 (families.py), so a file's header is written first and the numbers behind it as they are read. That is why the files are not
 written by the safetensors library, which wants all tensors of a file at once; the format is a length, a JSON header, raw bytes.
 
+Where the model came from such a folder, what training does not change is written as it was there, byte for byte (kept.py): all
+files but the weights, config.json among them unless the dtype is another.
+
 Memory is that of the largest tensor and its copy in another form; for experts, of one layer's (benchmarks/export_memory.py). Time
 is that of the disk, which is read twice: first to know that the checkpoint is what was saved.
 """
@@ -26,12 +29,15 @@ from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.families import TensorMatch, tensor_matches, their_shapes
-from shardwise.checkpoint.model_config import to_config
+from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
 from shardwise.config import Model
+from shardwise.config.families import Family
+from shardwise.config.model_config import to_config, to_model
+from shardwise.config.pretrained import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data import load_tokenizer
 from shardwise.data.tokenizer import BYTES, HuggingFaceTokenizer
 from shardwise.errors import UserError, shown
-from shardwise.files import reading
+from shardwise.files import parse_as, reading
 from shardwise.plan import parameter_shapes
 
 Progress = Callable[[int, int, int, int], None]
@@ -39,7 +45,7 @@ Progress = Callable[[int, int, int, int], None]
 
 PREFIX = "model."
 """Of the names of weights in a checkpoint."""
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 """Ours, the name in a safetensors header, and bytes."""
 SHOWN = 8
@@ -75,6 +81,8 @@ class Exported:
     files: int
     note: str | None
     """What a reader of the folder will miss."""
+    kept: int
+    """Files that are as they were in the folder that the model came from."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,9 @@ class ExportSource:
     dtypes: Mapping[str, str]
     read: Callable[[str], Tensor]
     tokenizer: str | None
+    end_of_document: str | None
+    kept: Mapping[str, bytes]
+    """The other files of the folder that it came from, by name."""
 
 
 def export_checkpoint(
@@ -93,12 +104,13 @@ def export_checkpoint(
     """Write the weights of a checkpoint as a folder that `from_pretrained` opens; `dtype` None keeps each tensor's."""
     contents = Contents.open(checkpoint)
     model = held_model(contents)
-    to_config(model)  # refused before every byte is read
+    kept = as_files(kept_of_checkpoint(contents))
+    _described(model, kept)  # refused before every byte is read
     _check_shapes(contents, model)
     contents.check()
     dtypes = {name.removeprefix(PREFIX): stored.dtype for name, stored in contents.tensors.items() if name.startswith(PREFIX)}
-    tokenizer = contents.manifest.data.get("tokenizer")
-    source = ExportSource(model, dtypes, lambda name: contents.read(PREFIX + name), tokenizer)
+    tokenizer, end = (contents.manifest.data.get(key) for key in ("tokenizer", "end_of_document"))
+    source = ExportSource(model, dtypes, lambda name: contents.read(PREFIX + name), tokenizer, end, kept)
     return write_folder(source, folder, dtype, shard_bytes, progress)
 
 
@@ -125,15 +137,48 @@ def write_folder(
     with reading(folder, "Give another folder."):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder} is there already and not empty; give another folder, or remove it")
-    family, config = to_config(source.model)
+    family, config = _described(source.model, source.kept)
     plan = tensor_matches(family, source.model)
     entries = _entries(source, plan, dtype)
     with _aside(folder) as aside:
         files = _write_weights(aside, entries, _converted(source, plan, entries), shard_bytes, progress)
-        end, note = _write_tokenizer(aside, source)
-        tokens = {"bos_token_id": None, "eos_token_id": end, "torch_dtype": dtype or _commonest(entries), "use_cache": True}
-        _write_json(aside / CONFIG, {**config, **tokens})
-    return Exported(folder, family.architecture, len(entries), sum(entry.bytes for entry in entries), files, note)
+        kept = _write_kept(aside, source.kept, config, dtype or _commonest(entries))
+        note = None
+        if TOKENIZER not in kept:
+            end, note = _write_tokenizer(aside, source)
+            config = {"bos_token_id": None, "eos_token_id": end, "use_cache": True} | config
+        if CONFIG not in kept:
+            _write_json(aside / CONFIG, _with_dtype(config, dtype or _commonest(entries)))
+    total = sum(entry.bytes for entry in entries)
+    return Exported(folder, family.architecture, len(entries), total, files, note, len(kept))
+
+
+def _described(model: Model, kept: Mapping[str, bytes]) -> tuple[Family, dict[str, Any]]:
+    """The family and config.json of a model: those of the folder that it came from, where that holds such a model."""
+    if CONFIG in kept:
+        config = parse_as(dict[str, Any], kept[CONFIG], f"the {CONFIG} that the checkpoint keeps")
+        family, described = to_model(config, CONFIG)
+        if all(getattr(model, key) == value for key, value in described.settings().items() if key not in OF_TRAINING):
+            return family, config
+    return to_config(model)
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Under the name that the configuration has for it, of which there are two."""
+    return {**config, ("dtype" if "dtype" in config else "torch_dtype"): dtype}
+
+
+def _write_kept(folder: Path, kept: Mapping[str, bytes], config: dict[str, Any], dtype: str) -> set[str]:
+    """The files that training did not change, as they were; their names. config.json is one unless the dtype is another."""
+    same = {name: content for name, content in kept.items() if name != CONFIG}
+    if CONFIG in kept and config == _with_dtype(config, dtype) == json.loads(kept[CONFIG]):
+        same[CONFIG] = kept[CONFIG]
+    for name, content in same.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        with (folder / name).open("wb") as stream:
+            stream.write(content)
+            _flush(stream.fileno(), stream.flush)
+    return set(same)
 
 
 @contextmanager
@@ -248,18 +293,20 @@ def _write_tokenizer(folder: Path, source: ExportSource) -> tuple[int | None, st
     if source.tokenizer == BYTES:
         return load_tokenizer(BYTES).end, "tokens are bytes, for which Hugging Face has no tokenizer file, so the folder has none"
     try:
-        tokenizer = load_tokenizer(source.tokenizer)
+        tokenizer = load_tokenizer(source.tokenizer, source.end_of_document)
     except UserError as error:
         return None, f"{error} The folder has no tokenizer."
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     tokenizer.save(folder)
+    if TOKENIZER_CONFIG in source.kept:
+        return tokenizer.end, None
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": tokenizer.decode([tokenizer.end]),
         "model_max_length": source.model.max_positions,
         "clean_up_tokenization_spaces": False,
     }
-    _write_json(folder / "tokenizer_config.json", settings)
+    _write_json(folder / TOKENIZER_CONFIG, settings)
     return tokenizer.end, None
 
 

@@ -1,13 +1,13 @@
 """A Hugging Face folder read into a checkpoint, a tensor at a time: a model from elsewhere to train on.
 
-config.json says what the tensors must be (families.py, model_config.py), and the headers of the files say what they are. Both are
+config.json says what the tensors must be (config/model_config.py), and the headers of the files say what they are. Both are
 compared before a number is read, and all that is missing, left over or of another shape is named together.
 
 The files are read with the safetensors library, because a folder from elsewhere is to be distrusted and its checks of a header
 are good ones; the index may name no file outside of the folder. Pickled weights are refused: opening one runs whatever is in it.
 
-The checkpoint has step 0 and weights alone, in the dtype they came in. Memory is that of the largest tensor, for experts of one
-layer's: files are mapped, and let go after each tensor.
+The checkpoint has step 0 and weights alone, in the dtype they came in, and beside them the folder's other files (kept.py). Memory
+is that of the largest tensor, for experts of one layer's: files are mapped, and let go after each tensor.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,15 +27,16 @@ from torch import Tensor
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.checkpoint.contents import write_checkpoint
-from shardwise.checkpoint.families import Family, TensorMatch, tensor_matches, their_shapes
+from shardwise.checkpoint.families import TENSORS, TensorMatch, tensor_matches, their_shapes
 from shardwise.checkpoint.folder import Manifest
-from shardwise.checkpoint.huggingface import CONFIG, DTYPES, INDEX, PREFIX, WEIGHTS, Progress, listed, no_progress
-from shardwise.checkpoint.model_config import to_model
+from shardwise.checkpoint.huggingface import DTYPES, INDEX, PREFIX, WEIGHTS, Progress, listed, no_progress
+from shardwise.checkpoint.kept import kept_of_folder
 from shardwise.checkpoint.storage import storage
 from shardwise.config import Model
-from shardwise.data.tokenizer import FILE
+from shardwise.config.families import Family
+from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, read_model
 from shardwise.errors import UserError
-from shardwise.files import inside, parse_as, read_bytes, reading
+from shardwise.files import parse_as, read_bytes
 from shardwise.plan import parameter_shapes
 
 HEAD = "lm_head.weight"
@@ -112,16 +114,12 @@ class Pretrained:
 
 def open_folder(folder: Path) -> Pretrained:
     """Read config.json and the headers of the weights, and refuse whatever is not a model that we have."""
-    path = folder / CONFIG
-    with reading(path):
-        if not path.is_file():
-            raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}")
-    family, model = to_model(parse_as(dict[str, Any], read_bytes(_file(folder, CONFIG)), path), str(path))
+    family, model = read_model(folder)
     stored = _stored_tensors(folder, family)
     fused = _is_fused(family, model, stored)
     plan = tensor_matches(family, model, fused)
     _check_tensors(folder, model, plan, stored)
-    tokenizer = _file(folder, FILE)
+    tokenizer = file_of(folder, TOKENIZER)
     return Pretrained(folder, model, plan, stored, tokenizer if tokenizer.is_file() else None)
 
 
@@ -131,9 +129,9 @@ def import_folder(folder: Path, checkpoint: str, progress: Progress = no_progres
         raise UserError(f"{checkpoint} is there already and not empty; give another folder, or remove it")
     pretrained = open_folder(folder)
     data = {} if pretrained.tokenizer is None else {"tokenizer": str(pretrained.tokenizer.absolute())}
-    model = pretrained.model.model_dump(exclude={"preset"})
-    manifest = Manifest(0, model, {}, data, {}, {}, world=1, torch=str(torch.__version__), files={})
-    write_checkpoint(checkpoint, manifest, ((PREFIX + name, tensor) for name, tensor in pretrained.read(progress)))
+    manifest = Manifest(0, pretrained.model.settings(), {}, data, {}, {}, world=1, torch=str(torch.__version__), files={})
+    weights = ((PREFIX + name, tensor) for name, tensor in pretrained.read(progress))
+    write_checkpoint(checkpoint, manifest, chain(weights, kept_of_folder(folder).items()))
     return pretrained
 
 
@@ -141,7 +139,7 @@ def _stored_tensors(folder: Path, family: Family) -> dict[str, FolderTensor]:
     """Every tensor in the folder by its full name, constants left out."""
     tensors: dict[str, FolderTensor] = {}
     for file, promised in _files(folder).items():
-        with _opened(_file(folder, file)) as stream:
+        with _opened(file_of(folder, file)) as stream:
             present = set(stream.keys())
             if absent := sorted((promised or set()) - present):
                 raise UserError(f"{folder / file} lacks {listed(absent)}, which {INDEX} says it holds")
@@ -155,18 +153,19 @@ def _stored_tensors(folder: Path, family: Family) -> dict[str, FolderTensor]:
 
 
 def _full_name(name: str, family: Family) -> str:
-    return name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name
+    prefix = TENSORS[family.model_type].prefix
+    return name if name.startswith((prefix, "lm_head.")) else prefix + name
 
 
 def _files(folder: Path) -> dict[str, set[str] | None]:
     """The files with weights, and the tensors that the index promises in each; None: whatever is there."""
     if (folder / INDEX).is_file():
-        weight_map = parse_as(_WeightIndex, read_bytes(_file(folder, INDEX)), folder / INDEX)["weight_map"]
+        weight_map = parse_as(_WeightIndex, read_bytes(file_of(folder, INDEX)), folder / INDEX)["weight_map"]
         promised: dict[str, set[str]] = {}
         for name, file in weight_map.items():
             promised.setdefault(file, set()).add(name)
         files: dict[str, set[str] | None] = {**promised}
-        if absent := [file for file in files if not _file(folder, file).is_file()]:
+        if absent := [file for file in files if not file_of(folder, file).is_file()]:
             raise UserError(f"{folder} lacks {listed(sorted(absent))}, which {INDEX} names; download it again")
         return files
     if (folder / WEIGHTS).is_file():
@@ -180,7 +179,7 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
 
 
 def _is_fused(family: Family, model: Model, stored: Mapping[str, FolderTensor]) -> bool:
-    if not family.fused:
+    if not TENSORS[family.model_type].fused:
         return False
     present = [
         len(stored.keys() & {name for match in tensor_matches(family, model, fused) for name in match.theirs})
@@ -216,12 +215,6 @@ class _WeightIndex(TypedDict):
     """What of the index of several files is read here."""
 
     weight_map: dict[str, Annotated[str, Field(pattern=r"^[^/]+\.safetensors$")]]
-
-
-def _file(folder: Path, name: str) -> Path:
-    """A file of the folder. In the hub's own cache it is a link to where the blobs of all versions of a model are."""
-    in_cache = folder.absolute().parent.name == "snapshots"
-    return inside(folder, name, folder.absolute().parents[1] if in_cache else None)
 
 
 @contextmanager

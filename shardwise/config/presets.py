@@ -7,6 +7,10 @@ from typing import Any
 _LLAMA = {"norm_epsilon": 1e-5, "rope_theta": 500000.0, "vocabulary": 128256, "max_positions": 131072, "head_dim": 128}
 _QWEN = {"norm_epsilon": 1e-6, "rope_theta": 1000000.0, "vocabulary": 151936, "max_positions": 40960, "qk_norm": True,
          "head_dim": 128, "kv_heads": 8}  # fmt: skip
+_QWEN2 = {"norm_epsilon": 1e-6, "rope_theta": 1000000.0, "max_positions": 32768, "bias": "qkv", "qk_norm": False}
+_GEMMA2 = {"norm": "rms+1", "norm_epsilon": 1e-6, "post_norms": True, "activation": "geglu", "scaled_embedding": True,
+           "tied": True, "head_dim": 256, "query_scalar": 256.0, "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 4096,
+           "window_layers": "even", "rope_theta": 10000.0, "vocabulary": 256000, "max_positions": 8192}  # fmt: skip
 _GPT = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "tied": True, "vocabulary": 50257,
         "max_positions": 1024}  # fmt: skip
 
@@ -56,6 +60,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3-70b": _llama(80, 8192, 64, 28672, **_SCALED),
     "llama3-405b": _llama(126, 16384, 128, 53248, **_SCALED),
     "mixtral-8x7b": _experts(_llama(32, 4096, 32, 14336, **_MIXTRAL), 8, 2, balance_loss=0.01),
+    "gemma2-2b": {**_GEMMA2, "layers": 26, "hidden": 2304, "heads": 8, "kv_heads": 4, "ffn": 9216},
+    "gemma2-9b": {**_GEMMA2, "layers": 42, "hidden": 3584, "heads": 16, "kv_heads": 8, "ffn": 14336},
+    "mistral-7b": _llama(32, 4096, 32, 14336, vocabulary=32000, rope_theta=10000.0, max_positions=32768, window=4096),
+    "qwen2.5-0.5b": _qwen(24, 896, 14, 4864, kv_heads=2, head_dim=64, tied=True, **_QWEN2),
+    "qwen2.5-1.5b": _qwen(28, 1536, 12, 8960, kv_heads=2, tied=True, **_QWEN2),
     "qwen3-0.6b": _qwen(28, 1024, 16, 3072, tied=True),
     "qwen3-1.7b": _qwen(28, 2048, 16, 6144, tied=True),
     "qwen3-4b": _qwen(36, 2560, 32, 9728, tied=True),

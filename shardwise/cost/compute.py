@@ -4,8 +4,9 @@ Everything is counted for one micro-batch through one block, the embedding, and 
 part of the sequence), matrices cut by `tensor`. Backward multiplies each matrix twice as often as forward, with the same three
 lengths in another order, so by the model of `cost/cluster.py` it takes exactly twice as long. Flash attention computes the
 scores again in backward, five products in place of two (Dao, 2023). Elementwise kernels are bounded by the memory's bandwidth;
-their traffic in a compiled block is, in values of the computing dtype a token: 9 h for norms and residuals, 2 (a + k) d for
-rotary, 3 f for a gated activation (2 f without a gate). A CPU's blocks are not compiled.
+their traffic in a compiled block is, in values of the computing dtype a token: 9 h for norms and residuals (13 h with norms after
+attention and feed-forward too), 2 (a + k) d for rotary, 3 f for a gated activation (2 f without a gate). A CPU's blocks are not
+compiled.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _products(work: Work, space: Space) -> list[_Product]:
     hidden, queries = np.full_like(tokens, model.hidden), model.heads * model.head_dim / space.tensor
     keys = np.maximum(model.kv_heads / space.tensor, 1) * model.head_dim  # a device has at least one key head
     products = [_Product(tokens, queries, hidden), _Product(tokens, keys, hidden, 2), _Product(tokens, hidden, queries)]
-    wide = 2 if model.activation == "swiglu" else 1
+    wide = 2 if model.gated else 1
     if not model.experts:
         inner = model.ffn / space.tensor
         return [*products, _Product(tokens, inner, hidden, wide), _Product(tokens, hidden, inner, is_last=True)]
@@ -153,9 +154,10 @@ def _products(work: Work, space: Space) -> list[_Product]:
 def _streamed(work: Work, space: Space, stack: Stack) -> Array:
     """Values that elementwise kernels read and write for each token, forward."""
     model, tensor = work.model, space.tensor.astype(float)
-    wide = 2 if model.activation == "swiglu" else 1
+    wide = 2 if model.gated else 1
     queries, keys = model.heads * model.head_dim / tensor, np.maximum(model.kv_heads / tensor, 1) * model.head_dim
-    moved = 9.0 * model.hidden / (tensor if stack.sequence_parallel else np.ones_like(tensor)) + 2 * (queries + keys)
+    stream = 13.0 if model.post_norms else 9.0
+    moved = stream * model.hidden / (tensor if stack.sequence_parallel else np.ones_like(tensor)) + 2 * (queries + keys)
     if model.experts:
         inner = model.experts_per_token * model.expert_width / tensor
         moved = moved + 3 * inner + 6 * model.experts_per_token * model.hidden / tensor
@@ -175,12 +177,13 @@ def _attention(work: Work, space: Space, device: Device, stack: Stack, sharing: 
     # scores of a query with a key, (candidates,); a causal mask needs half of them, 4 FLOPs a value of a head each
     pairs = space.micro_batch * float(length) ** 2 / space.context * model.heads / space.tensor
     precision = "bfloat16" if work.precision in ("float8", "float4") else work.precision
-    if not stack.flash:
+    if not stack.flash or model.attention_softcap is not None:
         heads = space.micro_batch * model.heads / space.tensor
         side, inner = np.full_like(pairs, length), np.full_like(pairs, model.head_dim)
         once = 2 * heads * product(side, side, inner, device, precision, sharing)
         return once, 2 * once, pairs * SCORE_BYTES
-    flops = 4 * pairs / 2 * model.head_dim
+    windowed = sum(model.sees(layer, length) < length for layer in range(model.layers)) / model.layers
+    flops = 4 * pairs * (1 + windowed) / 2 * model.head_dim  # kernels that take a mask compute what it hides too
     knee = HEAD_DIM_KNEE[stack.native_attention] if device.overlap else HOST_HEAD_DIM_KNEE
     narrow = (model.head_dim / (model.head_dim + knee)) / (128 / (128 + knee))  # shares of the peak are of heads of 128
     share = device.attention if stack.native_attention else device.attention_portable

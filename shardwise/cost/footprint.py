@@ -6,8 +6,9 @@ block with flash attention, in values of the computing dtype:
     (4 h + 2 a d + 2 k d + 3 f) / tensor
 
 that is: the inputs and outputs of the two norms (4 h), queries and attention's output (2 a d), keys and values (2 k d), gate,
-up and their product (3 f; 2 f without a gate). `full` keeps a block's input and has one block alive; `selective` keeps products
-and attention. A schedule multiplies this by the micro-batches a rank has in flight (`plan/schedule.py` has the table).
+up and their product (3 f; 2 f without a gate). Norms after attention and feed-forward add 2 h; capped scores, which no flash
+kernel makes, some for each pair of tokens and head. `full` keeps a block's input and has one block alive; `selective` keeps
+products and attention. A schedule multiplies this by the micro-batches a rank has in flight (`plan/schedule.py` has the table).
 
 Where weights are not gathered, their copies in the computing dtype wait for backward (not those of a recomputed block). With a
 single micro-batch, gradients take the place of the activations that backward frees.
@@ -118,7 +119,7 @@ def kept(work: Work, space: Space, stack: Stack) -> tuple[Array, Array]:
     """Bytes of activations of one micro-batch in one block: kept until backward, and while the block runs backward."""
     model, tokens, tensor = work.model, compute.tokens_here(work, space), space.tensor
     # Values a token, (candidates,) each: the module's table.
-    wide = 2 if model.activation == "swiglu" else 1
+    wide = 2 if model.gated else 1
     queries, keys = model.heads * model.head_dim / tensor, 2 * np.maximum(model.kv_heads / tensor, 1) * model.head_dim
     residual = model.hidden / (tensor if stack.sequence_parallel else 1)
     inner, products = (1 + wide) * model.ffn / tensor, wide * model.ffn / tensor
@@ -127,16 +128,27 @@ def kept(work: Work, space: Space, stack: Stack) -> tuple[Array, Array]:
         inner = products = rows * (width + 2 * model.hidden) + model.shared_experts * width / tensor
     gathered = np.where(tensor > 1, stack.inputs_kept * model.hidden, 0.0)
     scores = 0.0 if stack.flash else 2.5 * work.sequence_length * model.heads / tensor
-    block = stack.activation * (4 * residual + 2 * queries + keys + inner)
+    if capped := model.attention_softcap is not None:
+        scores = _capped_scores(work) * work.sequence_length * model.heads / tensor
+    block = stack.activation * ((6 if model.post_norms else 4) * residual + 2 * queries + keys + inner)
     none = block + scores + gathered
     # Without flash attention, "selective" means that the scores alone are computed again (Korthikanti et al. 2022).
     selective = residual + queries + stack.selective_kept * (2 * residual + queries + keys + products) if stack.flash else block
+    if stack.flash and capped:  # a product's output, as they are before the cap
+        selective = selective + work.sequence_length * model.heads / tensor
     full = residual if stack.sequence_parallel else model.hidden / (tensor if stack.shard_inputs else 1)
     stays = np.choose(space.recompute, [np.broadcast_to(value, tokens.shape) for value in (none, selective, full)])
     # What is computed again lives beside what stayed: all of the block, or what selective recomputation let go.
     live = np.where(space.recompute == 2, none, np.where(space.recompute == 1, none - selective, 0.0))
     size = compute.value_bytes(work)
     return tokens * size * stays, tokens * size * live
+
+
+def _capped_scores(work: Work) -> float:
+    """Values that backward needs of each score that goes through a tanh: its tanh and its share, wide, and the share that
+    multiplies values."""
+    size = compute.value_bytes(work)
+    return 2 * BYTES[wide(work.precision)] / size + (1 if size == 2 else 0)
 
 
 def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> dict[str, Array]:

@@ -17,6 +17,7 @@ predicted from it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -125,7 +126,7 @@ class Dataset:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer the data were made with, read when first asked for."""
         tokens = self.streams[0].tokens
-        return load_tokenizer(BYTES if tokens.index.tokenizer == BYTES else tokens.folder)
+        return load_tokenizer(BYTES if tokens.index.tokenizer == BYTES else tokens.folder, tokens.index.end)
 
     def describe(self) -> DatasetSummary:
         """Counts over all sources."""
@@ -164,10 +165,25 @@ def rows_of(window: NDArray[np.int64], ends: NDArray[np.bool_], reset_attention:
 
 def check_vocabulary(dataset: Dataset, model_vocabulary: int) -> None:
     """Token ids must be rows of the model's embedding."""
-    if dataset.vocabulary > model_vocabulary:
-        raise UserError(
-            f"model.vocabulary = {model_vocabulary}: the tokenizer has {dataset.vocabulary} ids. "
-            f"Set model.vocabulary to at least {dataset.vocabulary}, or use a smaller tokenizer (data.tokenizer)."
+    for problem in too_large_ids(dataset.vocabulary, model_vocabulary):
+        raise UserError(problem)
+
+
+def too_large_ids(ids: int, model_vocabulary: int) -> Iterator[str]:
+    """The problem that the tokenizer has more ids than the model."""
+    if ids > model_vocabulary:
+        yield (
+            f"model.vocabulary = {model_vocabulary}: the tokenizer has {ids} ids. "
+            f"Set model.vocabulary to at least {ids}, or use a smaller tokenizer (data.tokenizer)."
+        )
+
+
+def too_short(source: str | Path, tokens: int, length: int, most: str = "") -> Iterator[str]:
+    """The problem that a source has not one sequence of this length."""
+    if tokens < length + 1:
+        yield (
+            f"data.sequence_length = {length}: longer than the data. {source} holds {most}{tokens} tokens, one "
+            f"sequence needs {length + 1}. Shorten the sequence or give more text."
         )
 
 
@@ -196,11 +212,8 @@ def unigram_loss(dataset: Dataset) -> float:
 def _stream(folder: Path, weight: float, data: Data) -> Stream:
     tokens = Tokens.open(folder)
     samples = (len(tokens) - 1) // data.sequence_length
-    if samples < 1:
-        raise UserError(
-            f"data.sequence_length = {data.sequence_length}: longer than the data. {folder} holds {len(tokens)} tokens, one "
-            f"sequence needs {data.sequence_length + 1}. Shorten the sequence or give more text."
-        )
+    for problem in too_short(folder, len(tokens), data.sequence_length):
+        raise UserError(problem)
     held_out = min(max(1, round(samples * data.held_out)), samples - 1) if data.held_out > 0 else 0
     return Stream(tokens, samples - held_out, held_out, weight)
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -72,6 +74,7 @@ def prepare(
     text_field: str = "text",
     shard_tokens: int = SHARD_TOKENS,
     progress: Progress | None = None,
+    end_of_document: str | None = None,
 ) -> Index:
     """Tokenise the sources into the folder, or continue, or find it done. Returns the folder's index."""
     if not str(folder).strip():
@@ -79,7 +82,9 @@ def prepare(
     folder = Path(folder)
     roots = [sources] if isinstance(sources, str | Path) else list(sources)
     files = [file for source in roots for file in find_files(source)]
-    fingerprint = fingerprint_of(files, tokenizer_fingerprint(tokenizer), text_field, shard_tokens)
+    ends = _named_end(tokenizer_fingerprint(tokenizer), end_of_document)
+    fingerprint = fingerprint_of(files, ends, text_field, shard_tokens)
+    made = next((above for above in reversed([folder, *folder.parents]) if not os.path.lexists(above)), None)
     try:
         check_target(folder)
         if (index := _finished(folder, fingerprint)) is not None:
@@ -87,8 +92,12 @@ def prepare(
         with _lock(folder):
             if (index := _finished(folder, fingerprint)) is not None:  # by the process we waited for
                 return index
-            work = _Preparation(folder, files, load_tokenizer(tokenizer), text_field, shard_tokens, progress)
+            work = _Preparation(folder, files, load_tokenizer(tokenizer, end_of_document), text_field, shard_tokens, progress)
             return work.run(fingerprint)
+    except UserError:
+        if made is not None and not _ResumePoint.read(folder, fingerprint).shards:
+            shutil.rmtree(made, ignore_errors=True)  # of a source that cannot be read nothing is left
+        raise
     except OSError as error:
         raise UserError(
             f"prepared data cannot be written to {folder}: {error.strerror or error}. Free some space or choose another "
@@ -100,8 +109,12 @@ def prepared(data: Data, progress: Progress | None = None) -> list[tuple[Path, f
     """A prepared folder and a weight for each source of a job; sources that are not prepared yet are, into `data.cache`."""
     if data.source is None and not data.sources:
         raise UserError("data.source: missing; give a text, JSONL or Parquet file, a folder, or prepared shards")
-    sources = data.sources or (Source(path=str(data.source), weight=1.0),)
-    return [(_folder_of(source.path, data, progress), source.weight) for source in sources]
+    return [(_folder_of(source.path, data, progress), source.weight) for source in sources_of(data)]
+
+
+def sources_of(data: Data) -> tuple[Source, ...]:
+    """One or several."""
+    return data.sources or (Source(path=str(data.source), weight=1.0),)
 
 
 def fingerprint_of(files: Sequence[SourceFile], tokenizer: str, text_field: str, shard_tokens: int) -> str:
@@ -111,7 +124,20 @@ def fingerprint_of(files: Sequence[SourceFile], tokenizer: str, text_field: str,
     return hashlib.sha256(work.encode()).hexdigest()[:32]
 
 
+def _named_end(tokenizer: str, end_of_document: str | None) -> str:
+    """The fingerprint of a tokenizer, and the token that closes documents where it was chosen."""
+    return tokenizer if end_of_document is None else f"{tokenizer} {end_of_document}"
+
+
 def _folder_of(path: str, data: Data, progress: Progress | None) -> Path:
+    folder = located(path, data)
+    if folder != Path(path):
+        prepare(path, data.tokenizer, folder, data.text_field, progress=progress, end_of_document=data.end_of_document)
+    return folder
+
+
+def located(path: str, data: Data) -> Path:
+    """Where the tokens of a source are, or will be once it is prepared. What can be told of it at a glance is checked."""
     if not path.strip():
         raise UserError("data.source: an empty path; give a text, JSONL or Parquet file, a folder, or prepared shards")
     folder = Path(path)
@@ -119,11 +145,24 @@ def _folder_of(path: str, data: Data, progress: Progress | None) -> Path:
         raise UserError(f"{folder} is only half prepared. Run `shardwise data prepare` again; it continues where it stopped.")
     if is_prepared(folder):
         _check_tokenizer(folder, data.tokenizer)
+        _check_end(folder, data.end_of_document)
         return folder
-    fingerprint = fingerprint_of(find_files(path), tokenizer_fingerprint(data.tokenizer), data.text_field, SHARD_TOKENS)
-    cached = Path(data.cache) / fingerprint
-    prepare(path, data.tokenizer, cached, data.text_field, progress=progress)
-    return cached
+    files = find_files(path)
+    tokenizer = _named_end(tokenizer_fingerprint(data.tokenizer), data.end_of_document)
+    return Path(data.cache) / fingerprint_of(files, tokenizer, data.text_field, SHARD_TOKENS)
+
+
+def _check_end(folder: Path, end_of_document: str | None) -> None:
+    if end_of_document is None:
+        return
+    index = Index.read(folder)
+    name = BYTES if index.tokenizer == BYTES else folder
+    if load_tokenizer(name, end_of_document).end != index.end:
+        used = load_tokenizer(name, index.end).decode([index.end])
+        raise UserError(
+            f"{folder} was prepared with {used!r} at the end of a document, and data.end_of_document is {end_of_document!r}. Set "
+            f"data.end_of_document to {used!r}, or prepare the source again with --end-of-document {end_of_document!r}."
+        )
 
 
 def _check_tokenizer(folder: Path, tokenizer: str) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import stat
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -149,6 +150,8 @@ def _described(path: Path) -> SourceFile:
         status = path.stat()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"data source {path}: is not a regular file. Write what comes out of a pipe or a device to a file first.")
     return SourceFile(path, status.st_size, status.st_mtime_ns)
 
 

@@ -4,8 +4,9 @@ Two kinds are enough: raw bytes, which need no file and can represent any text (
 end-of-document id), and any Hugging Face `tokenizer.json`, run by the `tokenizers` library, whose Rust code uses every
 core for a batch.
 
-Every document is closed by one end-of-document id, so a tokenizer without such a token is refused. A tokenizer is known
-by its `fingerprint`, a hash of its file: prepared data remember it, and are never mixed with ids of another tokenizer.
+Every document is closed by one end-of-document id: that of the token that a job names (`data.end_of_document`), or of the first
+usual one that the tokenizer has; without either it is refused. A tokenizer is known by its `fingerprint`, a hash of its file:
+prepared data remember it, and are never mixed with ids of another tokenizer.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json`. Its own truncation, padding and special tokens are turned off: we pack documents ourselves."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, end: str | int | None = None) -> None:
         self.name = str(path)
         self._bytes = _read(path)
         self._tokenizer = _parse(path, self._bytes)
@@ -96,8 +97,8 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values(), default=-1) + 1
-        self.end = _end(path, ids)
-        self.fingerprint = _hash(self._bytes)
+        self.end = end if isinstance(end, int) else _end(path, ids, end)
+        self.fingerprint = hash_of(self._bytes)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         """Encoded on all cores, without the offsets that training never reads."""
@@ -113,18 +114,20 @@ class HuggingFaceTokenizer:
         (folder / FILE).write_bytes(self._bytes)
 
 
-def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
-    """`bytes`, a tokenizer.json, or a folder that holds one."""
-    if str(name_or_path) == BYTES:
-        return ByteTokenizer()
-    return HuggingFaceTokenizer(_locate(name_or_path))
+def load_tokenizer(name_or_path: str | Path, end: str | int | None = None) -> Tokenizer:
+    """`bytes`, a tokenizer.json, or a folder that holds one; `end` is the token, or its id, that closes a document."""
+    if str(name_or_path) != BYTES:
+        return HuggingFaceTokenizer(_locate(name_or_path), end)
+    if isinstance(end, str):
+        raise UserError(f"data.end_of_document = {end!r}: bytes have an end of their own; leave it out, or give data.tokenizer")
+    return ByteTokenizer()
 
 
 def tokenizer_fingerprint(name_or_path: str | Path) -> str:
     """The fingerprint alone: reading a large vocabulary takes a second, and data that are prepared do not need it."""
     if str(name_or_path) == BYTES:
         return ByteTokenizer.fingerprint
-    return _hash(_read(_locate(name_or_path)))
+    return hash_of(_read(_locate(name_or_path)))
 
 
 def _locate(name_or_path: str | Path) -> Path:
@@ -153,15 +156,18 @@ def _parse(path: Path, content: bytes) -> Any:
         ) from None
 
 
-def _end(path: Path, ids: dict[str, int]) -> int:
-    for name in END_NAMES:
+def _end(path: Path, ids: dict[str, int], wanted: str | None) -> int:
+    for name in END_NAMES if wanted is None else (wanted,):
         if name in ids:
             return ids[name]
+    if wanted is not None:
+        raise UserError(f"data.end_of_document = {wanted!r}: {path} has no such token. Write one of its tokens, as it spells it.")
     raise UserError(
         f"data.tokenizer: {path} has no end-of-text token; looked for {', '.join(END_NAMES)}. "
-        "Add one of them to its special tokens."
+        "Name the one that it has as data.end_of_document."
     )
 
 
-def _hash(content: bytes) -> str:
+def hash_of(content: bytes) -> str:
+    """The fingerprint of a tokenizer.json of this content."""
     return hashlib.sha256(content).hexdigest()[:32]

@@ -7,7 +7,8 @@ that a float64 proof starts from the same numbers as the float32 run that it pro
 memory beside the model. The cost is time on the CPU, some seconds a billion parameters.
 
 The distribution is GPT-2's: normal with deviation 0.02, and the matrices of a block that write to the residual stream
-divided by sqrt(2 · layers), so that the stream's variance does not grow with depth; norms one, biases zero. A router's
+divided by sqrt(2 · layers), so that the stream's variance does not grow with depth; norms one (zero where one is added), biases
+zero. A router's
 logits begin with variance one at any width, so that tokens spread over the experts from the first step. A user's own module
 (models/own.py) may say otherwise, in a method `initial_value(name, shape, seed)`.
 """
@@ -63,12 +64,19 @@ def initialise(
 def _first_value(model: nn.Module, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     own = getattr(model, "initial_value", None)
     if own is None:
-        return initial_value(name, shape, model.config.layers if isinstance(model, Transformer) else None, seed)
+        value = initial_value(name, shape, model.config.layers if isinstance(model, Transformer) else None, seed)
+        return value.zero_() if isinstance(model, Transformer) and _is_offset(model, name) else value
     value = own(name, shape, seed)
     if not isinstance(value, Tensor) or tuple(value.shape) != shape or not bool(value.isfinite().all()):
         given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise UserError(f"initial_value({name!r}, {shape}, {seed}) gave {given}; it must give finite numbers of that shape")
     return value.to("cpu", torch.float32)
+
+
+def _is_offset(model: Transformer, name: str) -> bool:
+    """Whether one is added to this weight of a norm; never to those of queries and keys."""
+    of_stream = name.endswith("norm.weight") and not name.endswith(("query_norm.weight", "key_norm.weight"))
+    return model.config.norm == "rms+1" and of_stream
 
 
 def initial_value(name: str, shape: tuple[int, ...], layers: int | None, seed: int) -> Tensor:

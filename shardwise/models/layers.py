@@ -73,6 +73,15 @@ class RMSNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
+class OffsetRMSNorm(nn.RMSNorm):
+    """x / rms(x) · (1 + weight), as Gemma has it: weights begin, and are decayed if at all, towards no change. One plus a small
+    weight would lose its digits in 16 bits, so the product is made in float32 or better."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1 + self.weight.to(x.dtype).to(wide(x.dtype))
+        return F.rms_norm(x.to(weight.dtype), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
 class LayerNorm(nn.LayerNorm):
     """(x - mean) / deviation · weight + bias over the last dim."""
 
@@ -80,24 +89,28 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
 
-def make_norm(config: Model) -> RMSNorm | LayerNorm:
+NORMS: dict[str, type[RMSNorm | LayerNorm | OffsetRMSNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "rms+1": OffsetRMSNorm}
+
+
+def make_norm(config: Model) -> RMSNorm | LayerNorm | OffsetRMSNorm:
     """The norm of the residual stream."""
-    kind = RMSNorm if config.norm == "rms" else LayerNorm
-    return kind(config.hidden, eps=config.norm_epsilon)
+    return NORMS[config.norm](config.hidden, eps=config.norm_epsilon)
 
 
 class GatedFeedForward(nn.Module):
-    """down(silu(gate(x)) · up(x)), the SwiGLU of Shazeer (2020)."""
+    """down(act(gate(x)) · up(x)), the SwiGLU or GeGLU of Shazeer (2020)."""
 
     def __init__(self, config: Model, width: int | None = None) -> None:
         super().__init__()
         width = width or config.ffn
-        self.gate = Linear(config.hidden, width, bias=config.bias)
-        self.up = Linear(config.hidden, width, bias=config.bias)
-        self.down = Linear(width, config.hidden, bias=config.bias)
+        self.gelu = config.activation == "geglu"
+        self.gate = Linear(config.hidden, width, bias=config.bias is True)
+        self.up = Linear(config.hidden, width, bias=config.bias is True)
+        self.down = Linear(width, config.hidden, bias=config.bias is True)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        gate = self.gate(x)
+        result: Tensor = self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * self.up(x))
         return result
 
 
@@ -106,8 +119,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: Model) -> None:
         super().__init__()
-        self.up = Linear(config.hidden, config.ffn, bias=config.bias)
-        self.down = Linear(config.ffn, config.hidden, bias=config.bias)
+        self.up = Linear(config.hidden, config.ffn, bias=config.bias is True)
+        self.down = Linear(config.ffn, config.hidden, bias=config.bias is True)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
@@ -116,4 +129,4 @@ class FeedForward(nn.Module):
 
 def make_feed_forward(config: Model) -> GatedFeedForward | FeedForward:
     """The feed-forward layer that the activation asks for."""
-    return GatedFeedForward(config) if config.activation == "swiglu" else FeedForward(config)
+    return GatedFeedForward(config) if config.gated else FeedForward(config)

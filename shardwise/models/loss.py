@@ -18,6 +18,9 @@ A GPU multiplies by rows of 16 bytes: with a vocabulary of 50,257 its products t
 padded with zeros to a round number of rows while it is used; the logits of the padding are zeros and stay so, and since their
 gradient is zero too, no product need know of it.
 
+Gemma 2 keeps logits within ± a cap by cap · tanh(logit / cap). That is elementwise, so it goes where the softmax goes: the capped
+logits have the gradient that was known, and the plain ones that times 1 - tanh².
+
 float16: softmax tails lie under its smallest normal number, 6e-5, so there the gradient of the logits is written 1024 times
 larger (it is at most 1, so it cannot overflow), the gradient of the hidden states is kept in float32, and both shrink back
 in backward together with the loss scale. bfloat16 has float32's range and needs none of it.
@@ -67,6 +70,7 @@ def linear_cross_entropy(
     compiled: bool = False,
     part: VocabularyPart | None = None,
     split_backward: bool = False,
+    softcap: float | None = None,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of `hidden @ weight.T`, exact, at most `chunk` rows of logits at a time.
 
@@ -74,18 +78,24 @@ def linear_cross_entropy(
     matmuls run in the dtype of `hidden`, the softmax in float32 (or float64). Backward may run once; with
     `split_backward` in two halves, for the hidden states and for the weight, as zero-bubble pipelines do.
 
-    With a `part` of the vocabulary, the loss is that of all parts, and the gradient of `hidden` is this part's share of it.
+    With a `softcap`, logits are kept within ± it by a tanh. With a `part` of the vocabulary, the loss is that of all parts, and
+    the gradient of `hidden` is this part's share of it.
     """
     rows = weight.shape[0] if part is None else part.most_rows
     chunk = chunk or chunk_tokens(hidden.shape[0], rows, hidden.dtype.itemsize, hidden.device.type)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        chosen = (targets, chunk, compiled, part)
+        chosen = (targets, chunk, compiled, part, softcap)
         if split_backward:
             loss, gradient = _LinearCrossEntropy.apply(hidden, weight.detach(), *chosen, True)  # type: ignore[no-untyped-call]
             return _with_gradient(loss, weight, gradient)
         whole: Tensor = _LinearCrossEntropy.apply(hidden, weight, *chosen, False)  # type: ignore[no-untyped-call]
         return whole
-    return _loss_alone(hidden, weight, targets, chunk, part)
+    return _loss_alone(hidden, weight, targets, chunk, part, softcap)
+
+
+def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
+    """Within ± the cap, by a tanh; None: as they are."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _with_gradient(loss: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
@@ -108,6 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         compiled: bool,
         part: VocabularyPart | None,
+        softcap: float | None,
         gives_weight: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
         scale = FLOAT16_GRADIENT_SCALE if hidden.dtype == torch.float16 else 1.0
@@ -122,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = hidden[start : start + chunk]
             logits = torch.mm(rows, used_weight.t(), out=buffer[: rows.shape[0]])
             real = logits[:, : weight.shape[0]]
-            loss += loss_and_gradient(real, targets[start : start + chunk], scale)  # logits now hold their gradient
+            loss += loss_and_gradient(real, targets[start : start + chunk], scale, softcap)  # logits now hold their gradient
             if hidden_gradient is not None:
                 _multiply(logits, used_weight, into=hidden_gradient[start : start + chunk])
             if weight_gradient is not None:
@@ -147,34 +158,45 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if kept is None else kept.mul_(factor).to(dtype)
             for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return hidden, weight, None, None, None, None, None
+        return hidden, weight, None, None, None, None, None, None
 
 
-def _chooser(compiled: bool, part: VocabularyPart | None) -> Callable[[Tensor, Tensor, float], Tensor]:
+def _chooser(compiled: bool, part: VocabularyPart | None) -> Callable[[Tensor, Tensor, float, float | None], Tensor]:
     if part is not None:
         return functools.partial(_chunk_loss_and_gradient_of_part, part=part)
     return _compiled() if compiled else _chunk_loss_and_gradient
 
 
-def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, scale: float) -> Tensor:
+def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, scale: float, softcap: float | None = None) -> Tensor:
     """Summed loss of one chunk; the logits are overwritten by `scale` times their gradient.
 
     Written for a compiler: one-hot is a comparison of indices, so everything fuses into a pass for the softmax statistics
     and a pass that writes the gradient.
     """
     valid = targets != IGNORED
-    log_probabilities = torch.log_softmax(logits, dim=1, dtype=wide(logits.dtype))
+    scores = logits if softcap is None else cap_logits(logits.to(wide(logits.dtype)), softcap)
+    log_probabilities = torch.log_softmax(scores, dim=1, dtype=wide(logits.dtype))
     chosen = log_probabilities.gather(1, torch.where(valid, targets, 0).unsqueeze(1)).squeeze(1)
     one_hot = torch.arange(logits.shape[1], device=logits.device) == targets.unsqueeze(1)
     gradient = log_probabilities.exp_().sub_(one_hot.to(log_probabilities.dtype))
+    if softcap is not None:
+        gradient = gradient * _slope(scores, softcap)
     logits.copy_(gradient.mul_(scale).masked_fill_(~valid.unsqueeze(1), 0.0))
     return -torch.where(valid, chosen, 0.0).sum()
 
 
-def _chunk_loss_and_gradient_of_part(logits: Tensor, targets: Tensor, scale: float, part: VocabularyPart) -> Tensor:
+def _slope(capped: Tensor, softcap: float) -> Tensor:
+    """The derivative of capped logits by the plain ones: 1 - tanh²."""
+    return 1 - (capped / softcap).square()
+
+
+def _chunk_loss_and_gradient_of_part(
+    logits: Tensor, targets: Tensor, scale: float, softcap: float | None, part: VocabularyPart
+) -> Tensor:
     """The same where these logits are those of a part of the vocabulary."""
     valid = targets != IGNORED
-    scores = logits.to(wide(logits.dtype))
+    scores = cap_logits(logits.to(wide(logits.dtype)), softcap)
+    slope = None if softcap is None else _slope(scores, softcap)
     lowest = scores.new_full((scores.shape[0], 1), -math.inf)  # a part may be empty
     peak = part.maximum(torch.cat((scores, lowest), 1).amax(1))
     scores = scores - peak.unsqueeze(1)
@@ -183,24 +205,29 @@ def _chunk_loss_and_gradient_of_part(logits: Tensor, targets: Tensor, scale: flo
     exponentials = scores.exp_()
     sums, chosen = part.total(torch.stack((exponentials.sum(1), own)))
     gradient = exponentials.div_(sums.unsqueeze(1)).sub_(one_hot.to(scores.dtype))
+    gradient = gradient if slope is None else gradient.mul_(slope)
     logits.copy_(gradient.mul_(scale).masked_fill_(~valid.unsqueeze(1), 0.0))
     return torch.where(valid, sums.log() - chosen, 0.0).sum()
 
 
 @functools.cache
-def _compiled() -> Callable[[Tensor, Tensor, float], Tensor]:
+def _compiled() -> Callable[[Tensor, Tensor, float, float | None], Tensor]:
     return torch.compile(_chunk_loss_and_gradient, fullgraph=True)
 
 
-def _loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, part: VocabularyPart | None) -> Tensor:
+def _loss_alone(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, part: VocabularyPart | None, softcap: float | None
+) -> Tensor:
     loss, used_weight = hidden.new_zeros((), dtype=wide(hidden.dtype)), _padded(weight, hidden.dtype)
     for start in range(0, hidden.shape[0], chunk):
         logits = (hidden[start : start + chunk] @ used_weight.t())[:, : weight.shape[0]]
         goals = targets[start : start + chunk]
         if part is not None:
-            loss = loss + _chunk_loss_and_gradient_of_part(logits, goals, 1.0, part)
+            loss = loss + _chunk_loss_and_gradient_of_part(logits, goals, 1.0, softcap, part)
         else:
-            loss = loss + F.cross_entropy(logits.to(loss.dtype), goals, ignore_index=IGNORED, reduction="sum")
+            loss = loss + F.cross_entropy(
+                cap_logits(logits.to(loss.dtype), softcap), goals, ignore_index=IGNORED, reduction="sum"
+            )
     return loss
 
 

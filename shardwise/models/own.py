@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Model
+from shardwise.config.own_module import locate_module
 from shardwise.errors import UserError
-from shardwise.files import reading
 from shardwise.models.dtypes import wide
 from shardwise.models.layers import Embedding
 
@@ -64,15 +64,8 @@ def build_own(model: Model) -> nn.Module:
 
 
 def _find(model: Model) -> Callable[[Model], Any]:
-    assert model.module is not None, "there is one"
-    where = f"model.module = {model.module!r}"
-    file, colon, name = model.module.rpartition(":")
-    if not colon or not file or not name.isidentifier():
-        raise UserError(f"{where}: write it as file.py:Class, for example examples/own_model.py:OwnModel")
-    path = Path(file).resolve()
-    with reading(f"{where}:"):
-        if not path.is_file():
-            raise UserError(f"{where}: no such file: {path}. Paths in a job start from the folder where the command is run")
+    path, name = locate_module(model)
+    where, file = f"model.module = {model.module!r}", path.name
     try:
         loaded = _load(path)
     except Exception as error:

@@ -21,9 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Model
-
-LOW_FREQUENCY_FACTOR = 1.0
-HIGH_FREQUENCY_FACTOR = 4.0
+from shardwise.config.schema import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR
 
 Angles = tuple[Tensor, Tensor]
 """cos and signed sin, each (sequence, 1, head_dim): the 1 is the heads, which all turn alike."""

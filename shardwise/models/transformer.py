@@ -1,10 +1,11 @@
-"""One decoder-only transformer that is Llama 3, Qwen 3 or GPT-2/3, as its configuration says.
+"""One decoder-only transformer that is Llama 3, Qwen 2 or 3, Mistral, Gemma 2 or GPT-2/3, as its configuration says.
 
     tokens → embedding (+ learned positions) → blocks → norm → head → loss
-    block:   x + attention(norm(x)),  then  x + feed_forward(norm(x))
+    block:   x + attention(norm(x)),  then  x + feed_forward(norm(x))    (with post norms: x + norm(attention(norm(x))), …)
 
 The families differ in a few choices and nothing else: RMSNorm or LayerNorm, rotary or learned positions, how many heads
-share a key, a norm over queries and keys, SwiGLU or GELU, biases, a head of its own or the embedding again. A plain module,
+share a key, how far back a token sees, a norm over queries and keys, SwiGLU or GELU, biases, a head of its own or the embedding
+again. A plain module,
 full-size: it knows no ranks. It can be built under `torch.device("meta")`, parallelised, materialised with `to_empty`, and
 then given its values (models/initialise.py).
 
@@ -17,16 +18,17 @@ Mixed precision: embeddings give vectors in their `compute_dtype`; every later l
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import Model
-from shardwise.models.attention import Attention, DocumentMask
+from shardwise.models.attention import Attention, AttentionMask
 from shardwise.models.experts import MixtureOfExperts
 from shardwise.models.layers import Embedding, make_feed_forward, make_norm
-from shardwise.models.loss import linear_cross_entropy
+from shardwise.models.loss import cap_logits, linear_cross_entropy
 from shardwise.models.rotary import Angles, Rotary
 from shardwise.plan.sharding import Sharding, transformer_sharding
 
@@ -34,27 +36,32 @@ from shardwise.plan.sharding import Sharding, transformer_sharding
 class Block(nn.Module):
     """Attention, then feed-forward, each on a normed copy of the residual stream: the unit that is compiled and sharded."""
 
-    def __init__(self, config: Model) -> None:
+    def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
+        self.windowed = config.window is not None and (config.window_layers == "all" or layer % 2 == 0)
         self.attention_norm = make_norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, config.window if self.windowed else None)
         self.feed_forward_norm = make_norm(config)
         self.feed_forward = MixtureOfExperts(config) if config.experts else make_feed_forward(config)
+        self.attention_post_norm = make_norm(config) if config.post_norms else nn.Identity()
+        self.feed_forward_post_norm = make_norm(config) if config.post_norms else nn.Identity()
 
     def forward(self, x: Tensor, angles: Angles | None, mask: Tensor | None) -> Tensor:
         """(batch, sequence, hidden) to the same."""
-        x = x + self.attention(self.attention_norm(x), angles, mask)
-        result: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), angles, mask))
+        result: Tensor = x + self.feed_forward_post_norm(self.feed_forward(self.feed_forward_norm(x)))
         return result
 
 
 class Head(nn.Module):
     """Scores of every token of the vocabulary, or the loss that they come to."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, softcap: float | None = None) -> None:
         super().__init__()
         assert isinstance(weight, nn.Parameter)
         self.weight = weight
+        self.softcap = softcap
+        """logits are kept within ± this; None: they are not."""
         self.compiled = False
         """compile the elementwise part of the loss; worth it on GPUs."""
         self.split_backward = False
@@ -65,10 +72,17 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
         """Of (batch, sequence, hidden): the loss summed over targets, or the logits at one position, or at all."""
         if targets is not None:
-            flat, goals, split = hidden.flatten(0, 1), targets.flatten(), self.split_backward
-            return linear_cross_entropy(flat, self.weight, goals, self.chunk, compiled=self.compiled, split_backward=split)
+            return linear_cross_entropy(
+                hidden.flatten(0, 1),
+                self.weight,
+                targets.flatten(),
+                self.chunk,
+                compiled=self.compiled,
+                split_backward=self.split_backward,
+                softcap=self.softcap,
+            )
         chosen = hidden if at is None else hidden[:, at]
-        return nn.functional.linear(chosen, self.weight.to(hidden.dtype))
+        return cap_logits(nn.functional.linear(chosen, self.weight.to(hidden.dtype)), self.softcap)
 
 
 class Transformer(nn.Module):
@@ -84,11 +98,12 @@ class Transformer(nn.Module):
         self.embedding: Embedding | None = Embedding(config.vocabulary, config.hidden)
         self.positions = Embedding(config.max_positions, config.hidden) if config.positions == "learned" else None
         self.rotary = Rotary(config) if config.positions == "rotary" else None
-        self.mask = DocumentMask()
-        self.blocks: nn.Module = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.mask = AttentionMask()
+        self.window_mask = None if config.window is None else AttentionMask(config.window)
+        self.blocks: nn.Module = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm: nn.Module | None = make_norm(config)
         own = None if config.tied else nn.Parameter(torch.empty(config.vocabulary, config.hidden))
-        self.head: Head | None = Head(self.embedding.weight if own is None else own)
+        self.head: Head | None = Head(self.embedding.weight if own is None else own, config.logit_softcap)
 
     def forward(
         self,
@@ -109,9 +124,10 @@ class Transformer(nn.Module):
             positions = torch.arange(inputs.shape[1], device=inputs.device)
         x = inputs if self.embedding is None else self._embed(inputs, positions)
         angles = None if self.rotary is None else self.rotary(positions, x.dtype)
-        mask = None if documents is None else self.mask(documents)
+        mask = self.mask(documents, positions)
+        in_window = mask if self.window_mask is None else self.window_mask(documents, positions)
         for block in self.blocks.children():
-            x = block(x, angles, mask)
+            x = block(x, angles, in_window if block.windowed else mask)
         if self.norm is None or self.head is None:
             return x
         result: Tensor = self.head(self.norm(x), targets, logits_at)
@@ -133,6 +149,8 @@ class Transformer(nn.Module):
     def _embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None
         x: Tensor = self.embedding(inputs)
+        if self.config.scaled_embedding:
+            x = x * math.sqrt(self.config.hidden)
         return x if self.positions is None else x + self.positions(positions)
 
     @property

@@ -28,7 +28,7 @@ from shardwise.parallel.context import own_positions, split_over_context
 from shardwise.parallel.data import DataParallel, SingleDevice, replicate, shard
 from shardwise.parallel.expert import expert_modules, split_over_experts
 from shardwise.parallel.model import ParallelModel
-from shardwise.parallel.own import check_own, table_of
+from shardwise.parallel.own import LOOKED_UP, check_own, table_of
 from shardwise.parallel.placement import assign
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.seeds import Seeds
@@ -100,7 +100,7 @@ def embedded_ids(config: Config) -> int | None:
 
 def _embeddings(model: nn.Module) -> frozenset[str]:
     """Names of the weights that are looked up, not multiplied by."""
-    return frozenset(f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding))
+    return frozenset(f"{path}.weight" for path, module in model.named_modules() if isinstance(module, LOOKED_UP))
 
 
 def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm, seeds: Seeds | None) -> DataParallel:
@@ -157,7 +157,8 @@ def _on_data_axes(config: Config, plan: Plan, model: nn.Module, table: Sharding,
     settings = _compression(config, model, table, comm)
     if not engine.sharded:
         materialise(model, table, comm.device, train.seed)
-        return SingleDevice(model) if engine.single else replicate(model, comm, settings, plan.bucket_bytes)
+        alone = engine.single or train.driver == "hogwild"  # whose workers share one copy of the weights
+        return SingleDevice(model) if alone else replicate(model, comm, settings, plan.bucket_bytes)
     compute, reduce = DTYPES[train.precision], DTYPES[reduce_dtype(train)]
     routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]
     gathers = _gathers(model, table, comm)

@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.models.attention import attend_to, visible
 from shardwise.models.dtypes import wide
 
 _aten = torch.ops.aten
@@ -120,15 +121,17 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     lse.copy_(both)
 
 
-def whole_attention(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
-    """Causal attention within each document of a whole sequence, by torch's own choice of kernel."""
-    if query.is_cuda and query.dtype == torch.float32:  # no fused GPU kernel shares heads in float32
-        key, value = _repeated(query, key), _repeated(query, value)
-    grouped = key.shape[1] < query.shape[1]
-    if documents is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-    mask = (documents[:, :, None] == documents[:, None, :]).tril().unsqueeze(1)  # (batch, 1, sequence, sequence)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+def whole_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor | None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention within each document and window of a whole sequence, by torch's own choice of kernel."""
+    mask = visible(documents, torch.arange(query.shape[2], device=query.device), window)
+    return attend_to(query, key, value, mask, softcap)
 
 
 def kernel_for(query: Tensor, key: Tensor, value: Tensor, masked: bool) -> Kernel:

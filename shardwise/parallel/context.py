@@ -11,7 +11,8 @@ tokens; its modules, named `mixing` in the sharding table, are given another way
 
 The ring (Liu et al. 2023) overlaps its messages with the blocks it computes and works with any number of heads; Ulysses (Jacobs
 et al. 2023) runs the fused kernel on the whole sequence for its share of the heads. `auto` takes Ulysses where query heads and
-key heads divide over the devices, the ring elsewhere.
+key heads divide over the devices, the ring elsewhere. Sliding windows and capped scores are
+Ulysses' alone.
 
 Weights are the same on all context devices and their gradients are sums over tokens, so for everything else a context device
 is one more data-parallel device: states are sharded over data x context.
@@ -25,6 +26,7 @@ from shardwise.comm import Comm
 from shardwise.config import Model, context_attention
 from shardwise.errors import UserError
 from shardwise.models import Sharding, matches
+from shardwise.models.attention import AttentionMask, CausalAttention
 from shardwise.parallel.modules import ParallelModule, Share, make_parallel
 from shardwise.parallel.ring import ring_attention, zigzag_positions
 from shardwise.parallel.ulysses import contiguous_positions, ulysses_attention
@@ -41,7 +43,7 @@ def split_over_context(model: nn.Module, table: Sharding, comm: Comm, config: Mo
     for module in mixing:
         make_parallel(module, attention, Share.of(comm, AXIS))
     for path, module in model.named_modules():
-        if matches(table.mask, path):
+        if matches(table.mask, path) or isinstance(module, AttentionMask):
             make_parallel(module, Unused, Share.of(comm, AXIS))
 
 
@@ -69,7 +71,8 @@ class Ulysses(ParallelModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
         """Each (batch, heads, this device's tokens, head_dim), documents (batch, this device's tokens)."""
-        return ulysses_attention(query, key, value, self.parallel_share.comm, documents)
+        window, softcap = (self.window, self.softcap) if isinstance(self, CausalAttention) else (None, None)
+        return ulysses_attention(query, key, value, self.parallel_share.comm, documents, window, softcap)
 
     def describe_share(self) -> str:
         """What travels."""
@@ -79,7 +82,7 @@ class Ulysses(ParallelModule):
 class Unused(ParallelModule):
     """In place of the mask: which tokens may meet is worked out where they do, from the numbers of their documents."""
 
-    def forward(self, documents: Tensor) -> Tensor:
+    def forward(self, documents: Tensor | None, *unused: Tensor) -> Tensor | None:
         """Handed on."""
         return documents
 

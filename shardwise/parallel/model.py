@@ -92,7 +92,10 @@ class ParallelModel:
         return total
 
     def complete_gradients(self) -> None:
-        """Sum what only the last micro-batch leaves whole."""
+        """Sum what only the last micro-batch leaves whole; sparse gradients have each row once, in order."""
+        for _, parameter in self.named_parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
         sum_whole((parameter for name, parameter in self.named_parameters() if not self._is_expert(name)), self.comm)
 
     def _is_expert(self, name: str) -> bool:

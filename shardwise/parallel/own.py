@@ -21,6 +21,9 @@ from shardwise.parallel.tensor import missing_entry
 SPLITTING = ("tensor", "pipeline", "context", "expert")
 """Axes that cannot be used without a table."""
 
+LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose weight is a table of vectors."""
+
 
 def table_of(model: nn.Module) -> Sharding:
     """A model's sharding table; an empty one where it has none."""
@@ -51,6 +54,12 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
         yield (
             f"{name} has buffers ({', '.join(buffers[:3])}) and no method fill_buffers(), which gives them their values once "
             "there is memory for them"
+        )
+    sparse = [path for path, part in model.named_modules() if isinstance(part, LOOKED_UP) and part.sparse]
+    if sparse and train.driver != "hogwild" and (layout.world > 1 or train.driver == "server"):
+        yield (
+            f"{name}: {sparse[0]} has sparse=True, and devices sum dense gradients only; leave that out, train on one device, or "
+            "use train.driver = 'hogwild'"
         )
     if config.data.reset_attention and "documents" not in accepted(model):
         yield f"data.reset_attention = true: {name}.forward has no argument `documents`, so tokens would see other documents"

@@ -36,6 +36,7 @@ from shardwise.comm.autograd import collect, eager, gather, scatter_sum
 from shardwise.errors import UserError
 from shardwise.models import Sharding, VocabularyPart, linear_cross_entropy
 from shardwise.models.layers import lookup
+from shardwise.models.loss import cap_logits
 from shardwise.optim import local
 from shardwise.parallel.modules import ParallelModule, Share, make_parallel
 from shardwise.plan.chunks import largest_part
@@ -283,6 +284,7 @@ class VocabularyLoss(ParallelModule):
 
     weight: Tensor
     split_backward: bool
+    softcap: float | None
     chunk: int | None
 
     @eager
@@ -291,9 +293,11 @@ class VocabularyLoss(ParallelModule):
         hidden, weight = gather(hidden, self.parallel_share.comm, AXIS, SEQUENCE), self.weight  # (batch, sequence, hidden)
         if targets is not None:
             flat, goals, part = hidden.flatten(0, 1), targets.flatten(), self._part_of_vocabulary()
-            return linear_cross_entropy(flat, weight, goals, self.chunk, part=part, split_backward=self.split_backward)
+            split, softcap = self.split_backward, self.softcap
+            return linear_cross_entropy(flat, weight, goals, self.chunk, part=part, split_backward=split, softcap=softcap)
         chosen = hidden if at is None else hidden[:, at]
-        return _put_together(F.linear(chosen, weight.to(hidden.dtype)), _rows_of(self), self.parallel_share)
+        logits = cap_logits(F.linear(chosen, weight.to(hidden.dtype)), self.softcap)
+        return _put_together(logits, _rows_of(self), self.parallel_share)
 
     def _part_of_vocabulary(self) -> VocabularyPart:
         comm, rows = self.parallel_share.comm, _rows_of(self)

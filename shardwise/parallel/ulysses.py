@@ -39,15 +39,24 @@ def contiguous_positions(length: int, size: int, rank: int) -> Tensor:
 
 
 @eager
-def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, comm: Comm, documents: Tensor | None = None) -> Tensor:
+def ulysses_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    comm: Comm,
+    documents: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Causal attention over a sequence that lies in contiguous chunks over the `context` axis.
 
     `query` is (batch, heads, tokens, head_dim), `key` and `value` likewise with as many or fewer heads; `documents` is (batch,
-    tokens), and a token then sees only its own document. All ranks of the axis must call it, in the same order.
+    tokens), and a token then sees only its own document; `window` is how many tokens it sees at most, `softcap`
+    what scores are kept within. All ranks of the axis must call it, in the same order.
     """
     size = comm.mesh.size(AXIS)
     if size == 1:
-        return whole_attention(query, key, value, documents)
+        return whole_attention(query, key, value, documents, window, softcap)
     if query.shape[1] % size:
         raise UserError(
             f"Ulysses deals out heads over context = {size}, and {query.shape[1]} heads cannot be dealt out evenly: "
@@ -58,7 +67,8 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, comm: Comm, doc
     heads = [part.shape[1] // size for part in parts]
     dealt = all_to_all(torch.cat([_deal_heads(part, size) for part in parts], 3), comm, AXIS)  # one message for all three
     queries, keys, values = (_join_tokens(part) for part in torch.split(dealt, heads, 3))
-    mixed = whole_attention(queries, keys, values, None if documents is None else _gather(documents, comm))
+    whole_documents = None if documents is None else _gather(documents, comm)
+    mixed = whole_attention(queries, keys, values, whole_documents, window, softcap)
     return _join_heads(all_to_all(_deal_tokens(mixed, size), comm, AXIS))
 
 

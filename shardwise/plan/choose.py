@@ -34,6 +34,7 @@ from shardwise.plan.memory import state_bytes
 from shardwise.plan.parameters import count
 from shardwise.plan.plan import DEFAULT, GIB, Decision, Plan
 from shardwise.plan.stages import stage_blocks
+from shardwise.words import counted
 
 MICRO_BATCHES_A_STAGE = 4
 STATE_SHARE = 0.6
@@ -65,14 +66,14 @@ def choose(
     layout = _with_data(config, devices)
     problems = problems_of_layout(config.model, config.data, config.train, layout)
     if problems:
-        raise ConfigError(f"the job on {devices} devices", problems)
+        raise ConfigError(f"the job on {counted(devices, 'device')}", problems)
     whys = {"data": "the devices that the other axes leave"}
     micro_batch, whys["micro_batch"] = _micro_batch(config.train, layout)
     accumulation = config.train.global_batch // layout.data_parallel // micro_batch
     zero, whys["zero"] = _zero(config, layout, accumulation, memory_bytes, parameters)
     states = state_bytes(config, layout.model_copy(update={"zero": zero}), accumulation, parameters)
     if memory_bytes is not None and states.total > memory_bytes and not layout.offload:
-        raise ConfigError(f"the job on {devices} devices", [_too_large(states.total, memory_bytes, zero)])
+        raise ConfigError(f"the job on {counted(devices, 'device')}", [_too_large(states.total, memory_bytes, zero)])
     layout, more = _completed(config, layout.model_copy(update={"zero": zero}))
     values = {**layout.model_dump(), "micro_batch": micro_batch, "recompute": config.train.recompute}
     return Plan(
@@ -195,7 +196,7 @@ def _with_data(config: Config, devices: int) -> Layout:
         nearest = nearest_layout(config.model, config.data, config.train, layout, devices)
         advice = f"\n  the nearest layout that works: {nearest}" if nearest else ""
         problem = f"layout: the other axes take {layout.fixed} devices, which does not divide {devices}{advice}"
-        raise ConfigError(f"the job on {devices} devices", [problem])
+        raise ConfigError(f"the job on {counted(devices, 'device')}", [problem])
     if layout.data == -1:
         layout = layout.model_copy(update={"data": devices // layout.fixed})
     if layout.world != devices:
@@ -203,7 +204,7 @@ def _with_data(config: Config, devices: int) -> Layout:
             f"layout: {_product(layout)} = {layout.world} devices, but {devices} are there; "
             f"start {layout.world} workers (--workers {layout.world}), or write layout.data=-1 to use them all"
         )
-        raise ConfigError(f"the job on {devices} devices", [problem])
+        raise ConfigError(f"the job on {counted(devices, 'device')}", [problem])
     return layout
 
 
@@ -224,6 +225,8 @@ def _zero(
 ) -> tuple[int, str]:
     if not shares_weights(layout, config.model.experts) and not layout.offload:
         return 0, "nothing to shard: no other device holds the same weights"
+    if config.train.driver == "hogwild":
+        return 0, "workers share one memory"
     if layout.zero is not None:
         return layout.zero, "as asked"
     if needs_whole_momenta(config.train, layout):

@@ -7,7 +7,8 @@ length s:
   is such a matrix (also when tied to the embedding); looking up an embedding, a norm or a bias is not;
 - of the experts of a mixture only those count that a token visits, with the router, which every token visits;
 - attention multiplies queries by keys and scores by values: 4 · heads · head_dim · s a layer forward, twice that backward,
-  12 in all, and half of it because a causal token sees on average half of the sequence;
+  12 in all, and half of it because a causal token sees on average half of the sequence; with a window of w tokens it sees
+  w (1 - w / 2s) of them on average;
 - recomputed activations never count: work done twice is not utilisation.
 
 This is the count of the PaLM paper (Chowdhery et al. 2022, appendix B) with the head counted and the causal half taken.
@@ -27,8 +28,9 @@ OWN_FLOP_CONVENTION = "6 per parameter, for a module of your own: attention not 
 
 def flops_per_token(model: Model, sequence_length: int) -> float:
     """FLOPs of forward and backward for one token, by `FLOP_CONVENTION`."""
-    full_attention = 12 * model.layers * model.heads * model.head_dim * sequence_length
-    return 6.0 * matmul_weights(model) + full_attention / 2
+    windows = [model.sees(layer, sequence_length) for layer in range(model.layers)]
+    seen = sum(window * (1 - window / (2 * sequence_length)) for window in windows)  # tokens, of all layers together
+    return 6.0 * matmul_weights(model) + 12 * model.heads * model.head_dim * seen
 
 
 def matmul_weights(model: Model) -> int:

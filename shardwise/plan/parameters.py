@@ -44,22 +44,25 @@ def active_count(model: Model) -> int:
 def _block(model: Model) -> Iterator[tuple[str, Shape]]:
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     yield from _norm("attention_norm", model)
-    yield from _linear("attention.query", query, model.hidden, model)
-    yield from _linear("attention.key", key, model.hidden, model)
-    yield from _linear("attention.value", key, model.hidden, model)
-    yield from _linear("attention.output", model.hidden, query, model)
+    yield from _linear("attention.query", query, model.hidden, bool(model.bias))
+    yield from _linear("attention.key", key, model.hidden, bool(model.bias))
+    yield from _linear("attention.value", key, model.hidden, bool(model.bias))
+    yield from _linear("attention.output", model.hidden, query, model.bias is True)
     if model.qk_norm:
         yield "attention.query_norm.weight", (model.head_dim,)
         yield "attention.key_norm.weight", (model.head_dim,)
     yield from _norm("feed_forward_norm", model)
     yield from _experts(model) if model.experts else _feed_forward("feed_forward", model.ffn, model)
+    if model.post_norms:
+        yield from _norm("attention_post_norm", model)
+        yield from _norm("feed_forward_post_norm", model)
 
 
 def _feed_forward(name: str, width: int, model: Model) -> Iterator[tuple[str, Shape]]:
-    if model.activation == "swiglu":
-        yield from _linear(f"{name}.gate", width, model.hidden, model)
-    yield from _linear(f"{name}.up", width, model.hidden, model)
-    yield from _linear(f"{name}.down", model.hidden, width, model)
+    if model.gated:
+        yield from _linear(f"{name}.gate", width, model.hidden, model.bias is True)
+    yield from _linear(f"{name}.up", width, model.hidden, model.bias is True)
+    yield from _linear(f"{name}.down", model.hidden, width, model.bias is True)
 
 
 def _experts(model: Model) -> Iterator[tuple[str, Shape]]:
@@ -72,9 +75,9 @@ def _experts(model: Model) -> Iterator[tuple[str, Shape]]:
         yield from _feed_forward("feed_forward.shared", model.shared_experts * width, model)
 
 
-def _linear(name: str, outputs: int, inputs: int, model: Model) -> Iterator[tuple[str, Shape]]:
+def _linear(name: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (outputs, inputs)
-    if model.bias:
+    if bias:
         yield f"{name}.bias", (outputs,)
 
 

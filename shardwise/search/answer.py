@@ -83,13 +83,18 @@ def _flops(work: Work) -> float:
     return flops_per_token(work.model, work.sequence_length)
 
 
+def device_peak(cluster: Cluster, precision: str) -> float | None:
+    """FLOP/s of one device at best; CPU workers of a machine share its cores."""
+    peak = cluster.device.peak.get(precision)
+    return peak / min(cluster.devices, cluster.devices_per_node) if peak and cluster.shared else peak
+
+
 def candidate(result: SearchResult, index: int, prediction: Prediction | None = None) -> dict[str, Any]:
     """One candidate's numbers."""
     predicted, row = prediction or result.prediction(index), result.space.row(index)
     total = float(predicted.total[0])
     tokens = result.work.tokens / total / result.devices
-    peak = result.cluster.device.peak.get(result.work.precision)
-    sharing = min(result.devices, result.cluster.devices_per_node) if result.cluster.shared else 1
+    peak = device_peak(result.cluster.of(result.devices), result.work.precision)
     return {
         "kind": describe_layout(row),
         "layout": layout_of(result, index).model_dump(exclude={"stages"}),
@@ -101,7 +106,7 @@ def candidate(result: SearchResult, index: int, prediction: Prediction | None = 
         | {"total": float(predicted.peak[0]) / GIB},
         "step_seconds": {name: float(value[0]) for name, value in predicted.seconds.items()} | {"total": total},
         "tokens_per_second_per_device": tokens,
-        "mfu": tokens * _flops(result.work) / (peak / sharing) if peak else None,
+        "mfu": tokens * _flops(result.work) / peak if peak else None,
         "fits": bool(predicted.peak[0] <= result.limit),
     }
 

@@ -27,7 +27,7 @@ from shardwise.config import (
     problems_of_compression,
 )
 from shardwise.config.compression import AUTO, SETTINGS
-from shardwise.config.layouts import can_borrow, problems_of_nearby
+from shardwise.config.layouts import can_borrow, problems_of_nearby, ring_lacks
 from shardwise.cost.space import RECOMPUTE, Space, recompute_mode
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.grid import RANK_AXES
@@ -244,6 +244,7 @@ def _attentions(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, 
     ways = []
     if model.heads // tensor % context == 0 and fixed.get("attention") != "ring":
         ways.append(0)
-    if config.data.sequence_length % (2 * context) == 0 and fixed.get("attention") != "ulysses":
+    length = config.data.sequence_length
+    if length % (2 * context) == 0 and fixed.get("attention") != "ulysses" and ring_lacks(model, length) is None:
         ways.append(1)
     return ways

@@ -14,7 +14,7 @@ from shardwise.cost.cluster import GIB, Cluster
 from shardwise.cost.space import space_of_layout
 from shardwise.errors import ConfigError
 from shardwise.plan.choose import Asked
-from shardwise.search.answer import chosen, traffic
+from shardwise.search.answer import chosen, device_peak, traffic
 from shardwise.search.lossy import search_job
 from shardwise.search.reasons import nothing_fits, reason
 from shardwise.search.search import play, work_of
@@ -46,6 +46,7 @@ def forecast(
     return {
         "cluster": cluster.name,
         "device": cluster.device.name,
+        "peak_flops": device_peak(cluster, config.train.precision),
         "step_seconds": {name: float(value[0]) for name, value in prediction.seconds.items()} | {"total": total},
         "memory_gib": {name: float(value[0]) / GIB for name, value in prediction.memory.items()}
         | {"total": float(prediction.peak[0]) / GIB},

@@ -19,6 +19,7 @@ from shardwise.plan.parameters import count
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.candidates import candidates
 from shardwise.search.search import SearchResult
+from shardwise.words import counted
 
 TRIED = 64
 """Other numbers of devices that are tried where no layout is possible on the one asked for."""
@@ -45,7 +46,8 @@ def loses_on(result: SearchResult, best: int, other: int) -> str:
     slower = float(rival.total[0] / winner.total[0] - 1)
     parts = " and ".join(f"{describe_term(name)} (+{format_seconds(more[name])})" for name in worst)
     if slower < 0.0005:
-        return f"moving parts: it is {-slower:.1%} quicker, less than the model is accurate, and has more that can go wrong"
+        quick = f"{-slower:.1%} quicker, which is less than the model is accurate," if slower < -0.0005 else "as quick"
+        return f"simplicity: it is {quick} and has more that can go wrong"
     return f"{slower:+.1%} a step: {parts}" if parts else f"{slower:+.1%} a step"
 
 
@@ -56,7 +58,7 @@ def best_layout(result: SearchResult) -> str:
 
 def count_devices(number: int) -> str:
     """So many devices, in words."""
-    return "1 device" if number == 1 else f"{number:,} devices"
+    return counted(number, "device")
 
 
 _TERMS = {

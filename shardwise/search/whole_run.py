@@ -14,6 +14,7 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import group_of
 from shardwise.cost.traffic import flows
 from shardwise.errors import ConfigError, UserError
+from shardwise.observe.format import format_count
 from shardwise.plan.flops import flops_per_token
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS
 from shardwise.plan.parameters import count
@@ -23,6 +24,7 @@ from shardwise.search.reasons import describe_layout, nothing_fits
 from shardwise.search.requirements import least_bandwidth, ring_hops, wire_bytes
 from shardwise.search.search import SearchResult, search
 from shardwise.search.slow_links import alternatives, proposed
+from shardwise.words import counted
 
 STORAGE = 2e9
 """Bytes/s that one node writes to shared storage, where nothing better is known."""
@@ -142,7 +144,8 @@ def _rate(config: Config, cluster: Cluster, parameters: float) -> tuple[dict[str
     result = search(other, cluster, cluster.devices)
     if not len(result.order):
         raise ConfigError(
-            f"a model of {parameters / 1e9:.3g} B parameters on {cluster.devices} devices", nothing_fits(other, result)
+            f"a model of {format_count(parameters)} parameters on {counted(cluster.devices, 'device')}",
+            nothing_fits(other, result),
         )
     best = int(result.order[0])
     flops = flops_per_token(model, config.data.sequence_length) * result.work.tokens

@@ -20,6 +20,7 @@ from shardwise.observe import newest, read_events, read_metrics
 from shardwise.resilience.stopping import RESUME_ME
 from shardwise.verify.commands import TrainCommands
 from shardwise.verify.faults import FullDisk, Kind, PlannedFault, corrupt, hang, kill, limits
+from shardwise.words import counted
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 30.0
@@ -192,7 +193,7 @@ class DisturbedRun:
         self.progress.at(self._phase, step, len(self.survived))
         survived = self._actions[fault.kind](step, at, random.Random(fault.seed))
         self.survived.append(survived)
-        lost = f", {survived.steps_lost} steps done again" if survived.steps_lost else ""
+        lost = f", {counted(survived.steps_lost, 'step')} done again" if survived.steps_lost else ""
         self.progress.say(f"{fault.kind} after step {step}: {survived.happened}; {survived.seconds_to_recover:.1f} s{lost}")
 
     def _victim(self, draw: random.Random) -> tuple[int, int]:

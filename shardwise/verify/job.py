@@ -83,7 +83,10 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
             f"train.driver = {config.train.driver!r}: a proof is of a layout whose devices compute in lockstep; "
             "add train.driver=synchronous, and leave the driver's own table out"
         )
-    small, shrunk = shrink(config)
+    model = config.model.model_copy(
+        update={"pretrained": None}
+    )  # weights are drawn: a proof is of computing, not of what they know
+    small, shrunk = shrink(config.model_copy(update={"model": model}))
     data = smallest_data(small.layout)
     layout = with_nearby_that_divides(small.layout, data).model_copy(update={"data": data, "offload": False})
     asked, usual = layout.model_copy(update={"compression_warmup": 0}), Layout()  # type: ignore[call-arg]

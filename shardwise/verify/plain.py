@@ -36,16 +36,18 @@ Rows = tuple[Tensor, Tensor, Tensor]
 """Inputs, targets (-100: none) and numbers of documents, each (sequences, length)."""
 
 KNOWN = {
-    "norm": ("rms", "layer"),
+    "norm": ("rms", "layer", "rms+1"),
     "positions": ("rotary", "learned"),
-    "activation": ("swiglu", "gelu"),
+    "activation": ("swiglu", "gelu", "geglu"),
     "router": ("softmax", "sigmoid"),
+    "window_layers": ("all", "even"),
 }
 NUMBERS = {
-    "preset", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "norm_epsilon",
-    "max_positions", "rope_theta", "rope_scale", "rope_original", "qk_norm", "bias", "tied", "experts",
-    "experts_per_token", "expert_ffn", "shared_experts", "normalise_routing", "routing_scale", "balance_loss",
-    "balance_bias", "router_z_loss",
+    "preset", "pretrained", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "norm_epsilon",
+    "max_positions", "window", "query_scalar", "attention_softcap", "logit_softcap", "post_norms", "scaled_embedding",
+    "rope_theta", "rope_scale", "rope_original", "qk_norm", "bias", "tied", "experts", "experts_per_token",
+    "expert_ffn", "shared_experts", "normalise_routing", "routing_scale", "balance_loss", "balance_bias",
+    "router_z_loss",
 }  # fmt: skip
 """Settings of the model that are taken as they are."""
 
@@ -206,33 +208,40 @@ class Forward:
         inputs, targets, documents = rows
         model, state, length = self.model, self.state, inputs.shape[1]
         x = state["embedding.weight"][inputs]
+        if model.scaled_embedding:
+            x = x * model.hidden**0.5
         if model.positions == "learned":
             x = x + state["positions.weight"][:length]
         causal = torch.ones(length, length, dtype=torch.bool).tril()
         seen = causal & (documents[:, :, None] == documents[:, None, :])  # (sequences, from, to)
+        near = seen if model.window is None else seen & ~causal.tril(-model.window)
         for layer in range(model.layers):
-            name = f"blocks.{layer}"
-            x = x + self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x), seen)
+            name, attended = f"blocks.{layer}", seen if model.window_layers == "even" and layer % 2 else near
+            y = self._attention(f"{name}.attention", self._norm(f"{name}.attention_norm", x), attended)
+            x = x + (self._norm(f"{name}.attention_post_norm", y) if model.post_norms else y)
             feed_forward = self._experts if model.experts else self._feed_forward
-            x = x + feed_forward(f"{name}.feed_forward", self._norm(f"{name}.feed_forward_norm", x))
+            y = feed_forward(f"{name}.feed_forward", self._norm(f"{name}.feed_forward_norm", x))
+            x = x + (self._norm(f"{name}.feed_forward_post_norm", y) if model.post_norms else y)
         logits = self._norm("norm", x) @ state["embedding.weight" if model.tied else "head.weight"].T
+        logits = _softcapped(logits, model.logit_softcap)
         chosen = logits.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return ((logits.logsumexp(-1) - chosen) * (targets != -100)).sum()
 
     def _norm(self, name: str, x: Tensor, kind: str | None = None) -> Tensor:
-        """Zhang and Sennrich 2019; Ba et al. 2016."""
-        centred = x if (kind or self.model.norm) == "rms" else x - x.mean(-1, keepdim=True)
-        scaled = (
-            centred / (centred.square().mean(-1, keepdim=True) + self.model.norm_epsilon).sqrt() * self.state[f"{name}.weight"]
-        )
-        return scaled if (kind or self.model.norm) == "rms" else scaled + self.state[f"{name}.bias"]
+        """Zhang and Sennrich 2019; Ba et al. 2016; with one added to the weight, Gemma."""
+        kind = kind or self.model.norm
+        centred = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+        weight = self.state[f"{name}.weight"] + (1 if kind == "rms+1" else 0)
+        scaled = centred / (centred.square().mean(-1, keepdim=True) + self.model.norm_epsilon).sqrt() * weight
+        return scaled + self.state[f"{name}.bias"] if kind == "layer" else scaled
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         y = x @ self.state[f"{name}.weight"].T
-        return y + self.state[f"{name}.bias"] if self.model.bias else y
+        biased = self.model.bias is True or (self.model.bias == "qkv" and name.endswith((".query", ".key", ".value")))
+        return y + self.state[f"{name}.bias"] if biased else y
 
     def _attention(self, name: str, x: Tensor, seen: Tensor) -> Tensor:
-        """Vaswani et al. 2017; heads that share keys and values: Ainslie et al. 2023."""
+        """Vaswani et al. 2017; shared keys and values: Ainslie et al. 2023; windows: Jiang et al. 2023; caps: Gemma 2, 2024."""
         model = self.model
         parts = (self._linear(f"{name}.{part}", x) for part in ("query", "key", "value"))
         query, key, value = (part.reshape(*x.shape[:2], -1, model.head_dim) for part in parts)
@@ -241,7 +250,8 @@ class Forward:
         if model.positions == "rotary":
             query, key = self._rotate(query), self._rotate(key)
         shared = torch.arange(model.heads) // (model.heads // model.kv_heads)
-        scores = torch.einsum("sihd,sjhd->shij", query, key[:, :, shared]) / math.sqrt(model.head_dim)
+        scores = torch.einsum("sihd,sjhd->shij", query, key[:, :, shared]) / math.sqrt(model.query_scalar or model.head_dim)
+        scores = _softcapped(scores, model.attention_softcap)
         shares = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
         return self._linear(f"{name}.output", torch.einsum("shij,sjhd->sihd", shares, value[:, :, shared]).flatten(2))
 
@@ -261,11 +271,10 @@ class Forward:
     def _feed_forward(self, name: str, x: Tensor) -> Tensor:
         """Shazeer 2020; GPT-2's approximation of Hendrycks and Gimpel 2016."""
         up = self._linear(f"{name}.up", x)
-        if self.model.activation == "swiglu":
-            gate = self._linear(f"{name}.gate", x)
-            return self._linear(f"{name}.down", gate * gate.sigmoid() * up)
-        gelu = 0.5 * up * (1 + (math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)).tanh())
-        return self._linear(f"{name}.down", gelu)
+        if self.model.activation == "gelu":
+            return self._linear(f"{name}.down", _gelu(up))
+        gate = self._linear(f"{name}.gate", x)
+        return self._linear(f"{name}.down", (gate * gate.sigmoid() if self.model.activation == "swiglu" else _gelu(gate)) * up)
 
     def _experts(self, name: str, x: Tensor) -> Tensor:
         """Shazeer et al. 2017; balance: Fedus et al. 2021, DeepSeek-V3 2024, Wang et al. 2024; z-loss: Zoph et al. 2022."""
@@ -286,6 +295,14 @@ class Forward:
         self.balancing = self.balancing + model.balance_loss * x.shape[1] * model.experts * (share * mean).sum()
         self.balancing = self.balancing + model.router_z_loss * logits.logsumexp(-1).square().sum()
         return y + self._feed_forward(f"{name}.shared", x) if model.shared_experts else y
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh())
+
+
+def _softcapped(numbers: Tensor, cap: float | None) -> Tensor:
+    return numbers if cap is None else cap * (numbers / cap).tanh()
 
 
 # -- optimizer -----------------------------------------------------------------------------------------------------------

@@ -53,7 +53,9 @@ def with_random_text(data: Data, folder: Path) -> Data:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, _text().encode())
-    return data.model_copy(update={"source": str(path), "sources": (), "tokenizer": BYTES, "text_field": FIELD})
+    return data.model_copy(
+        update={"source": str(path), "sources": (), "tokenizer": BYTES, "end_of_document": None, "text_field": FIELD}
+    )
 
 
 def _text() -> str:

@@ -102,6 +102,7 @@ def _smallest(config: Config, most_devices: int) -> Config:
     length = _sequence_length(config.data.sequence_length, model, small_layout)
     model = _widths(config.model, layout, model, small_layout)
     model = model.model_copy(update=_positions(config, layout, length, small_layout))
+    model = model.model_copy(update=_window(config, length))
     small = _changed(config, "model", model.model_dump())
     small = _changed(small, "layout", small_layout.model_dump())
     small = _changed(small, "data", {"sequence_length": length})
@@ -329,6 +330,14 @@ def _positions(config: Config, layout: Layout, length: int, smaller: Layout) -> 
             (longer, model.max_positions % layout.shards == 0),
         )
     }
+
+
+def _window(config: Config, length: int) -> dict[str, int]:
+    """A window that cut the sequence still does, at no boundary of what devices share; one that did not still does not."""
+    window = config.model.window
+    if window is None:
+        return {}
+    return {"window": min(window, max(1, length * 5 // 8 - 1) if window < config.data.sequence_length else length)}
 
 
 # -- widths -------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ transformers = pytest.importorskip("transformers")
 TINY = {"layers": 2, "hidden": 48, "heads": 6, "kv_heads": 2, "head_dim": 10, "ffn": 76, "vocabulary": 101, "max_positions": 64}
 SCALED = {"rope_theta": 5000.0, "rope_scale": 8.0, "rope_original": 16}
 LEARNED = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "kv_heads": 6, "head_dim": 8}
+GEMMA2 = {"norm": "rms+1", "post_norms": True, "activation": "geglu", "scaled_embedding": True, "tied": True, "query_scalar": 7.0,
+          "attention_softcap": 3.0, "logit_softcap": 2.0, "window": 7, "window_layers": "even", "layers": 3}  # fmt: skip
 MIXTURE = {"experts": 5, "experts_per_token": 2}
 OURS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -28,6 +30,12 @@ OURS: dict[str, dict[str, Any]] = {
     "llama with biases": {"bias": True, "kv_heads": 6},
     "qwen3": {"qk_norm": True, "norm_epsilon": 1e-6, "rope_theta": 1e6},
     "qwen3 tied": {"qk_norm": True, "tied": True, **SCALED},
+    "qwen2": {"bias": "qkv", "norm_epsilon": 1e-6, "tied": True},
+    "qwen2 with a window": {"bias": "qkv", "window": 7},
+    "mistral": {"window": 7, "head_dim": 8},
+    "mistral with a window that is never reached": {"window": 64},
+    "gemma2": GEMMA2,
+    "gemma2 without caps": {**GEMMA2, "attention_softcap": None, "logit_softcap": None, "tied": False, "window": 64},
     "gpt2": {**LEARNED, "tied": True},
     "gpt2 untied": LEARNED,
     "mixtral": MIXTURE,
@@ -41,12 +49,20 @@ STRETCHED = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 4.0, "low_fr
              "original_max_position_embeddings": 32}  # fmt: skip
 NARROW = {"vocab_size": 101, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 0, "eos_token_id": 0}
 FEW = {"num_local_experts": 5, "num_experts_per_tok": 2}
+CAPPED = {"query_pre_attn_scalar": 5, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SHAPE),
     "llama tied and scaled": ("Llama", {**SHAPE, "tie_word_embeddings": True, "rope_parameters": STRETCHED}),
     "llama with biases": ("Llama", {**SHAPE, "attention_bias": True, "mlp_bias": True}),
     "qwen3": ("Qwen3", SHAPE),
     "qwen3 tied": ("Qwen3", {**SHAPE, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {key: value for key, value in SHAPE.items() if key != "head_dim"}),
+    "qwen2 with heads of another width": ("Qwen2", SHAPE),
+    "qwen2 with a window": ("Qwen2", {**SHAPE, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}),
+    "mistral": ("Mistral", {**SHAPE, "sliding_window": 5}),
+    "mistral without a window": ("Mistral", {**SHAPE, "sliding_window": None}),
+    "gemma2": ("Gemma2", {**SHAPE, **CAPPED, "sliding_window": 9, "num_hidden_layers": 3}),
+    "gemma2 without caps": ("Gemma2", {**SHAPE, **CAPPED, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gpt2": ("GPT2", NARROW),
     "gpt2 with a width of its own": ("GPT2", {**NARROW, "n_inner": 52}),
     "mixtral": ("Mixtral", {**SHAPE, **FEW}),
@@ -81,7 +97,7 @@ def load(checkpoint: str) -> Transformer:
     """The plain model of a checkpoint."""
     contents = Contents.open(checkpoint)
     module = Transformer(held_model(contents))
-    weights = {name.removeprefix("model."): contents.read(name) for name in contents.tensors}
+    weights = {name.removeprefix("model."): contents.read(name) for name in contents.tensors if name.startswith("model.")}
     assert weights.keys() == {name for name, _ in module.named_parameters()}
     module.load_state_dict(weights, strict=False)  # a tied head is no weight of its own
     return module
@@ -90,7 +106,8 @@ def load(checkpoint: str) -> Transformer:
 def theirs_of(kind: str, shape: dict[str, Any]) -> nn.Module:
     torch.manual_seed(2)
     module = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
-    built: nn.Module = module(getattr(transformers, f"{kind}Config")(**shape)).eval()
+    config = getattr(transformers, f"{kind}Config")(**shape)
+    built: nn.Module = module._from_config(config, attn_implementation="eager").eval()  # which alone knows caps
     randomise(built)
     return built
 
@@ -107,7 +124,9 @@ def test_what_is_exported_computes_in_transformers_what_it_computes_here(case: s
     ours = our_model(**OURS[case])
     export_checkpoint(save(ours, tmp_path / "step-7"), tmp_path / "out", shard_bytes=20_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
-    theirs, about = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    theirs, about = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
     assert not any(about.values()), about
     assert_same_logits(ours, theirs.eval())
 

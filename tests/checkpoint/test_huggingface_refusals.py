@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.checkpoint.contents import write_checkpoint
-from shardwise.checkpoint.families import FAMILIES
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
-from shardwise.checkpoint.model_config import to_config, to_model
 from shardwise.checkpoint.pretrained import import_folder, open_folder
 from shardwise.config import PRESETS, Model
+from shardwise.config.families import FAMILIES
+from shardwise.config.model_config import to_config, to_model
 from shardwise.errors import UserError
 from shardwise.models import Transformer
 
@@ -32,6 +32,9 @@ MIXTURE = {"experts": 4, "experts_per_token": 2}
         ({"norm": "layer"}, ["model.norm = 'layer'"]),
         ({"activation": "gelu", "norm": "layer"}, ["model.norm = 'layer'", "model.activation = 'gelu'"]),
         ({"qk_norm": True, "bias": True}, ["model.bias = True"]),
+        ({"qk_norm": True, "window": 4}, ["model.window = 4"]),
+        ({"post_norms": True, "logit_softcap": 2.0}, ["model.post_norms = True", "model.logit_softcap = 2.0"]),
+        ({"norm": "rms+1"}, ["model.activation = 'swiglu'", "model.window: such a model has one"]),
         ({**LEARNED, "bias": False}, ["model.bias = False"]),
         ({**LEARNED, "kv_heads": 1}, ["model.kv_heads = 1"]),
         ({**LEARNED, "head_dim": 6}, ["model.head_dim = 6"]),
@@ -89,6 +92,12 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_expert
         ({**LLAMA, "model_type": "qwen3", "layer_types": ["sliding_attention"]}, "layer_types holds sliding_attention"),
         ({**LLAMA, "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4}, "sliding_window = 4"),
         ({**MIXTRAL, "sliding_window": 8}, "sliding_window = 8"),
+        ({**LLAMA, "model_type": "mistral", "sliding_window": "8"}, "sliding_window = '8'"),
+        ({**LLAMA, "model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types"),
+        (
+            {**LLAMA, "num_hidden_layers": 2, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
+            "layer_types = ['full_attention', 'sliding_attention']: only a window on all layers",
+        ),
         ({**GPT2, "activation_function": "relu"}, "activation_function = 'relu'"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ({**MIXTRAL, "model_type": "qwen3_moe", "moe_intermediate_size": 4, "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 
 from shardwise.config import Data, Source
-from shardwise.data import sources
+from shardwise.data import Dataset, sources
 from shardwise.data.prepare import prepare, prepared
 from shardwise.data.tokens import Tokens
 from shardwise.errors import UserError
@@ -197,3 +197,19 @@ def test_empty_data_and_unwritable_places_are_explained(source: Path, tmp_path: 
         prepare(source, "bytes", tmp_path / "file" / "out")
     with pytest.raises(UserError, match=r"data\.source: missing"):
         prepared(Data())
+
+
+def test_documents_end_with_the_token_that_a_job_names(source: Path, tmp_path: Path, make_tokenizer: Callable[..., Path]) -> None:
+    path = make_tokenizer(tmp_path / "odd.json", ("<stop>", "<|endoftext|>"))
+    usual, named = (
+        Data(source=str(source), tokenizer=str(path), end_of_document=end, cache=str(tmp_path / "cache"))
+        for end in (None, "<stop>")
+    )
+    stop = Library.from_file(str(path)).token_to_id("<stop>")
+    (first, _), (second, _) = prepared(usual)[0], prepared(named)[0]
+    assert first != second
+    assert {document[-1] for document in documents_of(second)} == {stop}
+    assert stop not in {document[-1] for document in documents_of(first)}
+    assert Dataset.open(named.model_copy(update={"source": str(second)}), 0).tokenizer.end == stop
+    with pytest.raises(UserError, match=r"prepared with '<\|endoftext\|>' .* data\.end_of_document is '<stop>'"):
+        prepared(named.model_copy(update={"source": str(first)}))

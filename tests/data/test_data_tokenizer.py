@@ -81,3 +81,18 @@ def test_mistakes_are_explained(tmp_path: Path, make_tokenizer: Callable[..., Pa
         load_tokenizer(bad)
     with pytest.raises(UserError, match="has no end-of-text token; looked for"):
         load_tokenizer(make_tokenizer(tmp_path / "endless.json", ("<pad>",)))
+
+
+def test_the_end_of_documents_can_be_named(tmp_path: Path, make_tokenizer: Callable[..., Path]) -> None:
+    path = make_tokenizer(tmp_path / "chat.json", ("<|im_end|>", "<|endoftext|>"))
+    library = Library.from_file(str(path))
+    assert load_tokenizer(path, "<|im_end|>").end == library.token_to_id("<|im_end|>")
+    with pytest.raises(UserError, match=r"data\.end_of_document = '<stop>': .*chat\.json has no such token"):
+        load_tokenizer(path, "<stop>")
+    with pytest.raises(UserError, match="bytes have an end of their own"):
+        load_tokenizer("bytes", "<stop>")
+
+
+def test_a_tokenizer_without_a_usual_end_can_be_used_by_naming_one(tmp_path: Path, make_tokenizer: Callable[..., Path]) -> None:
+    path = make_tokenizer(tmp_path / "odd.json", ("<stop>",))
+    assert load_tokenizer(path, "<stop>").end == Library.from_file(str(path)).token_to_id("<stop>")

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shardwise.checkpoint.model_config import to_config, to_model
 from shardwise.config import Model
+from shardwise.config.model_config import to_config, to_model
 from shardwise.models import Transformer, check_values, initialise
 from shardwise.models.experts import Experts, MixtureOfExperts, attach, visit
 from shardwise.models.rotary import rotary_frequencies

@@ -14,6 +14,19 @@ SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SHAPE, "rope_scale": 8.0, "rope_original": 16},
     "qwen": {**SHAPE, "head_dim": 16, "qk_norm": True, "tied": True},
+    "gemma": {
+        **SHAPE,
+        "norm": "rms+1",
+        "post_norms": True,
+        "activation": "geglu",
+        "scaled_embedding": True,
+        "query_scalar": 5.0,
+        "attention_softcap": 2.0,
+        "logit_softcap": 3.0,
+        "window": 7,
+        "window_layers": "even",
+        "tied": True,
+    },
     "gpt": {
         **SHAPE,
         "kv_heads": 4,

@@ -27,6 +27,10 @@ TINY = {
 }
 LLAMA = {**TINY, "rope_theta": 10000.0, "rope_scale": 8.0, "rope_original": 32}
 QWEN = {**TINY, "qk_norm": True, "norm_epsilon": 1e-6, "rope_theta": 1e6, "tied": True}
+GEMMA2 = {**TINY, "hidden": 64, "layers": 3, "norm": "rms+1", "post_norms": True, "activation": "geglu", "scaled_embedding": True,
+          "tied": True, "query_scalar": 7.0, "attention_softcap": 3.0, "logit_softcap": 5.0, "window": 7,
+          "window_layers": "even"}  # fmt: skip
+QWEN2 = {**TINY, "bias": "qkv", "norm_epsilon": 1e-6, "rope_theta": 1e6}
 GPT = {**TINY, "kv_heads": 4, "head_dim": 12, "ffn": 192, "norm": "layer", "positions": "learned", "activation": "gelu",
        "bias": True, "tied": True}  # fmt: skip
 
@@ -77,6 +81,22 @@ def hugging_qwen(model: Model) -> nn.Module:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shared(model))).double().eval()
 
 
+def hugging_qwen2(model: Model) -> nn.Module:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shared(model))).double().eval()
+
+
+def hugging_mistral(model: Model) -> nn.Module:
+    config = transformers.MistralConfig(**shared(model), sliding_window=model.window)
+    return transformers.MistralForCausalLM(config).double().eval()
+
+
+def hugging_gemma2(model: Model) -> nn.Module:
+    more = {"attn_implementation": "eager", "sliding_window": model.window, "query_pre_attn_scalar": int(model.query_scalar or 0)}
+    caps = {"attn_logit_softcapping": model.attention_softcap, "final_logit_softcapping": model.logit_softcap}
+    config = transformers.Gemma2Config(**{**shared(model), **more, **caps}, pad_token_id=None)  # a padding row gets no gradient
+    return transformers.Gemma2ForCausalLM(config).double().eval()
+
+
 def hugging_gpt(model: Model) -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=model.vocabulary,
@@ -99,12 +119,14 @@ def random_model(model: Model) -> Transformer:
     return module
 
 
+def their_name(name: str) -> str:
+    for pattern, replacement in LLAMA_NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def copy_llama(ours: Transformer, theirs: nn.Module) -> None:
-    state = {}
-    for name, value in ours.state_dict().items():
-        for pattern, replacement in LLAMA_NAMES:
-            name = re.sub(pattern, replacement, name)
-        state[name] = value
+    state = {their_name(name): value for name, value in ours.state_dict().items()}
     if ours.config.tied:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     theirs.load_state_dict(state, strict=True)
@@ -151,6 +173,11 @@ def exact_rms_norm(self: Any, x: Tensor) -> Tensor:
     return self.weight * (x / (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).sqrt())
 
 
+def exact_offset_norm(self: Any, x: Tensor) -> Tensor:
+    """And Gemma's."""
+    return (1 + self.weight) * (x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt())
+
+
 def compare(ours: Transformer, theirs: nn.Module) -> None:
     tokens = torch.randint(0, ours.config.vocabulary, (3, 40))
     with torch.no_grad():
@@ -162,15 +189,59 @@ def compare(ours: Transformer, theirs: nn.Module) -> None:
     torch.testing.assert_close(last, expected[:, -1], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("family", "shape"), [("llama", LLAMA), ("qwen3", QWEN)])
-def test_logits_equal_hugging_faces(family: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def compare_gradients(ours: Transformer, theirs: nn.Module) -> None:
+    """Of the loss, for every weight; a tied one has one gradient on both sides."""
+    tokens = torch.randint(0, ours.config.vocabulary, (3, 40))
+    targets = torch.randint(0, ours.config.vocabulary, (3, 40))
+    ours(tokens, targets).backward()
+    nn.functional.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        gradient, wanted = parameter.grad, expected.pop(their_name(name))
+        assert gradient is not None
+        assert wanted is not None
+        assert float((gradient - wanted).norm() / wanted.norm()) < 1e-9 or name.endswith("key.bias"), name
+        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-9 * float(wanted.abs().max()) + 1e-12)
+    assert not expected, "each of their weights has one of ours"
+
+
+HUGGING = {"llama": (LLAMA, hugging_llama), "qwen2": (QWEN2, hugging_qwen2), "qwen3": (QWEN, hugging_qwen),
+           "mistral": ({**TINY, "window": 7}, hugging_mistral)}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", HUGGING)
+def test_logits_and_gradients_equal_hugging_faces(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, hugging = HUGGING[family]
     model = Model(**shape)
-    theirs = hugging_llama(model) if family == "llama" else hugging_qwen(model)
-    ours = random_model(model)
+    theirs, ours = hugging(model), random_model(model)
     copy_llama(ours, theirs)
     theirs.model.rotary_emb = ExactRotary(rotary_frequencies(model))
     monkeypatch.setattr(type(theirs.model.norm), "forward", exact_rms_norm)
     compare(ours, theirs)
+    compare_gradients(ours, theirs)
+
+
+def exact_capped_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **more: Any
+) -> tuple[Tensor, None]:
+    """As Hugging Face's, but for the softmax, which there is in float32."""
+    key, value = (part.repeat_interleave(module.num_key_value_groups, 1) for part in (key, value))
+    scores = torch.tanh(query @ key.mT * more["scaling"] / more["softcap"]) * more["softcap"]
+    return ((scores + mask).softmax(-1) @ value).transpose(1, 2), None
+
+
+def test_logits_and_gradients_equal_hugging_faces_gemma2(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(**GEMMA2)
+    theirs, ours = hugging_gemma2(model), random_model(model)
+    norms = [("feed_forward_norm", "pre_feedforward_layernorm"), ("attention_post_norm", "post_attention_layernorm"),
+             ("feed_forward_post_norm", "post_feedforward_layernorm")]  # fmt: skip
+    monkeypatch.setattr(f"{__name__}.LLAMA_NAMES", [*norms, *LLAMA_NAMES])
+    copy_llama(ours, theirs)
+    theirs.model.rotary_emb = ExactRotary(rotary_frequencies(model))
+    monkeypatch.setattr(type(theirs.model.norm), "forward", exact_offset_norm)
+    monkeypatch.setattr("transformers.models.gemma2.modeling_gemma2.eager_attention_forward", exact_capped_attention)
+    compare(ours, theirs)
+    compare_gradients(ours, theirs)
 
 
 def test_logits_equal_hugging_faces_gpt2() -> None:

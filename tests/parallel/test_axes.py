@@ -71,6 +71,11 @@ def layout(**degrees: Any) -> dict[str, Any]:
 ALONE = [
     Row(layout(tensor=2)),
     Row(layout(tensor=2), "gpt"),
+    Row(layout(tensor=2), "qwen2"),
+    Row(layout(context=2), "mistral"),
+    Row(layout(tensor=2), "gemma2"),
+    Row(layout(context=2), "gemma2", reset=True),
+    Row(layout(pipeline=2, data=2, zero=3), "gemma2"),
     Row(layout(tensor=2), "experts"),
     Row(layout(context=2, attention="ring")),
     Row(layout(context=2, attention="ulysses"), "gpt"),
@@ -107,6 +112,7 @@ PRODUCTS = [
 ROWS = [*ALONE, *PIPELINES, *PAIRS, *PRODUCTS]
 """What is tried each time: every axis, schedule and family, and every pair of axes."""
 MORE = [
+    Row(layout(context=4), "mistral", reset=True),
     Row(layout(tensor=4)),
     Row(layout(tensor=4), "tied", reset=True),
     Row(layout(context=3, attention="ring"), "tied"),
@@ -149,6 +155,7 @@ MATRIX = [
             if Layout(**degrees).pipeline * (2 if degrees.get("schedule") in ("interleaved", "zbv", "dualpipev") else 1)
             <= MODELS[model]["layers"]
             and not (recompute == "selective" and degrees.get("schedule") in SPLIT_BACKWARD)  # which is refused
+            and not ("window" in MODELS[model] and degrees.get("attention") == "ring")  # and so is this
         )
     ),
 ]

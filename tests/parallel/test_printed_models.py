@@ -57,7 +57,7 @@ def test_experts_and_attention_over_devices_are_printed(ranks: Callable[[int], P
     ring = {"data": 1, "context": 2, "attention": "ring"}
     first, _ = on_two(ranks, job(corpus, model={**LLAMA, "layers": 1}, train=SMALL, layout=ring))
     assert "RingCausalAttention(context 0 of 2: keys and values passed around" in first["blocks.0.attention.mixing"]
-    assert "UnusedDocumentMask(context 0 of 2" in first["mask"]
+    assert "UnusedAttentionMask(context 0 of 2" in first["mask"]
 
 
 def test_a_users_own_module_is_printed_so_too(ranks: Callable[[int], Pool], corpus: str) -> None:

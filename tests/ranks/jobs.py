@@ -36,6 +36,11 @@ FAMILIES: Tables = {
     "llama": _LLAMA,
     "tied": {**_LLAMA, "layers": 4, "tied": True},
     "gpt": {**GPT, "layers": 3, "hidden": 24, "heads": 4, "kv_heads": 4, "max_positions": 48},
+    "qwen2": {**_LLAMA, "layers": 4, "qk_norm": False, "bias": "qkv"},
+    "mistral": {**_LLAMA, "layers": 4, "qk_norm": False, "window": 7},
+    "gemma2": {**_LLAMA, "layers": 4, "qk_norm": False, "norm": "rms+1", "post_norms": True, "activation": "geglu", "tied": True,
+               "scaled_embedding": True, "query_scalar": 5.0, "attention_softcap": 2.0, "logit_softcap": 3.0, "window": 7,
+               "window_layers": "even"},
     "experts": {**_LLAMA, "layers": 4, "experts": 4, "experts_per_token": 2, "expert_ffn": 21, "shared_experts": 1,
                 "balance_loss": 0.01, "router_z_loss": 0.001, "balance_bias": 0.001},
 }  # fmt: skip

@@ -270,8 +270,8 @@ def blocks_skipped_where_one_row_has_nothing_in_common(replace: Replace) -> None
 def ignored_targets_count_in_a_part(replace: Replace) -> None:
     honest = chunked_loss._chunk_loss_and_gradient_of_part
 
-    def chunk(logits: Tensor, targets: Tensor, scale: float, part: Any) -> Tensor:
-        return honest(logits, targets.where(targets != chunked_loss.IGNORED, 0), scale, part)
+    def chunk(logits: Tensor, targets: Tensor, *others: Any, **named: Any) -> Tensor:
+        return honest(logits, targets.where(targets != chunked_loss.IGNORED, 0), *others, **named)
 
     replace(chunked_loss, "_chunk_loss_and_gradient_of_part", chunk)
 

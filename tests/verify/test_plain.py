@@ -37,7 +37,21 @@ GPT = {**LLAMA, "kv_heads": 4, "rope_scale": 1.0, "norm": "layer", "positions": 
 MIXTRAL = {**LLAMA, "rope_scale": 1.0, "experts": 4, "experts_per_token": 2, "expert_ffn": 20, "balance_loss": 0.01}
 SHARED_EXPERTS = {**MIXTRAL, "qk_norm": True, "shared_experts": 2, "router": "sigmoid", "routing_scale": 2.5,
                   "balance_bias": 0.001, "router_z_loss": 0.001}  # fmt: skip
-FAMILIES = {"llama": LLAMA, "qwen3": QWEN, "gpt2": GPT, "mixtral": MIXTRAL, "shared experts": SHARED_EXPERTS}
+QWEN2 = {**LLAMA, "rope_scale": 1.0, "bias": "qkv"}
+MISTRAL = {**LLAMA, "rope_scale": 1.0, "window": 7}
+GEMMA2 = {**LLAMA, "layers": 3, "rope_scale": 1.0, "norm": "rms+1", "post_norms": True, "activation": "geglu", "tied": True,
+          "scaled_embedding": True, "query_scalar": 5.0, "attention_softcap": 2.0, "logit_softcap": 3.0, "window": 7,
+          "window_layers": "even"}  # fmt: skip
+FAMILIES = {
+    "gemma2": GEMMA2,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "llama": LLAMA,
+    "qwen3": QWEN,
+    "gpt2": GPT,
+    "mixtral": MIXTRAL,
+    "shared experts": SHARED_EXPERTS,
+}
 CLIPPED = {"clip": 0.1, "schedule": "cosine"}
 
 
@@ -75,6 +89,10 @@ def compared(config: Config, folder: Path, refer: Callable[..., Any], steps: int
         ("llama", CLIPPED, True),
         ("llama", {"clip": False, "schedule": "wsd", "decay": 20}, False),
         ("qwen3", {"schedule": "linear", "final_learning_rate": 0.0}, True),
+        ("qwen2", CLIPPED, True),
+        ("mistral", CLIPPED, False),
+        ("gemma2", CLIPPED, True),
+        ("gemma2", {"schedule": "constant"}, False),
         ("gpt2", {"schedule": "wsd", "warmup": 0}, True),
         ("mixtral", {"schedule": "constant"}, False),
         ("shared experts", CLIPPED, True),

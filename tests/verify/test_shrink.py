@@ -17,8 +17,8 @@ from shardwise.plan import choose, count, make_schedule, stage_blocks
 from shardwise.verify.shrink import shrink
 
 KEPT = {
-    "model": ("norm", "positions", "qk_norm", "activation", "bias", "tied", "router", "normalise_routing", "balance_loss",
-              "balance_bias", "router_z_loss", "rope_theta", "rope_scale"),
+    "model": ("norm", "positions", "qk_norm", "window_layers", "activation", "bias", "tied", "router", "normalise_routing",
+              "balance_loss", "balance_bias", "router_z_loss", "rope_theta", "rope_scale"),
     "data": ("reset_attention", "held_out"),
     "train": ("recompute", "precision", "clip", "seed", "betas", "weight_decay", "schedule"),
     "layout": ("zero", "schedule", "stages_per_rank", "offload"),
@@ -62,7 +62,7 @@ def models(draw: st.DrawFn, layout: dict[str, Any]) -> dict[str, Any]:
     base["layers"] = stages + draw(st.integers(0, 60))
     if draw(st.booleans()):
         base.update(hidden=draw(st.integers(40, 3000)), ffn=draw(st.integers(40, 9000)), vocabulary=draw(st.integers(257, 90000)))
-    if base.get("experts") or (layout["expert"] > 1 and base.get("activation") != "gelu"):
+    if base.get("experts") or (layout["expert"] > 1 and base.get("activation", "swiglu") == "swiglu"):
         experts = layout["expert"] * draw(st.integers(1, 12))
         chosen = draw(st.integers(1, min(experts, 8)))
         base.update(experts=experts, experts_per_token=chosen, shared_experts=draw(st.integers(0, 3)))
@@ -77,8 +77,11 @@ def models(draw: st.DrawFn, layout: dict[str, Any]) -> dict[str, Any]:
 def jobs(draw: st.DrawFn) -> Config:
     layout = draw(layouts())
     model = draw(models(layout))
+    rings = model.get("window") is None and model.get("attention_softcap") is None  # else a ring cannot
+    if not rings:
+        model["heads"] *= layout["context"]
     if model["heads"] // layout["tensor"] % layout["context"] == 0:
-        layout["attention"] = draw(st.sampled_from(["auto", "ring", "ulysses"]))
+        layout["attention"] = draw(st.sampled_from(["auto", "ulysses", *(["ring"] if rings else [])]))
     unit = 2 * layout["context"] * layout["tensor"]
     rows, micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 20))
     batch = rows * micro_batches * layout["replica"] * layout["data"]
@@ -260,3 +263,11 @@ def test_fewer_kv_heads_than_tensor_devices_stay_grouped_where_the_processes_suf
     tight, _ = shrink(job(model, {"pipeline": 2, "data": 2, "context": 2, "tensor": 8}), folder=folder)
     assert (roomy.model.kv_heads, roomy.layout.tensor, roomy.layout.world) == (2, 4, 8)
     assert (tight.model.kv_heads, tight.layout.tensor, tight.layout.world) == (1, 2, 16)
+
+
+@pytest.mark.parametrize(("window", "cuts"), [(512, True), (4096, False), (4095, True)])
+def test_a_window_that_cuts_the_sequence_still_does(window: int, cuts: bool, folder: Path) -> None:
+    small, _ = shrink(job({"preset": "mistral-7b", "window": window}, {"context": 2, "tensor": 2, "data": 1}), folder=folder)
+    assert small.model.window is not None
+    assert (1 < small.model.window < small.data.sequence_length) == cuts
+    assert context_attention(small.model, small.layout) == "ulysses"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +31,18 @@ def test_a_mistake_of_the_user_is_raised_here_in_its_own_words() -> None:
     with pytest.raises(UserError, match=r"^write something else$"), Workers(2) as workers:
         workers.run("worker_tasks:mistake")
     assert set(multiprocessing.active_children()) == before
+
+
+def test_a_script_without_a_guard_can_use_them(tmp_path: Path) -> None:
+    """Multiprocessing would run the script again in each of them, and so start them without end."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from shardwise.verify.workers import Workers\n"
+        "with Workers(2) as workers:\n"
+        "    print([answer[1] for answer in workers.run('worker_tasks:introduce', 'a')])\n"
+    )
+    path = f"{Path(__file__).parent}:{Path(__file__).parents[2]}"
+    done = subprocess.run(
+        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "[0, 1]\n", done.stderr

@@ -11,11 +11,24 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardwise.checkpoint.families import FAMILIES, GPT2, LLAMA, MIXTRAL, QWEN3, QWEN3_MOE, Family
-from shardwise.config import Model
 from shardwise.config.check import problems_across
+from shardwise.config.families import (
+    FAMILIES,
+    FULL,
+    GEMMA2,
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    SLIDING,
+    WINDOW,
+    Family,
+)
+from shardwise.config.schema import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, Model
 from shardwise.errors import UserError, shown
-from shardwise.models.rotary import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR
 
 _NEVER = {"rope_interleaved": False, "quantization_config": None, "is_encoder_decoder": False, "partial_rotary_factor": 1.0}
 """Keys of any config.json that we cannot follow unless they say this, or are missing."""
@@ -35,11 +48,23 @@ def to_config(model: Model) -> tuple[Family, dict[str, Any]]:
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     config |= {key: getattr(model, ours) for ours, keys in family.fields.items() for key in keys}
     config |= {key: values[0] for key, values in family.demands.items()}
+    config |= {key: getattr(model, ours) for ours, (key, _) in family.caps.items()}
+    if family is GEMMA2:
+        config["query_pre_attn_scalar"] = int(model.query_scalar or model.head_dim)
     if family is GPT2:
         return family, config | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     if model.experts:
         config["router_aux_loss_coef"] = model.balance_loss / _balance_factor(model.layers, model.experts_per_token)
-    return family, config | _to_rope(model)
+    return family, config | _to_rope(model) | _to_window(family, model)
+
+
+def _to_window(family: Family, model: Model) -> dict[str, Any]:
+    if family.layer_types is None:
+        return {}
+    config: dict[str, Any] = {"sliding_window": model.window}
+    if family is QWEN2:
+        config |= {"use_sliding_window": model.window is not None, "max_window_layers": 0 if model.window else model.layers}
+    return config
 
 
 def _balance_factor(layers: int, experts_per_token: int) -> float:
@@ -54,17 +79,28 @@ def _balance_factor(layers: int, experts_per_token: int) -> float:
 def _family_of(model: Model) -> Family:
     if model.positions == "learned":
         return GPT2
+    if model.norm == "rms+1":
+        return GEMMA2
     if model.experts:
         return QWEN3_MOE if model.qk_norm else MIXTRAL
-    return QWEN3 if model.qk_norm else LLAMA
+    if model.bias == "qkv":
+        return QWEN2
+    if model.qk_norm:
+        return QWEN3
+    return LLAMA if model.window is None else MISTRAL
 
 
 def _differences(family: Family, model: Model) -> Iterator[str]:
     for key, wanted in family.fixed.items():
         if (value := getattr(model, key)) != wanted:
-            yield f"model.{key} = {value!r}: such a model has {wanted!r}"
+            right = "none; leave it out" if wanted is None else repr(wanted)
+            yield f"model.{key} = {value!r}: such a model has {right}"
     if family is GPT2 and model.kv_heads != model.heads:
         yield f"model.kv_heads = {model.kv_heads}: such a model has as many as model.heads = {model.heads}"
+    if family is GEMMA2 and model.query_scalar is not None and not model.query_scalar.is_integer():
+        yield f"model.query_scalar = {model.query_scalar:g}: such a model has a whole number"
+    if family is GEMMA2 and model.window is None:
+        yield "model.window: such a model has one, on every second layer; a window of model.max_positions cuts nothing"
     if family is GPT2 and model.heads * model.head_dim != model.hidden:
         yield f"model.head_dim = {model.head_dim}: such a model has model.hidden / model.heads = {model.hidden / model.heads:g}"
 
@@ -96,16 +132,20 @@ def to_model(config: dict[str, Any], source: str) -> tuple[Family, Model]:
         raise _unreadable(source, problems)
     if family is GPT2:
         fields |= {"kv_heads": fields["heads"], "head_dim": fields["hidden"] // fields["heads"]}
+    if "query_scalar" in fields:
+        fields["query_scalar"] = float(fields["query_scalar"])
+    fields |= {ours: config.get(key, usual) for ours, (key, usual) in family.caps.items()}
     if "experts" in fields:
         factor = _balance_factor(fields["layers"], fields["experts_per_token"])
         fields["balance_loss"] = (config.get("router_aux_loss_coef") or 0.0) * factor
     try:
         model = Model.model_validate({**family.fixed, **fields})
+        model = Model.model_validate({**family.fixed, **fields, **_from_window(family, config, model.layers, problems)})
     except ValidationError as error:
         raise _unreadable(
             source, [f"{detail['loc'][0]} = {shown(detail['input'])}: {detail['msg']}" for detail in error.errors()]
         ) from None
-    if problems := problems_across({"model": model}):
+    if problems := [*problems, *problems_across({"model": model})]:
         raise _unreadable(source, problems)
     return family, model
 
@@ -121,6 +161,11 @@ def _refused(family: Family, config: dict[str, Any]) -> Iterator[str]:
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list):
         yield f"layer_types = {shown(kinds)}: not a list"
+    elif family.layer_types is not None:
+        for key in ("sliding_window", "max_window_layers"):
+            if not isinstance(config.get(key) or 0, int):
+                yield f"{key} = {shown(config[key])}: not a number"
+        return
     elif others := sorted({str(kind) for kind in kinds if kind != "full_attention"}):
         yield f"layer_types holds {', '.join(others[:8])}: only full_attention is known"
     for key in ("sliding_window", "max_position_embeddings", "router_aux_loss_coef"):
@@ -130,6 +175,21 @@ def _refused(family: Family, config: dict[str, Any]) -> Iterator[str]:
     window, longest = config.get("sliding_window"), config.get("max_position_embeddings")
     if window and longest and window < longest and config.get("use_sliding_window", True):
         yield f"sliding_window = {window}: shorter than max_position_embeddings = {longest}, so that it would cut attention"
+
+
+def _from_window(family: Family, config: dict[str, Any], layers: int, problems: list[str]) -> dict[str, Any]:
+    """How far back tokens see, from `sliding_window` and the list of layers that have it."""
+    if family.layer_types is None:
+        return {}
+    window, kinds = config.get("sliding_window", WINDOW), config.get("layer_types") or family.layer_types(config, layers)
+    if window is None or (kinds == [FULL] * layers and family is not MISTRAL):  # whose class does not look at the list
+        return {}
+    patterns = {"all": [SLIDING] * layers, "even": [FULL if layer % 2 else SLIDING for layer in range(layers)]}
+    asked = family.fixed.get("window_layers", "all")
+    if kinds != patterns[asked]:
+        where = {"all": "all layers", "even": "every second layer from the first on"}[asked]
+        problems.append(f"layer_types = {shown(kinds)}: only a window on {where}, or on none, is known")
+    return {"window": window}
 
 
 def _read_fields(family: Family, config: dict[str, Any], problems: list[str]) -> dict[str, Any]:

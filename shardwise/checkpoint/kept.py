@@ -1,0 +1,70 @@
+"""The files of a Hugging Face folder that training does not change, kept byte for byte from import to export.
+
+A model is more than its weights: the tokenizer's files, the chat template, generation_config.json, the special ids in
+config.json, the licence. They travel inside of checkpoints as tensors of bytes named `file.NAME`, beside `model.NAME`. So
+whatever a checkpoint is put through (other layouts, other storage, another machine, the folder gone), they are put through too,
+checksums included. The main rank holds them in memory and writes them with each save: a few MB, 35 for the largest tokenizers.
+
+Kept is every file of the folder but weights, and of its subfolders the one that the transformers library keeps chat templates in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.contents import Contents
+from shardwise.config.pretrained import TOKENIZER, file_of
+from shardwise.data.tokenizer import hash_of
+from shardwise.errors import UserError, shown
+from shardwise.files import read_bytes, reading
+
+PREFIX = "file."
+"""Of their names in a checkpoint."""
+LARGEST = 256 << 20
+"""Bytes of a file that is kept; what is larger holds weights, whatever it is called."""
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx|ot|ckpt)(\.index\.json)?")
+_NAME = re.compile(r"(additional_chat_templates/)?[^/\0.][^/\0]{0,200}")
+
+
+def kept_of_folder(folder: Path) -> dict[str, Tensor]:
+    """The kept files of a Hugging Face folder, as they are named and held in a checkpoint."""
+    kept = {}
+    for name, path in _files(folder):
+        if path.stat().st_size <= LARGEST:
+            kept[PREFIX + name] = torch.from_numpy(np.frombuffer(bytearray(read_bytes(path)), dtype=np.uint8))
+    return kept
+
+
+def kept_of_checkpoint(contents: Contents) -> dict[str, Tensor]:
+    """The kept files in a checkpoint, as they are."""
+    return {name: contents.read(name) for name in contents.tensors if name.startswith(PREFIX)}
+
+
+def as_files(kept: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Files by name; a name that leads out of a folder, or is that of weights, is refused."""
+    files = {name.removeprefix(PREFIX): bytes(tensor.numpy()) for name, tensor in kept.items()}
+    for name in files:
+        if not _NAME.fullmatch(name) or _WEIGHTS.fullmatch(name):
+            raise UserError(f"the checkpoint keeps a file {shown(name)}, which no Hugging Face folder has")
+    return files
+
+
+def has_tokenizer(kept: Mapping[str, Tensor], fingerprint: str) -> bool:
+    """Whether the tokenizer.json among them, if there is one, is that of data with this fingerprint."""
+    tokenizer = kept.get(PREFIX + TOKENIZER)
+    return tokenizer is None or hash_of(bytes(tokenizer.numpy())) == fingerprint
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    with reading(folder):
+        for inside in (folder, folder / "additional_chat_templates"):
+            for path in sorted(inside.iterdir()) if inside.is_dir() else ():
+                name = path.relative_to(folder).as_posix()
+                if path.is_file() and _NAME.fullmatch(name) and not _WEIGHTS.fullmatch(name):
+                    yield name, file_of(inside, path.name)

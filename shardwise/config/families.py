@@ -1,0 +1,191 @@
+"""Hugging Face's model families as tables of settings: our keys of `[model]`, and the keys of config.json that mean the same.
+
+Hugging Face has a class for each family, we have one transformer with a few choices, so a family is
+
+- `fields`: our keys and theirs of the same value;
+- `fixed` and `demands`: the choices that make the family, in our words and in theirs.
+
+Which of our tensors is which of theirs is in checkpoint/families.py, because that needs torch, and a job is read without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """One class of the transformers library."""
+
+    model_type: str
+    architecture: str
+    fields: Mapping[str, tuple[str, ...]]
+    """Our key, and their keys of the same value: every one is written, any one is read."""
+    fixed: Mapping[str, Any]
+    """Our keys that have this value in every model of the family."""
+    demands: Mapping[str, tuple[Any, ...]]
+    """Their keys and the values that we can take; the first is written, and is what a missing key means."""
+    defaults: Mapping[str, Callable[[dict[str, Any]], Any]] = field(default_factory=dict)
+    """Our keys whose value follows from the rest of config.json when it is not given."""
+    caps: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """Our keys that may be None, theirs, and what a missing one means."""
+    layer_types: Callable[[dict[str, Any], int], list[str]] | None = None
+    """Which of so many layers have a sliding window, where config.json does not list them; None: none may have one."""
+
+
+def _without(table: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if key not in keys}
+
+
+WINDOW = 4096
+"""What a missing `sliding_window` means."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+_NO_EXPERTS = {"experts": 0, "experts_per_token": 0, "shared_experts": 0, "balance_loss": 0.0, "balance_bias": 0.0,
+               "router_z_loss": 0.0}  # fmt: skip
+_SILU = {"hidden_act": ("silu", "swish")}
+_PLAIN = {"module": None, "window": None, "window_layers": "all", "query_scalar": None, "attention_softcap": None,
+          "logit_softcap": None, "post_norms": False, "scaled_embedding": False}  # fmt: skip
+_ROTARY = {**_PLAIN, "norm": "rms", "positions": "rotary", "activation": "swiglu"}
+_MIXTURE = {**_ROTARY, "bias": False, "shared_experts": 0, "router": "softmax", "routing_scale": 1.0, "balance_bias": 0.0}
+_FIELDS = {
+    "vocabulary": ("vocab_size",),
+    "hidden": ("hidden_size",),
+    "ffn": ("intermediate_size",),
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "max_positions": ("max_position_embeddings",),
+    "norm_epsilon": ("rms_norm_eps",),
+    "tied": ("tie_word_embeddings",),
+}
+_EXPERT_FIELDS = {**_FIELDS, "experts": ("num_local_experts",), "experts_per_token": ("num_experts_per_tok",)}
+_DEFAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "kv_heads": lambda config: config["num_attention_heads"],
+    "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
+    "tied": lambda config: False,
+    "bias": lambda config: False,
+}
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    fields={**_FIELDS, "bias": ("attention_bias", "mlp_bias")},
+    fixed={**_ROTARY, **_NO_EXPERTS, "qk_norm": False},
+    demands=_SILU,
+    defaults=_DEFAULTS,
+)
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fields=_FIELDS,
+    fixed={**_ROTARY, **_NO_EXPERTS, "qk_norm": True, "bias": False},
+    demands={**_SILU, "attention_bias": (False,), "use_sliding_window": (False,)},
+    defaults={**_DEFAULTS, "head_dim": lambda config: 128},
+)
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    fields=_FIELDS,
+    fixed={**_without(_ROTARY, "window"), **_NO_EXPERTS, "qk_norm": False, "bias": "qkv"},
+    demands=_SILU,
+    defaults=_DEFAULTS,
+    layer_types=lambda config, layers: [
+        SLIDING if config.get("use_sliding_window") and layer >= config.get("max_window_layers", 28) else FULL
+        for layer in range(layers)
+    ],
+)
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    fields=_FIELDS,
+    fixed={**_without(_ROTARY, "window"), **_NO_EXPERTS, "qk_norm": False, "bias": False},
+    demands=_SILU,
+    defaults=_DEFAULTS,
+    layer_types=lambda config, layers: [SLIDING] * layers,
+)
+GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    fields={**_FIELDS, "query_scalar": ("query_pre_attn_scalar",)},
+    fixed={
+        **_NO_EXPERTS,
+        "module": None,
+        "norm": "rms+1",
+        "positions": "rotary",
+        "activation": "geglu",
+        "bias": False,
+        "qk_norm": False,
+        "post_norms": True,
+        "scaled_embedding": True,
+        "window_layers": "even",
+    },
+    demands={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attention_bias": (False,),
+        "use_bidirectional_attention": (None, False),
+    },
+    defaults={**_DEFAULTS, "head_dim": lambda config: 256, "tied": lambda config: True, "query_scalar": lambda config: 256},
+    caps={"attention_softcap": ("attn_logit_softcapping", 50.0), "logit_softcap": ("final_logit_softcapping", 30.0)},
+    layer_types=lambda config, layers: [FULL if layer % 2 else SLIDING for layer in range(layers)],
+)
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    fields={
+        "vocabulary": ("vocab_size",),
+        "hidden": ("n_embd",),
+        "ffn": ("n_inner",),
+        "layers": ("n_layer",),
+        "heads": ("n_head",),
+        "max_positions": ("n_positions",),
+        "norm_epsilon": ("layer_norm_epsilon",),
+        "tied": ("tie_word_embeddings",),
+    },
+    fixed={
+        **_PLAIN,
+        "norm": "layer",
+        "positions": "learned",
+        "activation": "gelu",
+        "bias": True,
+        "qk_norm": False,
+        **_NO_EXPERTS,
+    },
+    demands={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    defaults={"ffn": lambda config: 4 * config["n_embd"], "tied": lambda config: True},
+)
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    fields=_EXPERT_FIELDS,
+    fixed={**_MIXTURE, "qk_norm": False, "normalise_routing": True},
+    demands=_SILU,
+    defaults=_DEFAULTS,
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    fields={
+        **_EXPERT_FIELDS,
+        "experts": ("num_experts", "num_local_experts"),
+        "expert_ffn": ("moe_intermediate_size",),
+        "normalise_routing": ("norm_topk_prob",),
+    },
+    fixed={**_MIXTURE, "qk_norm": True},
+    demands={
+        **_SILU,
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+    },
+    defaults={**_DEFAULTS, "normalise_routing": lambda config: False},
+)
+FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA2, GPT2, MIXTRAL, QWEN3_MOE)}

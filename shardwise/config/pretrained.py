@@ -1,0 +1,94 @@
+"""`model.pretrained`: what a Hugging Face folder says of its model, laid under what the job says. No torch.
+
+The folder's config.json fills `[model]` (model_config.py), its tokenizer.json is `data.tokenizer`, and the token that its
+tokenizer ends a text with is `data.end_of_document`. What the job says besides must agree: a model of another shape could not
+take the weights, and other ids or another epsilon would spoil what they know without a word. The token that ends documents is
+the job's to choose, and so are the losses of routers, which only training has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from shardwise.config.families import Family
+from shardwise.config.model_config import to_model
+from shardwise.config.schema import Model
+from shardwise.errors import UserError, shown
+from shardwise.files import inside, parse_as, read_bytes, reading
+
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+OF_TRAINING = ("balance_loss", "router_z_loss")
+"""Keys of `[model]` that only say how it is trained."""
+
+Tables = dict[str, dict[str, Any]]
+
+
+def with_pretrained(tables: Tables, problems: list[str]) -> Tables:
+    """The tables of a job, filled from the folder that its model comes from, if it names one."""
+    model, data = tables.get("model", {}), tables.get("data", {})
+    if not isinstance(model.get("pretrained"), str):
+        return tables
+    both = [f"model.{key}" for key in ("preset", "module") if model.get(key) is not None]
+    if both:
+        problems.append(f"{' and '.join(both)} and model.pretrained are both given; keep one")
+        return tables
+    folder = Path(model["pretrained"])
+    try:
+        described = read_model(folder)[1].settings()
+        problems += [*_disagreements(model, described, folder), *_other_tokenizer(data, folder)]
+    except UserError as error:
+        problems.append(f"model.pretrained: {error}")
+        return tables
+    return {**tables, "model": {**described, **model}, "data": {**_data_of(folder), **data}}
+
+
+def read_model(folder: Path) -> tuple[Family, Model]:
+    """The family and our model of a folder's config.json."""
+    path = folder / CONFIG
+    with reading(path):
+        if not path.is_file():
+            raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}")
+    return to_model(parse_as(dict[str, Any], read_bytes(file_of(folder, CONFIG)), path), str(path))
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """A file of the folder. In the hub's own cache it is a link to where the blobs of all versions of a model are."""
+    in_cache = folder.absolute().parent.name == "snapshots"
+    return inside(folder, name, folder.absolute().parents[1] if in_cache else None)
+
+
+def _disagreements(model: dict[str, Any], described: dict[str, Any], folder: Path) -> Iterator[str]:
+    for key, value in model.items():
+        if key in described and key not in OF_TRAINING and value != described[key]:
+            yield (
+                f"model.{key} = {shown(value)}: {folder / CONFIG} says {shown(described[key])}; leave it out, or leave out "
+                "model.pretrained"
+            )
+
+
+def _other_tokenizer(data: dict[str, Any], folder: Path) -> Iterator[str]:
+    """A tokenizer other than the folder's, byte for byte."""
+    given, own = data.get("tokenizer"), file_of(folder, TOKENIZER)
+    if not isinstance(given, str) or not own.is_file():
+        return
+    path = Path(given) / TOKENIZER if Path(given).is_dir() else Path(given)
+    if not path.is_file() or (path != own and read_bytes(path) != read_bytes(own)):
+        yield f"data.tokenizer = {shown(given)}: not that of model.pretrained, {own}, whose ids the model knows; leave it out"
+
+
+def _data_of(folder: Path) -> dict[str, Any]:
+    if not file_of(folder, TOKENIZER).is_file():
+        return {}
+    found: dict[str, Any] = {"tokenizer": str(folder / TOKENIZER)}
+    path = file_of(folder, TOKENIZER_CONFIG)
+    # What cannot be read leaves the tokenizer's own end. Usual files have a number of 100 bits, which our own reader refuses.
+    with suppress(UserError, FileNotFoundError, ValueError, RecursionError):
+        settings = json.loads(read_bytes(path))
+        end = settings.get("eos_token") if isinstance(settings, dict) else None
+        end = end.get("content") if isinstance(end, dict) else end
+        found |= {"end_of_document": end} if isinstance(end, str) and end else {}
+    return found
