@@ -10,6 +10,8 @@ quickstart: .venv/.installed
 	rm -rf runs/quickstart
 	$(BIN)/shardwise train examples/quickstart.toml
 	$(BIN)/shardwise report runs/quickstart
+	@echo
+	@echo 'To type shardwise as it is, activate the environment once in each shell: source $(BIN)/activate'
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=20
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shardwise.words import counted
+
 LONGEST = 1000
 """Characters of a line; of a longer one the middle is left out."""
 MOST_PROBLEMS = 40
@@ -67,6 +69,6 @@ class ConfigError(UserError):
     def __init__(self, source: str, problems: Sequence[str]) -> None:
         self.source = source
         self.problems = tuple(problems)
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
-        super().__init__("\n".join([f"{source} has {count}:", *(f"  {p}" for p in [*problems[:MOST_PROBLEMS], *more])]))
+        listed = [f"  {problem}" for problem in [*problems[:MOST_PROBLEMS], *more]]
+        super().__init__("\n".join([f"{source} has {counted(len(problems), 'problem')}:", *listed]))

@@ -107,5 +107,5 @@ def test_a_message_is_bounded_and_shows_what_would_command_a_terminal() -> None:
     assert str(UserError("a\x1b[2J\x9b\u202eb\nc\td")) == "a\\x1b[2J\\x9b\\u202eb\nc\\td"
     assert len(str(UserError("x" * 10**6))) <= 1001
     problems = str(ConfigError("job", [f"problem {number}" for number in range(1000)]))
-    assert problems.startswith("job has 1000 problems:")
+    assert problems.startswith("job has 1,000 problems:")
     assert problems.endswith("and 960 more")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.errors import UserError
+from shardwise.words import counted
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.compare import Comparison
@@ -100,11 +101,19 @@ def export(
     with _bar("exporting") as progress:
         done = export_checkpoint(address, folder, dtype, limit, progress)
     if json:
-        written = {"architecture": done.architecture, "tensors": done.tensors, "bytes": done.bytes, "files": done.files}
+        written = {
+            "architecture": done.architecture,
+            "tensors": done.tensors,
+            "bytes": done.bytes,
+            "files": done.files,
+            "kept": done.kept,
+        }
         _print_json({"checkpoint": address, "folder": str(folder), **written, "note": done.note})
         return
-    files = "1 file" if done.files == 1 else f"{done.files} files"
-    print(f"{folder}: {done.architecture}, {done.tensors} tensors, {_size(done.bytes)} in {files}, from {address}")
+    tensors, files = counted(done.tensors, "tensor"), counted(done.files, "file")
+    print(f"{folder}: {done.architecture}, {tensors}, {_size(done.bytes)} in {files}, from {address}")
+    if done.kept:
+        typer.echo(f"and {done.kept} as in the folder that the model came from, byte for byte", err=True)
     if done.note:
         typer.echo(f"note: {done.note}", err=True)
 
@@ -252,7 +261,7 @@ def _print_list(title: str, lines: list[str]) -> None:
 
 def _set_fields(model: Model) -> dict[str, Any]:
     """What a job must say to get this model: its shape, and whatever else is not the default."""
-    fields, values = type(model).model_fields, model.model_dump(exclude={"preset"})
+    fields, values = type(model).model_fields, model.settings()
     return {key: value for key, value in values.items() if key in SHAPE or value != fields[key].default}
 
 

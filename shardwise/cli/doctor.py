@@ -19,6 +19,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from shardwise.invoked import typed
+
 TORCH_OLDEST, TORCH_BELOW, TORCH_TESTED = (2, 11), (2, 14), "2.13.0"
 _EXTRAS = {"parquet": "pyarrow", "tensorboard": "tensorboard", "wandb": "wandb"}
 _CACHE = ".shardwise"
@@ -45,7 +47,7 @@ class Gpu:
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False) -> None:
-    """What this machine has and lacks for training, and the install line for what is missing."""
+    """What this machine has and lacks for training, and the install line for what is missing. Status 1 if it cannot train."""
     findings = examine()
     if json:
         import json as json_format
@@ -56,8 +58,9 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
             "findings": [asdict(finding) for finding in findings],
         }
         print(json_format.dumps(answer, indent=2))
-        return
-    _show(findings)
+    else:
+        _show(findings)
+    raise typer.Exit(1 if _bad(findings) else 0)
 
 
 def examine() -> list[Finding]:
@@ -82,7 +85,7 @@ def verdict(findings: list[Finding]) -> str:
     bad = _bad(findings)
     if bad:
         return f"Not ready to train: see {', '.join(finding.name for finding in bad)} above."
-    return "Ready to train. Start with: shardwise train examples/quickstart.toml"
+    return f"Ready to train. Start with: {typed()} new demo"
 
 
 def torch_problem() -> str | None:
@@ -219,4 +222,5 @@ def _show(findings: list[Finding]) -> None:
         sign, style = signs[finding.state]
         grid.add_row(Text(sign, style=style), Text(finding.name, style="bold"), Text(finding.words))
     console.print(grid)
-    console.print(Text("\n" + verdict(findings), style="bold red" if _bad(findings) else "bold green"))
+    # One line however long the path to the interpreter is: the command in it is there to be copied.
+    console.print(Text("\n" + verdict(findings), style="bold red" if _bad(findings) else "bold green"), soft_wrap=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from shardwise.cli.signals import stopped_as_interrupted
+from shardwise.words import counted
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -48,32 +50,32 @@ def drill(
 
 
 def _drill(job: Path, overrides: list[str], faults: str, count: int, seed: int, workers: int | None) -> DrillResult:
-    from shardwise.cli.doctor import torch_problem
+    from shardwise.cli.check_job import Crew, checks_of_run
     from shardwise.config import read
-    from shardwise.errors import UserError
 
-    kinds = _kinds(faults)
-    config = read(job, overrides, workers)
-    if problem := torch_problem():
-        raise UserError(problem)
+    def crew(config: Config) -> Crew:
+        return Crew(*[_workers(config, workers)] * 3)
+
+    config = read(job, overrides, workers, [lambda _: _unknown(faults), *checks_of_run(crew)])
     from shardwise.plan import choose
     from shardwise.verify.drill import drill as run
 
-    devices = _workers(config, workers)
+    kinds, devices = _kinds(faults), _workers(config, workers)
     choose(config, devices)
     with _DrillBar(config.train.steps, count) as progress:
         return run(config, devices, kinds, count, seed, progress)
 
 
 def _kinds(faults: str) -> list[Kind]:
-    from shardwise.errors import UserError
+    return cast("list[Kind]", list(dict.fromkeys(word.strip() for word in faults.split(",") if word.strip())))
+
+
+def _unknown(faults: str) -> Iterator[str]:
     from shardwise.verify.faults import KINDS
 
-    kinds = list(dict.fromkeys(word.strip() for word in faults.split(",") if word.strip()))
-    unknown = [word for word in kinds if word not in KINDS]
-    if unknown or not kinds:
-        raise UserError(f"--faults {faults}: {', '.join(unknown) or 'none'} is not known; use some of {', '.join(KINDS)}")
-    return cast("list[Kind]", kinds)
+    unknown = [word for word in _kinds(faults) if word not in KINDS]
+    if unknown or not _kinds(faults):
+        yield f"--faults {faults}: {', '.join(unknown) or 'none'} is not known; use some of {', '.join(KINDS)}"
 
 
 def _workers(config: Config, workers: int | None) -> int:
@@ -138,13 +140,13 @@ def _show(result: DrillResult) -> None:
 
 def _verdict(result: DrillResult) -> str:
     same, of = result.comparison, len(result.planned)
-    survived = "1 fault" if len(result.faults) == 1 else f"{len(result.faults)} faults"
+    survived = counted(len(result.faults), "fault")
     if same is None:
         return f"{len(result.faults)} of {of} faults were survived; the run did not reach its end"
     alike = "to the last bit" if same.tolerance is None else f"to rounding (relative {same.tolerance:g}: the layout changed)"
     if result.passes:
-        compared = f"the losses of {same.steps} steps, their data and {same.tensors} tensors at the end"
-        return f"{survived} on {result.workers} workers; {compared} equal the undisturbed run's {alike}"
+        compared = f"the losses of {counted(same.steps, 'step')}, their data and {counted(same.tensors, 'tensor')} at the end"
+        return f"{survived} on {counted(result.workers, 'worker')}; {compared} equal the undisturbed run's {alike}"
     return f"{survived} survived, but the run is not the undisturbed one {alike}"
 
 

@@ -1,7 +1,8 @@
-"""This machine as a cluster, for jobs that name none: a quick measurement that is kept."""
+"""This machine as a cluster: measured for jobs that name none, and held against the one that a job names."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
     """The cluster of so many local workers (None: the GPUs here, or one a core up to four), and the file that it is kept in."""
     from shardwise.cli.doctor import torch_problem
     from shardwise.errors import UserError
+    from shardwise.words import counted
 
     if problem := torch_problem():
         raise UserError(f"no [cluster] given, and this machine cannot be measured: {problem}; or name one: cluster.preset=h100x8")
@@ -23,6 +25,36 @@ def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
 
     count = local_workers(workers)
     if remembered(count) is None:
-        typer.echo(f"no [cluster] given: measuring this machine with {count} workers, a few seconds, once", err=True)
+        typer.echo(f"no [cluster] given: measuring this machine with {counted(count, 'worker')}, a few seconds, once", err=True)
     cluster = quick_cluster(count, warn=lambda text: typer.echo(f"warning: {text}", err=True))
     return cluster, remembered(count)
+
+
+def doubts(workers: int, named: Cluster | None) -> Iterator[str]:
+    """What to know before so many workers start here: that they share cores, or that the job names another machine than this."""
+    from shardwise.mesh import cores, local_gpus
+    from shardwise.words import counted
+
+    on_gpus = local_gpus() >= workers  # as each of them will decide
+    if not on_gpus and workers > cores():
+        share = f"{counted(workers, 'worker')} on {counted(cores(), 'core')} take turns"
+        yield f"{share}: starting them and every step take that much longer. It shows that a layout works, not how fast it is"
+    if named is not None and (here := _unlike(named, on_gpus)):
+        cluster = f"the cluster {named.name} ({named.devices:,} x {named.device.name}) is not this machine"
+        yield f"{cluster}, which {here}: what is predicted is for that cluster, and the training is here"
+
+
+def _unlike(named: Cluster, on_gpus: bool) -> str | None:
+    """What this machine has instead of the cluster's devices; None where it has such."""
+    if named.device_type == "cpu":
+        return "computes on GPUs" if on_gpus else None
+    if not on_gpus:
+        from shardwise.mesh import local_gpus
+
+        return "has too few GPUs for its workers and computes on CPU cores" if local_gpus() else "has no GPU"
+    import torch
+
+    from shardwise.mesh import device_name
+
+    name = device_name(torch.device("cuda", 0))
+    return None if named.device.name.split("-")[0].lower() in name.lower() else f"has {name}"

@@ -11,9 +11,11 @@ import typer
 
 from shardwise import __version__
 from shardwise.cli.checkpoint import checkpoint
+from shardwise.cli.config import config
 from shardwise.cli.data import data
 from shardwise.cli.doctor import doctor
 from shardwise.cli.drill import drill
+from shardwise.cli.new import new
 from shardwise.cli.plan import plan
 from shardwise.cli.probe import probe
 from shardwise.cli.report import report
@@ -25,9 +27,10 @@ app = typer.Typer(
     name="shardwise",
     help="Plan, prove and run distributed training of transformer models on PyTorch.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # it takes [model] for a style
 )
+app.command()(new)
 app.command()(plan)
 app.command()(verify)
 app.command()(drill)
@@ -36,6 +39,7 @@ app.command()(report)
 app.command()(doctor)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(data, name="data")
+app.add_typer(config, name="config")
 
 
 def _train_help() -> str:

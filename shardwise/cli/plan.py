@@ -6,6 +6,7 @@ Needs no torch where the job names its cluster. `--schedule` draws the pipeline 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from shardwise.config import Config
+    from shardwise.config import Config, Sections
     from shardwise.cost.cluster import Cluster
     from shardwise.plan.timeline import Timeline
 
@@ -45,21 +46,27 @@ def plan(
 ) -> None:
     """The best layout for a job: what it takes, why it wins, what the next best loses on."""
     from shardwise.config import read
-    from shardwise.errors import UserError
     from shardwise.search.search import check_countable
 
-    if html is not None:
-        if scale or fewest or maximise or flops is not None or days is not None or schedule:
-            raise UserError("--html: shows the best layout; leave the other questions out, or ask them without it")
-        _check_writable(html, "--html")
-    config = read(job, overrides or [])
+    asked = _Asked(scale, fewest, maximise, flops, days)
+    numbers = {"--compute-budget": flops, "--days": days, "--storage": storage, "--failures": failures}
+    config = read(
+        job,
+        overrides or [],
+        checks=[
+            lambda _: _problems_of_questions(asked, html, schedule),
+            lambda _: _problems_of_numbers(numbers),
+            lambda _: _unwritable({"--html": html, "--svg": svg}),
+            _problems_of_cluster,
+        ],
+    )
     if schedule or svg is not None:
         _draw(config, svg, json)
         return
     check_countable(config)
     cluster = _cluster(config)
-    if scale or fewest or maximise or flops is not None or days is not None:
-        _print(*_goal(config, cluster, scale, fewest, maximise, flops, days), json)
+    if asked.anything:
+        _print(*_goal(config, cluster, asked), json)
         return
     answer = _answer(config, cluster, str(job), everything, storage, failures)
     if html is not None:
@@ -75,29 +82,70 @@ def plan(
         _show(answer)
 
 
-def _goal(
-    config: Config,
-    cluster: Cluster,
-    scale: str | None,
-    fewest: bool,
-    maximise: str | None,
-    flops: float | None,
-    days: float | None,
-) -> tuple[dict[str, Any], list[Any]]:
+@dataclass(frozen=True)
+class _Asked:
+    """The questions beside the best layout."""
+
+    scale: str | None
+    fewest: bool
+    maximise: str | None
+    flops: float | None
+    days: float | None
+
+    @property
+    def anything(self) -> bool:
+        return bool(self.questions) or self.flops is not None or self.days is not None
+
+    @property
+    def questions(self) -> list[str]:
+        """As options, but for budgets."""
+        asked = {"--scale": self.scale is not None, "--fewest": self.fewest, "--maximise": self.maximise is not None}
+        return [option for option, given in asked.items() if given]
+
+
+def _problems_of_questions(asked: _Asked, html: Path | None, schedule: bool) -> Iterator[str]:
+    from shardwise.cli import plan_goals
+
+    questions, flops, days = asked.questions, asked.flops, asked.days
+    if html is not None and (asked.anything or schedule):
+        yield "--html: shows the best layout; leave the other questions out, or ask them without it"
+    if len(questions) > 1 or (questions and flops is not None) or (questions and days is not None and not asked.fewest):
+        yield f"{' and '.join(questions)}: one question at a time; --days goes with --fewest or alone"
+    elif flops is not None and days is not None:
+        yield "give --compute-budget or --days, not both"
+    if asked.scale is not None:
+        yield from plan_goals.problems_of_counts(asked.scale)
+    if asked.maximise is not None and asked.maximise not in plan_goals.LARGEST:
+        yield f"--maximise {asked.maximise}: give {' or '.join(plan_goals.LARGEST)}"
+
+
+def _problems_of_numbers(numbers: Mapping[str, float | None]) -> Iterator[str]:
+    examples = {"--compute-budget": ", for example 1e22", "--days": ", for example 30"}
+    for option, value in numbers.items():
+        if value is not None and not (value > 0 and isfinite(value)):
+            yield f"{option} {value:g}: give a number above 0{examples.get(option, '')}"
+
+
+def _problems_of_cluster(sections: Sections) -> Iterator[str]:
+    from shardwise.config import whole
+    from shardwise.cost.clusters import asked_for
+
+    if config := whole(sections):
+        asked_for(config)
+    yield from ()
+
+
+def _goal(config: Config, cluster: Cluster, asked: _Asked) -> tuple[dict[str, Any], list[Any]]:
     """The one question that was asked beside the best layout."""
     from shardwise.cli import plan_goals
-    from shardwise.errors import UserError
 
-    questions = [name for name, value in (("--scale", scale), ("--fewest", fewest), ("--maximise", maximise)) if value]
-    if len(questions) > 1 or (questions and flops is not None) or (questions and days is not None and not fewest):
-        raise UserError(f"{' and '.join(questions)}: one question at a time; --days goes with --fewest or alone")
-    if scale:
-        return plan_goals.scale(config, cluster, scale)
-    if fewest:
-        return plan_goals.fewest(config, cluster, days)
-    if maximise:
-        return plan_goals.maximise(config, cluster, maximise)
-    return plan_goals.budget(config, cluster, flops, days)
+    if asked.scale is not None:
+        return plan_goals.scale(config, cluster, asked.scale)
+    if asked.fewest:
+        return plan_goals.fewest(config, cluster, asked.days)
+    if asked.maximise is not None:
+        return plan_goals.maximise(config, cluster, asked.maximise)
+    return plan_goals.budget(config, cluster, asked.flops, asked.days)
 
 
 def _print(answer: dict[str, Any], shown: list[Any], json: bool) -> None:
@@ -119,15 +167,11 @@ def _answer(
     from shardwise import __version__
     from shardwise.cli.plan_drawings import drawings
     from shardwise.cli.plan_show import advice_of
-    from shardwise.errors import UserError
     from shardwise.search.answer import answer
     from shardwise.search.interval import DEVICE_HOURS
     from shardwise.search.lossy import search_job
     from shardwise.search.whole_run import beyond
 
-    for option, value in (("--storage", storage), ("--failures", failures)):
-        if value is not None and not (value > 0 and isfinite(value)):
-            raise UserError(f"{option} {value:g}: give a number above 0")
     searched = search_job(config, cluster, cluster.devices)
     config, result = searched.config, searched.result
     content = answer(config, result, everything)
@@ -158,19 +202,21 @@ def _cluster(config: Config) -> Cluster:
     return this_machine(config.cluster.devices or (layout.world if layout.data > 0 else None))[0]
 
 
-def _check_writable(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written, before the search and not after it."""
-    from shardwise.errors import UserError
-
-    try:
-        if path.is_dir():
-            raise UserError(f"{option} {path}: is a folder; give the path of a file")
-        with path.open("a"):
-            pass
-        if path.stat().st_size == 0:
-            path.unlink()  # nothing is left behind if there is no answer
-    except OSError as error:
-        raise UserError(f"{option} {path}: cannot be written ({error.strerror}); give another path") from None
+def _unwritable(files: Mapping[str, Path | None]) -> Iterator[str]:
+    """Files that could not be written, known before the search and not after it."""
+    for option, path in files.items():
+        try:
+            if path is None or path == Path("/dev/stdout"):
+                continue
+            if path.is_dir():
+                yield f"{option} {path}: is a folder; give the path of a file"
+                continue
+            with path.open("a"):
+                pass
+            if path.is_file() and path.stat().st_size == 0:
+                path.unlink()  # nothing is left behind if there is no answer
+        except OSError as error:
+            yield f"{option} {path}: cannot be written ({error.strerror}); give another path"
 
 
 def _draw(config: Config, svg: Path | None, json: bool) -> None:
@@ -215,12 +261,8 @@ def _micro_batches(config: Config) -> int:
 
 def _write_svg(path: Path, timeline: Timeline) -> None:
     from shardwise.cli.draw_schedule import draw_svg
-    from shardwise.errors import UserError
 
-    try:
-        path.write_text(draw_svg(timeline), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--svg {path}: cannot be written ({error.strerror}); give another path") from None
+    path.write_text(draw_svg(timeline), encoding="utf-8")
     typer.echo(f"drawn in {path}", err=True)
 
 
@@ -245,16 +287,13 @@ def _as_json(pipeline: _Pipeline) -> dict[str, Any]:
 def _as_text(pipeline: _Pipeline) -> str:
     from shardwise.cli.draw_schedule import draw_text, summary
     from shardwise.plan import peak_in_flight
+    from shardwise.words import counted
 
     schedule = pipeline.timeline.schedule
     rows = [f"{'rank':<6}{'activations':<13}{'idle':<8}stages"]
     peaks = peak_in_flight(schedule)
     for rank in range(schedule.ranks):
-        stages = ", ".join(f"{stage} ({_count(pipeline.blocks[stage])})" for stage in schedule.stages_of(rank))
+        stages = ", ".join(f"{stage} ({counted(pipeline.blocks[stage], 'block')})" for stage in schedule.stages_of(rank))
         rows.append(f"{rank:<6}{peaks[rank]:<13}{pipeline.timeline.idle[rank]:<8.1%}{stages}")
     by_cost = f"with the embedding and the head counted, the bubble is {pipeline.by_cost.bubble:.1%}"
     return "\n".join([summary(pipeline.timeline), "", draw_text(pipeline.timeline), "", *rows, "", by_cost])
-
-
-def _count(blocks: int) -> str:
-    return f"{blocks} block" if blocks == 1 else f"{blocks} blocks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
 
 Answer = tuple[dict[str, Any], list[Any]]
 """The answer as data, and what to print of it: text and tables."""
+LARGEST = ("sequence", "batch")
+"""What can be asked to be as large as fits."""
 
 
 def scale(config: Config, cluster: Cluster, counts: str) -> Answer:
@@ -17,7 +20,7 @@ def scale(config: Config, cluster: Cluster, counts: str) -> Answer:
     from shardwise.cli.plain import plain
     from shardwise.search.scaling import amdahl, strong, weak
 
-    numbers = _counts(counts)
+    numbers = [int(part) for part in counts.split(",") if part.strip()]
     curves = {"strong": strong(config, cluster, numbers), "weak": weak(config, cluster, numbers)}
     bound = amdahl(curves["strong"])
     shown: list[Any] = [_curve(f"{name} scaling", points) for name, points in curves.items()]
@@ -36,13 +39,13 @@ def _point(point: Any) -> dict[str, Any]:
     return {**plain(point), "breaks_in_words": describe_term(point.breaks) if point.breaks else None}
 
 
-def _counts(text: str) -> list[int]:
-    from shardwise.errors import UserError
+def problems_of_counts(text: str) -> Iterator[str]:
+    """Of device counts as they were typed."""
+    from shardwise.config.schema import MOST_DEVICES
 
-    try:
-        return [int(part) for part in text.replace(" ", "").split(",") if part]
-    except ValueError:
-        raise UserError(f"--scale {text}: give device counts with commas between them, for example 8,16,32") from None
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and 1 <= int(part) <= MOST_DEVICES for part in parts):
+        yield f"--scale {text}: give device counts with commas between them, for example 8,16,32"
 
 
 def _curve(title: str, points: Any) -> Any:
@@ -61,17 +64,18 @@ def _curve(title: str, points: Any) -> Any:
 
 def budget(config: Config, cluster: Cluster, flops: float | None, days: float | None) -> Answer:
     """The compute-optimal model for a budget."""
+    from shardwise.observe.format import format_count, format_figure, format_span
     from shardwise.search.whole_run import budget as spend
 
     answer = spend(config, cluster, flops, days)
     shape = answer["model"]
-    size = f"{answer['parameters'] / 1e9:,.4g} B parameters on {answer['tokens'] / 1e9:,.4g} B tokens"
+    size = f"{format_count(answer['parameters'])} parameters on {format_count(answer['tokens'])} tokens"
     lines = [
         f"{answer['flops']:.3g} FLOPs are best spent on {size}; predicted loss {answer['loss']:.3f} nats a token",
         f"a shape near it: layers {shape['layers']}, hidden {shape['hidden']}, heads {shape['heads']}, ffn {shape['ffn']}",
-        f"on {cluster.devices:,} x {cluster.device.name} with {answer['layout']}: {answer['days']:.3g} days, "
-        f"{answer['device_hours']:,.0f} device hours{_costs(answer)}",
-        f"this job's own model would see {answer['this_model']['tokens'] / 1e9:,.4g} B tokens "
+        f"on {cluster.devices:,} x {cluster.device.name} with {answer['layout']}: {format_span(answer['seconds'])}, "
+        f"{format_figure(answer['device_hours'])} device hours{_costs(answer)}",
+        f"this job's own model would see {format_count(answer['this_model']['tokens'])} tokens "
         f"({answer['this_model']['tokens_per_parameter']:.3g} a parameter): predicted loss {answer['this_model']['loss']:.3f}",
         "law: Hoffmann et al. 2022 with 20 tokens a parameter; its own fit and the replication of 2024 are in --json",
     ]
@@ -79,8 +83,10 @@ def budget(config: Config, cluster: Cluster, flops: float | None, days: float | 
 
 
 def _costs(answer: dict[str, Any]) -> str:
-    energy = "" if answer["kwh"] is None else f", {answer['kwh'] / 1000:,.3g} MWh"
-    return energy + ("" if answer["money"] is None else f", {answer['money']:,.0f} in money")
+    from shardwise.observe.format import format_energy, format_figure
+
+    energy = "" if answer["kwh"] is None else f", {format_energy(answer['kwh'])}"
+    return energy + ("" if answer["money"] is None else f", {format_figure(answer['money'])} in money")
 
 
 def fewest(config: Config, cluster: Cluster, days: float | None) -> Answer:
@@ -100,13 +106,10 @@ def fewest(config: Config, cluster: Cluster, days: float | None) -> Answer:
 def maximise(config: Config, cluster: Cluster, what: str) -> Answer:
     """The longest sequence, or the largest batch without accumulation, that fits."""
     from shardwise.cli.plain import plain
-    from shardwise.errors import UserError
     from shardwise.search.largest import largest_batch, longest_sequence
 
     if what == "sequence":
         longest = longest_sequence(config, cluster, cluster.devices)
         return plain(longest), [longest.sentence]
-    if what == "batch":
-        largest = largest_batch(config, cluster, cluster.devices)
-        return plain(largest), [largest.sentence]
-    raise UserError(f"--maximise {what}: give sequence or batch")
+    largest = largest_batch(config, cluster, cluster.devices)
+    return plain(largest), [largest.sentence]

@@ -10,8 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.observe.format import format_count, format_energy, format_figure, format_span
 from shardwise.search.reasons import describe_term, format_seconds
 from shardwise.search.slow_links import PLAIN
+from shardwise.words import counted
 
 WIDTH = 60
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_black", "white")
@@ -44,7 +46,7 @@ def _headline(answer: Mapping[str, Any], console: Console) -> None:
     best, cluster = answer["best"], answer["cluster"]
     size = f"{cluster['devices']:,} x {cluster['device']} ({cluster['nodes']} x {cluster['devices_per_node']})"
     console.print(
-        f"{answer['model']['parameters'] / 1e9:.4g} B parameters on {size}, {answer['tokens_per_step']:,} tokens a step"
+        f"{format_count(answer['model']['parameters'])} parameters on {size}, {answer['tokens_per_step']:,} tokens a step"
     )
     mfu = "" if best["mfu"] is None else f", MFU {best['mfu']:.1%}"
     speed = f"{best['tokens_per_second_per_device']:,.0f} tokens/s a device{mfu}"
@@ -71,18 +73,16 @@ def _bar(name: str, parts: Mapping[str, float], whole: float, unit: str, console
 def advice_of(beyond: Mapping[str, Any]) -> list[str]:
     """What search/whole_run.py found beyond the step, in sentences."""
     run, saves = beyond["whole_run"], beyond["checkpoints"]
-    hours = f"{run['days']:.3g} days, {run['device_hours']:,.0f} device hours"
-    text = f"all {run['steps']:,} steps ({run['tokens']:.3g} tokens) take {hours}"
+    hours = f"{format_span(run['seconds'])}, {format_figure(run['device_hours'])} device hours"
+    text = f"all {counted(run['steps'], 'step')} ({format_count(run['tokens'])} tokens) take {hours}"
     if run["kwh"] is not None:
-        text += f", {run['kwh'] / 1000:,.3g} MWh"
+        text += f", {format_energy(run['kwh'])}"
     if run["money"] is not None:
-        text += f", {run['money']:,.0f} in money"
+        text += f", {format_figure(run['money'])} in money"
     advice = saves["advice"]
-    every = f"save every {advice['every_steps']:,} steps ({advice['every_seconds'] / 60:.3g} minutes)"
-    sentences = [
-        text,
-        f"{every}: {advice['expected_goodput']:.1%} of the time counts, {saves['storage_bytes'] / 1e9:,.0f} GB of storage",
-    ]
+    every = f"save every {counted(advice['every_steps'], 'step')} ({format_span(advice['every_seconds'])})"
+    storage = f"{format_figure(saves['storage_bytes'] / 1e9)} GB of storage"
+    sentences = [text, f"{every}: {advice['expected_goodput']:.1%} of the time counts, {storage}"]
     if (hide := beyond["to_hide"]) is not None:
         where = "between nodes" if hide["link"] == "between" else "inside a node"
         needed = "no bandwidth" if hide["needed_gb_s"] is None else f"{hide['needed_gb_s']:.3g} GB/s a device"

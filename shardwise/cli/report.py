@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The run folder: run.folder of the job, for example runs/default.")],
+    run: Annotated[Path, typer.Argument(help="The run folder: run.folder of the job, for example runs/quickstart.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Correct the run's cluster file by what was measured, for the next plan.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +15,11 @@ from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.resilience.stopping import Stopped
 
 if TYPE_CHECKING:
+    from shardwise.cli.check_job import Crew
     from shardwise.config import Config
     from shardwise.mesh import Node, Worker
     from shardwise.plan import Plan
+    from shardwise.resilience.team import Bounds
     from shardwise.train.planner import Planner
 
 Limits = tuple[int | None, int | None]
@@ -52,21 +55,30 @@ def train(
 
 
 def _train(job: Path, overrides: list[str], workers: int | None, limits: Limits) -> int:
-    from shardwise.cli.doctor import torch_problem
+    from shardwise.cli.check_job import checks_of_run
     from shardwise.config import read
-    from shardwise.errors import UserError
-
-    config = read(job, overrides, workers or limits[1])
-    if problem := torch_problem():
-        raise UserError(problem)
     from shardwise.mesh import Node, Worker, launched
 
     launch = launched()
     if isinstance(launch, Worker):
+        config = _read_by_worker(job, overrides)
         with _holding(config) if launch.rank == 0 else nullcontext():
             return _be_worker(config, launch)
-    _check_data(config)
-    return _start(config, launch if isinstance(launch, Node) else None, workers, limits)
+    node = launch if isinstance(launch, Node) else None
+    checks = checks_of_run(lambda config: _crew(config, node, workers, limits))
+    return _start(read(job, overrides, workers or limits[1], checks), node, workers, limits)
+
+
+def _read_by_worker(job: Path, overrides: list[str]) -> Config:
+    """Not one of thousands of ranks looks at the data before it has to."""
+    from shardwise.cli.doctor import torch_problem
+    from shardwise.config import read
+    from shardwise.errors import UserError
+
+    config = read(job, overrides)
+    if problem := torch_problem():
+        raise UserError(problem)
+    return config
 
 
 @contextmanager
@@ -90,73 +102,103 @@ def _holding(config: Config) -> Iterator[None]:
 
 
 def _check_data(config: Config) -> None:
-    """Prepare the data and check what the job says against it, before any worker starts."""
-    from shardwise.checkpoint import to_resume
+    """Prepare the data, and check what the job says against all of it, before any worker starts."""
     from shardwise.cli.progress import preparing
     from shardwise.data import Dataset, check_vocabulary
-    from shardwise.observe.sinks import check_extras
 
-    check_extras(config.observe)
     with preparing() as progress:
         dataset = Dataset.open(config.data, config.train.seed, progress)
     check_vocabulary(dataset, config.model.vocabulary)
-    to_resume(config)
 
 
-def _start(config: Config, node: Node | None, workers: int | None, limits: Limits) -> int:
+def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits) -> Crew:
+    """How many workers take part, or why it cannot be as it was asked."""
+    from shardwise.cli.check_job import Crew
     from shardwise.config import fewest_devices
     from shardwise.errors import UserError
     from shardwise.mesh import local_gpus
-    from shardwise.resilience.team import Bounds
-    from shardwise.train.launch import launch
 
     nodes = node.nodes if node else 1
-    local_workers = workers or (node.workers if node else None) or _requested_workers(config, limits, nodes) or local_gpus()
-    local_workers = local_workers or fewest_devices(config.layout) * (
-        config.local.groups if config.train.driver == "local" else 1
+    shares_memory = config.train.driver == "hogwild"
+    if shares_memory and nodes > 1:
+        raise UserError(f"train.driver = 'hogwild': workers share the memory of one host, and this run has {nodes}; use 'server'")
+    here = workers or (node.workers if node else None) or _requested_workers(config, limits, nodes)
+    here = (
+        here
+        or (0 if shares_memory else local_gpus())
+        or fewest_devices(config.layout) * (config.local.groups if config.train.driver == "local" else 1)
     )
-    least, most = limits[0] or limits[1] or local_workers * nodes, limits[1] or local_workers * nodes
+    crew = Crew(here, limits[0] or limits[1] or here * nodes, limits[1] or here * nodes)
     if config.train.driver == "server":
-        if limits[0] is not None:
-            raise UserError("--min-workers: workers of a parameter server come and go as they like; leave it out")
-        return _start_servers(config, node, local_workers, most)
-    if node is None and most != local_workers:
+        _check_servers(config, crew.most, limits)
+    elif node is None and crew.most != here:
         raise UserError(
-            f"--max-workers {most}: this machine starts {local_workers}, and no other takes part; "
+            f"--max-workers {crew.most}: this machine starts {here}, and no other takes part; "
             "leave it out, or give --workers the same number"
         )
-    if least > most:
-        raise UserError(f"--min-workers {least}: more than the {most} workers that there can be")
-    if most > 1 and (config.checkpoint.folder or "").startswith("memory:"):
+    elif crew.least > crew.most:
+        raise UserError(f"--min-workers {crew.least}: more than the {crew.most} workers that there can be")
+    elif crew.most > 1 and (config.checkpoint.folder or "").startswith("memory:"):
         raise UserError(f"checkpoint.folder = {config.checkpoint.folder!r}: workers do not share their memory; give a folder")
-    planner = _planner(config, local_workers, most, nodes)
-    _check(planner)
-    if node is None or node.node_rank == 0:
-        _check_room(config, planner.first)
-    return launch(config, local_workers, Bounds(least, most), node, planner, lambda: _holding(config))
+    return crew
 
 
-def _start_servers(config: Config, node: Node | None, local_workers: int, workers: int) -> int:
-    """A parameter server and its workers: the servers come on top, on the first node."""
-    from dataclasses import replace
-
+def _check_servers(config: Config, workers: int, limits: Limits) -> None:
     from shardwise.errors import UserError
-    from shardwise.resilience.team import Bounds
-    from shardwise.train.launch import launch
 
-    servers, portions = config.server.servers, config.server.portions or workers
+    portions = config.server.portions or workers
+    if limits[0] is not None:
+        raise UserError("--min-workers: workers of a parameter server come and go as they like; leave it out")
     if config.train.global_batch % portions:
         raise UserError(
             f"train.global_batch = {config.train.global_batch}: does not divide into {portions} portions, one for each worker; "
             "give server.portions, or another batch"
         )
-    config = config.model_copy(update={"server": config.server.model_copy(update={"portions": portions})})
-    slots = local_workers + (servers if node is None or node.node_rank == 0 else 0)
-    planner = replace(_planner(config, slots, workers + servers, node.nodes if node else 1), memory_bytes=None)  # in host memory
+
+
+def _start(config: Config, node: Node | None, workers: int | None, limits: Limits) -> int:
+    """Plan, prepare the data, and start; in this order, so that a job which is refused leaves nothing behind."""
+    from shardwise.checkpoint import to_resume
+    from shardwise.resilience.team import Bounds
+    from shardwise.train.launch import launch
+
+    to_resume(config)
+    crew, nodes = _crew(config, node, workers, limits), node.nodes if node else 1
+    slots, bounds = crew.here, Bounds(crew.least, crew.most)
+    if config.train.driver == "server":
+        config, slots, bounds = _with_servers(config, node, crew)
+    planner = _planner(config, slots, bounds.most, nodes)
+    if config.train.driver in ("server", "hogwild"):
+        planner = replace(planner, memory_bytes=None)  # in host memory
     _check(planner)
+    if config.train.driver == "hogwild":
+        _check_shared_memory(config, planner.first)
     if node is None or node.node_rank == 0:
         _check_room(config, planner.first)
-    return launch(config, slots, Bounds(servers, workers + servers), node, planner, lambda: _holding(config))
+    _check_data(config)
+    _announce(config, slots, planner)
+    return launch(config, slots, bounds, node, planner, lambda: _holding(config))
+
+
+def _with_servers(config: Config, node: Node | None, crew: Crew) -> tuple[Config, int, Bounds]:
+    """A parameter server and its workers: the servers come on top, on the first node."""
+    from shardwise.resilience.team import Bounds
+
+    servers = config.server.servers
+    portions = config.server.model_copy(update={"portions": config.server.portions or crew.most})
+    slots = crew.here + (servers if node is None or node.node_rank == 0 else 0)
+    return config.model_copy(update={"server": portions}), slots, Bounds(servers, crew.most + servers)
+
+
+def _announce(config: Config, workers: int, planner: Planner) -> None:
+    """Say at once what is about to happen: the first worker imports torch, and is heard of only seconds later."""
+    from shardwise.cli.machine import doubts
+    from shardwise.words import counted
+
+    named = config.cluster.preset is not None or config.cluster.file is not None
+    for doubt in doubts(workers, planner.cluster if named else None):
+        typer.echo(f"warning: {doubt}", err=True)
+    typer.echo(f"starting {counted(workers, 'worker')}…", err=True)
 
 
 def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Planner:
@@ -215,6 +257,21 @@ def _check_room(config: Config, plan: Plan) -> None:
         check_room(Path(saved_to), "checkpoint.folder", states * BYTES[state_dtype(config.train)] * plan.parameters)
 
 
+def _check_shared_memory(config: Config, plan: Plan) -> None:
+    """Refuse weights and moments that do not fit, before the system ends some process for want of memory."""
+    import psutil
+
+    from shardwise.errors import UserError
+    from shardwise.plan.dtypes import BYTES, state_dtype
+
+    needed, free = 3 * BYTES[state_dtype(config.train)] * plan.parameters, psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"train.driver = 'hogwild': weights and moments take {needed / 2**30:,.1f} GiB of this machine's memory, of which "
+            f"{free / 2**30:,.1f} GiB are free; use a smaller model, or train.driver = 'server' with several server.servers"
+        )
+
+
 def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None:
     """How many workers each node is to have, as far as the command or the layout say."""
     from shardwise.errors import UserError
@@ -238,8 +295,9 @@ def _be_worker(config: Config, worker: Worker) -> int:
     from shardwise.errors import UserError
     from shardwise.resilience.stopping import CollectSignals, cut_short
 
-    if config.train.driver == "server":
-        raise UserError("train.driver = 'server': starts its own processes; run it without torchrun, or as one process a node")
+    if config.train.driver in ("server", "hogwild"):
+        what = f"train.driver = {config.train.driver!r}"
+        raise UserError(f"{what}: starts its own processes; run it without torchrun, or as one process a node")
     with CollectSignals() as signals:  # before anything is imported: one rank alone that leaves would keep the others waiting
         from shardwise.mesh import peer_is_gone
         from shardwise.observe import unblocked_output

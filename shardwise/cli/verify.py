@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
 from shardwise.cli.signals import stopped_as_interrupted
+from shardwise.words import counted
 
 if TYPE_CHECKING:
     from shardwise.verify.prove import ProofResult
@@ -32,7 +34,10 @@ def verify(
     ] = "one-device",
     sabotage: Annotated[
         str | None,
-        typer.Option("--sabotage", help="Break one thing: drop-all-reduce, scale-gradient, swap-chunks or misroute-token."),
+        typer.Option(
+            "--sabotage",
+            help="Break one of drop-all-reduce, scale-gradient, swap-chunks, misroute-token; status 0: found.",
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
@@ -49,36 +54,32 @@ def verify(
         print(dumps(result.to_json()))
     else:
         _show(result)
-    if result.unnoticed:
-        typer.echo("the sabotage was not found", err=True)
-    raise typer.Exit(0 if result.verdict.passes and not result.unnoticed else 1)
+    passes = result.verdict.passes
+    if sabotage is None and result.sabotaged is None:
+        raise typer.Exit(0 if passes else 1)
+    typer.echo(f"the sabotage was {'not ' if passes else ''}found", err=True)
+    raise typer.Exit(1 if passes else 0)
 
 
 def _prove(job: Path, overrides: list[str], steps: int, dtype: str, sabotage: str | None, against: str) -> ProofResult:
-    from shardwise.cli.doctor import torch_problem
+    from shardwise.cli.check_job import checks_of_proof
     from shardwise.cli.progress import preparing
     from shardwise.config import read
-    from shardwise.errors import UserError
     from shardwise.observe import error_console
     from shardwise.verify.job import Against, Dtype, Sabotage
     from shardwise.verify.prove import prove
 
-    _check_choice("--dtype", dtype, get_args(Dtype))
-    _check_choice("--against", against, get_args(Against))
-    if sabotage is not None:
-        _check_choice("--sabotage", sabotage, get_args(Sabotage))
-    config = read(job, overrides)
-    if problem := torch_problem():
-        raise UserError(problem)
+    given = [("--dtype", dtype, get_args(Dtype)), ("--against", against, get_args(Against))]
+    given += [("--sabotage", sabotage, get_args(Sabotage))] if sabotage is not None else []
+    config = read(job, overrides, checks=[lambda _: _unknown_choices(given), *checks_of_proof()])
     broken, say = cast("Sabotage | None", sabotage), error_console().print
     return prove(config, steps, cast(Dtype, dtype), broken, preparing, say, cast(Against, against))
 
 
-def _check_choice(option: str, value: str, choices: tuple[Any, ...]) -> None:
-    from shardwise.errors import UserError
-
-    if value not in choices:
-        raise UserError(f"{option} {value}: not known; use one of {', '.join(choices)}")
+def _unknown_choices(given: Iterable[tuple[str, str, tuple[Any, ...]]]) -> Iterator[str]:
+    for option, value, choices in given:
+        if value not in choices:
+            yield f"{option} {value}: not known; use one of {', '.join(choices)}"
 
 
 def _show(result: ProofResult) -> None:
@@ -95,7 +96,8 @@ def _show(result: ProofResult) -> None:
     print(result.reached.sentence())
     for compressed in result.compressed:
         print(compressed.sentence())
-    run = f"{layout}, zero {proof.plan.layout.zero}, on {proof.world} processes, {proof.steps} steps in {proof.dtype}"
+    steps = f"{counted(proof.steps, 'step')} in {proof.dtype}"
+    run = f"{layout}, zero {proof.plan.layout.zero}, on {counted(proof.world, 'process')}, {steps}"
     reference = "plain torch" if result.against == "plain" else "one device"
     meaning = f"{'computes' if verdict.passes else 'does not compute'} what {reference} computes"
     worst, rounded = verdict.errors[0], "" if proof.dtype == "float64" else ", but for rounding"

@@ -16,7 +16,7 @@ from shardwise.config.layouts import (
     with_nearby_that_divides,
 )
 from shardwise.config.presets import PRESETS
-from shardwise.config.read import from_tables, read
+from shardwise.config.read import Check, Origins, Sections, from_tables, read, read_with_origins, whole
 from shardwise.config.schema import (
     AXES,
     Checkpoint,
@@ -40,6 +40,7 @@ __all__ = [
     "IN_A_V",
     "PRESETS",
     "SPLIT_BACKWARD",
+    "Check",
     "Checkpoint",
     "ClusterSection",
     "Config",
@@ -48,9 +49,11 @@ __all__ = [
     "Local",
     "Model",
     "Observe",
+    "Origins",
     "Precision",
     "Recovery",
     "Run",
+    "Sections",
     "Source",
     "Train",
     "borrowed",
@@ -67,8 +70,10 @@ __all__ = [
     "problems_of_compression",
     "problems_of_layout",
     "read",
+    "read_with_origins",
     "sequence_multiple",
     "stages_on_a_rank",
     "to_toml",
+    "whole",
     "with_nearby_that_divides",
 ]

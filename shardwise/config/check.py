@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from shardwise.config.compression import AUTO, SETTINGS, WEIGHT_CODECS, Compression
-from shardwise.config.schema import ClusterSection, Data, Layout, Local, Model, Recovery, Section, Server, Train
+from shardwise.config.schema import ClusterSection, Data, Hogwild, Layout, Local, Model, Recovery, Section, Server, Train
 
 MOST_WEIGHTS = 10**15
 
@@ -28,17 +28,22 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
         problems += _layout(layout)
     if isinstance(train, Train) and isinstance(layout, Layout) and train.optimizer == "1bit-adam":
         problems += _one_bit_adam(train, layout)
-    server, local = sections.get("server"), sections.get("local")
+    server, local, hogwild = (sections.get(name) for name in ("server", "local", "hogwild"))
     if isinstance(train, Train) and isinstance(server, Server):
         problems += _server(train, server)
         if train.driver == "server" and isinstance(model, Model) and isinstance(layout, Layout):
-            problems += _served(model, train, layout)
+            problems += _whole_models(model, train, layout)
     if isinstance(train, Train) and isinstance(local, Local):
         problems += _local(train, local)
         if train.driver == "local" and isinstance(layout, Layout):
             problems += _in_groups(layout)
-        if train.driver == "local" and isinstance(recovery := sections.get("recovery"), Recovery) and recovery.copies:
-            problems.append("recovery.copies: not with train.driver = 'local', whose groups differ; leave it out")
+    if isinstance(train, Train) and isinstance(hogwild, Hogwild):
+        if train.driver != "hogwild":
+            problems += _without_driver("hogwild", hogwild)
+        elif isinstance(model, Model) and isinstance(layout, Layout):
+            problems += _whole_models(model, train, layout)
+    if isinstance(train, Train) and isinstance(recovery := sections.get("recovery"), Recovery) and recovery.copies:
+        problems += _copies(train)
     if isinstance(cluster := sections.get("cluster"), ClusterSection) and cluster.preset and cluster.file:
         problems.append("cluster.preset and cluster.file are both given; keep one (a file may itself start from a preset)")
     if isinstance(model, Model) and isinstance(data, Data):
@@ -54,6 +59,8 @@ def _model(model: Model) -> Iterator[str]:
         )
     if model.positions == "rotary" and model.head_dim % 2:
         yield f"model.head_dim = {model.head_dim}: rotary positions need an even head_dim"
+    if model.window is None and model.window_layers != "all":
+        yield f"model.window_layers = {model.window_layers!r}: has no effect without model.window; give that, or leave both out"
     if (weights := _weights(model)) > MOST_WEIGHTS:
         yield f"model: {weights:.1e} weights, of at most {MOST_WEIGHTS:.0e}; give fewer model.layers, or less of another size"
     yield from _experts(model) if model.experts else _dense(model)
@@ -82,7 +89,7 @@ def _experts(model: Model) -> Iterator[str]:
         )
     if model.activation != "swiglu":
         yield f"model.activation = {model.activation!r}: experts are gated; use 'swiglu', or model.experts = 0"
-    if model.bias:
+    if model.bias is True:
         yield "model.bias = true: experts have no biases; use false, or model.experts = 0"
 
 
@@ -247,18 +254,27 @@ def _without_driver(driver: str, section: Section) -> Iterator[str]:
         yield f"{driver}.{name}: has no effect without train.driver = {driver!r}; leave it out, or set that"
 
 
-def _served(model: Model, train: Train, layout: Layout) -> Iterator[str]:
-    """What a parameter server and its workers, one device each, do not do."""
-    what = "train.driver = 'server'"
+def _copies(train: Train) -> Iterator[str]:
+    why = {"local": "whose groups differ", "hogwild": "whose workers have one memory"}
+    if train.driver in why:
+        yield f"recovery.copies: not with train.driver = {train.driver!r}, {why[train.driver]}; leave it out"
+
+
+def _whole_models(model: Model, train: Train, layout: Layout) -> Iterator[str]:
+    """What workers of one device each do not do, be it for a parameter server or in shared memory."""
+    what = f"train.driver = {train.driver!r}"
     usual = {name for name, field in Layout.model_fields.items() if getattr(layout, name) == field.default}
+    usual |= {"zero"} if train.driver == "hogwild" and layout.zero == 0 else set()
     if given := sorted(layout.model_fields_set - usual - {"data"}):
         yield f"{what}: each of layout.data workers has a whole model; leave layout.{', layout.'.join(given)} out"
     if train.precision == "float16":
         yield f"{what}: float16 needs a loss scale that all gradients of a step agree on; use bfloat16 or float32"
+    if train.driver == "hogwild" and train.state_dtype == "bfloat16":
+        yield f"{what}: updates of single rows are smaller than bfloat16 can tell; leave train.state_dtype out"
     if train.optimizer != "adamw" or train.shares != "even":
         yield f"{what}: leave train.optimizer and train.shares out"
     if model.experts:
-        yield f"{what}: not with experts, whose loads are known to the workers alone"
+        yield f"{what}: not with experts, whose loads are known to single workers alone"
 
 
 def _positions(model: Model, data: Data) -> Iterator[str]:

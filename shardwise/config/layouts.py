@@ -71,11 +71,26 @@ def _batch(train: Train, layout: Layout) -> list[str]:
 
 
 def context_attention(model: Model, layout: Layout) -> Literal["ring", "ulysses"]:
-    """How `context` devices attend: as asked; or Ulysses where query heads and key heads divide over them, else the ring."""
+    """How `context` devices attend: as asked; or Ulysses where query heads and key heads divide over them, else the ring. Of a
+    model that the ring may not do, key heads need not divide: they are repeated."""
     if layout.attention != "auto":
         return layout.attention
     heads, kv_heads = model.heads // layout.tensor, max(1, model.kv_heads // layout.tensor)
-    return "ulysses" if heads % layout.context == 0 and kv_heads % layout.context == 0 else "ring"
+    both = heads % layout.context == 0 and (kv_heads % layout.context == 0 or not _ring_can_all(model))
+    return "ulysses" if both else "ring"
+
+
+def _ring_can_all(model: Model) -> bool:
+    return model.window is None and model.attention_softcap is None
+
+
+def ring_lacks(model: Model, sequence_length: int) -> str | None:
+    """What of a model's attention a ring cannot do, as the user wrote it; None: it can do all."""
+    if model.attention_softcap is not None:
+        return f"model.attention_softcap = {model.attention_softcap:g}"
+    if any(model.sees(layer, sequence_length) < sequence_length for layer in range(min(2, model.layers))):
+        return f"model.window = {model.window}"
+    return None
 
 
 def stages_on_a_rank(layout: Layout) -> int:
@@ -116,6 +131,13 @@ def _sequence(model: Model, data: Data, layout: Layout) -> Iterator[str]:
         yield (
             f"layout.attention = 'ulysses': {heads} heads a tensor device do not divide over context {layout.context}; "
             "use 'ring', which works with any number of heads"
+        )
+        return
+    lacks = ring_lacks(model, data.sequence_length)
+    if lacks and layout.context > 1 and context_attention(model, layout) == "ring":
+        yield (
+            f"layout.context = {layout.context}: passing keys around a ring cannot keep to {lacks}; use layout.attention = "
+            f"'ulysses', and as many context devices as divide the {heads} heads of a tensor device"
         )
         return
     multiple = sequence_multiple(model, layout)
@@ -219,7 +241,8 @@ def _others(model: Model, layout: Layout, world: int | None) -> Iterator[Layout]
     powers = {2**power for power in range(11)} | {layout.tensor, layout.context, layout.pipeline}
     degrees = divisors(world) if world else sorted(powers)
     experts = divisors(model.experts) if model.experts else [1]
-    attentions = {layout.attention, "auto" if layout.attention == "ulysses" else layout.attention}
+    open_ = layout.attention == "ulysses" or not _ring_can_all(model)
+    attentions = {layout.attention, "auto" if open_ else layout.attention}
     schedules = {(layout.schedule, layout.stages_per_rank), ("1f1b", None)}
     for pipeline, context, tensor in _triples(degrees, world // layout.replica if world else 0):
         fixed = pipeline * context * tensor * layout.replica

@@ -17,15 +17,22 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
 AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
 """Mesh axes, outermost first: the order in which ranks are laid out. `expert` borrows ranks, it adds none."""
 
-_PEER_SPELLINGS = {
-    "pp": "pipeline",
-    "dp_replicate": "replica",
-    "dp_shard": "data",
-    "dp": "data",
-    "cp": "context",
-    "tp": "tensor",
-    "ep": "expert",
+SPELLINGS = {
+    "layout": {
+        "pp": "pipeline",
+        "dp_replicate": "replica",
+        "dp_shard": "data",
+        "dp": "data",
+        "cp": "context",
+        "tp": "tensor",
+        "ep": "expert",
+    },
+    "checkpoint": {"async": "background"},
 }
+"""By section, keys as other libraries spell them, and ours."""
+
+LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR = 1.0, 4.0
+"""Of Llama 3.1's rotary scaling: how many waves in the original length are slowed by all of it, and how many by nothing."""
 
 # Beyond all that is trained today by a factor of a hundred or more, and small enough that every sum and every search ends.
 MOST_DEVICES = 2**20
@@ -49,6 +56,11 @@ class Model(Section):
     """The transformer. A preset gives every field; fields given beside it replace the preset's."""
 
     preset: str | None = Field(None, description="a named shape, for example `llama3-8b`; listed in docs/configuration.md")
+    pretrained: str | None = Field(
+        None,
+        description="a Hugging Face folder to start from: its weights, and its shape, its tokenizer and its end of documents, "
+        "which the job need not say (docs/checkpoints.md)",
+    )
     module: str | None = Field(
         None, description="your own `nn.Module` in place of the transformer, as `file.py:Class` (docs/sharding.md)"
     )
@@ -59,16 +71,44 @@ class Model(Section):
     head_dim: Width = Field(32, description="width of one head")
     ffn: Width = Field(512, description="inner width of the feed-forward layer")
     vocabulary: Width = Field(257, description="number of token ids; the byte tokenizer needs 257")
-    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm (Llama, Qwen) or LayerNorm with bias (GPT)")
+    norm: Literal["rms", "layer", "rms+1"] = Field(
+        "rms", description="RMSNorm (Llama, Qwen), LayerNorm with bias (GPT), or RMSNorm that scales by 1 + weight (Gemma)"
+    )
+    post_norms: bool = Field(
+        False, description="a second norm in each block after attention and after the feed-forward (Gemma 2)"
+    )
     norm_epsilon: float = Field(1e-5, gt=0, description="added to the variance in every norm")
     positions: Literal["rotary", "learned"] = Field("rotary", description="rotary embedding or a learned table")
     max_positions: Length = Field(2048, description="longest sequence: rows of the learned table, limit of rotary")
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
     rope_scale: float = Field(1.0, ge=1, description="Llama 3.1 frequency scaling factor; 1 is off")
     rope_original: Length = Field(8192, description="sequence length the unscaled rotary frequencies were trained for")
+    window: Length | None = Field(
+        None, description="tokens that a token sees at most, itself and those just before it (Mistral); left out: all before it"
+    )
+    window_layers: Literal["all", "even"] = Field(
+        "all", description="the blocks that have the window: all, or every second from the first on (Gemma 2)"
+    )
     qk_norm: bool = Field(False, description="RMSNorm over each query and key head (Qwen 3)")
-    activation: Literal["swiglu", "gelu"] = Field("swiglu", description="gated SiLU or tanh-approximated GELU")
-    bias: bool = Field(False, description="biases in the attention and feed-forward projections")
+    query_scalar: float | None = Field(
+        None, gt=0, description="scores are divided by the square root of this (Gemma 2); left out: `head_dim`"
+    )
+    attention_softcap: float | None = Field(
+        None,
+        gt=0,
+        description="scores of attention are kept within ± this by a tanh (Gemma 2), which no fused kernel does; left out: not",
+    )
+    logit_softcap: float | None = Field(
+        None, gt=0, description="logits are kept within ± this by a tanh (Gemma 2); left out: they are not"
+    )
+    activation: Literal["swiglu", "gelu", "geglu"] = Field(
+        "swiglu", description="gated SiLU, tanh-approximated GELU, or gated by that GELU (Gemma)"
+    )
+    bias: bool | Literal["qkv"] = Field(
+        False,
+        description="biases in the attention and feed-forward projections; `qkv`: of queries, keys and values alone (Qwen 2)",
+    )
+    scaled_embedding: bool = Field(False, description="multiply embedded tokens by the square root of `hidden` (Gemma)")
     tied: bool = Field(False, description="use the embedding matrix as the output head")
     experts: Experts = Field(0, description="experts in each block, of which a token visits a few; 0: a dense layer")
     experts_per_token: Experts = Field(0, description="experts that each token visits")
@@ -84,6 +124,20 @@ class Model(Section):
         0.0, ge=0, description="step by which an overloaded expert is made less likely to be chosen, without a loss; 0: none"
     )
     router_z_loss: float = Field(0.0, ge=0, description="coefficient of the loss that keeps the router's logits small; 0: none")
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting of the model itself, without where they came from."""
+        return self.model_dump(exclude={"preset", "pretrained"})
+
+    def sees(self, layer: int, sequence_length: int) -> int:
+        """How many tokens the last one of a sequence sees in a block."""
+        windowed = self.window is not None and (self.window_layers == "all" or layer % 2 == 0)
+        return min(sequence_length, self.window) if windowed and self.window else sequence_length
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer has a gate beside its inner features."""
+        return self.activation in ("swiglu", "geglu")
 
     @property
     def expert_width(self) -> int:
@@ -104,6 +158,9 @@ class Data(Section):
     source: str | None = Field(None, description="a text, JSONL or Parquet file, a folder or glob of them, or prepared shards")
     sources: tuple[Source, ...] = Field((), description="several sources with weights, instead of `source`")
     tokenizer: str = Field("bytes", description="`bytes`, or the path of a Hugging Face tokenizer.json")
+    end_of_document: str | None = Field(
+        None, description="the token that closes each document; left out: the first of the usual ones that the tokenizer has"
+    )
     text_field: str = Field("text", description="the column holding the text in JSONL, Parquet and Arrow files")
     sequence_length: Length = Field(256, description="tokens a sequence")
     held_out: float = Field(0.05, ge=0, lt=1, description="share of the sequences kept for evaluation, never trained on")
@@ -123,10 +180,11 @@ class Data(Section):
 class Train(Section):
     """How to train."""
 
-    driver: Literal["synchronous", "server", "local"] = Field(
+    driver: Literal["synchronous", "server", "local", "hogwild"] = Field(
         "synchronous",
-        description="all devices in lockstep; a parameter server that workers bring gradients to, each at its own pace; or "
-        "groups of devices that train by themselves and meet now and then; see docs/asynchronous.md",
+        description="all devices in lockstep; a parameter server that workers bring gradients to, each at its own pace; "
+        "groups of devices that train by themselves and meet now and then; or processes of one host that update shared weights "
+        "without a lock, once in each micro-batch; see docs/asynchronous.md",
     )
     steps: Positive = Field(100, description="optimizer steps")
     global_batch: Batch = Field(32, description="sequences an optimizer step sees, over all devices")
@@ -256,7 +314,7 @@ class Layout(Section):
             return values
         if isinstance(values.get("stages"), list):
             values = {**values, "stages": tuple(values["stages"])}
-        axes = [str(_PEER_SPELLINGS.get(key, key)) for key in values]
+        axes = [str(SPELLINGS["layout"].get(key, key)) for key in values]
         if twice := {axis for axis in axes if axes.count(axis) > 1}:
             raise ValueError(f"{', '.join(sorted(twice))} is given twice, under two spellings; keep one")
         return dict(zip(axes, values.values(), strict=True))
@@ -365,7 +423,13 @@ class Server(Section):
         description="updates that the weights may have had between a worker's reading them and the use of its gradient; 0: "
         "each update waits for the whole batch, as in a synchronous run",
     )
-    damping: bool = Field(False, description="divide a gradient by one more than its staleness")
+    prediction: bool = Field(
+        True,
+        description="where gradients are stale, hand out weights as they will be when the gradient comes, by AdamW's momentum",
+    )
+    damping: bool = Field(
+        False, description="divide the learning rate of an update by one more than the staleness of its gradients"
+    )
     backups: bool = Field(
         False,
         description="a worker that would have to wait computes a portion that another has not brought yet, and the first counts",
@@ -390,6 +454,11 @@ class Server(Section):
         return None if self.compression is None else Compression.parse(self.compression)
 
     @property
+    def predicts(self) -> bool:
+        """Whether workers get weights that are moved on."""
+        return self.prediction and self.max_staleness != 0
+
+    @property
     def staleness_bound(self) -> int | None:
         """None: there is none."""
         return None if self.max_staleness == "unbounded" else self.max_staleness
@@ -411,6 +480,12 @@ class Local(Section):
     )
 
 
+class Hogwild(Section):
+    """Updates of shared weights without a lock (`train.driver = "hogwild"`), on the CPUs of one host."""
+
+    locked: bool = Field(False, description="one update at a time: to see what the lock would cost")
+
+
 class Observe(Section):
     """What to show and keep."""
 
@@ -426,7 +501,11 @@ class Observe(Section):
 class Run(Section):
     """Where results go."""
 
-    folder: str = Field("runs/default", min_length=1, description="config, plan, metrics, logs and checkpoints of the run")
+    folder: str = Field(
+        "runs/default",
+        min_length=1,
+        description="config, plan, metrics, logs and checkpoints of the run; left out: `runs/NAME` for a job file NAME.toml",
+    )
 
 
 class Config(Section):
@@ -441,5 +520,6 @@ class Config(Section):
     recovery: Recovery = Field(default_factory=Recovery, description="surviving failures")  # type: ignore[arg-type]
     server: Server = Field(default_factory=Server, description="a parameter server")  # type: ignore[arg-type]
     local: Local = Field(default_factory=Local, description="groups that train by themselves")  # type: ignore[arg-type]
+    hogwild: Hogwild = Field(default_factory=Hogwild, description="updates without a lock")  # type: ignore[arg-type]
     observe: Observe = Field(default_factory=Observe, description="what to show and keep")  # type: ignore[arg-type]
     run: Run = Field(default_factory=Run, description="where results go")  # type: ignore[arg-type]

@@ -88,13 +88,14 @@ def write_text(path: Path, text: str, say: Say = log.warning) -> None:
 
 
 def check_room(folder: Path, setting: str, needed: int) -> None:
-    """Refuse a folder that cannot be written to now, or where fewer bytes are free than are needed."""
-    probe, way_out = folder / f".room-{os.getpid()}", f"Free space there, or give another {setting}"
+    """Refuse a folder that cannot be written to now, or where fewer bytes are free than are needed. One that is not there yet is
+    not made: the folder that it would be made in is asked."""
+    there = next(above for above in [folder.absolute(), *folder.absolute().parents] if os.path.lexists(above))
+    probe, way_out = there / f".room-{os.getpid()}", f"Free space there, or give another {setting}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         try:
             probe.write_bytes(bytes(PROBE_BYTES))
-            free = shutil.disk_usage(folder).free
+            free = shutil.disk_usage(there).free
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:

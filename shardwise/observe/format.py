@@ -28,6 +28,24 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
+def format_span(seconds: float) -> str:
+    """A length of time in the unit that suits it: 7.9 minutes, 3.2 hours, 54 days."""
+    for unit, name, limit in ((1.0, "seconds", 120.0), (60.0, "minutes", 7200.0), (3600.0, "hours", 172800.0)):
+        if seconds < limit:
+            return f"{format_figure(seconds / unit)} {name}"
+    return f"{format_figure(seconds / 86400)} days"
+
+
+def format_energy(kwh: float) -> str:
+    """Energy: 0.21 kWh, 1,430 MWh."""
+    return f"{format_figure(kwh)} kWh" if kwh < 1000 else f"{format_figure(kwh / 1000)} MWh"
+
+
+def format_figure(value: float) -> str:
+    """Three digits, or all before the point: 0.0021, 7.94, 1,234."""
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
 def format_percent(fraction: float | None) -> str:
     """A fraction as a percentage; n/a where it is not known."""
     return "n/a" if fraction is None else f"{fraction:.1%}".replace("%", " %")

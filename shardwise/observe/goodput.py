@@ -12,7 +12,7 @@ run's records say when things happened, so every second is given to exactly one 
 | evaluation     | held-out loss                                                                                          |
 | recovery       | from a fault (or from parting for more or fewer workers) until the next step begins that counts        |
 | lost           | computed before a fault and thrown away: from the last step that counts to the fault                   |
-| start_up       | from the start to the first step: opening data, compiling                                              |
+| start_up       | from the start of the workers to the first step: importing torch, building, opening data, compiling    |
 | other          | what no record explains: writing records, samples, the end                                             |
 
 A run that ends and is started again by hand or by a scheduler has several sessions; the time between them is not the run's. A
@@ -196,7 +196,7 @@ def _edges(at: float, event: Record) -> Iterator[float]:
 
 def _sessions(timed: Sequence[_Timed], steps: Sequence[_Stretch], saved: Mapping[int, float]) -> Iterator[_Session]:
     groups = [timed[first:last] for first, last in pairwise([*_session_starts(timed), len(timed)])]
-    starts = [group[0][0] for group in groups]
+    starts = [at - (event.get("start_up_seconds") or 0.0) for at, event in (group[0] for group in groups)]
     for group, (start, until) in zip(groups, pairwise([*starts, math.inf]), strict=True):
         inside = tuple(step for step in steps if start <= step.end < until)
         yield _Session(start, max(group[-1][0], *(step.end for step in inside), start), tuple(group), inside, saved)

@@ -33,6 +33,7 @@ from rich.text import Text
 
 from shardwise.observe.format import format_bytes, format_count
 from shardwise.observe.records import Record
+from shardwise.words import counted
 
 Row = dict[str, Any]
 """`what`, `kind` (seconds, rate, memory, bytes), `predicted`, `measured`, `ratio` (measured / predicted); null where not known.
@@ -159,14 +160,15 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 
 def largest(rows: Sequence[Row]) -> str:
-    """The largest disagreement, in one sentence: of a step's seconds, of the peak's bytes, or of a collective's."""
+    """The largest disagreement, in one sentence: what is off by the largest factor, if it matters to the step or to memory."""
     step = max(rows[0]["predicted"], rows[0]["measured"])
     gaps = [(_apart(row, step), row) for row in rows[1:] if row["measured"] is not None and row["kind"] != "rate"]
     if not gaps:
         return "Nothing but the step time was measured."
-    share, row = max(gaps, key=lambda gap: gap[0])
-    if share < _CLOSE:
+    mattering = [gap for gap in gaps if gap[0] >= _CLOSE]
+    if not mattering:
         return f"All that was measured is within {_CLOSE:.0%} of the prediction.".replace("%", " %")
+    share, row = max(mattering, key=lambda gap: (_factor(*gap), gap[0]))
     portion = f"{share:.0%} of ".replace("%", " %") + ("the step" if row["kind"] == "seconds" else "it")
     values = f"{_value(row, 'predicted')} predicted, {_value(row, 'measured')} measured"
     return f"Largest disagreement: {_label(row)}, {values} ({portion})."
@@ -175,6 +177,12 @@ def largest(rows: Sequence[Row]) -> str:
 def _apart(row: Row, step: float) -> float:
     whole = step if row["kind"] == "seconds" else max(row["predicted"], row["measured"])
     return abs(row["measured"] - row["predicted"]) / whole if whole else 0.0
+
+
+def _factor(share: float, row: Row) -> float:
+    """By how many times a prediction is off; of what was not predicted at all, as if the whole had been."""
+    low, high = sorted((row["predicted"], row["measured"]))
+    return float(high / low) if low else 1.0 + share if row["kind"] == "seconds" else math.inf
 
 
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
@@ -223,7 +231,7 @@ def _ratio(row: Row) -> str:
 
 
 def _calls(count: float) -> str:
-    return f"{count:g} call" if count == 1 else f"{count:g} calls"
+    return counted(int(count) if count == int(count) else count, "call")
 
 
 def _seconds(value: float) -> str:

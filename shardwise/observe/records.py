@@ -95,6 +95,15 @@ class _Latest(TypedDict):
     behind: Measured
 
 
+class _Updates(TypedDict):
+    __pydantic_config__ = _KNOWN  # type: ignore[misc]
+
+    made: Count
+    conflicting: Count
+    rows: Count
+    conflicting_rows: Count
+
+
 class _Step(TypedDict, total=False):
     """A line of metrics.jsonl, as far as somebody reads it."""
 
@@ -121,6 +130,7 @@ class _Step(TypedDict, total=False):
     rows: list[Count]
     staleness: list[Count]
     dropped: Count
+    updates: _Updates
     loss_scale: Number
     skipped: bool
     expert_imbalance: Number
@@ -138,6 +148,7 @@ class _Event(TypedDict, total=False):
     step: Count
     seconds: Seconds | None
     stall_seconds: Seconds | None
+    start_up_seconds: Seconds
     lost_seconds: Seconds | None
     lost_steps: Count
     bytes: Measured | None

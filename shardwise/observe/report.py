@@ -114,6 +114,8 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary["staleness"]:
         dropped = f"; {summary['dropped']} gradients came too late and were dropped" if summary["dropped"] else ""
         yield "staleness", _staleness(summary["staleness"]) + dropped
+    if summary["updates"]:
+        yield "updates", _updates(summary["updates"])
     if summary["experts"]:
         imbalance = summary["experts"]["imbalance"]
         worst = f"worst {imbalance['worst']:.2f} at step {imbalance['worst_step']}"
@@ -136,6 +138,14 @@ def _staleness(histogram: Mapping[str, int]) -> str:
     bars = [f"{updates}: {format_percent(count / total)}" for updates, count in histogram.items()]
     mean = sum(int(updates) * count for updates, count in histogram.items()) / total
     return f"{mean:.2f} updates on average ({', '.join(bars[:12])}{', …' if len(bars) > 12 else ''})"
+
+
+def _updates(updates: Summary) -> str:
+    shares = [updates["conflicting"] / updates["made"], updates["conflicting_rows"] / max(1, updates["rows"])]
+    return (
+        f"{updates['made']:,}, {updates['per_second']:,.0f} a second; {format_percent(shares[0])} of them wrote what others had "
+        f"written since, {format_percent(shares[1])} of all rows"
+    )
 
 
 def _load(load: Summary) -> str:

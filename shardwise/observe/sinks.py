@@ -8,6 +8,7 @@ run folder is touched, so a missing one costs nothing but the message. A mirror 
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,7 +81,7 @@ class WandbSink:
             raise _missing(f"observe.wandb = {project!r}", "wandb") from None
         identity = folder / "wandb-id"
         if not (resume_step and identity.exists()):
-            identity.write_text(wandb.util.generate_id())
+            identity.write_text(uuid.uuid4().hex[:8])
         self._run = wandb.init(
             project=project, name=folder.name, id=identity.read_text(), resume="allow", dir=str(folder), config=_job(folder)
         )

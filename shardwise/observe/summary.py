@@ -72,6 +72,7 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
         "experts": _experts(run),
         "staleness": {str(updates): count for updates, count in sorted(run.staleness.items())} or None,
         "dropped": run.dropped,
+        "updates": {**run.updates, "per_second": run.updates["made"] / run.seconds} if run.updates["made"] else None,
         "load": {"imbalance": _median(steady, "load_imbalance"), "rows": run.last.get("rows")},
         "goodput": time_used,
         "checkpoints": {**saves, "advice": _advice(advise, saves, time_used, _time(steady), start.get("world", 1))},

@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from time import monotonic
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -72,6 +74,8 @@ class TrainingProgress:
         self._record: Mapping[str, Any] = {}
         self._live: Live | None = None
         self._drawn = 0.0
+        self._widths: list[int] = []
+        """Of the lines on the screen."""
         self._seconds = 0.0
 
     def __enter__(self) -> TrainingProgress:
@@ -101,13 +105,16 @@ class TrainingProgress:
         if self._live is not None:
             self._redraw(now=True)
             self._live.stop()
-            self._live = None
+            self._live, self._widths = None, []
         elif not self._console.is_terminal and self._first_loss is not None:
             self._print(Text(f"loss {self._first_loss:.4f} {self._curve(60)} {self._record['loss']:.4f}"))
         self._first_loss = None
 
     def _print(self, text: Text) -> None:
+        self._erase_what_was_folded()
         self._console.print(text, soft_wrap=True)
+        if self._live is not None:  # it is drawn again below
+            self._widths = self._widths_of(self._live.renderable)
 
     def _redraw(self, now: bool) -> None:
         if self._live is None:
@@ -116,8 +123,22 @@ class TrainingProgress:
             self._live.start()
         elif not now and monotonic() - self._drawn < _REDRAW_SECONDS:
             return
+        self._erase_what_was_folded()
         self._live.update(self._picture(), refresh=True)
+        self._widths = self._widths_of(self._live.renderable)
         self._drawn = monotonic()
+
+    def _erase_what_was_folded(self) -> None:
+        """A terminal that became narrower folds the lines on it, so that they take more rows than were drawn: the rows beyond
+        would stay as they are."""
+        width = self._console.width
+        folded = sum(max(0, -(-drawn // width) - 1) for drawn in self._widths)
+        for _ in range(folded):
+            self._console.control(Control((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)))
+
+    def _widths_of(self, picture: RenderableType) -> list[int]:
+        rows = self._console.render_lines(picture, pad=False)
+        return [sum(segment.cell_length for segment in row) for row in rows]
 
     def _picture(self) -> Group:
         record, step = self._record, self._record["step"]

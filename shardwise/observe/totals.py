@@ -91,6 +91,8 @@ class RunTotals:
         """Of all gradients that were computed by a server's workers."""
         self.dropped = 0
         """Of them, those that came after another of the same portion."""
+        self.updates: Counter[str] = Counter()
+        """Those without a lock, the rows that they wrote, and the conflicts among both."""
         self.last_with_experts: Record = {}
         self.worst_with_experts: Record = {}
 
@@ -131,6 +133,7 @@ class RunTotals:
             self.skipped.append(step["step"])
         self.staleness.update(step.get("staleness", ()))
         self.dropped += step.get("dropped", 0)
+        self.updates.update(step.get("updates", {}))
         if step.get("expert_load") and "expert_imbalance" in step:
             self.last_with_experts, worst = step, self.worst_with_experts
             if not worst or step["expert_imbalance"] > worst["expert_imbalance"]:

@@ -29,7 +29,7 @@ from shardwise.resilience.other_hosts import OtherHosts
 from shardwise.resilience.process import WorkerProcess, died, fork, peer_gone, write_members
 from shardwise.resilience.server import wake_server
 from shardwise.resilience.stopping import RESUME_ME, CollectSignals, Stopped, cut_short
-from shardwise.resilience.team import LOST_SECONDS, Fault, Lead, Member, Orders, Report, Team
+from shardwise.resilience.team import LOST_SECONDS, Fault, Lead, Member, Orders, Report, Team, in_own_code
 
 TICK_SECONDS = 0.05
 CALL_SECONDS = 0.25
@@ -78,6 +78,8 @@ class Host:
         self.slots = dict.fromkeys(range(slots), 0.0)
         """Each slot, and until when it rests."""
         self._failed_starts = dict.fromkeys(self.slots, 0)
+        self._lost: Fault | None = None
+        """Why the last worker ended that was no rank."""
         self._server_is_ready = False
         self._server_silent_since: float | None = None
         self._processes: dict[int, WorkerProcess] = {}
@@ -199,6 +201,9 @@ class Host:
         self._note("worker_lost", host=self.name, slot=worker.slot, cause=fault.cause)
         if fault.status is not None:
             raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
+        before, self._lost = self._lost, fault
+        if before is not None and fault.repeats(before):
+            raise RunFailed(in_own_code(fault))
         self._failed_starts[worker.slot] += worker.step == 0
         if self._failed_starts[worker.slot] >= self.recovery.attempts:
             trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""

@@ -43,6 +43,7 @@ from shardwise.resilience.messages import (
     Stop,
     Waiting,
 )
+from shardwise.resilience.own_code import own_line
 from shardwise.resilience.stopping import RESUME_ME, STOP_SIGNALS, CollectSignals, stop_signals_as_bytes
 from shardwise.resilience.team import Fault, Member, Team
 
@@ -123,8 +124,9 @@ class HostLink(NoHost):
 
     def failed(self, error: BaseException) -> None:
         """Tell the host that this worker ends, and why."""
-        ours = isinstance(error, UserError)
-        causes = [str(error) if ours else f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+        ours, line = isinstance(error, UserError), own_line(error)
+        said = str(error) if ours else f"{type(error).__name__}: {error}"
+        causes = [f"{line}: {said}" if line and not ours else said, *getattr(error, "__notes__", ())]
         trace = "" if ours else "".join(traceback.format_exception(error))
         fault = Fault(
             kind="failed",
@@ -135,6 +137,7 @@ class HostLink(NoHost):
             generation=self._worker.generation,
             status=error.status if isinstance(error, UserError) and not isinstance(error, Unreadable) else None,
             trace=without_middle(trace, LONGEST_TRACE),
+            own_line="" if ours else line,
         )
         self._send(Failed(fault))
 

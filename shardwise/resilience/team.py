@@ -66,6 +66,12 @@ class Fault:
     """What of the step's data was the worker's, where it could not say so itself."""
     echo: bool = False
     """Whether it only tells that a peer is gone, which some other fault explains."""
+    own_line: str = ""
+    """Of the user's own code, if it rose there (own_code.py)."""
+
+    def repeats(self, other: Fault) -> bool:
+        """Whether the same line of the user's code failed in the same step: then it will again."""
+        return bool(self.own_line) and (self.own_line, self.step) == (other.own_line, other.step)
 
 
 def _plan_from_json(value: Any) -> Plan:
@@ -258,6 +264,8 @@ class Lead:
         elif self.orders.wish == "stop":
             message = f"a worker was lost while the run was stopping: {first.cause}"
             self.orders = replace(self.orders, wish="end", status=RESUME_ME, message=message)  # each host looks what is saved
+        elif len(self.faults) > 1 and first.repeats(self.faults[-2]):
+            self.orders = replace(self.orders, wish="end", status=1, message=in_own_code(first))
         elif len(alike) == self.attempts:
             self.orders = replace(self.orders, wish="end", status=1, message=_in_vain(alike))
         elif self._fruitless == FRUITLESS * self.attempts:
@@ -338,6 +346,15 @@ def _lost(team: Team, host: str, step: int) -> Fault:
     rank = next(rank for rank, member in enumerate(team.members) if member.host == host)
     cause = f"host {host} was not heard of for {LOST_SECONDS:g} s"
     return Fault("host lost", rank, step + 1, cause, present_time(), team.generation)
+
+
+def in_own_code(fault: Fault) -> str:
+    """What to say of a line of the user's that fails again: that line, not the way to it."""
+    where = f"at step {fault.step}" if fault.step else "before the first step"
+    log = (
+        f"the traceback is in logs/rank-{fault.rank}.log of the run" if fault.rank is not None else "the logs have the traceback"
+    )
+    return f"{fault.cause}. It failed twice in this line {where}, so the run stops; {log}"
 
 
 def _in_vain(alike: list[Fault]) -> str:

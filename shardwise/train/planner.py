@@ -110,7 +110,8 @@ class Planner:
     def _predicted(self, plan: Plan) -> Plan:
         """The plan with what a step will take, where the cluster is known. No run fails for want of a prediction."""
         plan = replace(plan, cluster_file=self.cluster_file, bucket_bytes=self._bucket_bytes(plan))
-        if self.cluster is None or self.config.model.module is not None:
+        lockstep = self.config.train.driver != "hogwild"
+        if self.cluster is None or self.config.model.module is not None or not lockstep:
             return plan
         try:
             job, cluster = plan.put_into(self.config), self.cluster.of(plan.world)

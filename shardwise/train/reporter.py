@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardwise.checkpoint.storage import parent, same_folder
 from shardwise.comm import EXPOSED
 from shardwise.config import to_toml
 from shardwise.data import unigram_loss
+from shardwise.invoked import typed
 from shardwise.mesh import device_name
 from shardwise.observe import (
     TrainingProgress,
@@ -23,15 +24,15 @@ from shardwise.observe import (
     memory_kind,
     mfu,
     open_sinks,
-    peak_flops,
     present_time,
     write_text,
 )
 from shardwise.resilience.team import Team
 from shardwise.train.build import Training
 from shardwise.train.changes import changes
-from shardwise.train.describe import describe_layout, describe_run
+from shardwise.train.describe import describe_layout, describe_run, peak_of_device
 from shardwise.train.steps import Step
+from shardwise.words import counted
 
 log = logging.getLogger("shardwise")
 
@@ -72,6 +73,9 @@ class Reporter:
     def saves(self, outcomes: Sequence[Saved | SaveFailed]) -> None:
         """Checkpoints are in place, or could not be written."""
 
+    def warn(self, text: str) -> None:
+        """Something went wrong that the run does not depend on."""
+
     def failed(self, reason: str) -> None:
         """The run cannot go on."""
 
@@ -92,21 +96,22 @@ class RunReporter(Reporter):
         self.training, self.folder = training, folder
         self.console = error_console()
         self.progress = TrainingProgress(self.console, training.config.train.steps, training.step + 1)
-        write_text(folder / "config.toml", to_toml(training.config, as_asked=True), self._warn)
-        write_text(folder / "plan.json", json.dumps(training.plan.to_json(), indent=1) + "\n", self._warn)
+        write_text(folder / "config.toml", to_toml(training.config, as_asked=True), self.warn)
+        write_text(folder / "plan.json", json.dumps(training.plan.to_json(), indent=1) + "\n", self.warn)
         if training.plan.unpredicted:
             log.warning("no prediction for this run: %s", training.plan.unpredicted)
-        self.sinks = open_sinks(folder, training.config.observe, training.step, self._warn)
-        self.peak = peak_flops(device_name(training.mesh.device), training.config.train.precision)
+        self.sinks = open_sinks(folder, training.config.observe, training.step, self.warn)
+        self.peak = peak_of_device(training)
         self.held_out: float | None = None
         self.first = True
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         self.progress.message(f"warning: {text}")
 
     def start(self, beginning: Beginning) -> None:
         training, resumed_from = self.training, beginning.chosen.folder
         self.beginning = beginning
+        began = {} if beginning.again else {"start_up_seconds": max(0.0, present_time() - beginning.team.formed)}
         if not beginning.again:
             header(self.console, f"shardwise train, into {self.folder}", describe_run(training))
         for skipped, reason in beginning.chosen.skipped:
@@ -117,7 +122,7 @@ class RunReporter(Reporter):
         if moved := set_aside(folder, after=training.step if ours else -1):
             self.progress.message(f"checkpoints later than step {training.step}, which this run does again, are now in {moved}")
         if resumed_from:
-            self.sinks.event("resume", step=training.step, checkpoint=resumed_from, **self._machine())
+            self.sinks.event("resume", step=training.step, checkpoint=resumed_from, **self._machine(), **began)
             self.progress.message(f"resumed from {resumed_from}")
             for change in changes(read_manifest(resumed_from), training.config):
                 self.progress.message(f"note: {change}")
@@ -125,15 +130,16 @@ class RunReporter(Reporter):
             self.sinks.event("resume", step=training.step, checkpoint=None, **self._machine())
             self.progress.message("resumed from the copies in the workers' memories")
         else:
-            self.sinks.event("start", **self._machine())
+            self.sinks.event("start", **self._machine(), **began)
+            if training.config.model.pretrained:
+                self.progress.message(f"starts from the weights in {training.config.model.pretrained}")
         if beginning.again:
             self._say_team(beginning.team)
 
     def _say_team(self, team: Team) -> None:
         why = f"{team.fault.cause}. " if team.fault else ""
-        self.progress.message(
-            f"{why}Going on from step {self.training.step} with {len(team.members)} workers, {describe_layout(self.training)}"
-        )
+        workers = f"{counted(len(team.members), 'worker')}, {describe_layout(self.training)}"
+        self.progress.message(f"{why}Going on from step {self.training.step} with {workers}")
 
     def _recovered(self) -> None:
         """The first step after a fault is done: what the fault cost, and on what the time went."""
@@ -159,7 +165,7 @@ class RunReporter(Reporter):
             generation=team.generation,
             world=len(team.members),
         )
-        self.progress.message(f"recovered in {now - fault.at:.1f} s; {lost} steps ({lost_seconds:.1f} s) are done again")
+        self.progress.message(f"recovered in {now - fault.at:.1f} s; {counted(lost, 'step')} ({lost_seconds:.1f} s) to do again")
 
     def _machine(self) -> dict[str, Any]:
         mesh = self.training.mesh
@@ -227,6 +233,7 @@ class RunReporter(Reporter):
             **({"rows": done.rows} if done.rows else {}),
             **({"staleness": done.staleness} if done.staleness else {}),
             **({"dropped": done.dropped} if done.dropped else {}),
+            **({"updates": asdict(done.updates)} if done.updates else {}),
             **({"loss_scale": done.loss_scale} if training.scale.dynamic else {}),
             **({"skipped": True} if done.skipped else {}),
             **({"expert_imbalance": done.expert_imbalance, "expert_load": done.expert_load} if done.expert_load else {}),
@@ -257,13 +264,19 @@ class RunReporter(Reporter):
         self.progress.close()
         self.sinks.event("end", step=self.training.step)
         if self.held_out is not None:
-            unigram = unigram_loss(self.training.dataset)
-            self.console.print(f"held-out loss {self.held_out:.4f} nats a token; a unigram model reaches {unigram:.4f}")
+            self._compare_with_unigram(self.held_out)
         if text is not None:
             self.console.rule("a sample")
             self.console.print(text, markup=False, highlight=False)
             self.console.rule()
-        self.console.print(f"next: shardwise report {self.folder}", markup=False, highlight=False)
+        self.console.print(f"next: {typed()} report {self.folder}", markup=False, highlight=False)
+
+    def _compare_with_unigram(self, held_out: float) -> None:
+        try:
+            unigram = unigram_loss(self.training.dataset)
+        except Exception as error:  # the run is complete
+            return self.warn(f"held-out loss {held_out:.4f} nats a token; nothing to compare it with: {error}")
+        return self.console.print(f"held-out loss {held_out:.4f} nats a token; a unigram model reaches {unigram:.4f}")
 
     def close(self) -> None:
         self.progress.close()

@@ -21,6 +21,18 @@ from shardwise.train.shares import Dealer
 
 
 @dataclass(frozen=True)
+class Updates:
+    """That were made already, by all workers, each with its own gradient (train/hogwild.py)."""
+
+    made: int
+    conflicting: int
+    """Those that wrote rows which others had written since they were read."""
+    rows: int
+    """That they wrote, all together; a dense gradient counts as one."""
+    conflicting_rows: int
+
+
+@dataclass(frozen=True)
 class Drawn:
     """The gradients of a global batch are in place, complete, on this rank's parameters; this is what is known of the batch."""
 
@@ -36,6 +48,12 @@ class Drawn:
     """Of the gradients that it is the sum of; where they were computed by others."""
     dropped: int = 0
     """Gradients that came after another of the same portion, since the step before."""
+    rate: float = 1.0
+    """Of the learning rate, for this step: less where gradients are old and so asked."""
+    updates: Updates | None = None
+    """Those that were made already, each with a gradient of its own; None: the one of the step is still to be made."""
+    norm: Tensor | None = None
+    """The mean norm of their gradients."""
 
 
 class Source(Protocol):
@@ -74,12 +92,16 @@ class OwnRows:
 
     def draw(self) -> Drawn:
         training = self.training
-        batch = self._batch or self._fetch()
+        batch = self.next_batch()
         tokens = count_tokens(training, batch)
         with training.comm.clock.span("forward_backward"):
             loss = forward_backward(training, batch, tokens)
         rows = self._dealer.dealt(training.step + 1).rows if self._by_speed else ()
-        return Drawn(loss, tokens, self._checksum(batch), rows)
+        return Drawn(loss, tokens, self.checksum(batch), rows)
+
+    def next_batch(self) -> list[Batch]:
+        """The micro-batches of this rank's rows."""
+        return self._batch or self._fetch()
 
     def ahead(self) -> None:
         self._batch = self._fetch() if self.training.step + 1 < self.training.config.train.steps else None
@@ -97,7 +119,7 @@ class OwnRows:
     def _next_rows(self) -> range:
         return self._dealer.deal().of(self.training.mesh.data_index)
 
-    def _checksum(self, batch: list[Batch]) -> int:
+    def checksum(self, batch: list[Batch]) -> int:
         """Devices along pipeline and context read the same sequences, so the first of them speaks for all."""
         mesh = self.training.mesh
         speaks = mesh.coordinate("pipeline") == mesh.coordinate("context") == 0

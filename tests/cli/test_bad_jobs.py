@@ -150,7 +150,10 @@ def test_a_mistake_is_found_before_torch_is_loaded(shardwise_of_a_user: Shardwis
     (tmp_path / "trap" / "torch").mkdir(parents=True)
     (tmp_path / "trap" / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     path = f"{tmp_path / 'trap'}:{ROOT}"
-    refused(shardwise_of_a_user("train", JOB, "train.stpes=1", PYTHONPATH=path), "train.stpes")
-    for command in (["--help"], ["train", "--help"], ["doctor"]):
+    mistakes = ["train.stpes=1", "data.source=nowhere.txt", "model.module=nowhere.py:Model", "layout.data=4"]
+    done = shardwise_of_a_user("train", JOB, *mistakes, "--workers", "2", PYTHONPATH=path)
+    refused(done, "train.stpes", "nowhere.txt", "nowhere.py")
+    refused(shardwise_of_a_user("train", JOB, "layout.data=4", "--workers", "2", PYTHONPATH=path), "4 devices, but 2 are there")
+    for command in (["--help"], ["train", "--help"], ["doctor"], ["new", "demo"], ["config", "show", JOB]):
         done = shardwise_of_a_user(*command, PYTHONPATH=path)
         assert done.returncode == 0, done.stderr

@@ -59,7 +59,8 @@ def test_a_missing_torch_is_named_with_the_line_that_mends_it(torch_is):
 
 def test_the_doctor_imports_neither_torch_nor_anything_else_heavy():
     code = (
-        "import sys; from shardwise.cli.doctor import doctor; doctor(json=True);"
+        "import sys, contextlib, typer; from shardwise.cli.doctor import doctor\n"
+        "with contextlib.suppress(typer.Exit): doctor(json=True)\n"
         "print([name for name in ('torch', 'numpy', 'pydantic', 'pyarrow') if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -78,13 +79,21 @@ def test_json_is_one_object_that_says_whether_training_can_start(torch_is):
         torch_is(version)
         result = run_command("--json")
         answer = json.loads(result.stdout)
-        assert (result.exit_code, answer["ready"]) == (0, ready)
+        assert (result.exit_code, answer["ready"]) == (0 if ready else 1, ready)
         assert [one["name"] for one in answer["findings"] if one["state"] == "bad"] == ([] if ready else ["torch"])
 
 
 def test_the_last_line_is_the_verdict(torch_is):
     torch_is("2.12.0")
     assert run_command().stdout.splitlines()[-1] == verdict(examine())
+    assert verdict(examine()).endswith("shardwise new demo")  # which needs nothing but the package
+
+
+def test_a_machine_that_cannot_train_is_told_from_one_that_can_by_the_status(torch_is):
+    torch_is("2.12.0")
+    assert run_command().exit_code == 0
+    torch_is(None)
+    assert run_command().exit_code == 1
 
 
 def test_missing_extras_come_with_their_install_line(monkeypatch):

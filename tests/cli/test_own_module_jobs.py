@@ -6,6 +6,7 @@ That the example trains, alone and on a layout, is seen in tests/docs.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
+ROOT = Path(__file__).parents[2]
 JOB = "examples/own_model.toml"
 LAYOUTS = [
     pytest.param(["layout.tensor=2", "layout.data=2", "layout.zero=3"], id="tensor", marks=pytest.mark.full),
@@ -73,3 +75,30 @@ def test_a_bad_module_is_refused_before_workers_start(
     flat = " ".join(done.stderr.split())
     for word in words:
         assert word in flat, done.stderr
+
+
+def own_module(folder: Path, name: str, line: str) -> list[str]:
+    """The example's module with this line at the beginning of its forward, once there are tensors with values."""
+    text = (ROOT / "examples" / "own_model.py").read_text()
+    (folder / f"{name}.py").write_text(text.replace("        x = inputs\n", f"        x = inputs\n        {line}\n"))
+    few = ["train.steps=2", "train.evaluate_sequences=4", "observe.sample_tokens=2", f"run.folder={name}"]
+    return ["train", "examples/own_model.toml", f"model.module={name}.py:OwnModel", "layout.data=2", *few]
+
+
+def test_a_sample_that_fails_once_all_is_saved_is_a_warning(shardwise: Shardwise, tmp_path: Path) -> None:
+    done = shardwise(*own_module(tmp_path, "mute", "assert targets is not None or inputs.is_meta, 'nothing to say'"))
+    assert done.returncode == 0, done.stderr
+    assert "warning: all steps are done and saved, but there is no sample: AssertionError: nothing to say" in done.stderr
+    assert "next:" in done.stderr
+    assert (tmp_path / "mute" / "checkpoints" / "step-2" / "checkpoint.json").is_file()
+
+
+def test_an_exception_in_a_users_own_code_stops_at_its_first_repetition(shardwise: Shardwise, tmp_path: Path) -> None:
+    done = shardwise(*own_module(tmp_path, "wrong", "assert inputs.is_meta, 'not today'"))
+    assert done.returncode == 1, done.stderr
+    events = [json.loads(line) for line in (tmp_path / "wrong" / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "fault"] == [1, 1]
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"error: wrong.py, line \d+, in forward: AssertionError: not today; rank \d was at step 1", last)
+    assert "Traceback" not in done.stderr
+    assert "Traceback" in "".join(log.read_text() for log in (tmp_path / "wrong" / "logs").glob("rank-*.log"))

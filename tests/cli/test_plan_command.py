@@ -130,7 +130,7 @@ def test_a_terminal_shows_the_lines_to_paste_the_reason_and_the_bars(plan: Plan)
     shown = out[out.index("[layout]") : out.index("memory ")]
     assert set(tomllib.loads(shown)) == {"layout", "train"}
     for word in (
-        "70.55 B parameters",
+        "70.6B parameters",
         "64 x H100",
         "why: ",
         "GiB of 72.77",

@@ -38,9 +38,10 @@ def test_a_layout_is_held_against_plain_torch(shardwise) -> None:
     )
 
 
-def test_a_failure_is_status_1_and_says_what_and_where(shardwise) -> None:
+def test_a_sabotage_that_is_found_is_status_0_and_says_what_and_where(shardwise) -> None:
     done = shardwise("verify", JOB, "layout.tensor=2", "--steps", "1", "--sabotage", "drop-all-reduce")
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "the sabotage was found" in done.stderr
     assert "FAIL: tensor 2, zero 0, on 2 processes" in done.stdout
     assert "missing reduction over tensor" in done.stdout
     assert "attention_norm.weight" in done.stdout

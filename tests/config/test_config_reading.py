@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import PRESETS, Config, divisors, from_tables, read, to_toml
+from shardwise.config import PRESETS, Config, Layout, context_attention, divisors, from_tables, read, to_toml
 from shardwise.errors import ConfigError
 
 TEXT = {"source": "text.txt"}
@@ -123,3 +123,18 @@ def test_configs_are_values_that_do_not_change() -> None:
 @given(st.integers(1, 500))
 def test_divisors_are_those_numbers_that_divide(number: int) -> None:
     assert divisors(number) == [value for value in range(1, number + 1) if number // value * value == number]
+
+
+def test_a_window_over_a_ring_is_refused_with_what_works() -> None:
+    tables = {
+        "model": {"window": 16, "heads": 4, "kv_heads": 1},
+        "data": {"source": "text", "sequence_length": 64},
+        "layout": {"context": 2, "data": 1, "attention": "ring"},
+    }
+    with pytest.raises(ConfigError, match=r"cannot keep to model\.window = 16; use layout\.attention = 'ulysses'") as refusal:
+        from_tables(tables)
+    assert "the nearest layout that works: layout.attention=auto" in str(refusal.value)
+    assert context_attention(from_tables({**tables, "layout": {"context": 2}}).model, Layout(context=2)) == "ulysses"
+    from_tables({**tables, "data": {"source": "text", "sequence_length": 16}})  # where the window cuts nothing
+    with pytest.raises(ConfigError, match="as many context devices as divide the 3 heads"):
+        from_tables({**tables, "model": {"window": 16, "heads": 3, "kv_heads": 3}, "layout": {"context": 2}})

@@ -30,10 +30,23 @@ FAST = [
 SMALL = "model.preset=bytes-400k"
 
 
-def commands() -> list[str]:
-    """The lines of every fenced `sh` block, once each, in the order a reader meets them."""
+def commands() -> dict[str, str]:
+    """The lines of every fenced `sh` block, once each, in the order a reader meets them; and the folder each is typed in, which a
+    `cd` above it in its block says."""
     blocks = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)]
-    return list(dict.fromkeys(line for block in blocks for line in block.splitlines() if line and not line.startswith("#")))
+    typed: dict[str, str] = {}
+    for block in blocks:
+        folder = "."
+        for line in block.splitlines():
+            if line.startswith("cd "):
+                folder = line.removeprefix("cd ")
+            elif line and not line.startswith("#"):
+                typed.setdefault(line, folder)
+    return typed
+
+
+NOT_CALLED = ("make ", "pip ", "source ")
+"""`make test` is what runs this; what installs is in tests/docs/test_wheel.py."""
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +75,21 @@ def _marks(line: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.full] if any(words in line for words in LONG) else []
 
 
-@pytest.mark.parametrize("line", [pytest.param(line, marks=_marks(line)) for line in commands() if not line.startswith("make ")])
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=_marks(line)) for line in commands() if not line.startswith(NOT_CALLED)]
+)
 def test_every_command_in_the_documentation_runs(workplace: Path, warm: Server, line: str) -> None:
-    """In order, in one folder, as a reader would; training is cut to two steps of a small model. `make` is not called from
-    within itself: `make test` is what runs this, and the job of `make quickstart` is among the examples below."""
+    """In order, as a reader would; training is cut to two steps of a small model. The job of `make quickstart` is among the
+    examples below."""
     program, *words = shlex.split(line)
+    folder = workplace / commands()[line]
     if "train" in words:
         words += [*FAST, SMALL]
     if program == "shardwise":
-        done = warm.run(*words, cwd=workplace, environment={})
+        done = warm.run(*words, cwd=folder, environment={})
     else:
         started = [sys.executable, "-m", "torch.distributed.run"] if program == "torchrun" else [program]
-        done = subprocess.run([*started, *words], cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*started, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -234,3 +234,10 @@ def test_steps_that_are_added_up_while_they_are_read_give_the_parts_of_single_on
     events, steps = history(seed)
     marks = [event(one["time"] - T0, "mark") for one in steps]  # something happens after every step: none is added to another
     assert goodput(events, iter(steps))["parts"] == pytest.approx(goodput([*events, *marks], steps)["parts"], abs=1e-6)
+
+
+def test_what_passed_before_the_first_record_is_start_up():
+    began = [{**event(10, "start"), "start_up_seconds": 4.0}, event(14, "end")]
+    found = goodput(began, [step(1, 12), step(2, 13)])
+    assert found["wall_seconds"] == pytest.approx(8.0)
+    assert found["parts"]["start_up"] == pytest.approx(5.0)

@@ -159,6 +159,14 @@ def test_the_largest_disagreement_is_named(tmp_path):
     assert "All that was measured is within 5 % of the prediction." in shown(folder)
 
 
+def test_a_term_that_is_off_by_more_goes_before_memory_that_is_off_by_less(tmp_path):
+    off = {**SPANS, "data": 0.0, "forward_backward": 1.0, "exposed_communication": 3.0, "optimizer": 0.25}
+    folder = write_run(tmp_path, [line(1, 4.25, off, memory_bytes=int(8 * GIB))])
+    rows = rows_of(folder)
+    assert rows["exposed communication"]["ratio"] > rows["peak memory"]["ratio"] > 1.2
+    assert "Largest disagreement: exposed communication" in shown(folder)
+
+
 def test_only_steps_on_the_plans_own_layout_are_compared(tmp_path):
     two, one = {"data": 2}, {"data": 1}
     events = [

@@ -1,13 +1,15 @@
 import io
 import math
+import re
 
 import pytest
 from rich.console import Console
 
 from shardwise.observe import TrainingProgress, header
 from shardwise.observe.draw import Series, bar, line_plot, sparkline
-from shardwise.observe.format import format_bytes, format_count, format_duration, format_percent
+from shardwise.observe.format import format_bytes, format_count, format_duration, format_energy, format_percent, format_span
 from shardwise.observe.terminal import shown_steps
+from shardwise.words import counted
 
 
 def record(step: int, **more):
@@ -159,3 +161,72 @@ def test_numbers_read_as_people_write_them():
     assert [format_bytes(n) for n in (512, 1536, 12.3 * 2**30)] == ["512 B", "1.50 KiB", "12.3 GiB"]
     assert [format_duration(s) for s in (7, 83, 7384, 273900)] == ["0:07", "1:23", "2:03:04", "3 d 04:05"]
     assert [format_percent(s) for s in (0.4311, None)] == ["43.1 %", "n/a"]
+
+
+class Screen:
+    """A terminal that folds long lines anew when it becomes narrower, as tmux does: what is written, as rows of one width."""
+
+    def __init__(self, width: int) -> None:
+        self.width, self.rows, self.row, self.column = width, [""], 0, 0
+
+    def write(self, text: str) -> None:
+        for part in re.findall(r"\x1b\[[?\d;]*[a-zA-Z]|.|\n|\r", text):
+            if part == "\n":
+                self.row, self.column = self.row + 1, 0
+                self.rows += [""] * (self.row + 1 - len(self.rows))
+            elif part == "\r":
+                self.column = 0
+            elif part.endswith("A"):
+                self.row -= int(part[2:-1] or 1)
+                assert self.row >= 0
+            elif part.endswith("K"):
+                self.rows[self.row] = ""
+            elif not part.startswith("\x1b"):
+                line = self.rows[self.row].ljust(self.column)
+                self.rows[self.row] = line[: self.column] + part + line[self.column + 1 :]
+                self.column += 1
+
+    def narrow(self, width: int) -> None:
+        folded = [[row[start : start + width] for start in range(0, max(1, len(row)), width)] for row in self.rows]
+        assert self.row == len(self.rows) - 1
+        self.width, self.rows = width, [part for row in folded for part in row]
+        self.row, self.column = len(self.rows) - 1, len(self.rows[-1])
+
+
+def test_a_terminal_that_becomes_narrower_keeps_no_stale_line():
+    terminal, screen, written = console(True, 120), Screen(120), 0
+
+    def shown() -> None:
+        nonlocal written
+        text = terminal.file.getvalue()
+        screen.write(text[written:])
+        written = len(text)
+
+    with TrainingProgress(terminal, steps=40) as progress:
+        progress.message("before")
+        progress.update(record(1))
+        shown()
+        screen.narrow(70)
+        terminal.width = 70
+        progress.message("between")
+        progress.update(record(40))
+        shown()
+    rows = [row.rstrip() for row in screen.rows if row.strip()]
+    assert rows[:2] == ["before", "between"]
+    assert len(rows) == 4
+    assert "40 / 40 steps" in rows[2]
+    assert rows[3].startswith("loss 0.1250")
+
+
+def test_lengths_of_time_and_energy_have_a_unit_that_suits_them():
+    assert [format_span(seconds) for seconds in (0.5, 95, 477, 4 * 3600, 54 * 86400, 500 * 86400)] == [
+        "0.5 seconds", "95 seconds", "7.95 minutes", "4 hours", "54 days", "500 days",
+    ]  # fmt: skip
+    assert [format_energy(kwh) for kwh in (0.00021, 12.3, 1430.0, 2.5e6)] == ["0.00021 kWh", "12.3 kWh", "1.43 MWh", "2,500 MWh"]
+
+
+def test_nouns_follow_their_numbers():
+    assert [counted(number, "document") for number in (0, 1, 2, 1024)] == [
+        "0 documents", "1 document", "2 documents", "1,024 documents",
+    ]  # fmt: skip
+    assert (counted(1, "micro-batch"), counted(4, "micro-batch")) == ("1 micro-batch", "4 micro-batches")

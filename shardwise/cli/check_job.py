@@ -1,0 +1,111 @@
+"""What of a job can be known before anything starts or is written, for the one list of its problems (config/read.py). No torch.
+
+Each check looks at those tables that are sound in themselves, so that a mistake in one does not hide what is wrong elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.config import Check, Config, Sections
+
+ROOM = ("run.folder", "checkpoint.folder")
+
+
+@dataclass(frozen=True)
+class Crew:
+    """How many workers a run has: on this machine, and over all of them the fewest and the most."""
+
+    here: int
+    least: int
+    most: int
+
+
+def checks_of_run(crew_of: Callable[[Config], Crew]) -> Sequence[Check]:
+    """For a job that is to be trained; `crew_of` says by how many, or why it cannot be by so many."""
+    return [*checks_of_proof(), _extras, _resume, _folders, lambda sections: _crew(sections, crew_of)]
+
+
+def checks_of_proof() -> Sequence[Check]:
+    """For a job that is to be computed here at all."""
+    return [_torch, _data, _module]
+
+
+def _torch(sections: Sections) -> Iterator[str]:
+    from shardwise.cli.doctor import torch_problem
+
+    if problem := torch_problem():
+        yield problem
+
+
+def _extras(sections: Sections) -> Iterator[str]:
+    from shardwise.config import Observe
+    from shardwise.observe.sinks import check_extras
+
+    if isinstance(observe := sections.get("observe"), Observe):
+        check_extras(observe)
+    yield from ()
+
+
+def _data(sections: Sections) -> Iterator[str]:
+    from shardwise.config import Data, Model
+    from shardwise.data.check import problems_of_data
+
+    data, model = sections.get("data"), sections.get("model")
+    if isinstance(data, Data) and (data.source is not None or data.sources):
+        yield from problems_of_data(data, model.vocabulary if isinstance(model, Model) else None)
+
+
+def _module(sections: Sections) -> Iterator[str]:
+    from shardwise.config import Model
+    from shardwise.config.own_module import problems_of_module
+
+    model = sections.get("model")
+    if isinstance(model, Model) and model.module is not None:
+        yield from problems_of_module(model)
+
+
+def _resume(sections: Sections) -> Iterator[str]:
+    """A checkpoint that was asked for. Whether the run's own fit the job is asked once the job has no other mistake."""
+    from shardwise.checkpoint import to_resume
+    from shardwise.config import whole
+
+    if (config := whole(sections)) and config.checkpoint.resume not in ("auto", "never"):
+        to_resume(config)
+    yield from ()
+
+
+def _folders(sections: Sections) -> Iterator[str]:
+    """Folders that could not be made where they are asked for."""
+    for setting in ROOM:
+        table, _, key = setting.partition(".")
+        folder = getattr(sections.get(table), key, None)
+        if folder is None or "://" in folder or folder.startswith("memory:"):
+            continue
+        path = Path(folder).absolute()
+        there = next(above for above in [path, *path.parents] if os.path.lexists(above))
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            reason = "may not be written to" if there.is_dir() else "is not a folder"
+            yield f"{setting} = {folder!r}: {there} {reason}. Give another, for example {setting}=runs/mine"
+
+
+def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str]:
+    """A layout that cannot be on so many devices, or in their memory; one that is searched for later is not judged here."""
+    from shardwise.config import whole
+    from shardwise.mesh import device_memory
+    from shardwise.plan import choose
+    from shardwise.train.planner import left_to_the_planner
+
+    if (config := whole(sections)) is None or config.layout.data == 0:
+        return
+    crew = crew_of(config)
+    named = config.cluster.preset is not None or config.cluster.file is not None
+    plain = config.model.module is None and config.train.driver == "synchronous"
+    if plain and not left_to_the_planner(config, crew.most, cluster_is_named=named):
+        choose(config, crew.most, device_memory(crew.here))
+    yield from ()

@@ -1,0 +1,70 @@
+"""`shardwise config schema | show`: what a job may say, and what this one says, with the origin of every value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from shardwise.config import Config, Origins
+
+config = typer.Typer(no_args_is_help=True, help="What a job may say (schema), and what this one says (show).")
+DEFAULT = "default"
+
+
+@config.command()
+def schema() -> None:
+    """The job file as JSON Schema, for editors that complete and check TOML."""
+    from json import dumps
+
+    from shardwise.config.json_schema import job_schema
+
+    print(dumps(job_schema(), indent=2))
+
+
+@config.command()
+def show(
+    job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, as section.key=value.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """Every value of a job, and where it comes from: a default, the job file, an override, or what filled it in."""
+    from shardwise.config import read_with_origins
+
+    values, origins = read_with_origins(job, overrides or [])
+    if json:
+        from json import dumps
+
+        print(dumps({name: dict(_table(values, name, origins)) for name in type(values).model_fields}, indent=2))
+    else:
+        print("\n".join(_lines(values, origins)))
+
+
+def _table(values: Config, section: str, origins: Origins) -> Iterator[tuple[str, dict[str, Any]]]:
+    for key, value in getattr(values, section).model_dump(mode="json").items():
+        yield key, {"value": value, "origin": origins.get(f"{section}.{key}", DEFAULT)}
+
+
+def _lines(values: Config, origins: Origins) -> Iterator[str]:
+    """A job that says all of it, with the origins as comments; what has no value is a comment as well."""
+    for section in type(values).model_fields:
+        yield f"[{section}]"
+        for key, entry in _table(values, section, origins):
+            value = False if (section, key) == ("train", "clip") and entry["value"] is None else entry["value"]
+            text = f"# {key} is not set" if value is None or value == [] else f"{key} = {_toml(value)}"
+            yield f"{text:<44}  # {entry['origin']}"
+        yield ""
+
+
+def _toml(value: Any) -> str:
+    """A value on one line."""
+    import tomli_w
+
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {_toml(part)}' for key, part in value.items())} }}"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()

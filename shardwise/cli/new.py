@@ -1,0 +1,63 @@
+"""`shardwise new NAME`: a folder to begin with, made from the templates that are part of the package.
+
+A template is a folder beside this file: a commented job, a README, and what they need. Each is a job that runs as it is, on two
+CPU cores too, so that the first change is made to something that works. `NAME` in its text is the name that was given.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TEMPLATES = Path(__file__).parent / "templates"
+TEXT = "text.txt"
+"""What every template is trained on."""
+
+
+class Template(StrEnum):
+    """What there is to begin with."""
+
+    QUICKSTART = "quickstart"
+    PRETRAIN = "pretrain"
+    FINE_TUNE = "fine-tune"
+    OWN_MODULE = "own-module"
+
+
+def new(
+    name: Annotated[Path, typer.Argument(help="The folder to make.")],
+    template: Annotated[
+        Template,
+        typer.Option(
+            "--template", help="A first run; a model from scratch; one that goes on from Hugging Face; a module of your own."
+        ),
+    ] = Template.QUICKSTART,
+) -> None:
+    """Write a commented job, a small text and a README to begin with."""
+    from shardwise.invoked import typed
+
+    _write(name, _contents(name.resolve().name, template))
+    typer.echo(f"{name}: {', '.join(sorted(path.name for path in name.iterdir()))}", err=True)
+    typer.echo(f"next: cd {name} && {typed()} train {name.resolve().name}.toml", err=True)
+
+
+def _contents(name: str, template: Template) -> dict[str, str]:
+    """What the folder will hold: text by file name. The job has the folder's name, which is that of its runs too."""
+    files = {path.name: path.read_text(encoding="utf-8") for path in (TEMPLATES / template).iterdir() if path.is_file()}
+    files = {f"{name}.toml" if file == "job.toml" else file: text.replace("NAME", name) for file, text in files.items()}
+    return {**files, TEXT: (TEMPLATES / TEXT).read_text(encoding="utf-8")}
+
+
+def _write(folder: Path, contents: dict[str, str]) -> None:
+    from shardwise.errors import UserError
+
+    try:
+        folder.mkdir(parents=True)
+        for file, text in contents.items():
+            (folder / file).write_text(text, encoding="utf-8")
+    except FileExistsError:
+        raise UserError(f"{folder}: is there already; give another name, or remove it") from None
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); give a path in a folder of yours") from None

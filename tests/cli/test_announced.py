@@ -1,0 +1,49 @@
+"""Before the first worker is heard of: how many start, and what is unlike what the job says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise import mesh
+from shardwise.cli import train as command
+from shardwise.cli.train import _train
+from shardwise.mesh import devices
+from shardwise.train import launch
+
+JOB = Path(__file__).parents[2] / "examples/quickstart.toml"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """What the command says up to where its workers would start."""
+    monkeypatch.setattr(launch, "launch", lambda *_: 0)
+    monkeypatch.setattr(command, "_check_data", lambda config: None)
+    monkeypatch.setattr(devices, "local_gpus", lambda: 0)
+    monkeypatch.setattr(mesh, "cores", lambda: 2)
+    monkeypatch.chdir(JOB.parents[1])
+
+    def say(*overrides: str) -> list[str]:
+        assert _train(JOB, [*overrides, f"run.folder={tmp_path}/run"], None, (None, None)) == 0
+        return capsys.readouterr().err.splitlines()
+
+    return say
+
+
+def test_how_many_workers_start_is_said_at_once(said: Any) -> None:
+    assert said() == ["starting 2 workers…"]
+    assert said("layout.data=1") == ["starting 1 worker…"]
+
+
+def test_more_workers_than_cores_are_warned_of(said: Any) -> None:
+    warning, starting = said("layout.data=200", "train.global_batch=200")
+    assert warning.startswith("warning: 200 workers on 2 cores take turns")
+    assert starting == "starting 200 workers…"
+
+
+def test_a_cluster_that_is_not_this_machine_is_warned_of(said: Any) -> None:
+    warning, _ = said("layout.data=1", "cluster.preset=h100x64", "train.micro_batch=8")
+    assert warning.startswith("warning: the cluster h100x64 (64 x H100-SXM5-80GB) is not this machine, which has no GPU")
+    assert len(said("layout.data=1", "cluster.preset=cpu", "train.micro_batch=8")) == 1

@@ -1,0 +1,145 @@
+"""The way in: a folder to begin with, a job explained value by value, and commands that can be typed as they are printed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardwise import invoked
+from shardwise.cli.main import app
+from shardwise.cli.new import Template
+from shardwise.config import read
+from shardwise.config.json_schema import job_schema
+
+ROOT = Path(__file__).parents[2]
+Shardwise = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.mark.parametrize("template", list(Template))
+def test_every_template_is_a_job_that_can_be_read_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: Template
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("new", "some/demo", "--template", template)
+    monkeypatch.chdir(tmp_path / "some" / "demo")
+    config = read("demo.toml")
+    assert Path(str(config.data.source)).is_file()
+    assert config.model.module is None or Path(config.model.module.partition(":")[0]).is_file()
+    words = (Path("README.md").read_text() + Path("demo.toml").read_text()).split()
+    assert "demo.toml" in words
+    assert not any("NAME" in word for word in words)
+
+
+@pytest.mark.parametrize(
+    "template", [Template.QUICKSTART, *(pytest.param(name, marks=pytest.mark.full) for name in [*Template][1:])]
+)
+def test_a_new_folder_trains(shardwise: Shardwise, tmp_path: Path, template: Template) -> None:
+    run("new", str(tmp_path / "demo"), "--template", template)
+    (tmp_path / "text.txt").symlink_to("demo/text.txt")
+    (tmp_path / "model.py").symlink_to("demo/model.py")
+    few = ["train.steps=2", "observe.sample_tokens=2", "train.evaluate_sequences=4", "run.folder=run"]
+    done = shardwise("train", "demo/demo.toml", *few)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_that_is_there_is_left_as_it_is(shardwise: Shardwise, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    done = shardwise("new", "mine")
+    assert (done.returncode, list((tmp_path / "mine").iterdir())) == (2, [])
+    assert "mine: is there already" in done.stderr
+
+
+def test_the_own_module_to_begin_with_is_the_example() -> None:
+    template = ROOT / "shardwise/cli/templates/own-module/model.py"
+    assert template.read_text() == (ROOT / "examples/own_model.py").read_text()
+
+
+def test_the_origin_of_every_value_is_shown(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('[model]\npreset = "bytes-2m"\nhidden = 96\n[data]\nsource = "x.txt"\n[layout]\ndp = 2\n')
+    words = ["config", "show", str(job), "train.steps=7", "train.clip=false"]
+    shown = json.loads(run(*words, "--json"))
+    assert shown["model"]["hidden"] == {"value": 96, "origin": str(job)}
+    assert shown["model"]["layers"] == {"value": 4, "origin": "preset bytes-2m"}
+    assert shown["layout"]["data"] == {"value": 2, "origin": str(job)}
+    assert shown["train"]["steps"] == {"value": 7, "origin": "override train.steps=7"}
+    assert shown["train"]["warmup"] == {"value": 10, "origin": "default"}
+    text = run(*words)
+    again = tomllib.loads(text)
+    assert (again["train"]["clip"], again["train"]["betas"]) == (False, [0.9, 0.95])
+    (tmp_path / "again.toml").write_text(text)
+    assert read(tmp_path / "again.toml") == read(job, words[3:])
+
+
+def test_an_override_of_the_whole_layout_is_the_origin_of_what_it_left_out(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('[data]\nsource = "x.txt"\n[layout]\ndata = 2\n')
+    shown = json.loads(run("config", "show", str(job), "layout=auto+lossy", "--json"))["layout"]
+    assert shown["data"] == {"value": -1, "origin": "override layout=auto+lossy"}
+    assert shown["compression"] == {"value": "auto", "origin": "override layout=auto+lossy"}
+
+
+def test_the_schema_knows_every_key_and_word_that_the_examples_use() -> None:
+    schema = json.loads(run("config", "schema"))
+    assert schema == job_schema()
+    for job in [*(ROOT / "examples").glob("*.toml"), *(ROOT / "shardwise/cli/templates").glob("*/job.toml")]:
+        for section, table in tomllib.loads(job.read_text()).items():
+            known = schema["$defs"][schema["properties"][section].get("$ref", "Layout").rpartition("/")[2]]["properties"]
+            assert table.keys() <= known.keys(), (job, section)
+            assert all(known[key]["description"] for key in table)
+    train = schema["$defs"]["Train"]["properties"]
+    assert {"const": False} in train["clip"]["anyOf"]
+    assert {"enum": ["auto", "auto+lossy"]} in schema["properties"]["layout"]["anyOf"]
+    assert schema["$defs"]["Layout"]["properties"].keys() >= {"tp", "dp_shard"}
+
+
+def test_editors_accept_jobs_and_refuse_mistakes() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    check = jsonschema.Draft202012Validator(job_schema())
+    for job in (ROOT / "examples").glob("*.toml"):
+        check.validate(tomllib.loads(job.read_text()))
+    assert not check.is_valid({"train": {"stpes": 1}})
+    assert not check.is_valid({"train": {"steps": "many"}})
+    assert check.is_valid({"layout": "auto", "train": {"clip": False, "betas": [0.9, 0.95]}, "checkpoint": {"async": True}})
+
+
+def test_a_shell_can_complete_the_commands() -> None:
+    code = "import sys; sys.argv = ['shardwise']; from shardwise.cli.main import main; main()"
+    environment = {
+        "_SHARDWISE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "shardwise d",
+        "COMP_CWORD": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    words = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert words.stdout.split() == ["drill", "doctor", "data"], words.stderr
+    assert "--install-completion" in run("--help")
+
+
+def test_a_printed_command_is_one_that_a_shell_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    there = tmp_path / "environment" / "bin"
+    there.mkdir(parents=True)
+    for program in (there / "shardwise", there / "python3"):
+        program.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(there / "python3"))
+    monkeypatch.setattr(sys, "argv", ["environment/bin/shardwise", "train"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert invoked.typed() == str(there / "shardwise")  # not active: by its path, in any folder
+    monkeypatch.setattr(sys, "argv", ["-m", "train"])
+    assert invoked.typed() == f"{there / 'python3'} -m shardwise"
+    monkeypatch.setenv("PATH", f"{there}:/usr/bin")
+    assert invoked.typed() == "shardwise"

@@ -1,0 +1,48 @@
+"""What is built is what people get: the package needs nothing of the repository, and its page leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree, unpacked."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "shardwise", source / "shardwise", ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run([sys.executable, "-c", BUILD, str(target)], cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(target.glob("*.whl"))) as wheel:
+        wheel.extractall(target)
+    return target
+
+
+def test_a_new_folder_is_made_from_the_wheel_alone(unpacked: Path, tmp_path: Path) -> None:
+    code = f"import sys; sys.path[0] = {str(unpacked)!r}; sys.argv = ['shardwise', 'new', 'demo', '--template', 'own-module']\n"
+    code += "from shardwise.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "demo").iterdir()} == {"demo.toml", "README.md", "model.py", "text.txt"}
+
+
+def test_the_page_of_the_package_has_addresses_and_no_link_into_the_repository(unpacked: Path) -> None:
+    metadata = next(unpacked.glob("*.dist-info/METADATA")).read_text()
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    assert all(f"Project-URL: {name}, {url}" in metadata for name, url in urls.items())
+    links = re.findall(r"\]\(([^)]+)\)", metadata)
+    assert len(links) > 10
+    assert all(link.startswith(("https://", "#")) for link in links)
+    assert "Provides-Extra: torch" in metadata
