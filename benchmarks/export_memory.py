@@ -47,7 +47,7 @@ def main() -> None:
         run(inside[0], inside[1:])
         return
     with tempfile.TemporaryDirectory() as folder:
-        manifest = Manifest(0, MODEL.model_dump(exclude={"preset"}), {}, {"tokenizer": "bytes"}, {}, {}, 1, torch.__version__, {})
+        manifest = Manifest(0, MODEL.settings(), {}, {"tokenizer": "bytes"}, {}, {}, 1, torch.__version__, {})
         write_checkpoint(Path(folder) / "step-0", manifest, random_weights())
         model_bytes = Contents.open(Path(folder) / "step-0").manifest.total_bytes
         found = {way: measure(way, folder, model_bytes) for way in WAYS}

@@ -11,7 +11,8 @@ run from what it wrote.
 Where other guests of the same machine took much of its cores meanwhile ("stolen", as Linux tells), a measurement is repeated, and
 the quietest counts.
 
-With --overlap, DDP and ZeRO-2 without a codec: the step against the longer of "alone" and what its bytes take on the wire.
+With --overlap, DDP and ZeRO-2 without a codec: each step against the longer of what its bytes take on the wire and what the
+slower worker computed in it, as the traces tell (copies of sharding among it), and against "alone".
 
 Needs root, `ip` and `tc` of iproute2, and `taskset` of util-linux.
 """
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -60,7 +61,7 @@ evaluate_every = 0
 every_minutes = 0
 [observe]
 sample = ""
-trace = 3
+trace = {steps}
 """
 CODECS = (
     "none", "bf16", "fp16", "fp8", "int8", "int4", "qsgd(8)", "qsgd(4)", "terngrad", "sign", "topk(0.01)", "randomk(0.01)",
@@ -79,12 +80,14 @@ class Measured:
     """One run."""
 
     seconds: float
-    """Median of a step."""
+    """Median of a step; of two by themselves, the slower in each step: in lockstep it would be waited for."""
     predicted: float
     wire_bytes: float
     """That each worker sends in a step."""
     hidden: float
     """Share of the collectives' time that passed beside computing."""
+    steps: list[tuple[float, float]]
+    """Of each step: how long it took, and how long the slower worker computed in it."""
 
 
 def main() -> None:
@@ -132,9 +135,12 @@ def show_overlap(bench: Bench, rate: str) -> None:
     for zero, name in ((0, "DDP"), (2, "ZeRO-2")):
         run = bench.run(f"{rate}-zero{zero}", [f"layout.zero={zero}"])
         wire = 8 * run.wire_bytes / (float(number) * UNITS[unit])
+        longer = statistics.median(seconds / max(computing, wire) for seconds, computing in run.steps)
+        computing = statistics.median(computing for _, computing in run.steps)
         print(
-            f"{rate} {name:7} step {run.seconds:.3f} s, computing {alone:.3f} s, wire {wire:.3f} s: "
-            f"{run.seconds / max(alone, wire):.3f} x the longer; {run.hidden:.0%} of communication hidden",
+            f"{rate} {name:7} step {run.seconds:.3f} s, computing {computing:.3f} s, wire {wire:.3f} s: "
+            f"{longer:.3f} x the longer; {run.hidden:.0%} of communication hidden; "
+            f"{run.seconds / max(alone, wire):.3f} x with {alone:.3f} s of computing alone",
             flush=True,
         )
 
@@ -168,18 +174,20 @@ class Bench:
         else:
             words = ["layout.data=2", "cluster.file=cluster.toml", "run.folder=run", *options]
             self._on_both(["train", "job-2.toml", *words], together=True)
-        run = self.folder / ("run-a" if options is None else "run")
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+        runs = [self.folder / f"run-{host}" for host in HOSTS] if options is None else [self.folder / "run"]
+        seconds = [max(record["seconds"] for record in records) for records in zip(*map(_records, runs), strict=True)]
+        records = _records(run := runs[0])
         if self.keep:
             shutil.copytree(run, self.keep / name, dirs_exist_ok=True)
         times = [entry for record in records for entry in record.get("communication", {}).values()]
         busy = sum(entry["seconds"] for entry in times)
         plan = json.loads((run / "plan.json").read_text())
         return Measured(
-            seconds=float(statistics.median(record["seconds"] for record in records)),
+            seconds=float(statistics.median(seconds)),
             predicted=plan["predicted"]["step_seconds"]["total"] if options is not None else 0.0,
             wire_bytes=sum(_wire_bytes(*entry) for entry in records[-1].get("collectives", {}).items()),
             hidden=sum(entry["hidden"] for entry in times) / busy if busy else 0.0,
+            steps=_steps(run),
         )
 
     def _on_both(self, words: list[str], together: bool) -> None:
@@ -190,13 +198,15 @@ class Bench:
 
     def _start(self, rank: int, host: str, words: list[str], together: bool) -> subprocess.Popen[bytes]:
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"], "HOME": str(self.folder)}
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # two workers on one GPU are not two machines
         if together:
             environment |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank)}
             environment |= {"PET_RDZV_ENDPOINT": f"{HOSTS['a']}:29400"}
         command = ["ip", "netns", "exec", f"{OURS}{host}", sys.executable, "-m", "shardwise"]
         command += [word.format(host=host) for word in words]
         cores = sorted(os.sched_getaffinity(0))
-        own = cores[rank :: len(HOSTS)] or cores  # what two machines would not share
+        each = len(cores) // len(HOSTS)
+        own = cores[rank * each : (rank + 1) * each] or cores  # what two machines would not share: neighbours may be one core
         with (self.folder / f"{host}.err").open("w") as errors:
             return subprocess.Popen(
                 ["taskset", "--cpu-list", ",".join(map(str, own)), *command],
@@ -216,6 +226,23 @@ def quietest(measure: Callable[[], Result]) -> Result:
         taken = [now - then for now, then in zip(psutil.cpu_times(), before, strict=True)]
         found.append((taken[before._fields.index("steal")] / sum(taken), result))
     return min(found, key=lambda pair: pair[0])[1]
+
+
+def _records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+
+
+def _steps(run: Path) -> list[tuple[float, float]]:
+    """From the traces of all ranks."""
+    computing: dict[int, list[float]] = {}
+    for trace in run.glob("trace-rank*.json"):
+        own: dict[int, float] = {}
+        for event in json.loads(trace.read_text())["traceEvents"]:
+            if event["ph"] == "X" and event["tid"] == 0 and event["name"] != "exposed_communication":
+                own[event["args"]["step"]] = own.get(event["args"]["step"], 0.0) + event["dur"] / 1e6
+        for step, seconds in own.items():
+            computing.setdefault(step, []).append(seconds)
+    return [(record["seconds"], max(computing[record["step"]])) for record in _records(run) if record["step"] in computing]
 
 
 def _wire_bytes(key: str, entry: dict[str, int]) -> float:
