@@ -296,7 +296,11 @@ class Lead:
         plan = self.make_plan(min(len(slots), self.bounds.most)) if len(slots) >= self.bounds.least else None
         if plan is None or plan.world < self.bounds.least:
             self._enough_since = None
-            self.lacks = f"waiting for workers: {len(slots)} are there, at least {self.bounds.least} are needed"
+            if len(slots) < self.bounds.least:
+                need = f"at least {self.bounds.least} are needed"
+            else:
+                need = "a number that the job's layout cannot be made of"
+            self.lacks = f"waiting for workers: {len(slots)} {'is' if len(slots) == 1 else 'are'} there, {need}"
             return
         self.lacks = None
         self._enough_since = now if self._enough_since is None else self._enough_since
