@@ -8,7 +8,10 @@ minus the version that its gradient was computed with, is that gradient's *stale
 A bound on staleness gives every portion a deadline: what was read at version v has to be in update v + bound at the latest. The
 earliest deadlines go first, and an update waits if without it too many portions would be left for the updates that remain to
 them. With a bound of 0 a portion of the next batch is handed out only when all of this one are in: that is synchronous training,
-whoever computes what. Without a bound nobody ever waits.
+whoever computes what.
+
+Where servers are slower than workers, gradients would pile up before them and grow old there, and no update would be made sooner
+for it. So nothing is handed out while what the update after the next needs lies there already, with a bound or without.
 
 A portion counts once. Those of a worker that is lost are handed out again before any other. Where `again` is set, a worker that
 would have to wait computes a portion that another has not brought yet, and the first to come counts: nobody waits for a slow
@@ -77,6 +80,8 @@ class Work:
     def ask(self, worker: Worker) -> int | None:
         """The portion that this worker is to compute, with the present weights or newer ones; None: nothing for now."""
         self.lost(worker)  # what it was handed before, it no longer computes
+        if len(self._brought) >= 2 * self.portions:  # one update that may be in the making, and the next
+            return None
         pending = len(self._out) + len(self._brought)
         if pending < self._room():
             portion = self._missing.pop(0) if self._missing else self._take_next()

@@ -139,3 +139,18 @@ def test_without_copies_a_worker_waits_and_a_stranger_brings_nothing() -> None:
 def test_no_more_is_handed_out_than_the_last_update_needs(bound: int | None) -> None:
     work = Work(2, 1, bound)
     assert [work.ask(worker) for worker in WORKERS] == [0, 1, None, None, None]
+
+
+def test_what_slow_servers_have_not_used_yet_does_not_pile_up() -> None:
+    """Four portions are brought in the time of each update, of two: none is older than an update, however long it goes on."""
+    work, staleness = Work(portions=2, updates=100, most_stale=None), list[int]()
+    while not work.ended:
+        for worker in WORKERS[:4]:
+            portion = work.ask(worker)
+            if portion is not None:
+                work.bring(worker, portion)
+        due = work.due()
+        assert due is not None
+        staleness += work.staleness(due)
+        work.update(due)
+    assert max(staleness) == 1
