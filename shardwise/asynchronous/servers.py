@@ -18,7 +18,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -39,6 +39,8 @@ ASK_SECONDS = 1.0
 """How long a worker that asks is kept waiting before it is told to ask again."""
 MOST_STRANGERS = 64
 """Callers that have not shown yet that they know the secret: the next one takes the place of the oldest."""
+PATIENCE = 0.25
+"""Of the time that a worker takes for a portion: for so long it is kept waiting for weights that are about to come."""
 OVERDUE, SHORTEST_OVERDUE = 20.0, 20.0
 """A portion that takes this many times as long as is usual, and at least so many seconds, is handed to another."""
 
@@ -167,16 +169,24 @@ class Update:
 
 
 class Desk:
-    """Where workers ask and bring, and where the server waits for the next update."""
+    """Where workers ask and bring, and where the server waits for the next update.
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
+    A worker that asks just before an update is made would read weights that are old at once. So it is kept waiting for a while if
+    the gradients that are missing should be there within that time, as long as those who compute them took before.
+    """
+
+    def __init__(self, work: Work, clock: Callable[[], float] = time.monotonic) -> None:
+        self.work, self._clock = work, clock
         self._changed = threading.Condition()
         self._said: dict[int, messages.Bring] = {}
         """Of each portion that was brought and is not used yet."""
         self._since: dict[Key, float] = {}
         self._took: deque[float] = deque(maxlen=64)
         """Seconds from asking to bringing."""
+        self._usual: dict[str, float] = {}
+        """The same, of the last portion of each worker."""
+        self._patient_until: dict[str, float] = {}
+        """Of workers that wait for weights which are about to come."""
         self._dropped: list[Key] = []
         self._cut_off: set[str] = set()
         """Workers whose portion another has. They must come back under another name: else what is said of what they push, before
@@ -185,17 +195,21 @@ class Desk:
 
     def ask(self, worker: str, seconds: float = ASK_SECONDS) -> messages.Task | messages.Wait | messages.End:
         """What this worker is to do, as soon as there is something, within so many seconds."""
-        deadline = time.monotonic() + seconds
+        deadline = self._clock() + seconds
         with self._changed:
             while not self.work.ended:
                 self._check(worker)
-                portion = self.work.ask(worker)
+                now = self._clock()
+                patient = self._patience(worker, now)
+                portion = None if patient else self.work.ask(worker)
                 if portion is not None:
                     self._since = {key: when for key, when in self._since.items() if key[0] != worker}
-                    self._since[worker, portion] = time.monotonic()
+                    self._since[worker, portion] = now
+                    self._patient_until.pop(worker, None)
                     return messages.Task(portion, self.work.version)
-                if not self._changed.wait(deadline - time.monotonic()):
-                    return messages.Wait()
+                if deadline <= now or not self._changed.wait(min(deadline - now, patient or math.inf)):
+                    if deadline <= self._clock():
+                        return messages.Wait()
             return messages.End()
 
     def bring(self, worker: str, said: messages.Bring) -> bool:
@@ -205,7 +219,8 @@ class Desk:
             counts = self.work.bring(worker, said.portion)
             if counts:
                 self._said[said.portion] = said
-                self._took.append(time.monotonic() - self._since[worker, said.portion])
+                self._usual[worker] = self._clock() - self._since[worker, said.portion]
+                self._took.append(self._usual[worker])
             else:
                 self._dropped.append((worker, said.portion))
             self._since.pop((worker, said.portion), None)
@@ -264,10 +279,26 @@ class Desk:
             self._closed = True
             self._changed.notify_all()
 
+    def _patience(self, worker: str, now: float) -> float:
+        """For how many seconds the worker is better off waiting for the next weights."""
+        usual = self._usual.get(worker)
+        if usual is None or self.work.most_stale == 0:  # then weights are never old
+            return 0.0
+        until = self._patient_until.setdefault(worker, now + PATIENCE * usual)
+        return until - now if until > now and self._next_version_by(now) <= until else 0.0
+
+    def _next_version_by(self, now: float) -> float:
+        """When the gradients of the next update should all be here; those that are late, any moment."""
+        lacking = self.work.portions - len(self.work.unused())
+        if lacking <= 0:
+            return now  # it is being made
+        due = sorted(max(now, since + self._usual.get(worker, math.inf)) for (worker, _), since in self._since.items())
+        return due[lacking - 1] if len(due) >= lacking else math.inf
+
     def _hand_on_what_is_overdue(self) -> None:
         if not self._took:
             return
-        limit, now = max(SHORTEST_OVERDUE, OVERDUE * statistics.median(self._took)), time.monotonic()
+        limit, now = max(SHORTEST_OVERDUE, OVERDUE * statistics.median(self._took)), self._clock()
         for worker in {worker for (worker, _), since in self._since.items() if now - since > limit}:
             log.warning("worker %s was not heard of for %.0f s: another does its portion", worker, limit)
             self._forget(worker)
@@ -282,6 +313,8 @@ class Desk:
     def _forget(self, worker: str) -> None:
         self.work.lost(worker)
         self._since = {key: when for key, when in self._since.items() if key[0] != worker}
+        for known in (self._usual, self._patient_until):
+            known.pop(worker, None)
         self._changed.notify_all()
 
 

@@ -39,10 +39,10 @@ class Replay(Contributions):
     """Gradients of workers that are imagined, as a source of steps. `clock` is what their time would be."""
 
     def __init__(self, training: Training, paces: list[Pace], seed: int) -> None:
-        super().__init__(training, stop_asked=lambda: False, waiting=lambda: None, public=False)
+        self.clock = 0.0
+        super().__init__(training, stop_asked=lambda: False, waiting=lambda: None, public=False, clock=lambda: self.clock)
         assert self.desk is not None, "one process"
         self.one_desk = self.desk
-        self.clock = 0.0
         self._chance, self._order = random.Random(seed), count()
         self._paces = {f"{index}-": pace for index, pace in enumerate(paces)}
         self._idle, self._busy = list(self._paces), list[tuple[float, int, str, int, Tensor]]()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
@@ -41,7 +42,12 @@ class Contributions:
     """The gradients that workers bring, as a source of steps."""
 
     def __init__(
-        self, training: Training, stop_asked: Callable[[], bool], waiting: Callable[[], None], public: bool = True
+        self,
+        training: Training,
+        stop_asked: Callable[[], bool],
+        waiting: Callable[[], None],
+        public: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Not `public`: nobody from outside is listened to."""
         self.training, self._stop_asked, self._waiting = training, stop_asked, waiting
@@ -58,7 +64,7 @@ class Contributions:
             again=config.server.backups,
             start=self._start(),
         )
-        self.desk = Desk(work) if training.mesh.is_main else None
+        self.desk = Desk(work, clock) if training.mesh.is_main else None
         self._update: Update | None = None
         self.weights = self._flat()
         self._age = 0.0

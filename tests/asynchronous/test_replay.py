@@ -78,7 +78,7 @@ def test_workers_get_weights_as_they_will_be_when_their_gradients_come(corpus: s
         handed_out = source.shelf.weights(step.step)[1]
         torch.testing.assert_close(handed_out, now + ahead * (now - before), rtol=1e-12, atol=1e-12)
         before = now
-    assert step.staleness == (2,)
+    assert age > 0.5
     assert steps_ahead(2, beta) == pytest.approx(beta + beta**2)
 
 

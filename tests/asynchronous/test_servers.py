@@ -243,3 +243,44 @@ def test_a_worker_that_stands_still_is_done_without(served: Served, monkeypatch:
         said(slow, Bring(second.portion, 1.0, 1, 1))
     quick.close()
     slow.close()
+
+
+class TestPatience:
+    """Two portions make an update, and a bound lets everybody go ahead. A portion takes 4 s, by a clock that is only imagined."""
+
+    def setup_method(self) -> None:
+        self.now = 0.0
+        self.desk = Desk(Work(portions=2, updates=10, most_stale=4), clock=lambda: self.now)
+        for worker in "ab":
+            assert self.desk.ask(worker, 0) == Task("ab".index(worker), 0)
+        self.now = 4.0
+        for worker in "ab":
+            assert self.desk.bring(worker, Bring("ab".index(worker), 0.0, 1, 0))
+
+    def make(self) -> None:
+        update = self.desk.due(0)
+        assert update is not None
+        self.desk.made(update)
+
+    def test_a_worker_waits_for_an_update_that_is_being_made(self) -> None:
+        assert isinstance(self.desk.ask("a", 0), Wait)
+        self.make()
+        assert self.desk.ask("a", 0) == Task(2, 1)
+
+    def test_but_not_for_longer_than_a_quarter_of_a_portion(self) -> None:
+        assert isinstance(self.desk.ask("a", 0), Wait)
+        self.now += 1.01
+        assert self.desk.ask("a", 0) == Task(2, 0)
+
+    def test_it_waits_for_what_another_should_bring_soon_and_for_nothing_else(self) -> None:
+        self.make()
+        assert self.desk.ask("a", 0) == Task(2, 1)
+        self.now += 2.0
+        assert self.desk.ask("b", 0) == Task(3, 1)
+        self.now += 2.0
+        self.desk.bring("a", Bring(2, 0.0, 1, 0))
+        assert self.desk.ask("a", 0) == Task(4, 1), "b needs 2 s more, and a quarter of a portion is 1 s"
+        self.now += 1.5
+        self.desk.lost("a")
+        self.desk.bring("b", Bring(3, 0.0, 1, 0))
+        assert self.desk.ask("c", 0) == Task(4, 1), "of a new one it is not known how long it takes"
