@@ -39,7 +39,8 @@ from slow_link import HOSTS, OURS, cable, limit
 ROOT = Path(__file__).parents[1]
 SMALL = [
     "examples/quickstart.toml", "model.preset=bytes-400k", "data.sequence_length=64", "train.global_batch=8",
-    "train.learning_rate=1e-3", "train.betas=[0.9, 0.999]", "checkpoint.every=0", "observe.sample=",
+    "train.learning_rate=1e-3", "train.betas=[0.9, 0.99]", "train.final_learning_rate=0", "checkpoint.every=0",
+    "observe.sample=",
 ]  # fmt: skip
 CABLE_STEPS = 60
 """Of lockstep over a slow cable, for its speed alone."""
@@ -82,8 +83,8 @@ def staleness(folder: Path, steps: int, seeds: int, portions: int, plot: Path | 
     for seed in range(1, seeds + 1):
         for name, words in ways.items():
             run = folder / f"{name} {seed}".replace(" ", "-")
-            train(run, [*SMALL, f"train.steps={steps}", f"train.evaluate_every={steps // 15}", f"train.seed={seed}",
-                        "layout.data=4", *words])  # fmt: skip
+            job = [*SMALL, "train.learning_rate=5e-4", f"train.steps={steps}", f"train.warmup={steps // 10}"]
+            train(run, [*job, f"train.evaluate_every={steps // 6}", f"train.seed={seed}", "layout.data=4", *words])
             curves[name, seed] = {record["step"]: record["held_out_loss"] for record in records(run) if "held_out_loss" in record}
             seen.setdefault(name, Counter()).update(age for record in records(run) for age in record.get("staleness", [0]))
             print(f"  {name:16} seed {seed}: {curves[name, seed][steps]:.4f}", file=sys.stderr, flush=True)
@@ -162,7 +163,7 @@ def local(folder: Path, steps: int, rate: str, seeds: int) -> None:
     """A third of the steps in lockstep on one site, then the rest by groups on two. What lockstep would have come to is trained
     without the cable, which changes no bit; its speed and bytes are those of its first steps over the cable."""
     begin_at = steps // 3
-    job = [*SMALL, "model.preset=bytes-2m", "train.betas=[0.9, 0.99]", "train.warmup=100", "train.final_learning_rate=0"]
+    job = [*SMALL, "model.preset=bytes-2m", "train.warmup=100"]
     job += [f"checkpoint.every={begin_at}", "checkpoint.keep=4", f"train.evaluate_every={steps}"]
     lockstep = ["layout.data=4", "layout.zero=0"]
     groups = ["train.driver=local", "local.groups=2", "local.steps=50", "local.learning_rate=1", "local.momentum=0.5"]

@@ -39,7 +39,7 @@ ASK_SECONDS = 1.0
 """How long a worker that asks is kept waiting before it is told to ask again."""
 MOST_STRANGERS = 64
 """Callers that have not shown yet that they know the secret: the next one takes the place of the oldest."""
-PATIENCE = 0.25
+PATIENCE = 0.5
 """Of the time that a worker takes for a portion: for so long it is kept waiting for weights that are about to come."""
 OVERDUE, SHORTEST_OVERDUE = 20.0, 20.0
 """A portion that takes this many times as long as is usual, and at least so many seconds, is handed to another."""
@@ -207,9 +207,9 @@ class Desk:
                     self._since[worker, portion] = now
                     self._patient_until.pop(worker, None)
                     return messages.Task(portion, self.work.version)
-                if deadline <= now or not self._changed.wait(min(deadline - now, patient or math.inf)):
-                    if deadline <= self._clock():
-                        return messages.Wait()
+                if deadline <= now:
+                    return messages.Wait()
+                self._changed.wait(min(deadline - now, patient or math.inf))
             return messages.End()
 
     def bring(self, worker: str, said: messages.Bring) -> bool:

@@ -267,19 +267,19 @@ class TestPatience:
         self.make()
         assert self.desk.ask("a", 0) == Task(2, 1)
 
-    def test_but_not_for_longer_than_a_quarter_of_a_portion(self) -> None:
+    def test_but_not_for_longer_than_half_a_portion(self) -> None:
         assert isinstance(self.desk.ask("a", 0), Wait)
-        self.now += 1.01
+        self.now += 2.01
         assert self.desk.ask("a", 0) == Task(2, 0)
 
     def test_it_waits_for_what_another_should_bring_soon_and_for_nothing_else(self) -> None:
         self.make()
         assert self.desk.ask("a", 0) == Task(2, 1)
-        self.now += 2.0
+        self.now += 3.0
         assert self.desk.ask("b", 0) == Task(3, 1)
-        self.now += 2.0
+        self.now += 1.0
         self.desk.bring("a", Bring(2, 0.0, 1, 0))
-        assert self.desk.ask("a", 0) == Task(4, 1), "b needs 2 s more, and a quarter of a portion is 1 s"
+        assert self.desk.ask("a", 0) == Task(4, 1), "b needs 3 s more, and half a portion is 2 s"
         self.now += 1.5
         self.desk.lost("a")
         self.desk.bring("b", Bring(3, 0.0, 1, 0))
