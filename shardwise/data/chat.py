@@ -101,7 +101,7 @@ class ChatTemplate:
         if not text.startswith(before) or stop <= len(before):
             raise UserError(
                 f"message {len(messages)}: the chat template writes an answer in another way than it begins one for the model, "
-                "so what to learn of it cannot be told. Begin with a question, or mark answers in the template by {% generation %}"
+                "so what to learn of it cannot be told. Begin with a question, or mark answers in it by {% generation %}"
             )
         return AnsweredText(text, ((len(before), stop),))
 
@@ -135,7 +135,7 @@ def find_template(tokenizer: str | Path) -> ChatTemplate | None:
     """The template that is beside a tokenizer.json, given by its path or by its folder; None: there is none."""
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     settings = tokenizer_settings(folder)
-    tokens = {name: _spelling(settings[name]) for name in _SPECIAL if _spelling(settings.get(name))}
+    tokens = {name: spelling(settings[name]) for name in _SPECIAL if spelling(settings.get(name))}
     with reading(folder):
         path = file_of(folder, FILE)
         if path.is_file():
@@ -203,7 +203,7 @@ def without_lone_surrogates(text: str) -> str:
     return text
 
 
-def _spelling(token: object) -> str | None:
+def spelling(token: object) -> str | None:
     """Of a special token, as the files of tokenizers have it."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) and text else None

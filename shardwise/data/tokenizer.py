@@ -12,7 +12,7 @@ prepared data remember it, and are never mixed with ids of another tokenizer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,6 +65,9 @@ class Tokenizer(Protocol):
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.uint32], Offsets]]:
         """The same, and which characters of the text each id stands for. What spells a special token in it becomes that one."""
 
+    def encode_prompt(self, text: str) -> NDArray[np.uint32]:
+        """The ids of a text for a model to go on from, with what the tokenizer's own rules put before it."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; ids that make no valid text become U+FFFD."""
 
@@ -90,6 +93,10 @@ class ByteTokenizer:
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.uint32], Offsets]]:
         """One id per UTF-8 byte; the character that stands for the end of a document is that one."""
         return [_bytes_with_offsets(text) for text in texts]
+
+    def encode_prompt(self, text: str) -> NDArray[np.uint32]:
+        """Nothing comes before it."""
+        return self.encode_batch([text])[0]
 
     def find_template(self) -> ChatTemplate:
         """Roles and colons."""
@@ -137,6 +144,11 @@ class HuggingFaceTokenizer:
             for encoding in encodings
         ]
 
+    def encode_prompt(self, text: str) -> NDArray[np.uint32]:
+        """With the tokens that begin a text, if the file says that there are such; without one that would end it."""
+        ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=True).ids, dtype=np.uint32)
+        return ids[:-1] if len(ids) and ids[-1] == self.end else ids
+
     def find_template(self) -> ChatTemplate | None:
         """The one beside the file."""
         return find_template(self.name)
@@ -148,6 +160,21 @@ class HuggingFaceTokenizer:
     def save(self, folder: Path) -> None:
         """A copy of the file, byte for byte."""
         (folder / FILE).write_bytes(self._bytes)
+
+
+def as_text(tokenizer: Tokenizer, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
+    """The text of ids that come one by one, as soon as its characters are whole: bytes of one may be ids of several. `after` are
+    ids before the first, on which it may depend whether that begins with a space."""
+    said = [*after]
+    shown = len(tokenizer.decode(said))
+    for identifier in ids:
+        said.append(identifier)
+        text = tokenizer.decode(said)
+        if len(text) > shown and not text.endswith("\ufffd"):  # what cannot be read yet is shown so
+            yield text[shown:]
+            shown = len(text)
+    if rest := tokenizer.decode(said)[shown:]:
+        yield rest
 
 
 def load_tokenizer(name_or_path: str | Path, end: str | int | None = None) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""Conversations: written as transformers writes them, learnt where the assistant speaks, packed whole, and refused by their line."""
+"""Conversations: written as transformers does it, learnt where the assistant speaks, packed whole, refused by their line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwise.errors import UserError
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% for message in messages %}{{'<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MARKED = """
