@@ -83,3 +83,20 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     Path(folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in documents))
     prepare(folder / "text.jsonl", "bytes", folder / "shards")
     return str(folder / "shards")
+
+
+@pytest.fixture(scope="session")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prepared shards of short conversations and prompts, and of prompts that are longer than a test's sequence: such a sequence
+    is without a token that counts."""
+    from shardwise.data.prepare import prepare
+
+    folder, draw, records = tmp_path_factory.mktemp("conversations"), random.Random(1), []
+    for number in range(240):
+        asked, answered = ("".join(draw.choices("abcdefgh ijkl mnop", k=draw.randint(1, 9))) + "." for _ in range(2))
+        told = [{"role": "user", "content": asked[:2]}, {"role": "assistant", "content": answered[-3:]}]
+        prompt = {"prompt": asked * (9 if number % 4 == 0 else 1), "completion": answered}
+        records.append({"messages": told * draw.randint(1, 2)} if number % 3 == 0 else prompt)
+    Path(folder / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
+    prepare(folder / "chat.jsonl", "bytes", folder / "shards")
+    return str(folder / "shards")

@@ -53,7 +53,7 @@ def list_(folder: Many, json: Json = False) -> None:
 @checkpoint.command()
 def check(folder: Many, json: Json = False) -> None:
     """Read every byte and compare it with what was saved; a damaged file is named, with status 1."""
-    _need_torch()
+    need_torch()
     rows = []
     for address in _checkpoints_of(folder):
         problems = list(_faults(address))
@@ -69,12 +69,12 @@ def check(folder: Many, json: Json = False) -> None:
 @checkpoint.command()
 def diff(first: Checkpoint, second: Checkpoint, json: Json = False) -> None:
     """Compare two checkpoints tensor by tensor, whatever layouts wrote them. Status 1 if any bit of a tensor differs."""
-    _need_torch()
+    need_torch()
     from shardwise.checkpoint.compare import compare
     from shardwise.checkpoint.contents import Contents
 
     with _bar("comparing", in_bytes=False) as progress:
-        left, right = (Contents.open(_newest(address)) for address in (first, second))
+        left, right = (Contents.open(newest(address)) for address in (first, second))
         comparison = compare(left, right, lambda done, total: progress(done, total, done, total))
     if json:
         _print_json({"first": left.address, "second": right.address, **comparison.to_json()})
@@ -92,12 +92,12 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder: config.json, safetensors, tokenizer. Holds one tensor in memory."""
-    _need_torch()
+    need_torch()
     from shardwise.checkpoint.huggingface import DTYPES, export_checkpoint
 
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: not known; use one of {', '.join(DTYPES)}")
-    address, limit = _newest(checkpoint), parse_size(shard_size)
+    address, limit = newest(checkpoint), parse_size(shard_size)
     with _bar("exporting") as progress:
         done = export_checkpoint(address, folder, dtype, limit, progress)
     if json:
@@ -125,7 +125,7 @@ def import_(
     json: Json = False,
 ) -> None:
     """Write the weights of a Hugging Face folder as a checkpoint that a job can start from, and print the job's [model]."""
-    _need_torch()
+    need_torch()
     from shardwise.checkpoint.pretrained import import_folder
 
     with _bar("importing") as progress:
@@ -150,7 +150,8 @@ def parse_size(text: str) -> int:
     return int(amount)
 
 
-def _need_torch() -> None:
+def need_torch() -> None:
+    """Refuse to go on without a torch that will do."""
     from shardwise.cli.doctor import torch_problem
 
     if problem := torch_problem():
@@ -205,7 +206,8 @@ def _faults(address: str) -> Iterator[str]:
             done += file["bytes"]
 
 
-def _newest(folder: str) -> str:
+def newest(folder: str) -> str:
+    """The newest checkpoint of a run folder or a folder of checkpoints; a checkpoint itself."""
     return _checkpoints_of(folder)[-1]
 
 

@@ -15,6 +15,7 @@ from shardwise.cli.config import config
 from shardwise.cli.data import data
 from shardwise.cli.doctor import doctor
 from shardwise.cli.drill import drill
+from shardwise.cli.generate import generate
 from shardwise.cli.new import new
 from shardwise.cli.plan import plan
 from shardwise.cli.probe import probe
@@ -36,6 +37,7 @@ app.command()(verify)
 app.command()(drill)
 app.command()(probe)
 app.command()(report)
+app.command()(generate)
 app.command()(doctor)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(data, name="data")

@@ -80,15 +80,19 @@ def _other_tokenizer(data: dict[str, Any], folder: Path) -> Iterator[str]:
         yield f"data.tokenizer = {shown(given)}: not that of model.pretrained, {own}, whose ids the model knows; leave it out"
 
 
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """What a folder's tokenizer_config.json says; nothing where there is none that can be read."""
+    # Usual files have a number of 100 bits, which our own reader refuses.
+    with suppress(UserError, OSError, ValueError, RecursionError):
+        settings = json.loads(read_bytes(file_of(folder, TOKENIZER_CONFIG)))
+        return settings if isinstance(settings, dict) else {}
+    return {}
+
+
 def _data_of(folder: Path) -> dict[str, Any]:
     if not file_of(folder, TOKENIZER).is_file():
         return {}
     found: dict[str, Any] = {"tokenizer": str(folder / TOKENIZER)}
-    path = file_of(folder, TOKENIZER_CONFIG)
-    # What cannot be read leaves the tokenizer's own end. Usual files have a number of 100 bits, which our own reader refuses.
-    with suppress(UserError, FileNotFoundError, ValueError, RecursionError):
-        settings = json.loads(read_bytes(path))
-        end = settings.get("eos_token") if isinstance(settings, dict) else None
-        end = end.get("content") if isinstance(end, dict) else end
-        found |= {"end_of_document": end} if isinstance(end, str) and end else {}
-    return found
+    end = tokenizer_settings(folder).get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    return found | ({"end_of_document": end} if isinstance(end, str) and end else {})

@@ -5,7 +5,7 @@ order that is a pure function of (seed, position) (`order`), so that a run's dat
 `batches` needs torch; import it by its own name.
 """
 
-from shardwise.data.dataset import Dataset, DatasetSummary, Rows, check_vocabulary, unigram_loss
+from shardwise.data.dataset import Dataset, DatasetSummary, Rows, check_vocabulary, settled, unigram_loss
 from shardwise.data.order import Order, permute
 from shardwise.data.prepare import prepare, prepared
 from shardwise.data.shards import Index
@@ -25,5 +25,6 @@ __all__ = [
     "permute",
     "prepare",
     "prepared",
+    "settled",
     "unigram_loss",
 ]

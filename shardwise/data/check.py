@@ -15,7 +15,7 @@ from shardwise.data.dataset import too_large_ids, too_short
 from shardwise.data.ownership import is_prepared
 from shardwise.data.prepare import located, sources_of
 from shardwise.data.shards import Index
-from shardwise.data.sources import find_files, read_pieces
+from shardwise.data.sources import find_files, holds_answers, read_pieces
 from shardwise.data.tokenizer import BYTES, load_tokenizer
 from shardwise.errors import UserError
 
@@ -38,7 +38,7 @@ def problems_of_data(data: Data, vocabulary: int | None) -> Iterator[str]:
                 yield from _unprepared(source.path, data)
             else:
                 ids = index.vocabulary
-                yield from too_short(source.path, index.tokens, data.sequence_length)
+                yield from () if index.holds_answers else too_short(source.path, index.tokens, data.sequence_length)
         except UserError as error:
             yield str(error)
     if vocabulary is not None and ids is not None:
@@ -60,11 +60,13 @@ def _index(path: str, data: Data) -> Index | None:
 
 def _unprepared(path: str, data: Data) -> Iterator[str]:
     files = find_files(path)
+    answers = holds_answers(files, data.text_field)
+    template = load_tokenizer(data.tokenizer).find_template() if answers else None
     for file in files[:GLANCED]:
-        if next(islice(read_pieces(file, data.text_field), 1), None) is None and len(files) == 1:
+        if next(islice(read_pieces(file, data.text_field, answers, template), 1), None) is None and len(files) == 1:
             yield f"{file.path}: no text in it (of 1 file). Give a source that has some."
             return
-    if all(file.path.suffix.lower() not in _COMPRESSED for file in files):
+    if not answers and all(file.path.suffix.lower() not in _COMPRESSED for file in files):
         a_byte = 1 if data.tokenizer == BYTES else 2  # a normaliser may make text longer
         most = sum(a_byte * file.size + 1 for file in files)  # and a document has an end
         yield from too_short(path, most, data.sequence_length, "at most ")

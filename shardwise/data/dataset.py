@@ -10,9 +10,14 @@ rows of that batch by number; together the ranks read the same sequences whateve
 between steps but n. It is counted in sequences, not in steps, so that a batch that grows along the way (Smith et al., "Don't
 decay the learning rate, increase the batch size", 2018) neither skips nor repeats any.
 
-With `reset_attention`, `Rows.documents` numbers the documents inside a row so that attention can be kept within each,
+With `reset_attention`, `Rows.documents` tells the documents inside a row apart so that attention can be kept within each,
 and no loss is taken where the input is a document's last token: what follows it is another document, and cannot be
 predicted from it.
+
+Conversations are packed, not cut: a sequence takes whole ones, in their order, as many as fit, and is filled up with the
+end-of-document token; one that is longer than a sequence has one to itself, and its end is left out. So no answer is learnt
+without its question. It costs what is left at the ends of sequences, half a conversation each. They are never seen by each other,
+whether `reset_attention` is asked for or not, and a loss is taken on their answers alone.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.config import Data
+from shardwise.config import Config, Data
 from shardwise.data.order import HELD_OUT, Integers, Order, key, permute
 from shardwise.data.prepare import Progress, prepared
 from shardwise.data.tokenizer import BYTES, Tokenizer, load_tokenizer
@@ -45,6 +50,7 @@ class Rows:
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
     documents: NDArray[np.int32] | None
+    """Of each token, where in the row its document begins; None: all are one document."""
 
     @property
     def valid(self) -> int:
@@ -63,6 +69,8 @@ class DatasetSummary:
     held_out: int
     tokenizer: str
     vocabulary: int
+    cut: int = 0
+    """Conversations that are longer than a sequence."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,19 @@ class Stream:
     training: int
     held_out: int
     weight: float
+    firsts: Integers | None = None
+    """Of conversations: the first token of each sample, and after the last the number of tokens; None: samples are windows."""
+
+    def window(self, sample: int, length: int) -> tuple[int, int]:
+        """The first of a sample's tokens, and how many it has: one more than a sequence, or fewer where it is filled up."""
+        if self.firsts is None:
+            return sample * length, length + 1
+        first, after = self.firsts[sample : sample + 2].tolist()
+        return first, min(after - first, length + 1)
+
+    def tokens_before(self, sample: int, length: int) -> int:
+        """How many tokens of the source are in samples before this one."""
+        return sample * length + 1 if self.firsts is None else int(self.firsts[sample])
 
 
 @dataclass(frozen=True)
@@ -89,7 +110,8 @@ class Dataset:
         """Open a job's data, preparing what is not prepared yet."""
         streams = tuple(_stream(folder, weight, data) for folder, weight in prepared(data, progress))
         _check_same_tokenizer(streams)
-        return cls(streams, data.sequence_length, data.reset_attention, seed)
+        apart = data.reset_attention or any(stream.tokens.index.holds_answers for stream in streams)
+        return cls(streams, data.sequence_length, apart, seed)
 
     def sequences(self, first: int, count: int) -> Rows:
         """Training sequences [first, first + count), in the order in which a run sees them, without end."""
@@ -139,28 +161,45 @@ class Dataset:
             held_out=self.held_out_count,
             tokenizer=indexes[0].tokenizer,
             vocabulary=self.vocabulary,
+            cut=sum(_longer(stream.tokens, self.sequence_length) for stream in self.streams if stream.firsts is not None),
         )
 
     def _rows(self, sources: Integers, samples: Integers) -> Rows:
         length = self.sequence_length
         window = np.empty((len(samples), length + 1), dtype=np.int64)
         ends = np.zeros((len(samples), length), dtype=bool)
+        learnt = np.ones((len(samples), length + 1), dtype=bool)
         for row, (source, sample) in enumerate(zip(sources.tolist(), samples.tolist(), strict=True)):
-            tokens = self.streams[source].tokens
-            window[row] = tokens.read(sample * length, length + 1)
+            stream = self.streams[source]
+            tokens, (first, count) = stream.tokens, stream.window(sample, length)
+            window[row, :count], window[row, count:] = tokens.read(first, count), tokens.index.end
             if self.reset_attention:
-                ends[row, tokens.boundaries(sample * length, length)] = True
-        return rows_of(window, ends, self.reset_attention)
+                ends[row, tokens.boundaries(first, min(count, length))] = True
+            if tokens.index.holds_answers:
+                learnt[row, :count], learnt[row, count:] = tokens.learnt(first, count), False
+        return rows_of(window, ends, self.reset_attention, learnt)
 
 
-def rows_of(window: NDArray[np.int64], ends: NDArray[np.bool_], reset_attention: bool) -> Rows:
-    """Rows from tokens (rows, sequence_length + 1), and whether each input is the last of its document."""
+def rows_of(
+    window: NDArray[np.int64], ends: NDArray[np.bool_], reset_attention: bool, learnt: NDArray[np.bool_] | None = None
+) -> Rows:
+    """Rows from tokens (rows, sequence_length + 1), whether each input is the last of its document, and whether each token is to
+    be learnt."""
     inputs, targets = window[:, :-1].copy(), window[:, 1:].copy()
     if not reset_attention:
         return Rows(inputs, targets, None)
     targets[ends] = IGNORED
-    documents = np.cumsum(ends, axis=1, dtype=np.int32) - ends  # an end still belongs to the document it ends
-    return Rows(inputs, targets, documents)
+    if learnt is not None:
+        targets[~learnt[:, 1:]] = IGNORED
+    begins = np.zeros(ends.shape, dtype=np.int32)
+    begins[:, 1:] = np.where(ends[:, :-1], np.arange(1, ends.shape[1]), 0)  # an end still belongs to the document it ends
+    return Rows(inputs, targets, np.maximum.accumulate(begins, axis=1))
+
+
+def settled(config: Config, dataset: Dataset) -> Config:
+    """The job, with what its data decide: conversations are kept apart whether it says so or not."""
+    data = config.data.model_copy(update={"reset_attention": dataset.reset_attention})
+    return config.model_copy(update={"data": data})
 
 
 def check_vocabulary(dataset: Dataset, model_vocabulary: int) -> None:
@@ -197,25 +236,53 @@ def unigram_loss(dataset: Dataset) -> float:
         raise UserError("data.held_out = 0: nothing is held out to evaluate on. Set data.held_out, for example to 0.05.")
     counts = np.ones(dataset.vocabulary, dtype=np.int64)
     for stream in dataset.streams:
-        length = min(stream.training * dataset.sequence_length + 1, UNIGRAM_TOKENS)
+        length = min(stream.tokens_before(stream.training, dataset.sequence_length), UNIGRAM_TOKENS)
         for start in range(0, length, 1 << 20):
-            counts += np.bincount(stream.tokens.read(start, min(1 << 20, length - start)), minlength=len(counts))
+            part = (start, min(1 << 20, length - start))
+            counts += np.bincount(stream.tokens.read(*part)[stream.tokens.learnt(*part)], minlength=len(counts))
     surprise = np.log(counts.sum()) - np.log(counts)
     total, number = 0.0, 0
     for start in range(0, min(dataset.held_out_count, UNIGRAM_TOKENS // dataset.sequence_length + 1), 64):
         targets = dataset.held_out_rows(start, min(64, dataset.held_out_count - start)).targets
         valid = targets[targets != IGNORED]
         total, number = total + float(surprise[valid].sum()), number + len(valid)
-    return total / number
+    return total / max(1, number)
 
 
 def _stream(folder: Path, weight: float, data: Data) -> Stream:
-    tokens = Tokens.open(folder)
-    samples = (len(tokens) - 1) // data.sequence_length
-    for problem in too_short(folder, len(tokens), data.sequence_length):
+    tokens, length = Tokens.open(folder), data.sequence_length
+    firsts = _packed(tokens, length) if tokens.index.holds_answers else None
+    for problem in too_short(folder, len(tokens), length) if firsts is None else _no_answer_in_reach(tokens, length):
         raise UserError(problem)
+    samples = (len(tokens) - 1) // length if firsts is None else len(firsts) - 1
     held_out = min(max(1, round(samples * data.held_out)), samples - 1) if data.held_out > 0 else 0
-    return Stream(tokens, samples - held_out, held_out, weight)
+    return Stream(tokens, samples - held_out, held_out, weight, firsts)
+
+
+def _packed(tokens: Tokens, length: int) -> Integers:
+    """Where samples of whole conversations begin, each of as many as fit, in order; and where the last is over."""
+    ends = tokens.ends
+    firsts, documents = [0], 0
+    while documents < len(ends):
+        fitting = int(np.searchsorted(ends, firsts[-1] + length + 1, side="right"))
+        documents = max(fitting, documents + 1)  # one that is too long is alone
+        firsts.append(int(ends[documents - 1]))
+    return np.asarray(firsts, dtype=np.int64)
+
+
+def _longer(tokens: Tokens, length: int) -> int:
+    return int(np.count_nonzero(np.diff(tokens.ends, prepend=0) > length + 1))
+
+
+def _no_answer_in_reach(tokens: Tokens, length: int) -> Iterator[str]:
+    """The problem that every conversation is cut before its first answer."""
+    firsts = np.concatenate([[0], tokens.ends[:-1]])
+    reach = tokens.answers[np.searchsorted(tokens.answers, firsts)] - firsts  # tokens before the first answer of each
+    if reach.min() > length:
+        yield (
+            f"data.sequence_length = {length}: in {tokens.folder} every conversation has more before its first answer, so there "
+            f"is nothing to learn. Give at least {int(reach.min()) + 1}; {int(reach.max()) + 1} reaches an answer of each."
+        )
 
 
 def _check_same_tokenizer(streams: tuple[Stream, ...]) -> None:

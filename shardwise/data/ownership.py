@@ -23,7 +23,7 @@ LOCK = ".lock"
 _RECORD_NAMES = ("fingerprint", "shards", "file", "piece")
 _UNTOUCHED = {LOCK, RECORD + ".partial"}  # all there can be before the record is
 _SHARD = re.compile(r"shard-\d{5,}\.bin")
-_OTHERS = re.compile(r"shard-\d{5,}\.(bin|ends)(\.partial)?|(index|preparing)\.json\.partial")
+_OTHERS = re.compile(r"shard-\d{5,}\.(bin|ends|answers)(\.partial)?|(index|preparing)\.json\.partial")
 
 
 def is_prepared(folder: Path) -> bool:

@@ -23,13 +23,15 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import ConfigDict
 
 from shardwise.config import Data, Source
+from shardwise.data.chat import Span
 from shardwise.data.ownership import LOCK, RECORD, check_target, clear, is_begun, is_prepared
 from shardwise.data.shards import VERSION, Index, Shard, ShardWriter, token_dtype, write_atomically
-from shardwise.data.sources import PIECE_BYTES, SourceFile, TextPiece, find_files, read_pieces
-from shardwise.data.tokenizer import BYTES, FILE, Tokenizer, load_tokenizer, tokenizer_fingerprint
+from shardwise.data.sources import PIECE_BYTES, SourceFile, TextPiece, find_files, holds_answers, read_pieces
+from shardwise.data.tokenizer import BYTES, FILE, Offsets, Tokenizer, load_tokenizer, template_fingerprint, tokenizer_fingerprint
 from shardwise.errors import UserError
 from shardwise.files import inside, parse_as, read_bytes, seal, unseal
 from shardwise.locks import take_lock
@@ -82,8 +84,8 @@ def prepare(
     folder = Path(folder)
     roots = [sources] if isinstance(sources, str | Path) else list(sources)
     files = [file for source in roots for file in find_files(source)]
-    ends = _named_end(tokenizer_fingerprint(tokenizer), end_of_document)
-    fingerprint = fingerprint_of(files, ends, text_field, shard_tokens)
+    answers = holds_answers(files, text_field)
+    fingerprint = fingerprint_of(files, _encoder(tokenizer, end_of_document, answers), text_field, shard_tokens)
     made = next((above for above in reversed([folder, *folder.parents]) if not os.path.lexists(above)), None)
     try:
         check_target(folder)
@@ -92,7 +94,8 @@ def prepare(
         with _lock(folder):
             if (index := _finished(folder, fingerprint)) is not None:  # by the process we waited for
                 return index
-            work = _Preparation(folder, files, load_tokenizer(tokenizer, end_of_document), text_field, shard_tokens, progress)
+            loaded = load_tokenizer(tokenizer, end_of_document)
+            work = _Preparation(folder, files, loaded, text_field, shard_tokens, progress, answers)
             return work.run(fingerprint)
     except UserError:
         if made is not None and not _ResumePoint.read(folder, fingerprint).shards:
@@ -124,9 +127,12 @@ def fingerprint_of(files: Sequence[SourceFile], tokenizer: str, text_field: str,
     return hashlib.sha256(work.encode()).hexdigest()[:32]
 
 
-def _named_end(tokenizer: str, end_of_document: str | None) -> str:
-    """The fingerprint of a tokenizer, and the token that closes documents where it was chosen."""
-    return tokenizer if end_of_document is None else f"{tokenizer} {end_of_document}"
+def _encoder(tokenizer: str | Path, end_of_document: str | None, answers: bool) -> str:
+    """What makes ids of text: the tokenizer, the token that closes documents where it was chosen, and the chat template where the
+    source holds answers."""
+    end = [] if end_of_document is None else [end_of_document]
+    template = ["answers", template_fingerprint(tokenizer)] if answers else []
+    return " ".join([tokenizer_fingerprint(tokenizer), *end, *template])
 
 
 def _folder_of(path: str, data: Data, progress: Progress | None) -> Path:
@@ -148,8 +154,8 @@ def located(path: str, data: Data) -> Path:
         _check_end(folder, data.end_of_document)
         return folder
     files = find_files(path)
-    tokenizer = _named_end(tokenizer_fingerprint(data.tokenizer), data.end_of_document)
-    return Path(data.cache) / fingerprint_of(files, tokenizer, data.text_field, SHARD_TOKENS)
+    encoder = _encoder(data.tokenizer, data.end_of_document, holds_answers(files, data.text_field))
+    return Path(data.cache) / fingerprint_of(files, encoder, data.text_field, SHARD_TOKENS)
 
 
 def _check_end(folder: Path, end_of_document: str | None) -> None:
@@ -206,6 +212,8 @@ class _Preparation:
     text_field: str
     shard_tokens: int
     progress: Progress | None
+    answers: bool
+    """Whether the source holds conversations or answered prompts, of which the answers are to be learnt."""
 
     def run(self, fingerprint: str) -> Index:
         """All shards, then the index: with it the folder is whole, and the record of the way there is dropped."""
@@ -218,7 +226,7 @@ class _Preparation:
         self.tokenizer.save(self.folder)
         name = BYTES if self.tokenizer.name == BYTES else FILE
         tokenizer = (name, self.tokenizer.fingerprint, self.tokenizer.vocabulary, self.tokenizer.end)
-        index = Index(fingerprint, *tokenizer, token_dtype(self.tokenizer.vocabulary), tuple(shards))
+        index = Index(fingerprint, *tokenizer, token_dtype(self.tokenizer.vocabulary), tuple(shards), holds_answers=self.answers)
         index.write(self.folder)
         (self.folder / RECORD).unlink(missing_ok=True)
         return index
@@ -233,11 +241,9 @@ class _Preparation:
         shards, writer = list(point.shards), None
         try:
             for batch in _batches(self._items(point)):
-                encoded = self.tokenizer.encode_batch([item.piece.text for item in batch])
-                for item, ids in zip(batch, encoded, strict=True):
+                for item, (ids, learnt) in zip(batch, self._encoded([item.piece for item in batch]), strict=True):
                     writer = writer or ShardWriter(self.folder, len(shards), token_dtype(self.tokenizer.vocabulary))
-                    closed = item.piece.ends
-                    writer.append(np.append(ids, np.uint32(self.tokenizer.end)) if closed else ids, closed)
+                    writer.append(ids, item.piece.ends, learnt)
                     if writer.tokens >= self.shard_tokens:
                         shards.append(writer.finish())
                         writer = None
@@ -249,12 +255,26 @@ class _Preparation:
                 writer.abandon()
             raise
 
+    def _encoded(self, pieces: Sequence[TextPiece]) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.bool_] | None]]:
+        """The ids of each piece, its end among them, and which of them are to be learnt; None: all."""
+        texts = [piece.text for piece in pieces]
+        if not self.answers:
+            for piece, ids in zip(pieces, self.tokenizer.encode_batch(texts), strict=True):
+                yield np.append(ids, np.uint32(self.tokenizer.end)) if piece.ends else ids, None
+            return
+        for piece, (ids, offsets) in zip(pieces, self.tokenizer.encode_with_offsets(texts), strict=True):
+            learnt = tokens_within(offsets, piece.answers or ())
+            if piece.closed:
+                ids, learnt = np.append(ids, np.uint32(self.tokenizer.end)), np.append(learnt, True)
+            yield ids, learnt
+
     def _items(self, point: _ResumePoint) -> Iterator[_PositionedPiece]:
         """Every piece from a point on; pieces of the file before it are read again, but not tokenised."""
         before = sum(file.size for file in self.files[: point.file])
+        template = self.tokenizer.find_template() if self.answers else None
         for number, file in enumerate(self.files[point.file :], start=point.file):
             skipped = point.piece if number == point.file else 0
-            pieces = islice(read_pieces(file, self.text_field), skipped, None)
+            pieces = islice(read_pieces(file, self.text_field, self.answers, template), skipped, None)
             for count, piece in enumerate(pieces, start=skipped + 1):
                 yield _PositionedPiece(piece, number, count, before + piece.position)
             before += file.size
@@ -262,6 +282,15 @@ class _Preparation:
     def _report(self, done: int) -> None:
         if self.progress is not None:
             self.progress(done, sum(file.size for file in self.files))
+
+
+def tokens_within(offsets: Offsets, spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Which tokens have a character within one of the spans, by the characters that each stands for. A token that begins before
+    an answer and ends in it counts: no other one could have said it."""
+    within = np.zeros(len(offsets), dtype=bool)
+    for first, after in spans:
+        within |= (offsets[:, 0] < after) & (offsets[:, 1] > np.maximum(first, offsets[:, 0]))
+    return within
 
 
 def _batches(items: Iterator[_PositionedPiece]) -> Iterator[list[_PositionedPiece]]:

@@ -5,6 +5,8 @@ A prepared folder holds
     index.json          what is here: dtype, tokenizer, counts, and for each shard its checksums; sealed by one of itself
     shard-00000.bin     token ids, little-endian, uint16 where the vocabulary allows, else uint32
     shard-00000.ends    int64: for each document that ends in this shard, the offset just after its last token
+    shard-00000.answers of conversations alone, int64 in pairs: of each stretch of tokens that are to be learnt, the offset of the
+                        first, and the one just after the last
     tokenizer.json      a copy, unless the tokenizer is `bytes`
 
 Shards join into one long row of tokens (`tokens.py` reads it); a document may run over into the next shard. Two bytes a
@@ -18,7 +20,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -50,11 +52,19 @@ class Shard:
     documents: _Count
     blocks: tuple[_Checksum, ...]
     ends_checksum: _Checksum
+    answers: _Count = 0
+    """Stretches to be learnt, where the index says that not all of it is."""
+    answers_checksum: _Checksum = 0
 
     @property
     def ends_file(self) -> str:
         """The file of document ends beside the tokens."""
         return self.file.removesuffix(".bin") + ".ends"
+
+    @property
+    def answers_file(self) -> str:
+        """The file of what is to be learnt, where that is not all."""
+        return self.file.removesuffix(".bin") + ".answers"
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,8 @@ class Index:
     dtype: Annotated[str, Field(pattern="^<u[24]$")]
     shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
     version: int = VERSION
+    holds_answers: bool = False
+    """Whether documents are conversations: never cut unless they must, never seen by each other, and learnt in parts."""
 
     @property
     def tokens(self) -> int:
@@ -109,6 +121,8 @@ class Index:
                 yield f"shards[{number}] is {shard.file}"
             if len(shard.blocks) != -(-shard.tokens * size // BLOCK):
                 yield f"{shard.file} has {shard.tokens} tokens and {len(shard.blocks)} checksums"
+            if shard.answers and not self.holds_answers:
+                yield f"{shard.file} has {shard.answers} answers, but the folder has none"
             if shard.documents > shard.tokens:
                 yield f"{shard.file} has {shard.tokens} tokens and {shard.documents} documents"
 
@@ -147,6 +161,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, number: int, dtype: str) -> None:
         self.tokens = 0
+        self._answers: list[NDArray[np.int64]] = []
         self._path = folder / shard_name(number)
         self._aside = self._path.with_name(self._path.name + ".partial")
         self._file = open(self._aside, "wb")  # noqa: SIM115  (closed by finish or abandon)
@@ -155,8 +170,11 @@ class ShardWriter:
         self._ends: list[int] = []
         self._blocks: list[int] = []
 
-    def append(self, ids: NDArray[Any], ends_document: bool) -> None:
-        """Add tokens, the last of which may close a document."""
+    def append(self, ids: NDArray[Any], ends_document: bool, learnt: NDArray[np.bool_] | None = None) -> None:
+        """Add tokens, the last of which may close a document. `learnt` says which of a conversation's are to be."""
+        if learnt is not None:
+            changes = np.flatnonzero(np.diff(learnt, prepend=False, append=False))  # where a stretch begins or is over
+            self._answers.append(changes + self.tokens)
         self._buffer += ids.astype(self._dtype).tobytes()
         self.tokens += len(ids)
         if ends_document:
@@ -172,6 +190,10 @@ class ShardWriter:
         self._file.close()
         ends = np.asarray(self._ends, dtype="<i8").tobytes()
         shard = Shard(self._path.name, self.tokens, len(self._ends), tuple(self._blocks), zlib.crc32(ends))
+        if self._answers:
+            answers = np.concatenate(self._answers).astype("<i8").tobytes()
+            shard = replace(shard, answers=len(answers) // 16, answers_checksum=zlib.crc32(answers))
+            write_atomically(self._path.with_name(shard.answers_file), answers)
         write_atomically(self._path.with_name(shard.ends_file), ends)
         os.replace(self._aside, self._path)
         return shard

@@ -2,15 +2,16 @@
 
 | given | a document is |
 | --- | --- |
-| .jsonl, .ndjson, .json (one object a line) | the text field of a line |
-| .parquet, .arrow | the text field of a row |
+| .jsonl, .ndjson, .json (one object a line) | a line: its text field, else its `messages`, else its `prompt` and `completion` |
+| .parquet, .arrow | a row, likewise |
 | any other file | the whole file |
 | a folder saved by Hugging Face `save_to_disk` | a row of the Arrow files that its state.json names |
 | any other folder, in depth and sorted; a glob | as above, for each file |
 
 In a folder that has JSONL, Parquet or Arrow files only those are read: a README beside them is not data. Hidden files,
 and .json files met in a folder (they describe data sets), are passed over. Text and JSON files may be gzipped. Rows
-without text are no documents.
+without text are no documents. A source holds texts or it holds answers (conversations and prompts with a completion,
+data/chat.py): its first record says which.
 
 Whole text files are read in pieces of about 1 MiB cut after a line, so that memory stays bounded; a piece knows whether
 it ends its document. The cost: a token that would have spanned the cut is split there, once in a MiB.
@@ -23,17 +24,19 @@ import gzip
 import json
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NotRequired, cast
+from typing import Any, BinaryIO, NotRequired, TypeVar, cast
 
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from shardwise.data.columnar import arrow_rows, no_field, parquet_rows, text_of
+from shardwise.data.chat import COMPLETION, MESSAGES, PROMPT, ChatTemplate, Span, answered_texts, without_lone_surrogates
+from shardwise.data.columnar import arrow_rows, parquet_rows
 from shardwise.errors import UserError
 from shardwise.files import inside, parse_as, read_bytes, reading
 
+T = TypeVar("T")
 PIECE_BYTES = 1 << 20
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _TABLES = (".parquet", ".arrow")
@@ -48,6 +51,19 @@ class TextPiece:
     """True: the document ends here. False: the next piece continues it."""
     position: int
     """Bytes of the file read when this piece is complete."""
+    answers: tuple[Span, ...] | None = None
+    """The characters that are to be learnt; None: all."""
+    closed: bool = True
+    """Whether the end-of-document token follows the end."""
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A line or a row."""
+
+    values: Mapping[str, object]
+    where: str
+    position: int
 
 
 @dataclass(frozen=True)
@@ -94,20 +110,75 @@ def _paths(source: str | Path) -> list[Path]:
     raise UserError(f"data source {source}: no such file or folder. Check the path (it is relative to {Path.cwd()}).")
 
 
-def read_pieces(file: SourceFile, text_field: str) -> Iterator[TextPiece]:
-    """The documents of one file, in order."""
+def holds_answers(files: Sequence[SourceFile], text_field: str) -> bool:
+    """Whether a source holds conversations or prompts with a completion, and not texts."""
+    for file in files:
+        if _kind(file.path) == "text":
+            return False
+        for record in _read(file, text_field):
+            return _fields(record.values, text_field, record.where) != [text_field]
+    return False
+
+
+def read_pieces(
+    file: SourceFile, text_field: str, answers: bool = False, template: ChatTemplate | None = None
+) -> Iterator[TextPiece]:
+    """The documents of one file, in order; of a source of answers those, conversations written by the template."""
+    if _kind(file.path) == "text":
+        if answers:
+            raise UserError(f"{file.path}: a text among conversations. Give them as sources of their own (data.sources).")
+        yield from _guarded(file, _text(file.path))
+        return
+    for record in _read(file, text_field):
+        if (_fields(record.values, text_field, record.where) == [text_field]) == answers:
+            kinds = "a text among conversations" if answers else "a conversation among texts"
+            raise UserError(f"{record.where}: {kinds}. Give them as sources of their own (data.sources).")
+        yield from _answers(record, template) if answers else _one_text(record, text_field)
+
+
+def _answers(record: _Record, template: ChatTemplate | None) -> Iterator[TextPiece]:
+    for found in answered_texts(record.values, template, record.where):
+        yield TextPiece(found.text, True, record.position, found.answers, found.closed)
+
+
+def _one_text(record: _Record, text_field: str) -> Iterator[TextPiece]:
+    value = record.values[text_field]
+    if value is not None and not isinstance(value, str):
+        kind = type(value).__name__
+        raise UserError(f"{record.where}: field {text_field!r} holds {kind}, not text. Name another one with data.text_field.")
+    if value:
+        yield TextPiece(without_lone_surrogates(value), True, record.position)
+
+
+def _fields(present: Iterable[str], text_field: str, where: str) -> list[str]:
+    """Of the fields of a record, those that are read."""
+    present = list(present)
+    for fields in ([text_field], [MESSAGES], [PROMPT, COMPLETION]):
+        if all(field in present for field in fields):
+            return fields
+    raise UserError(
+        f"{where}: no field {text_field!r}; there are: {', '.join(present)}. Name the text with data.text_field. A conversation "
+        f"is in {MESSAGES!r}, an answered prompt in {PROMPT!r} and {COMPLETION!r}."
+    )
+
+
+def _read(file: SourceFile, text_field: str) -> Iterator[_Record]:
+    """The lines or rows of a file that is no plain text."""
     kind = _kind(file.path)
+    return _guarded(file, _json_lines(file.path) if kind == "json" else _table(file, text_field, kind))
+
+
+def _guarded(file: SourceFile, read: Iterator[T]) -> Iterator[T]:
     try:
-        if kind == "json":
-            yield from _json_lines(file.path, text_field)
-        elif kind == "text":
-            yield from _text(file.path)
-        else:
-            rows = parquet_rows if kind == "parquet" else arrow_rows
-            for text, share in rows(file.path, text_field):
-                yield TextPiece(text, True, int(share * file.size))
+        yield from read
     except (OSError, EOFError, zlib.error) as error:  # the last two: a damaged gzip file
         raise UserError(f"{file.path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _table(file: SourceFile, text_field: str, kind: str) -> Iterator[_Record]:
+    rows = parquet_rows if kind == "parquet" else arrow_rows
+    for values, number, share in rows(file.path, lambda names: _fields(names, text_field, str(file.path))):
+        yield _Record(values, f"{file.path}, row {number}", int(share * file.size))
 
 
 def _kind(path: Path) -> str:
@@ -210,18 +281,13 @@ def _decode(content: bytes, path: Path, offset: int) -> str:
         ) from None
 
 
-def _json_lines(path: Path, text_field: str) -> Iterator[TextPiece]:
+def _json_lines(path: Path) -> Iterator[_Record]:
     stream, raw = _open(path)
     with raw:
         for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            row = _object(line, where)
-            if text_field not in row:
-                raise no_field(text_field, row, where)
-            if text := text_of(row[text_field], text_field, where):
-                yield TextPiece(_without_lone_surrogates(text), True, raw.tell())
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield _Record(_object(line, where), where, raw.tell())
 
 
 def _object(line: bytes, where: str) -> dict[str, object]:
@@ -232,12 +298,3 @@ def _object(line: bytes, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise UserError(f"{where}: a JSON {type(value).__name__}, not an object. Each line must be one JSON object.")
     return value
-
-
-def _without_lone_surrogates(text: str) -> str:
-    """JSON escapes can spell half a character, which no tokenizer can encode; it becomes U+FFFD."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

@@ -12,19 +12,22 @@ prepared data remember it, and are never mixed with ids of another tokenizer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.data.chat import BYTES_END, ChatTemplate, find_template, template_of_bytes
 from shardwise.errors import UserError
 from shardwise.files import read_bytes, reading
 
 BYTES = "bytes"
 FILE = "tokenizer.json"
 _ADVICE = f"Give the path of a Hugging Face {FILE} as data.tokenizer, or {BYTES!r} for the built-in one."
+Offsets = NDArray[np.int64]
+"""(ids, 2): of each, its first character in the text, and the one after its last."""
 END_NAMES = (
     "<|end_of_text|>",  # Llama 3
     "<|endoftext|>",  # GPT-2, Qwen, SmolLM
@@ -59,8 +62,17 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: list[str]) -> list[NDArray[np.uint32]]:
         """The ids of each text, without any special token added."""
 
+    def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.uint32], Offsets]]:
+        """The same, and which characters of the text each id stands for. What spells a special token in it becomes that one."""
+
+    def encode_prompt(self, text: str) -> NDArray[np.uint32]:
+        """The ids of a text for a model to go on from, with what the tokenizer's own rules put before it."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; ids that make no valid text become U+FFFD."""
+
+    def find_template(self) -> ChatTemplate | None:
+        """How it writes conversations; None: nothing says so."""
 
     def save(self, folder: Path) -> None:
         """Leave in the folder what `load_tokenizer` needs to read it back."""
@@ -78,12 +90,31 @@ class ByteTokenizer:
         """One id per UTF-8 byte."""
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint32) for text in texts]
 
+    def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.uint32], Offsets]]:
+        """One id per UTF-8 byte; the character that stands for the end of a document is that one."""
+        return [_bytes_with_offsets(text) for text in texts]
+
+    def encode_prompt(self, text: str) -> NDArray[np.uint32]:
+        """Nothing comes before it."""
+        return self.encode_batch([text])[0]
+
+    def find_template(self) -> ChatTemplate:
+        """Roles and colons."""
+        return template_of_bytes()
+
     def decode(self, ids: Sequence[int]) -> str:
         """The bytes as text; the end-of-document id has none."""
         return bytes(int(identifier) for identifier in ids if int(identifier) < 256).decode("utf-8", errors="replace")
 
     def save(self, folder: Path) -> None:
         """Nothing to keep: there is only one."""
+
+
+def _bytes_with_offsets(text: str) -> tuple[NDArray[np.uint32], Offsets]:
+    encoded = [[ByteTokenizer.end] if character == BYTES_END else list(character.encode("utf-8")) for character in text]
+    ids = np.asarray([identifier for part in encoded for identifier in part], dtype=np.uint32)
+    first = np.repeat(np.arange(len(text)), [len(part) for part in encoded])
+    return ids, np.stack((first, first + 1), axis=1)
 
 
 class HuggingFaceTokenizer:
@@ -105,6 +136,23 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.uint32], Offsets]]:
+        """Encoded on all cores."""
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [
+            (np.asarray(encoding.ids, dtype=np.uint32), np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2))
+            for encoding in encodings
+        ]
+
+    def encode_prompt(self, text: str) -> NDArray[np.uint32]:
+        """With the tokens that begin a text, if the file says that there are such; without one that would end it."""
+        ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=True).ids, dtype=np.uint32)
+        return ids[:-1] if len(ids) and ids[-1] == self.end else ids
+
+    def find_template(self) -> ChatTemplate | None:
+        """The one beside the file."""
+        return find_template(self.name)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens included, so that the end of a document shows."""
         return str(self._tokenizer.decode([int(identifier) for identifier in ids], skip_special_tokens=False))
@@ -114,6 +162,21 @@ class HuggingFaceTokenizer:
         (folder / FILE).write_bytes(self._bytes)
 
 
+def as_text(tokenizer: Tokenizer, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
+    """The text of ids that come one by one, as soon as its characters are whole: bytes of one may be ids of several. `after` are
+    ids before the first, on which it may depend whether that begins with a space."""
+    said = [*after]
+    shown = len(tokenizer.decode(said))
+    for identifier in ids:
+        said.append(identifier)
+        text = tokenizer.decode(said)
+        if len(text) > shown and not text.endswith("\ufffd"):  # what cannot be read yet is shown so
+            yield text[shown:]
+            shown = len(text)
+    if rest := tokenizer.decode(said)[shown:]:
+        yield rest
+
+
 def load_tokenizer(name_or_path: str | Path, end: str | int | None = None) -> Tokenizer:
     """`bytes`, a tokenizer.json, or a folder that holds one; `end` is the token, or its id, that closes a document."""
     if str(name_or_path) != BYTES:
@@ -121,6 +184,12 @@ def load_tokenizer(name_or_path: str | Path, end: str | int | None = None) -> To
     if isinstance(end, str):
         raise UserError(f"data.end_of_document = {end!r}: bytes have an end of their own; leave it out, or give data.tokenizer")
     return ByteTokenizer()
+
+
+def template_fingerprint(name_or_path: str | Path) -> str:
+    """Of the chat template that belongs to a tokenizer."""
+    template = template_of_bytes() if str(name_or_path) == BYTES else find_template(name_or_path)
+    return "no template" if template is None else template.fingerprint
 
 
 def tokenizer_fingerprint(name_or_path: str | Path) -> str:

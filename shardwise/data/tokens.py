@@ -34,6 +34,9 @@ class _MappedShard:
         self._verified = np.zeros(len(shard.blocks), dtype=bool)
         self._check_size(shard.file, shard.tokens * self._dtype.itemsize)
         self._check_size(shard.ends_file, shard.documents * 8)
+        self.holds_answers = index.holds_answers
+        if self.holds_answers:
+            self._check_size(shard.answers_file, shard.answers * 16)
 
     @cached_property
     def _bytes(self) -> NDArray[np.uint8]:
@@ -49,6 +52,24 @@ class _MappedShard:
         if len(content) and (content[0] < 1 or content[-1] > self.shard.tokens or (content[1:] <= content[:-1]).any()):
             raise self._damaged(self.shard.ends_file, "its offsets do not ascend within the shard")
         return content
+
+    @cached_property
+    def answers(self) -> NDArray[np.int64]:
+        """Where stretches of tokens that are to be learnt begin and where they are over, in turn, checked."""
+        path = self._folder / self.shard.answers_file
+        content = np.memmap(path, dtype="<i8", mode="r") if self.shard.answers else np.zeros(0, dtype="<i8")
+        if zlib.crc32(content.data) != self.shard.answers_checksum:
+            raise self._damaged(self.shard.answers_file, "its checksum is wrong")
+        if len(content) and (content[0] < 0 or content[-1] > self.shard.tokens or (content[1:] < content[:-1]).any()):
+            raise self._damaged(self.shard.answers_file, "its offsets do not ascend within the shard")
+        return content
+
+    def learnt(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Of the tokens from start to stop, whether each is to be learnt."""
+        if not self.holds_answers:
+            return np.ones(stop - start, dtype=bool)
+        begun_or_over = np.searchsorted(self.answers, np.arange(start, stop), side="right")
+        return np.asarray(begun_or_over % 2 == 1)
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens from start to stop, from checked blocks."""
@@ -95,7 +116,7 @@ class Tokens:
         if len(tokens) * np.dtype(tokens.index.dtype).itemsize <= CHECKED_WHOLE:
             for mapped in tokens._shards:
                 mapped.verify(0, len(mapped.shard.blocks))
-                _ = mapped.ends
+                _ = mapped.ends, mapped.answers if mapped.holds_answers else None
         return tokens
 
     def __len__(self) -> int:
@@ -113,6 +134,22 @@ class Tokens:
             low, high = np.searchsorted(shard.ends, [first, last], side="right")
             ends.append(shard.ends[low:high] + (base - 1 - start))
         return np.concatenate(ends)
+
+    def learnt(self, start: int, length: int) -> NDArray[np.bool_]:
+        """Of the tokens from `start` on, whether each is to be learnt: all, but where the folder holds conversations."""
+        return np.concatenate([shard.learnt(first, last) for shard, _, first, last in self._overlaps(start, length)])
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """For every document, where the next one begins."""
+        bases = self._starts[:-1].tolist()
+        return np.concatenate([shard.ends + base for shard, base in zip(self._shards, bases, strict=True)])
+
+    @property
+    def answers(self) -> NDArray[np.int64]:
+        """Of every stretch that is to be learnt, where it begins; of a folder of conversations."""
+        bases = self._starts[:-1].tolist()
+        return np.concatenate([shard.answers[::2] + base for shard, base in zip(self._shards, bases, strict=True)])
 
     def _overlaps(self, start: int, length: int) -> list[tuple[_MappedShard, int, int, int]]:
         """For each shard under the window: the shard, its first token's position in the row, and the part of it covered."""

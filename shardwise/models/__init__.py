@@ -2,7 +2,7 @@
 
 from shardwise.models.attention import attention_backends, describe_attention
 from shardwise.models.experts import MixtureOfExperts
-from shardwise.models.generate import generate
+from shardwise.models.generate import Remembering, Step, continuation, generate
 from shardwise.models.initialise import check_values, initial_value, initialise
 from shardwise.models.loss import IGNORED, VocabularyPart, linear_cross_entropy
 from shardwise.models.own import adapt, build_own
@@ -14,14 +14,17 @@ __all__ = [
     "Block",
     "Head",
     "MixtureOfExperts",
+    "Remembering",
     "Role",
     "Sharding",
+    "Step",
     "Transformer",
     "VocabularyPart",
     "adapt",
     "attention_backends",
     "build_own",
     "check_values",
+    "continuation",
     "describe_attention",
     "generate",
     "initial_value",

@@ -90,7 +90,7 @@ class AttentionMask(nn.Module):
         self.window = window
 
     def forward(self, documents: Tensor | None, positions: Tensor) -> Tensor | None:
-        """From the numbers of documents (batch, sequence), or None where there is one, and positions (sequence)."""
+        """From where documents begin (batch, sequence), or None where there is one, and positions (sequence)."""
         return visible(documents, positions, self.window)
 
 

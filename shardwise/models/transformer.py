@@ -116,13 +116,13 @@ class Transformer(nn.Module):
         """The loss of token ids (batch, sequence), summed over the targets that are not -100; without targets the logits at
         every position, or (batch, vocabulary) at the position `logits_at`. A stage without the head returns hidden states.
 
-        `documents` numbers the document of each token; a token then looks only at its own. `positions` are where the tokens
-        are in the sequence, where `inputs` are not all of it from the first on. They keep counting through the documents
-        of a row, which rotary attention cannot notice.
+        `documents` is where in the sequence the document of each token begins; a token then looks only at its own, and learned
+        positions count from there. `positions` are where the tokens are in the sequence, where `inputs` are not all of it from
+        the first on; rotary ones keep counting through documents, which attention within one cannot notice.
         """
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device)
-        x = inputs if self.embedding is None else self._embed(inputs, positions)
+        x = inputs if self.embedding is None else self._embed(inputs, positions if documents is None else positions - documents)
         angles = None if self.rotary is None else self.rotary(positions, x.dtype)
         mask = self.mask(documents, positions)
         in_window = mask if self.window_mask is None else self.window_mask(documents, positions)

@@ -226,7 +226,7 @@ def materialise(
     model: nn.Module, table: Sharding, device: torch.device, seed: int, buffers_on: torch.device | None = None
 ) -> None:
     """Allocate this rank's share and fill it."""
-    _to_empty(model, device)
+    to_empty(model, device)
     if buffers_on is not None and buffers_on != device:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -237,7 +237,7 @@ def materialise(
         check_values(model, local=_local)
 
 
-def _to_empty(model: nn.Module, device: torch.device) -> None:
+def to_empty(model: nn.Module, device: torch.device) -> None:
     """`to_empty`, after which a weight that two modules share is still one."""
     users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():

@@ -26,7 +26,7 @@ from shardwise.checkpoint.pretrained import open_folder
 from shardwise.checkpoint.save import Checkpointer, Retention, random_state, set_random_state, state_of
 from shardwise.comm import Comm, Peers
 from shardwise.config import Config
-from shardwise.data import Dataset
+from shardwise.data import Dataset, settled
 from shardwise.errors import UserError
 from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, OneBitAdam, local, make_optimizer
@@ -71,7 +71,9 @@ class Training:
 
 
 def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None) -> Training:
-    """Join the peers, build the model on the mesh, and open the data."""
+    """Join the peers, open the data, and build the model on the mesh."""
+    dataset = dataset or Dataset.open(config.data, config.train.seed)
+    config = settled(config, dataset)
     serves = config.train.driver == "server"  # GPUs are for those who compute gradients
     shares = config.train.driver == "hogwild"  # the memory of this machine
     mesh = join(worker, plan.layout, on_cpu=serves or shares, groups=plan.groups)
@@ -95,7 +97,7 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
         comm=comm,
         parallel=parallel,
         optimizer=optimizer,
-        dataset=dataset or Dataset.open(config.data, config.train.seed),
+        dataset=dataset,
         checkpointer=checkpointer,
         peers=peers,
         scale=LossScale.of(config.train),

@@ -25,7 +25,7 @@ def describe_run(training: Training) -> dict[str, str]:
     return {
         "model": f"{_named(config.model)}, {plan.parameters:,} parameters",
         "data": f"{counted(data.tokens, 'token')}, {counted(data.documents, 'document')}, "
-        f"{counted(data.held_out, 'sequence')} held out",
+        f"{counted(data.held_out, 'sequence')} held out" + (f", {data.cut:,} longer than a sequence and cut" if data.cut else ""),
         **_devices(training),
         "precision": f"{train.precision} computation, {_stored(train)} weights and optimizer state, gradients summed in "
         f"{reduce_dtype(train) if engine_of(plan.layout, config.model.experts).sharded else state_dtype(train)}",

@@ -210,7 +210,8 @@ class RunReporter(Reporter):
 
     def _record(self, done: Step) -> dict[str, Any]:
         training = self.training
-        speed, late = done.tokens / done.seconds, done.stragglers
+        config, late = training.config, done.stragglers
+        speed = config.train.global_batch * config.data.sequence_length / done.seconds  # computed, be there a loss on them or not
         return {
             "step": done.step,
             "time": done.ended,

@@ -138,7 +138,8 @@ def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
 
 
 def forward_backward(training: Training, batch: list[Batch], tokens: Tensor) -> Tensor:
-    """Gradients of the global mean loss, complete on this rank; returns this rank's part of that loss."""
-    tokens = tokens.to(DTYPES[reduce_dtype(training.config.train)])
+    """Gradients of the global mean loss, complete on this rank; returns this rank's part of that loss. Where no token carries a
+    loss, both are zero."""
+    tokens = tokens.to(DTYPES[reduce_dtype(training.config.train)]).clamp(min=1)
     with attention_backends(training.mesh.device.type):
         return training.parallel.forward_backward(batch, training.scale.value / tokens) / tokens

@@ -33,7 +33,7 @@ from shardwise.errors import UserError
 Array = NDArray[Any]
 State = dict[str, Tensor]
 Rows = tuple[Tensor, Tensor, Tensor]
-"""Inputs, targets (-100: none) and numbers of documents, each (sequences, length)."""
+"""Inputs, targets (-100: none) and what tells documents apart, each (sequences, length)."""
 
 KNOWN = {
     "norm": ("rms", "layer", "rms+1"),
@@ -77,11 +77,40 @@ class Text:
     folder: Path
 
     @cached_property
+    def index(self) -> dict[str, Any]:
+        """What the folder says of itself."""
+        index: dict[str, Any] = json.loads((self.folder / "index.json").read_text())
+        return index
+
+    @cached_property
     def shards(self) -> list[tuple[Array, Array]]:
         """Tokens of each file, and the offset after each document's last."""
-        index = json.loads((self.folder / "index.json").read_text())
-        names = [self.folder / shard["file"] for shard in index["shards"]]
-        return [(np.memmap(name, index["dtype"], "r"), np.fromfile(name.with_suffix(".ends"), "<i8")) for name in names]
+        names = [self.folder / shard["file"] for shard in self.index["shards"]]
+        return [(np.memmap(name, self.index["dtype"], "r"), np.fromfile(name.with_suffix(".ends"), "<i8")) for name in names]
+
+    @cached_property
+    def conversations(self) -> list[tuple[Array, Array]]:
+        """The tokens of each, and whether each is to be learnt; nothing where the folder holds plain text."""
+        found = []
+        for shard, (tokens, ends) in zip(self.index["shards"], self.shards, strict=True):
+            if self.index.get("holds_answers"):
+                learnt = np.zeros(len(tokens), dtype=bool)
+                for first, after in np.fromfile(self.folder / shard["file"].replace(".bin", ".answers"), "<i8").reshape(-1, 2):
+                    learnt[first:after] = True
+                found += list(zip(np.split(tokens, ends[:-1]), np.split(learnt, ends[:-1]), strict=True))
+        return found
+
+    def packed(self, length: int) -> list[list[int]]:
+        """Numbers of the conversations of each sequence: in order, as many as `length` inputs and a last target have room for."""
+        rows: list[list[int]] = []
+        room = 0
+        for number, (tokens, _) in enumerate(self.conversations):
+            if not rows or len(tokens) > room:
+                rows.append([])
+                room = length + 1
+            rows[-1].append(number)
+            room -= len(tokens)
+        return rows
 
     def __len__(self) -> int:
         return sum(len(tokens) for tokens, _ in self.shards)
@@ -145,7 +174,8 @@ class Reader:
 
     def sizes(self, text: Text) -> tuple[int, int]:
         """Samples to train on, and after them samples that are held out."""
-        samples, share = (len(text) - 1) // self.config.data.sequence_length, self.config.data.held_out
+        length, share = self.config.data.sequence_length, self.config.data.held_out
+        samples = len(text.packed(length)) if text.conversations else (len(text) - 1) // length
         held_out = min(max(1, round(samples * share)), samples - 1) if share else 0
         return samples - held_out, held_out
 
@@ -173,14 +203,31 @@ class Reader:
         return self.texts[source], _shuffled(index % size, size, _key(seed, 1, source, index // size))
 
     def _rows(self, samples: Sequence[tuple[Text, int]]) -> Rows:
+        read = [self._conversations(*sample) if sample[0].conversations else self._window(*sample) for sample in samples]
+        inputs, targets, documents = (torch.from_numpy(np.stack(part)) for part in zip(*read, strict=True))
+        return inputs, targets, documents
+
+    def _window(self, text: Text, sample: int) -> tuple[Array, Array, Array]:
         length = self.config.data.sequence_length
-        read = [text.read(sample * length, length + 1) for text, sample in samples]
-        tokens, last = (torch.from_numpy(np.stack(part)) for part in zip(*read, strict=True))
-        inputs, targets, ends = tokens[:, :-1], tokens[:, 1:].clone(), last[:, :-1].long()
+        tokens, last = text.read(sample * length, length + 1)
         if not self.config.data.reset_attention:
-            return inputs, targets, torch.zeros_like(inputs)
-        targets[ends == 1] = -100
-        return inputs, targets, ends.cumsum(1) - ends
+            return tokens[:-1], tokens[1:], np.zeros(length, dtype=np.int64)
+        ends = last[:-1].astype(np.int64)
+        return tokens[:-1], np.where(ends, -100, tokens[1:]), ends.cumsum() - ends
+
+    def _conversations(self, text: Text, sample: int) -> tuple[Array, Array, Array]:
+        """Whole conversations, each predicted within itself, and the end of a document over and over in what is left."""
+        length, end = self.config.data.sequence_length, text.index["end"]
+        inputs, targets, documents = (np.full(length, fill, dtype=np.int64) for fill in (end, -100, -1))
+        place = 0
+        for number in text.packed(length)[sample]:
+            tokens, learnt = (part[: length + 1 - place] for part in text.conversations[number])
+            for offset, token in enumerate(tokens[: length - place]):
+                inputs[place + offset], documents[place + offset] = token, number
+                if offset + 1 < len(tokens) and learnt[offset + 1]:
+                    targets[place + offset] = tokens[offset + 1]
+            place += len(tokens)
+        return inputs, targets, documents
 
 
 def checksum(inputs: Tensor) -> str:
@@ -210,8 +257,9 @@ class Forward:
         x = state["embedding.weight"][inputs]
         if model.scaled_embedding:
             x = x * model.hidden**0.5
-        if model.positions == "learned":
-            x = x + state["positions.weight"][:length]
+        if model.positions == "learned":  # counted from the first token of a document
+            firsts = (documents[:, :, None] == documents[:, None, :]).int().argmax(-1)
+            x = x + state["positions.weight"][torch.arange(length) - firsts]
         causal = torch.ones(length, length, dtype=torch.bool).tril()
         seen = causal & (documents[:, :, None] == documents[:, None, :])  # (sequences, from, to)
         near = seen if model.window is None else seen & ~causal.tril(-model.window)

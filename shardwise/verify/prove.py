@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwise.config import AXES, Config
-from shardwise.data import Dataset, check_vocabulary
+from shardwise.data import Dataset, check_vocabulary, settled
 from shardwise.errors import UserError
 from shardwise.verify.diagnose import MICRO_BATCHES, Diagnosis, diagnose, diagnose_shared
 from shardwise.verify.job import Against, Dtype, ProofJob, Sabotage, check_sabotage, prepare_proof
@@ -122,9 +122,9 @@ def prove(
     proof, shrunk = prepare_proof(config, steps, dtype)
     if sabotage is not None:
         check_sabotage(sabotage, proof)
-    embedded = _check_module(proof)
     with preparing() as progress:
         dataset = Dataset.open(proof.config.data, proof.config.train.seed, progress)
+    embedded = _check_module(replace(proof, config=settled(proof.config, dataset)))
     check_vocabulary(dataset, proof.config.model.vocabulary)
     if proof.config.model.module is not None:
         proof = replace(proof, ids=min(embedded or dataset.vocabulary, proof.ids))

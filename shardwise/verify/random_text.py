@@ -1,9 +1,9 @@
 """Text to prove a job on, where its own is not at hand.
 
 A proof compares two computations of the same batches; what the batches say does not matter, only that many ids occur and that
-documents end inside of sequences. So a job whose data live on another machine, whose tokenizer has more ids than the shrunk
-vocabulary, or whose text would take minutes to tokenise, is proven on random bytes: 96 KiB of short documents, the same every
-time, under the byte tokenizer.
+documents end inside of sequences; for a job that learns answers, that other tokens carry no loss. So a job whose data live on
+another machine, whose tokenizer has more ids than the shrunk vocabulary, or whose text would take minutes to tokenise, is proven
+on random bytes: 96 KiB of short documents, the same every time, under the byte tokenizer.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import json
 import random
 import string
+from contextlib import suppress
 from pathlib import Path
 
 from shardwise.config import Data
 from shardwise.data import Index
 from shardwise.data.ownership import is_begun, is_prepared
 from shardwise.data.shards import write_atomically
-from shardwise.data.sources import find_files
+from shardwise.data.sources import find_files, holds_answers
 from shardwise.data.tokenizer import BYTES, tokenizer_fingerprint
 from shardwise.errors import UserError
 
-NAME = "random-text.jsonl"
+NAME, ANSWERS = "random-text.jsonl", "random-answers.jsonl"
 FIELD = "text"
 CHARACTERS = 96 << 10
 LONGEST_DOCUMENT = 60
@@ -49,13 +50,35 @@ def _readable(path: str, tokenizer: str, only_bytes: bool) -> bool:
 
 def with_random_text(data: Data, folder: Path) -> Data:
     """The same data section over random text, which is written into the folder unless it is there."""
-    path = folder / NAME
+    answers = _learns_answers(data)
+    path = folder / (ANSWERS if answers else NAME)
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, _text().encode())
+        write_atomically(path, (_answers() if answers else _text()).encode())
     return data.model_copy(
         update={"source": str(path), "sources": (), "tokenizer": BYTES, "end_of_document": None, "text_field": FIELD}
     )
+
+
+def _learns_answers(data: Data) -> bool:
+    """Whether any source of the job holds conversations or answered prompts, as far as can be told here."""
+    for path in [source.path for source in data.sources] or [data.source or ""]:
+        with suppress(UserError):
+            folder = Path(path)
+            if Index.read(folder).holds_answers if is_prepared(folder) else holds_answers(find_files(path), data.text_field):
+                return True
+    return False
+
+
+def _answers() -> str:
+    """Short prompts, each with a completion."""
+    draw, lines, left = random.Random(0), [], CHARACTERS
+    while left > 0:
+        lengths = (draw.randint(1, longest) for longest in (6, LONGEST_DOCUMENT // 3))
+        prompt, completion = ("".join(draw.choices(_LETTERS, k=length)) for length in lengths)
+        lines.append(json.dumps({"prompt": prompt, "completion": completion + "."}))
+        left -= len(prompt + completion)
+    return "\n".join(lines) + "\n"
 
 
 def _text() -> str:

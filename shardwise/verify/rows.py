@@ -6,7 +6,8 @@ in any sequence. A fault there would stay unseen. A made row therefore has
 - ids from every tensor device's part of the vocabulary, among them the first and the last of each, as inputs and as targets; the
   last id of all is frequent, so that its gradient is a sum of many;
 - where attention keeps to documents (`data.reset_attention`): in turn a document for each token of the first half and one for the
-  rest, a document of the whole sequence, and documents of any length. The last token of each has no target.
+  rest, a document of the whole sequence, and documents of any length. The last token of each has no target;
+- where the data are conversations: targets without a loss all over, and now and then a row without any that has one.
 
 A row is a function of (seed, its place in the stream of samples), so every layout trains on the same. Which rows are made changes
 from step to step, so that a rank which has one row a step gets both kinds. Held-out rows are mixed in the same way.
@@ -27,6 +28,8 @@ from shardwise.verify.job import ProofJob
 
 FREQUENT = 4
 """One token in so many is the frequent one."""
+UNLEARNT = 3
+"""Of conversations, one target in so many has no loss."""
 _TRAINING, _HELD_OUT = 0, 1
 
 
@@ -89,7 +92,10 @@ class ProofDataset(Dataset):
         edges = np.roll([end for part in parts for end in (part[0], part[-1])], -place)[: max(0, length - 1)]
         window[1 + draw.permutation(length - 1)[: len(edges)]] = edges  # neither first nor last: each is an input and a target
         ends = _ends(length, place // 2, draw) if self.reset_attention else np.zeros(length, dtype=bool)
-        return rows_of(window[None], ends[None], self.reset_attention)
+        learnt = np.ones(length + 1, dtype=bool)
+        if any(stream.tokens.index.holds_answers for stream in self.streams):
+            learnt = draw.integers(UNLEARNT, size=length + 1) > 0 if place % 5 else ~learnt
+        return rows_of(window[None], ends[None], self.reset_attention, learnt[None])
 
 
 def _ends(length: int, turn: int, draw: np.random.Generator) -> NDArray[np.bool_]:
@@ -151,7 +157,7 @@ def what_is_reached(proof: ProofJob, dataset: ProofDataset, idle_experts: dict[s
     inputs, targets = rows.inputs, rows.targets
     both = set(np.unique(inputs).tolist()) & set(np.unique(targets).tolist())
     parts, length = dataset.edges(), dataset.sequence_length
-    lengths = [] if rows.documents is None else [np.bincount(row) for row in rows.documents]
+    lengths = [] if rows.documents is None else [np.unique(row, return_counts=True)[1] for row in rows.documents]
     tokens = proof.plan.micro_batch * length // proof.plan.layout.context
     return Reached(
         vocabulary_parts=(sum({part[0], part[-1]} <= both for part in parts), len(parts)),

@@ -143,7 +143,7 @@ def test_reset_attention_equals_a_plain_loop(folders: list[Path], length: int) -
             assert rows.documents[row, place] == document
             if whole.inputs[row, place] == 256:  # byte text cannot hold this id, so it marks exactly the ends
                 assert rows.targets[row, place] == -100
-                document += 1
+                document = place + 1
             else:
                 assert rows.targets[row, place] == whole.targets[row, place]
                 valid += 1

@@ -161,7 +161,31 @@ MATRIX = [
 ]
 
 
+ANSWERED = [
+    Row(layout(data=4, zero=2), micro_batch=1),
+    Row(layout(tensor=2), "gpt"),
+    Row(layout(context=2, attention="ring")),
+    Row(layout(pipeline=2, data=2, zero=3), micro_batch=1),
+    Row(layout(data=2, zero=0)),
+    Row(layout(replica=2, data=2, zero=3)),
+    Row(layout(context=2, attention="ulysses"), "gemma2"),
+    Row(layout(context=2, attention="ulysses"), "gpt"),
+    Row(layout(pipeline=2, schedule="zbv"), "tied"),
+    Row(layout(data=2, expert=2), "experts", recompute="full"),
+    Row(layout(pipeline=2, context=2, data=2, tensor=2, zero=3)),
+]
+"""Where only some targets count, and in some sequences none."""
+
+
 ALL = [*ROWS, *(row for row in MORE if row not in ROWS)]
+
+
+def _quick(row: Row) -> Any:
+    return pytest.param(row, id=str(row))
+
+
+def _full(row: Row) -> Any:
+    return pytest.param(row, id=str(row), marks=pytest.mark.full)
 
 
 def some(rows: Iterable[Row]) -> list[Any]:
@@ -171,6 +195,14 @@ def some(rows: Iterable[Row]) -> list[Any]:
 @pytest.mark.parametrize("row", some(ALL))
 def test_a_layout_trains_as_one_device_does(row: Row, trained: Runs, corpus: str) -> None:
     check_as_one_device(trained(row.tables(corpus)), row.tables(corpus))
+
+
+@pytest.mark.parametrize("row", [*map(_quick, ANSWERED[:4]), *map(_full, ANSWERED[4:])])
+def test_a_layout_learns_answers_as_one_device_does(row: Row, trained: Runs, conversations: str) -> None:
+    found, tables = trained(row.tables(conversations)), row.tables(conversations)
+    check_as_one_device(found, tables)
+    places = tables["train"]["global_batch"] * tables["data"]["sequence_length"]
+    assert all(0 < step.tokens < places / 2 for step in found[0].steps)
 
 
 @pytest.mark.parametrize("row", some(row for row in ALL if not row.reset))

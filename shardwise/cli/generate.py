@@ -1,0 +1,88 @@
+"""`shardwise generate MODEL`: what a trained model says, token by token, to a prompt or in a conversation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from shardwise.train.inference import Sampling, Speaker
+
+ASKING = "> "
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="A run folder, a step-N folder, or a Hugging Face folder.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", help="A text to go on from.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Answer each line of standard input, as a conversation by the model's chat template.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")] = 0.8,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn.")] = 0,
+) -> None:
+    """Continue a text, or talk, with the model of a run (on any layout) or of a Hugging Face folder, on one device."""
+    from shardwise.errors import UserError
+
+    if (prompt is None) != chat:
+        raise UserError("generate: give --prompt TEXT for a text to go on from, or --chat for a conversation, and not both")
+    speaker, sampling = _load(model), _sampling(max_tokens, temperature, seed)
+    if prompt is not None:
+        _say(speaker.go_on(prompt, sampling))
+    else:
+        _talk(speaker, sampling)
+
+
+def _load(model: str) -> Speaker:
+    from shardwise.cli.checkpoint import need_torch, newest
+
+    need_torch()
+    from shardwise.config.pretrained import CONFIG
+    from shardwise.train.inference import load_checkpoint, load_folder
+
+    folder = Path(model)
+    return load_folder(folder) if (folder / CONFIG).is_file() else load_checkpoint(newest(model))
+
+
+def _sampling(max_tokens: int, temperature: float, seed: int) -> Sampling:
+    from shardwise.train.inference import Sampling
+
+    return Sampling(max_tokens, temperature, seed)
+
+
+def _talk(speaker: Speaker, sampling: Sampling) -> None:
+    """Until there are no more lines. All that was said before belongs to each question."""
+    from dataclasses import replace
+
+    speaker.check_chat()
+    messages: list[dict[str, str]] = []
+    for turn, line in enumerate(_lines()):
+        messages.append({"role": "user", "content": line})
+        said = _say(speaker.answer(messages, replace(sampling, seed=sampling.seed + turn)))
+        messages.append({"role": "assistant", "content": said})
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, or comes from a file or a pipe; empty lines are no questions."""
+    while True:
+        if sys.stdin.isatty():
+            print(ASKING, end="", flush=True, file=sys.stderr)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\r\n")
+
+
+def _say(pieces: Iterable[str]) -> str:
+    """Show a text as it comes; returns it."""
+    said = ""
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        said += piece
+    print(flush=True)
+    return said

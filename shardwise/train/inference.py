@@ -1,0 +1,252 @@
+"""A model that was trained, whole on this one device, to continue texts and to answer.
+
+It comes from a checkpoint, whatever layout wrote that (each tensor is put together from its pieces), or from a Hugging Face
+folder. Weights keep the dtype they are stored in, and computing is done in it, as in the transformers library: both say the same.
+
+The tokenizer is the model's own. A model that came from a Hugging Face folder carries that folder's files in its checkpoints, and
+is asked as that folder says: its chat template, the tokens that begin a prompt, the ids that end an answer.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.huggingface import PREFIX, held_model
+from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
+from shardwise.checkpoint.pretrained import open_folder
+from shardwise.config import Config, Model, Train
+from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, tokenizer_settings
+from shardwise.data import Index, Tokenizer, load_tokenizer
+from shardwise.data.chat import FILE as TEMPLATE
+from shardwise.data.chat import ChatTemplate, Message, spelling
+from shardwise.data.ownership import is_prepared
+from shardwise.data.tokenizer import BYTES, as_text
+from shardwise.errors import UserError
+from shardwise.files import parse_json, read_bytes
+from shardwise.mesh import local_gpus
+from shardwise.models import Remembering, Step, Transformer, attention_backends, continuation
+from shardwise.parallel import build_plain
+from shardwise.parallel.apply import to_empty
+
+GENERATION_CONFIG = "generation_config.json"
+AFTER = 8
+"""Tokens before an answer that its text is made with."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a text goes on."""
+
+    max_tokens: int
+    temperature: float
+    """0: always the likeliest token."""
+    seed: int
+
+
+@dataclass(frozen=True)
+class Speech:
+    """What turns words into ids and back, for one model."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    ends: frozenset[int]
+    """Ids that end an answer."""
+    begins: bool
+    """Whether a prompt begins as the tokenizer's own rules say; a model that was trained here from scratch never saw that."""
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model that can be asked."""
+
+    name: str
+    model: Model
+    step: Step
+    speech: Speech
+
+    def go_on(self, prompt: str, sampling: Sampling) -> Iterator[str]:
+        """What comes after a text, piece by piece."""
+        tokenizer = self.speech.tokenizer
+        ids = tokenizer.encode_prompt(prompt) if self.speech.begins else tokenizer.encode_batch([prompt])[0]
+        if not len(ids):
+            raise UserError("--prompt: an empty text; give at least one character to go on from")
+        return self._say(ids.tolist(), sampling, "--prompt", context=True)
+
+    def answer(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
+        """What the assistant says next, piece by piece."""
+        assert self.speech.template is not None, "asked for before"
+        written = self.speech.template.write(messages, generation_prompt=True)
+        ids, _ = self.speech.tokenizer.encode_with_offsets([written])[0]
+        return self._say(ids.tolist(), sampling, "the conversation", context=False)
+
+    def check_chat(self) -> None:
+        """Refuse a model that has no way to write a conversation."""
+        if self.speech.template is None:
+            raise UserError(
+                f"--chat: {self.name} has no chat template ({TEMPLATE}, or `chat_template` in tokenizer_config.json), which says "
+                "how a conversation is written; put one there, or use --prompt"
+            )
+
+    def _say(self, ids: list[int], sampling: Sampling, what: str, context: bool) -> Iterator[str]:
+        room = self.model.max_positions - len(ids)
+        if room < 1:
+            most = f"model.max_positions is {self.model.max_positions}"
+            raise UserError(f"{what}: {len(ids)} tokens, and {most}; make it shorter, or begin anew")
+        if (largest := max(ids)) >= self.model.vocabulary:
+            raise UserError(f"{what}: has the token {largest}, of a model of {self.model.vocabulary}: its tokenizer is another")
+        new = continuation(
+            self.step,
+            ids,
+            min(sampling.max_tokens, room),
+            max_positions=self.model.max_positions,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            ends=self.speech.ends,
+        )
+        return as_text(self.speech.tokenizer, new, ids[-AFTER:] if context else ())
+
+
+def load_folder(folder: Path) -> Speaker:
+    """The model of a Hugging Face folder."""
+    pretrained = open_folder(folder)
+    if pretrained.tokenizer is None:
+        raise UserError(f"{folder} has no {TOKENIZER}, so the model cannot be asked in words; put that of the model there")
+    dtypes = [getattr(torch, _FULL[tensor.dtype]) for tensor in pretrained.stored.values()]
+    step = _ready(str(folder), pretrained.model, dtypes, pretrained.read)
+    return Speaker(str(folder), pretrained.model, step, _speech_of_folder(folder))
+
+
+def load_checkpoint(address: str) -> Speaker:
+    """The model of a checkpoint."""
+    contents = Contents.open(address)
+    model = held_model(contents)
+    speech = _speech(contents)
+    contents.check()
+    names = [name for name in contents.tensors if name.startswith(PREFIX)]
+    dtypes = [getattr(torch, contents.tensors[name].dtype) for name in names]
+    read = lambda: ((name.removeprefix(PREFIX), contents.read(name)) for name in names)  # noqa: E731
+    return Speaker(address, _reach(model, contents), _ready(address, model, dtypes, read), speech)
+
+
+_FULL = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_COMPUTED: Mapping[torch.dtype, dict[str, str]] = {
+    torch.float64: {"precision": "float64"},
+    torch.bfloat16: {"precision": "bfloat16", "state_dtype": "bfloat16"},
+}
+"""All else is computed in float32."""
+
+
+def _reach(model: Model, contents: Contents) -> Model:
+    """A user's own module was called with sequences of the run's length, and need not take longer ones."""
+    length = contents.manifest.data.get("sequence_length")
+    shorter = model.module is not None and isinstance(length, int) and length < model.max_positions
+    return model.model_copy(update={"max_positions": length}) if shorter else model
+
+
+def _ready(name: str, model: Model, dtypes: list[torch.dtype], read: Callable[[], Iterable[tuple[str, Tensor]]]) -> Step:
+    """The model with its weights, as what gives logits."""
+    device = torch.device("cuda" if local_gpus() else "cpu")
+    train: dict[str, Any] = dict(_COMPUTED.get(max(set(dtypes), key=dtypes.count), {}))
+    module = build_plain(Config(model=model, train=Train(**train)))
+    to_empty(module, device)
+    if fill_buffers := getattr(module, "fill_buffers", None):
+        fill_buffers()
+    _assign(name, module, read())
+    module.eval()
+    whole = _Whole(module, model, device)
+    return _on_its_device(Remembering(module, device) if isinstance(module, Transformer) else whole, device)
+
+
+@torch.no_grad()
+def _assign(name: str, module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    state = module.state_dict(keep_vars=True)
+    missing = {key for key, _ in module.named_parameters()}
+    for key, value in weights:
+        if key not in state or state[key].shape != value.shape:
+            raise UserError(f"{name}: {key} is no part of the model that it says it holds, or of another shape")
+        state[key].copy_(value)
+        missing.discard(key)
+    if missing:
+        raise UserError(f"{name} lacks {sorted(missing)[0]} of the model that it says it holds")
+
+
+def _on_its_device(step: Step, device: torch.device) -> Step:
+    def run(tokens: Tensor) -> Tensor:
+        with attention_backends(device.type):
+            return step(tokens)
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A user's own module, which sees the whole text for each token."""
+
+    module: nn.Module
+    model: Model
+    device: torch.device
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        try:
+            logits: Tensor = self.module(tokens.to(self.device), logits_at=tokens.shape[1] - 1)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"model.module = {self.model.module!r}: cannot generate, because forward(inputs, None) fails: "
+                f"{type(error).__name__}: {error}. It must return logits (batch, sequence, vocabulary) where it gets no targets"
+            ) from error
+        return logits
+
+
+def _speech(contents: Contents) -> Speech:
+    """Of the folder that the model came from; else as the run was trained."""
+    if files := as_files(kept_of_checkpoint(contents)):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in files.items():
+                (Path(folder) / name).parent.mkdir(exist_ok=True)
+                (Path(folder) / name).write_bytes(content)
+            if TOKENIZER in files:
+                return _speech_of_folder(Path(folder))
+    tokenizer = _as_trained(contents)
+    return Speech(tokenizer, tokenizer.find_template(), frozenset({tokenizer.end}), begins=False)
+
+
+def _as_trained(contents: Contents) -> Tokenizer:
+    data = contents.manifest.data
+    name = data.get("tokenizer")
+    if not isinstance(name, str):
+        raise UserError(f"{contents.address} names no tokenizer, so the model cannot be asked in words")
+    sources = [data.get("source"), *(source.get("path") for source in data.get("sources") or () if isinstance(source, dict))]
+    prepared = next((Path(path) for path in sources if isinstance(path, str) and is_prepared(Path(path))), None)
+    if name == BYTES and prepared is not None:  # it then means the tokenizer that the data were made with
+        index = Index.read(prepared)
+        return load_tokenizer(BYTES if index.tokenizer == BYTES else prepared, index.end)
+    return load_tokenizer(name, data.get("end_of_document"))
+
+
+def _speech_of_folder(folder: Path) -> Speech:
+    ends = _ends(folder)
+    end = spelling(tokenizer_settings(folder).get("eos_token"))
+    tokenizer = load_tokenizer(file_of(folder, TOKENIZER), end or next(iter(ends), None))
+    return Speech(tokenizer, tokenizer.find_template(), frozenset({*ends, tokenizer.end}), begins=True)
+
+
+def _ends(folder: Path) -> list[int]:
+    """The ids that end a text, by the settings of generation, else by the model's."""
+    for name in (GENERATION_CONFIG, CONFIG):
+        with suppress(FileNotFoundError):
+            found = parse_json(read_bytes(file_of(folder, name)), folder / name).get("eos_token_id")
+            ids = [identifier for identifier in (found if isinstance(found, list) else [found]) if isinstance(identifier, int)]
+            if ids:
+                return ids
+    return []
