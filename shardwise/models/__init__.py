@@ -8,6 +8,7 @@ from shardwise.models.loss import IGNORED, VocabularyPart, linear_cross_entropy
 from shardwise.models.own import adapt, build_own
 from shardwise.models.sharding import Role, Sharding, matches
 from shardwise.models.transformer import Block, Head, Transformer
+from shardwise.models.unfilled import weights_without_memory
 
 __all__ = [
     "IGNORED",
@@ -28,4 +29,5 @@ __all__ = [
     "initialise",
     "linear_cross_entropy",
     "matches",
+    "weights_without_memory",
 ]

@@ -1,10 +1,10 @@
 """A user's own `nn.Module` in place of the transformer: `[model] module = "file.py:Class"`.
 
-The file is run once a process; the class (or function) in it is called with the job's `Model` section under the meta device, so
-that a model of any size is built without memory. What it returns is trained like the transformer, provided that it keeps the
-contract of docs/sharding.md: `forward(inputs, targets)` is the loss summed over targets, `forward(inputs, None)` the logits.
-Whatever else the loop has to say (documents, positions, the one position to sample from) reaches `forward` only if it has an
-argument of that name.
+The file is run once a process; the class (or function) in it is called with the job's `Model` section so that a model of any size
+is built without memory for its weights (models/unfilled.py). What it returns is trained like the transformer, provided that it
+keeps the contract of docs/sharding.md: `forward(inputs, targets)` is the loss summed over targets, `forward(inputs, None)` the
+logits. Whatever else the loop has to say (documents, positions, the one position to sample from) reaches `forward` only if it has
+an argument of that name.
 
 To the rest of shardwise the module then looks like the transformer. It gets a subclass of its own class with another `forward`,
 which translates; a wrapper around it would change the names of the parameters.
@@ -22,6 +22,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -45,16 +46,19 @@ MIXED = (torch.bfloat16, torch.float16)
 
 
 def build_own(model: Model) -> nn.Module:
-    """Call what `model.module` names; under `torch.device("meta")`, whoever calls this sees to that."""
+    """Call what `model.module` names; inside of `weights_without_memory()`, whoever calls this sees to that."""
     make, where = _find(model), f"model.module = {model.module!r}"
     try:
-        module = make(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*copying from a non-meta parameter")  # which would do nothing
+            module = make(model)
     except UserError:
         raise
     except Exception as error:
         raise UserError(
             f"{where}: could not be built: {type(error).__name__}: {error} ({_line(error, model)}). It is called with the "
-            "[model] section, on torch's meta device, where tensors have no values"
+            "[model] section; its weights are on torch's meta device, without values, and get them later from "
+            "initial_value(name, shape, seed), also those of a pretrained part (docs/sharding.md)"
         ) from error
     if not isinstance(module, nn.Module):
         raise UserError(

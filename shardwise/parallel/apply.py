@@ -1,6 +1,6 @@
 """A plain model becomes a parallel one. The order matters and is written down here once:
 
-1. build on the meta device: no memory, however large the model;
+1. build without memory for the weights, however large the model (models/unfilled.py);
 2. cut it into pipeline stages, and keep this rank's;
 3. split matrices over `tensor`, experts over `expert`, and attention over `context`;
 4. recomputation and compilation, block by block (`_recompute_and_compile` says which goes around which, and why);
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
 from shardwise.config import Config, Layout, Model, sequence_multiple
 from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
-from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise
+from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise, weights_without_memory
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.experts import Router
 from shardwise.models.layers import Embedding
@@ -62,17 +62,31 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
 
 
 def build_plain(config: Config) -> nn.Module:
-    """The whole model as on one device, without memory."""
+    """The whole model as on one device: weights without memory, buffers with their values."""
     train = config.train
-    with torch.device("meta"):
+    with weights_without_memory(train.seed):
         model = (build_own if config.model.module is not None else Transformer)(config.model)
-        model.to(DTYPES[state_dtype(train)])
+    _store_weights_in(model, DTYPES[state_dtype(train)])
     if config.model.module is not None:
         adapt(model, DTYPES[train.precision])
     for module in model.modules():
         if isinstance(module, Embedding):
             module.compute_dtype = DTYPES[train.precision]
     return model
+
+
+def _store_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights. Buffers keep the dtype that they were given, but that a proof in float64 takes those in float32 along:
+    most operators want the two alike, and a table of angles is not to be rounded because weights are stored in 16 bits."""
+    before = _buffers(model)
+    model.to(dtype)
+    for (module, name), buffer in before.items():
+        if (dtype, buffer.dtype) != (torch.float64, torch.float32):
+            module._buffers[name] = buffer
+
+
+def _buffers(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    return {(module, name): buffer for module in model.modules() for name, buffer in module.named_buffers(recurse=False)}
 
 
 def check_module(config: Config, layout: Layout) -> None:
@@ -225,13 +239,12 @@ def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
 def materialise(
     model: nn.Module, table: Sharding, device: torch.device, seed: int, buffers_on: torch.device | None = None
 ) -> None:
-    """Allocate this rank's share and fill it."""
+    """Allocate this rank's share and fill it. Buffers have their values, and go to the device that computes."""
+    buffers = _buffers(model)
     _to_empty(model, device)
-    if buffers_on is not None and buffers_on != device:
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                kept = name not in module._non_persistent_buffers_set
-                module.register_buffer(name, torch.empty_like(buffer, device=buffers_on), persistent=kept)
+    moved = {id(buffer): buffer.to(buffers_on or device) for buffer in buffers.values()}  # what two modules share stays one
+    for (module, name), buffer in buffers.items():
+        module._buffers[name] = moved[id(buffer)]
     initialise(model, seed, assign, table.tied_name)
     if not hasattr(model, "initial_value"):  # which may want zeros
         check_values(model, local=_local)

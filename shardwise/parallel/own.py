@@ -36,7 +36,7 @@ def table_of(model: nn.Module) -> Sharding:
 
 
 def check_own(model: nn.Module, config: Config, layout: Layout) -> None:
-    """Raise the first thing that is wrong with the module, as built on the meta device, or with its table on this layout."""
+    """Raise the first thing that is wrong with the module, as built without memory, or with its table on this layout."""
     table = table_of(model)
     rules = (_plain, _table, _tensor, _pipeline, _context, _experts)
     for problem in (problem for rule in rules for problem in rule(model, table, config, layout)):
@@ -50,10 +50,10 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
         yield f"model.module = {config.model.module!r}: {name} has no parameters to train"
     if frozen := [path for path, parameter in model.named_parameters() if not parameter.requires_grad]:
         yield f"{name}: {frozen[0]} has requires_grad=False; every parameter is trained. Make it a buffer"
-    if not hasattr(model, "fill_buffers") and (buffers := [path for path, _ in model.named_buffers()]):
+    if empty := [path for path, buffer in model.named_buffers() if buffer.is_meta]:
         yield (
-            f"{name} has buffers ({', '.join(buffers[:3])}) and no method fill_buffers(), which gives them their values once "
-            "there is memory for them"
+            f"{name}: the buffer {empty[0]} has no values: it was computed from a weight, and weights have none while a module "
+            "is built. Make it a parameter, whose values come from initial_value(name, shape, seed)"
         )
     sparse = [path for path, part in model.named_modules() if isinstance(part, LOOKED_UP) and part.sparse]
     if sparse and train.driver != "hogwild" and (layout.world > 1 or train.driver == "server"):
@@ -158,6 +158,7 @@ def _experts(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
 
 def _call(model: nn.Module, config: Config) -> None:
     """See what forward returns. Not everything runs without values: such a forward is left to the first step to judge."""
+    model.to("meta")
     ids = torch.zeros(1, config.data.sequence_length, dtype=torch.int64, device="meta")
     more = {"documents": ids} if config.data.reset_attention else {}
     try:

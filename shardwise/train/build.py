@@ -77,7 +77,7 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
     mesh = join(worker, plan.layout, on_cpu=serves or shares, groups=plan.groups)
     if config.train.deterministic and mesh.device.type == "cuda":
         compute_deterministically()
-    torch.manual_seed(config.train.seed)  # for a module that draws while it is built; what it draws later: parallel/seeds.py
+    torch.manual_seed(config.train.seed)  # what a module draws is seeded apart (models/unfilled.py, parallel/seeds.py)
     comm = Comm(mesh)
     parallel = parallelise(config, plan, comm)
     optimizer = make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings, held)
