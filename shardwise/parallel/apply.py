@@ -34,7 +34,7 @@ from shardwise.parallel.recompute import recompute
 from shardwise.parallel.seeds import Seeds
 from shardwise.parallel.stages import cut_out, own_stages
 from shardwise.parallel.tensor import is_whole, split_over_tensor
-from shardwise.plan import Plan, engine_of, reduce_dtype, state_dtype
+from shardwise.plan import OwnParameters, Plan, engine_of, reduce_dtype, state_dtype
 from shardwise.plan.engine import compiles_blocks
 
 
@@ -95,9 +95,13 @@ def check_module(config: Config, layout: Layout) -> None:
         check_own(build_plain(config), config, layout)
 
 
-def count_parameters(config: Config) -> int | None:
-    """Parameters of a user's own module; None: there is none, and the configuration tells."""
-    return None if config.model.module is None else sum(parameter.numel() for parameter in build_plain(config).parameters())
+def count_parameters(config: Config) -> OwnParameters | None:
+    """Of a user's own module; None: there is none, and the configuration tells."""
+    if config.model.module is None:
+        return None
+    parameters = list(build_plain(config).parameters())
+    frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
+    return OwnParameters(sum(parameter.numel() for parameter in parameters), frozen)
 
 
 def embedded_ids(config: Config) -> int | None:
@@ -195,7 +199,9 @@ def _compression(config: Config, model: nn.Module, table: Sharding, comm: Comm) 
     how = SumCompression.of(comm.mesh.layout)
     if how is None:
         return None
-    return CompressionSettings(how, config.train.seed, DTYPES[reduce_dtype(config.train)], _compressed(model, table, comm))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = _compressed(model, table, comm) & trained
+    return CompressionSettings(how, config.train.seed, DTYPES[reduce_dtype(config.train)], names)
 
 
 def _gathers(model: nn.Module, table: Sharding, comm: Comm) -> GatherSettings | None:

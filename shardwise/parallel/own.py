@@ -46,14 +46,21 @@ def check_own(model: nn.Module, config: Config, layout: Layout) -> None:
 
 def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
     name, train = _name(model), config.train
+    frozen = [path for path, parameter in model.named_parameters() if not parameter.requires_grad]
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        yield f"model.module = {config.model.module!r}: {name} has no parameters to train"
-    if frozen := [path for path, parameter in model.named_parameters() if not parameter.requires_grad]:
-        yield f"{name}: {frozen[0]} has requires_grad=False; every parameter is trained. Make it a buffer"
+        found = (
+            f"all {len(frozen)} have requires_grad=False; leave it out of those that are to learn" if frozen else "it has none"
+        )
+        yield f"model.module = {config.model.module!r}: {name} has no parameters to train: {found}"
+    if frozen and train.driver == "server":
+        yield (
+            f"train.driver = 'server': {name} has frozen parameters ({frozen[0]}), and servers hand out and sum all of them; use "
+            "'synchronous', 'local' or 'hogwild'"
+        )
     if empty := [path for path, buffer in model.named_buffers() if buffer.is_meta]:
         yield (
             f"{name}: the buffer {empty[0]} has no values: it was computed from a weight, and weights have none while a module "
-            "is built. Make it a parameter, whose values come from initial_value(name, shape, seed)"
+            "is built. Make it a parameter with requires_grad=False, whose values come from initial_value(name, shape, seed)"
         )
     sparse = [path for path, part in model.named_modules() if isinstance(part, LOOKED_UP) and part.sparse]
     if sparse and train.driver != "hogwild" and (layout.world > 1 or train.driver == "server"):

@@ -106,7 +106,7 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
 
 
 def _outer(config: Config, plan: Plan, parallel: ParallelModel, comm: Comm) -> Outer:
-    sizes = {name: parameter.numel() for name, parameter in build_plain(config).named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in build_plain(config).named_parameters() if parameter.requires_grad}
     same_on = "data" if not plan.layout.zero and plan.layout.expert == 1 else None
     return Outer(parallel, comm, config.local, config.train.steps, sizes, same_on)
 
@@ -225,8 +225,9 @@ def _share_tied(training: Training) -> None:
     for name, copy in training.parallel.named_parameters():
         if name in loaded and loaded[name] is not copy:
             local(copy).copy_(local(loaded[name]))
-            moments = training.optimizer.state[loaded[name]]
-            training.optimizer.state[copy] = {key: value.detach().clone() for key, value in moments.items()}
+            if copy.requires_grad:
+                moments = training.optimizer.state[loaded[name]]
+                training.optimizer.state[copy] = {key: value.detach().clone() for key, value in moments.items()}
 
 
 def _manifest(training: Training) -> Manifest:

@@ -47,7 +47,7 @@ class Tied(nn.Module):
         self.body.words = nn.Embedding(config.vocabulary, config.hidden)
         self.body.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.head = Head(self.body.words.weight)
-        self.register_buffer("scale", torch.empty(config.hidden), persistent=False)
+        self.register_buffer("scale", torch.linspace(1, 2, config.hidden), persistent=False)
         self.sharding = Sharding(
             modules={
                 "body.words": vocabulary(),
@@ -63,9 +63,6 @@ class Tied(nn.Module):
             last=("head",),
             tied={"head.weight": "body.words.weight"},
         )
-
-    def fill_buffers(self) -> None:
-        self.scale.copy_(torch.linspace(1, 2, self.scale.numel()))
 
     def initial_value(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         if name.endswith(("out.weight", "bias")):
@@ -163,15 +160,80 @@ class ThreeLayers(Tied):
 
 
 class Unfilled(NoTable):
+    """A buffer made from a weight."""
+
     def __init__(self, config: Model) -> None:
         super().__init__(config)
-        self.register_buffer("angles", torch.empty(3))
+        self.register_buffer("average", self.scores.weight.detach().mean(0))
 
 
-class Frozen(NoTable):
+class Loading(NoTable):
+    """Loads weights while it is built, which have no memory then."""
+
     def __init__(self, config: Model) -> None:
         super().__init__(config)
-        self.table.requires_grad_(False)
+        self.scores.load_state_dict(
+            {"weight": torch.zeros(config.vocabulary, config.hidden), "bias": torch.zeros(config.vocabulary)}
+        )
+
+
+class AllFrozen(NoTable):
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.requires_grad_(False)
+
+
+class Buffers(NoTable):
+    """Buffers of all kinds, made as their author would on one device: computed, drawn, shared, persistent or not."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        rates = [rate.item() for rate in torch.linspace(0.5, 1, 3)]  # a value is looked at, which no meta tensor has
+        self.register_buffer("angles", torch.outer(torch.arange(24).float(), torch.arange(config.hidden).float()).cos())
+        made = torch.randn(config.hidden, generator=torch.Generator().manual_seed(7)) * rates[0]
+        self.register_buffer("made", made, persistent=False)
+        self.register_buffer("again", self.made, persistent=False)
+        self.register_buffer("drawn", torch.randn(5))
+        self.register_buffer("exact", torch.full((), 1 / 3, dtype=torch.float64), persistent=False)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.table(inputs) * self.angles[: inputs.shape[1]] + self.made
+        logits = self.scores(x * self.again) * self.exact.to(x.dtype)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+class Headed(Tied):
+    """A new head on a body that came from elsewhere and stays as it is."""
+
+    trained = ("head",)
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.head = nn.Sequential(nn.Linear(config.hidden, config.vocabulary))
+        roles = {**self.sharding.modules, "head": gathered(), "head.0": columns(gather=True)}
+        self.sharding = Sharding(roles, "body.layers", ("body.words",), ("head",))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(any(part in name for part in self.trained))
+
+    def initial_value(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
+        if name.startswith("head"):
+            return None  # drawn as any weight
+        return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.3
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        x = inputs if self.body.words is None else self.body.words(inputs) * self.scale
+        for layer in self.body.layers:
+            x = layer(x, None)
+        if self.head is None:
+            return x
+        logits = self.head(x)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+class Tuned(Headed):
+    """Beside the head, the norm and one matrix of each block are trained: frozen and trained weights side by side."""
+
+    trained = ("head", "norm", "mix.q")
 
 
 class Broken(nn.Module):

@@ -21,8 +21,8 @@ from shardwise.data import Dataset
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.models import initial_value
-from shardwise.parallel import check_module
-from shardwise.plan import choose
+from shardwise.parallel import build_plain, check_module, count_parameters
+from shardwise.plan import OwnParameters, Plan, StateBytes, choose
 from shardwise.train.build import restore, save
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.steps import steps
@@ -36,6 +36,20 @@ Tables = dict[str, dict[str, Any]]
 
 def own(name: str) -> str:
     return f"{HERE / 'own_modules.py'}:{name}"
+
+
+FROZEN = [
+    (own("Headed"), {"tensor": 2}, False),
+    (own("Headed"), {"data": 2, "zero": 3}, False),
+    (own("Tuned"), {"tensor": 2, "data": 2, "zero": 3}, False),
+    (own("Tuned"), {"data": 2, "zero": 0}, False),
+    (own("Headed"), {"pipeline": 2, "data": 2, "zero": 1}, False),
+    pytest.param(own("Headed"), {"pipeline": 2, "schedule": "zb1p"}, False, marks=pytest.mark.full),
+    pytest.param(own("Tuned"), {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, False, marks=pytest.mark.full),
+    pytest.param(own("Tuned"), {"data": 2, "replica": 2, "zero": 2}, False, marks=pytest.mark.full),
+    pytest.param(own("Headed"), {"data": 2, "zero": 2}, False, marks=pytest.mark.full),
+]
+"""Modules some of whose weights are frozen, and layouts."""
 
 
 def tables_of(corpus: str, module: str, layout: dict[str, Any], reset: bool = False, **more: Any) -> Tables:
@@ -56,13 +70,13 @@ def plain_module(config: Config) -> nn.Module:
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
+    torch.manual_seed(config.train.seed)
     module: nn.Module = getattr(loaded, name)(config.model).double()
     with torch.no_grad():
         for path, parameter in module.named_parameters():
             shape = tuple(parameter.shape)
-            value = getattr(module, "initial_value", lambda path, shape, seed: initial_value(path, shape, None, seed))
-            parameter.copy_(value(path, shape, config.train.seed))
-        getattr(module, "fill_buffers", lambda: None)()
+            own = getattr(module, "initial_value", lambda path, shape, seed: None)(path, shape, config.train.seed)
+            parameter.copy_(initial_value(path, shape, None, config.train.seed) if own is None else own)
     return module
 
 
@@ -73,8 +87,9 @@ def plain_loop(text: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]
     config = from_tables(json.loads(text))
     dataset, module = Dataset.open(config.data, config.train.seed), plain_module(config)
     looked_up = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
-    plain = [p for p in module.parameters() if p.ndim < 2 or any(p is table for table in looked_up)]
-    rest = [p for p in module.parameters() if all(p is not other for other in plain)]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    plain = [p for p in trained if p.ndim < 2 or any(p is table for table in looked_up)]
+    rest = [p for p in trained if all(p is not other for other in plain)]
     groups = [{"params": rest, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     numbers = []
@@ -85,8 +100,8 @@ def plain_loop(text: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]
         loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows.targets).flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()], foreach=False))
-        for parameter in module.parameters():
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in trained], foreach=False))
+        for parameter in trained:
             parameter.grad *= min(1.0, 0.5 / norm)
         optimizer.step()
         numbers.append((loss.item(), norm))
@@ -115,6 +130,8 @@ def worst(found: Trained, tables: Tables) -> float:
         pytest.param(own("Tied"), {"pipeline": 2, "tensor": 2, "schedule": "interleaved"}, False, marks=pytest.mark.full),
         (own("NoTable"), {"data": 4, "zero": 3}, False),
         (own("NoTable"), {"data": 2, "replica": 2}, False),
+        (own("Buffers"), {"data": 2, "zero": 3}, False),
+        *FROZEN,
     ],
     ids=lambda value: value.rpartition(":")[2] if isinstance(value, str) else str(value),
 )
@@ -203,8 +220,9 @@ def test_bfloat16_differs_from_float64_by_rounding_alone(
         (own("number"), {}, ["gave int", "torch.nn.Module"]),
         (own("NoLoss"), {}, ["NoLoss.forward returned a tensor of shape (1, 24, 259)", 'reduction="sum"']),
         (own("Pair"), {}, ["Pair.forward returned tuple", "the loss"]),
-        (own("Unfilled"), {}, ["angles", "fill_buffers()"]),
-        (own("Frozen"), {}, ["table.weight", "requires_grad=False"]),
+        (own("Unfilled"), {}, ["the buffer average has no values", "requires_grad=False", "initial_value"]),
+        (own("Loading"), {}, ["could not be built", "own_modules.py, line", "initial_value(name, shape, seed)", "pretrained"]),
+        (own("AllFrozen"), {}, ["AllFrozen has no parameters to train", "requires_grad=False"]),
         (own("NotATable"), {}, ["NotATable.sharding is tuple", "shardwise.models.Sharding"]),
         (own("NoTable"), {"tensor": 2}, ["layout.tensor = 2", "NoTable has no sharding table", "docs/sharding.md"]),
         (own("NoTable"), {"pipeline": 2}, ["layout.pipeline = 2", "NoTable has no sharding table"]),
@@ -236,12 +254,35 @@ def test_documents_and_blocks_are_asked_for_only_where_needed(corpus: str) -> No
 
 
 def test_the_plan_of_a_users_module_counts_its_own_parameters(corpus: str) -> None:
-    from shardwise.parallel import count_parameters
-
     config = from_tables(tables_of(corpus, own("NoTable"), {}))
     parameters = 259 * 24 + 24 * 259 + 259
-    assert count_parameters(config) == parameters
-    plan = choose(config, 1, None, parameters)
+    assert count_parameters(config) == OwnParameters(parameters)
+    plan = choose(config, 1, None, OwnParameters(parameters))
     assert (plan.parameters, plan.flops_per_token) == (parameters, 6 * parameters)
     assert plan.state_bytes.total == 32 * parameters, "float64 weights, gradients and two moments"
     assert plan.to_json()["flop_convention"].startswith("6 per parameter")
+
+
+def test_the_plan_of_a_module_with_frozen_weights_has_gradients_and_moments_of_the_others_alone(corpus: str) -> None:
+    config = from_tables(tables_of(corpus, own("Headed"), {}))
+    counted = count_parameters(config)
+    assert counted is not None
+    assert counted.trained == 24 * 259 + 259
+    plan = choose(config, 1, None, counted)
+    assert plan.state_bytes == StateBytes(
+        weights=8 * counted.total, gradients=8 * counted.trained, optimizer=16 * counted.trained
+    )
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_what_a_constructor_draws_is_the_same_in_every_process(corpus: str) -> None:
+    config = from_tables(tables_of(corpus, own("Buffers"), {}))
+    torch.manual_seed(1)
+    before, first = torch.get_rng_state(), dict(build_plain(config).named_buffers())
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    again = dict(build_plain(config).named_buffers())
+    assert torch.equal(first["drawn"], again["drawn"])
+    assert first["exact"].dtype == torch.float64
+    other = build_plain(from_tables(tables_of(corpus, own("Buffers"), {}, seed=6)))
+    assert not torch.equal(first["drawn"], dict(other.named_buffers())["drawn"])
