@@ -5,7 +5,7 @@ from shardwise.models.experts import MixtureOfExperts
 from shardwise.models.generate import generate
 from shardwise.models.initialise import check_values, initial_value, initialise
 from shardwise.models.loss import IGNORED, VocabularyPart, linear_cross_entropy
-from shardwise.models.own import adapt, build_own
+from shardwise.models.own import adapt, build_own, count_items, counts_items
 from shardwise.models.sharding import Role, Sharding, matches
 from shardwise.models.transformer import Block, Head, Transformer
 from shardwise.models.unfilled import weights_without_memory
@@ -23,6 +23,8 @@ __all__ = [
     "attention_backends",
     "build_own",
     "check_values",
+    "count_items",
+    "counts_items",
     "describe_attention",
     "generate",
     "initial_value",

@@ -9,6 +9,10 @@ an argument of that name.
 To the rest of shardwise the module then looks like the transformer. It gets a subclass of its own class with another `forward`,
 which translates; a wrapper around it would change the names of the parameters.
 
+A loss is divided by the tokens that have a target, unless the module counts something else in a method `count_items(inputs,
+targets)`: sequences, say, where it finds one class for each. It is a method and not a second result of `forward`, because the
+first backward of a step is scaled by the count of the whole global batch, when most forwards are still to come.
+
 Mixed precision: shardwise's layers follow the dtype of their input, those of others do not. So in bfloat16 and float16 a module
 runs under torch's autocast, whether its weights are float32 masters (one device, zero = 0) or come cast from FSDP2. What
 `nn.Embedding` looks up is cast as in the transformer, since autocast would leave the residual stream in float32 in one case and
@@ -109,6 +113,24 @@ def accepted(module: nn.Module) -> set[str]:
     return {name for name in OPTIONAL if takes_any or name in parameters}
 
 
+def counts_items(module: nn.Module) -> bool:
+    """Whether the module says itself what its loss is divided by."""
+    return hasattr(module, "count_items")
+
+
+def count_items(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """How many items the module's loss of these sequences is a sum over: one number, where the inputs are, not waited for."""
+    given = module.count_items(inputs, targets)  # type: ignore[operator]
+    count = torch.as_tensor(given, device=inputs.device) if isinstance(given, Tensor | int | float) else None
+    if count is None or count.ndim:
+        what = f"a tensor of shape {tuple(count.shape)}" if count is not None else type(given).__name__
+        raise UserError(
+            f"{type(module).__name__}.count_items gave {what}; it must give one number, how many items the loss of these targets "
+            "is a sum over, for example (targets[:, -1] != -100).sum()"
+        )
+    return count.double()
+
+
 def adapt(module: nn.Module, dtype: torch.dtype) -> None:
     """Let the module be called as the transformer is, and compute in that dtype."""
     kind, known = type(module), accepted(module)
@@ -159,5 +181,6 @@ def _checked_loss(result: Any, name: str) -> Tensor:
     returned = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
     raise UserError(
         f"{name}.forward returned {returned} where it got targets; it must return the loss, one number, summed over the targets "
-        'that are not -100, for example F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")'
+        'that are not -100, for example F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"). If it is '
+        "not to be divided by the number of such targets, add a method count_items(inputs, targets) that says by what"
     )

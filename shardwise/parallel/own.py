@@ -7,14 +7,15 @@ pipeline stage would own, heads that do not divide, a forward that lacks an argu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from inspect import signature
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.config import Config, Layout
 from shardwise.errors import UserError
-from shardwise.models import Head, MixtureOfExperts, Sharding, matches
+from shardwise.models import Head, MixtureOfExperts, Sharding, count_items, counts_items, matches
 from shardwise.models.own import accepted
 from shardwise.parallel.tensor import missing_entry
 
@@ -164,12 +165,24 @@ def _experts(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
 
 
 def _call(model: nn.Module, config: Config) -> None:
-    """See what forward returns. Not everything runs without values: such a forward is left to the first step to judge."""
+    """See what forward returns, and what is counted. Not everything runs without values: such a forward is left to the first step
+    to judge."""
     model.to("meta")
     ids = torch.zeros(1, config.data.sequence_length, dtype=torch.int64, device="meta")
     more = {"documents": ids} if config.data.reset_attention else {}
+    _try(lambda: model(ids, ids, **more))
+    if counts_items(model):
+        try:
+            signature(model.count_items).bind(ids, ids)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise UserError(f"{_name(model)}.count_items: {error}; it is called with (inputs, targets)") from None
+        _try(lambda: count_items(model, ids, ids))
+
+
+def _try(call: Callable[[], Tensor]) -> None:
+    """Only what a check of ours has to say of it counts."""
     try:
-        model(ids, ids, **more)
+        call()
     except UserError:
         raise
     except Exception:

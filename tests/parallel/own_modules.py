@@ -236,6 +236,59 @@ class Tuned(Headed):
     trained = ("head", "norm", "mix.q")
 
 
+class Pooled(nn.Module):
+    """A whole sequence to the scores of classes."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.scores = nn.Linear(config.hidden, config.vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(x.mean(1))
+
+
+class Classes(Tied):
+    """One class for each sequence: that of its last target, where there is one."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.head = Pooled(config)
+        roles = {**self.sharding.modules, "head": gathered(), "head.scores": columns(gather=True)}
+        self.sharding = Sharding(roles, "body.layers", ("body.words",), ("head",))
+
+    def count_items(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return (targets[:, -1] != -100).sum()
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        x = inputs if self.body.words is None else self.body.words(inputs) * self.scale
+        mask = None if documents is None else (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+        for layer in self.body.layers:
+            x = layer(x, mask)
+        if self.head is None:
+            return x
+        scores = self.head(x)  # (batch, classes)
+        if targets is None:
+            return scores.unsqueeze(1).expand(-1, inputs.shape[1], -1)
+        return F.cross_entropy(scores, targets[:, -1], reduction="sum")
+
+
+class Sequences(NoTable):
+    """Counts sequences, in a plain number."""
+
+    def count_items(self, inputs: Tensor, targets: Tensor) -> int:
+        return len(inputs)
+
+
+class CountsEach(NoTable):
+    def count_items(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return (targets != -100).sum(1)
+
+
+class CountsAlone(NoTable):
+    def count_items(self, inputs: Tensor) -> int:
+        return len(inputs)
+
+
 class Broken(nn.Module):
     def __init__(self, config: Model) -> None:
         super().__init__()

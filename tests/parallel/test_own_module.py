@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks.jobs import Trained, difference, job, start, train, weights
+from ranks.jobs import ALONE, Trained, difference, job, start, train, weights
 from ranks.pool import Pool
 from torch import Tensor, nn
 
@@ -23,8 +23,11 @@ from shardwise.mesh import Worker
 from shardwise.models import initial_value
 from shardwise.parallel import build_plain, check_module, count_parameters
 from shardwise.plan import OwnParameters, Plan, StateBytes, choose
-from shardwise.train.build import restore, save
+from shardwise.train.build import build, restore, save
 from shardwise.train.evaluate import held_out_loss
+from shardwise.train.hogwild import LockFree
+from shardwise.train.planner import Planner
+from shardwise.train.replay import Pace, Replay
 from shardwise.train.steps import steps
 
 HERE = Path(__file__).parent
@@ -96,8 +99,12 @@ def plain_loop(text: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]
     for step in range(STEPS):
         rows = dataset.sequences(step * BATCH, BATCH)
         documents = {} if rows.documents is None else {"documents": torch.from_numpy(rows.documents)}
-        logits = module(torch.from_numpy(rows.inputs), None, **documents)
-        loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows.targets).flatten(), ignore_index=-100)
+        inputs, targets = torch.from_numpy(rows.inputs), torch.from_numpy(rows.targets)
+        if hasattr(module, "count_items"):
+            loss = module(inputs, targets, **documents) / module.count_items(inputs, targets)
+        else:
+            logits = module(inputs, None, **documents)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in trained], foreach=False))
@@ -132,6 +139,9 @@ def worst(found: Trained, tables: Tables) -> float:
         (own("NoTable"), {"data": 2, "replica": 2}, False),
         (own("Buffers"), {"data": 2, "zero": 3}, False),
         *FROZEN,
+        (own("Classes"), {"data": 2, "zero": 2}, True),
+        (own("Classes"), {"pipeline": 2, "tensor": 2}, True),
+        pytest.param(own("Sequences"), {"data": 4, "zero": 1}, False, marks=pytest.mark.full),
     ],
     ids=lambda value: value.rpartition(":")[2] if isinstance(value, str) else str(value),
 )
@@ -194,6 +204,43 @@ def test_a_users_module_is_evaluated_and_sampled_from_alike(
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+def evaluated_plainly(tables: Tables) -> float:
+    """All held-out rows at once."""
+    config = from_tables(tables)
+    dataset, module = Dataset.open(config.data, config.train.seed), plain_module(config)
+    rows = dataset.held_out_rows(0, min(dataset.held_out_count, config.train.evaluate_sequences))
+    inputs, targets = torch.from_numpy(rows.inputs), torch.from_numpy(rows.targets)
+    documents = {} if rows.documents is None else {"documents": torch.from_numpy(rows.documents)}
+    with torch.no_grad():
+        return float(module(inputs, targets, **documents) / module.count_items(inputs, targets))
+
+
+def test_a_module_that_counts_its_own_items_is_evaluated_by_them(ranks: Callable[[int], Pool], corpus: str) -> None:
+    tables = tables_of(corpus, own("Classes"), {"data": 2}, reset=True, evaluate_sequences=7)  # no multiple of the devices
+    truth = evaluated_plainly(tables)
+    assert truth > 1, "of one class, not of one of many tokens"
+    for loss, _ in ranks(2).run(evaluated, tables):
+        assert loss == pytest.approx(truth, rel=1e-12)
+
+
+def without_locks(tables: Tables) -> list[float]:
+    training = start(ALONE, tables)
+    assert training.shared is not None
+    return [step.loss for step in steps(training, source=LockFree(training, training.shared))]
+
+
+def test_other_drivers_divide_by_the_same_items(corpus: str) -> None:
+    tables = tables_of(corpus, own("Classes"), {}, reset=True, micro_batch=BATCH)
+    truth = [loss for loss, _ in plain_loop(json.dumps({**tables, "layout": {}}))[0]]
+    hogwild = {**tables, "train": {**tables["train"], "driver": "hogwild"}, "hogwild": {}}
+    assert without_locks(hogwild) == pytest.approx(truth, rel=1e-12)
+    server = {"servers": 1, "portions": 2, "max_staleness": 0}
+    config = from_tables({**tables, "train": {**tables["train"], "driver": "server", "micro_batch": None}, "server": server})
+    training = build(config, Planner(config, 2, None).first, ALONE)
+    found = [step.loss for step in steps(training, source=Replay(training, [Pace()] * 2, seed=1))]
+    assert found == pytest.approx(truth, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     "layout",
     [{}, pytest.param({"tensor": 2, "zero": 3, "data": 2}, marks=pytest.mark.full), {"data": 2, "zero": 0}, {"pipeline": 2}],
@@ -219,10 +266,12 @@ def test_bfloat16_differs_from_float64_by_rounding_alone(
         (own("Broken"), {}, ["could not be built", "TypeError", "own_modules.py, line", "meta"]),
         (own("number"), {}, ["gave int", "torch.nn.Module"]),
         (own("NoLoss"), {}, ["NoLoss.forward returned a tensor of shape (1, 24, 259)", 'reduction="sum"']),
-        (own("Pair"), {}, ["Pair.forward returned tuple", "the loss"]),
+        (own("Pair"), {}, ["Pair.forward returned tuple", "the loss", "count_items(inputs, targets)"]),
         (own("Unfilled"), {}, ["the buffer average has no values", "requires_grad=False", "initial_value"]),
         (own("Loading"), {}, ["could not be built", "own_modules.py, line", "initial_value(name, shape, seed)", "pretrained"]),
         (own("AllFrozen"), {}, ["AllFrozen has no parameters to train", "requires_grad=False"]),
+        (own("CountsEach"), {}, ["CountsEach.count_items gave a tensor of shape (1,)", "one number"]),
+        (own("CountsAlone"), {}, ["CountsAlone.count_items", "(inputs, targets)"]),
         (own("NotATable"), {}, ["NotATable.sharding is tuple", "shardwise.models.Sharding"]),
         (own("NoTable"), {"tensor": 2}, ["layout.tensor = 2", "NoTable has no sharding table", "docs/sharding.md"]),
         (own("NoTable"), {"pipeline": 2}, ["layout.pipeline = 2", "NoTable has no sharding table"]),

@@ -66,6 +66,18 @@ def test_a_parameter_that_forward_does_not_use_is_named(tmp_path: Path) -> None:
         prove(job(module, "layout.data=2"), steps=1)
 
 
+@pytest.mark.full
+def test_a_module_that_counts_its_own_items_is_proven(tmp_path: Path) -> None:
+    """One class for each sequence, and fewer of them where a sequence ends without a target."""
+    loss = 'return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")'
+    module = written(tmp_path, loss, 'return F.cross_entropy(logits.mean(1), targets[:, -1], reduction="sum")')
+    counting = "\n    def count_items(self, inputs, targets):\n        return (targets[:, -1] != -100).sum()\n"
+    module.write_text(module.read_text() + counting)
+    result = prove(job(module, "layout.data=2", "layout.tensor=2", "layout.zero=3", "train.micro_batch=1"), steps=2)
+    assert result.verdict.passes, result.verdict.errors[0]
+    assert result.reference.losses[0] > 3, "of one class among 259"
+
+
 def test_frozen_weights_that_forward_changes_are_named(tmp_path: Path) -> None:
     old = "self.norm = nn.LayerNorm(config.hidden)"
     module = written(tmp_path, old, f"{old}\n        self.norm.requires_grad_(False)")
