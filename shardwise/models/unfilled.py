@@ -46,10 +46,8 @@ class ExactBuffers(nn.Module):
     they follow it from device to device."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExactBuffers:
-        before = dict(self._buffers)
+        before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
-            moved = self._buffers[name]
-            if buffer is not None and moved is not None:
-                self._buffers[name] = buffer.to(moved.device)
+            setattr(self, name, buffer.to(getattr(self, name).device))
         return self

@@ -78,15 +78,17 @@ def build_plain(config: Config) -> nn.Module:
 def _store_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the weights. Buffers keep the dtype that they were given, but that a proof in float64 takes those in float32 along:
     most operators want the two alike, and a table of angles is not to be rounded because weights are stored in 16 bits."""
-    before = _buffers(model)
+    before = _named_buffers(model)
     model.to(dtype)
     for (module, name), buffer in before.items():
         if (dtype, buffer.dtype) != (torch.float64, torch.float32):
-            module._buffers[name] = buffer
+            setattr(module, name, buffer)
 
 
-def _buffers(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    return {(module, name): buffer for module in model.modules() for name, buffer in module.named_buffers(recurse=False)}
+def _named_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """By module and name in it, those under two names twice."""
+    of_modules = ((module, module.named_buffers(recurse=False, remove_duplicate=False)) for module in model.modules())
+    return {(module, name): buffer for module, own in of_modules for name, buffer in own}
 
 
 def check_module(config: Config, layout: Layout) -> None:
@@ -246,11 +248,11 @@ def materialise(
     model: nn.Module, table: Sharding, device: torch.device, seed: int, buffers_on: torch.device | None = None
 ) -> None:
     """Allocate this rank's share and fill it. Buffers have their values, and go to the device that computes."""
-    buffers = _buffers(model)
+    buffers = _named_buffers(model)
     _to_empty(model, device)
     moved = {id(buffer): buffer.to(buffers_on or device) for buffer in buffers.values()}  # what two modules share stays one
     for (module, name), buffer in buffers.items():
-        module._buffers[name] = moved[id(buffer)]
+        setattr(module, name, moved[id(buffer)])
     initialise(model, seed, assign, table.tied_name)
     if not hasattr(model, "initial_value"):  # which may want zeros
         check_values(model, local=_local)

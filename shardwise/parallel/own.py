@@ -15,15 +15,18 @@ from torch import Tensor, nn
 
 from shardwise.config import Config, Layout
 from shardwise.errors import UserError
-from shardwise.models import Head, MixtureOfExperts, Sharding, count_items, counts_items, matches
+from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items, matches
 from shardwise.models.own import accepted
-from shardwise.parallel.tensor import missing_entry
+from shardwise.parallel.tensor import missing_entry, unfit
 
 SPLITTING = ("tensor", "pipeline", "context", "expert")
 """Axes that cannot be used without a table."""
 
 LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose weight is a table of vectors."""
+
+AVERAGING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules that compute with statistics of the rows at hand."""
 
 
 def table_of(model: nn.Module) -> Sharding:
@@ -62,6 +65,12 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
         yield (
             f"{name}: the buffer {empty[0]} has no values: it was computed from a weight, and weights have none while a module "
             "is built. Make it a parameter with requires_grad=False, whose values come from initial_value(name, shape, seed)"
+        )
+    averaging = [path for path, part in model.named_modules() if isinstance(part, AVERAGING)]
+    if averaging and layout.world > 1:
+        yield (
+            f"{name}: {averaging[0]} is {_name(model.get_submodule(averaging[0]))}, whose statistics are of one device's rows: "
+            "each layout would compute something else; use nn.LayerNorm or nn.GroupNorm, or one device"
         )
     sparse = [path for path, part in model.named_modules() if isinstance(part, LOOKED_UP) and part.sparse]
     if sparse and train.driver != "hogwild" and (layout.world > 1 or train.driver == "server"):
@@ -106,12 +115,8 @@ def _tensor(model: nn.Module, table: Sharding, config: Config, layout: Layout) -
                 yield missing_entry(path, owned)
         elif role.parts and role.parts % layout.tensor and (role.gather or layout.tensor % role.parts):
             yield f"layout.tensor = {layout.tensor}: {path} has {role.parts} parts, neither split nor repeated evenly over it"
-        elif role.kind == "vocabulary" and not isinstance(module, nn.Embedding):
-            yield f"{path}: the role vocabulary() is for nn.Embedding, and this is {_name(module)}"
-        elif role.kind == "loss" and not isinstance(module, Head):
-            yield f"{path}: the role loss() is for shardwise.models.Head, and this is {_name(module)}; use columns(gather=True)"
-        elif role.kind in ("columns", "rows") and getattr(getattr(module, "weight", None), "ndim", 0) != 2:
-            yield f"{path}: the role {role.kind}() is for modules with a weight (outputs, inputs), such as nn.Linear"
+        elif problem := unfit(role, module):
+            yield f"{path}: {problem}"
 
 
 def _pipeline(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:

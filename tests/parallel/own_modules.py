@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.config import Model
 from shardwise.models import Head
-from shardwise.models.sharding import Sharding, columns, gathered, loss, rows, vocabulary, whole
+from shardwise.models.sharding import Role, Sharding, columns, gathered, loss, rows, vocabulary, whole
 
 
 class Layer(nn.Module):
@@ -236,6 +236,76 @@ class Tuned(Headed):
     trained = ("head", "norm", "mix.q")
 
 
+class Convolving(nn.Module):
+    """Features of near tokens, mixed by two convolutions that see no later token."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.up = nn.Conv1d(config.hidden, config.ffn, 3)
+        self.down = nn.Conv1d(config.ffn, config.hidden, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.gelu(self.up(F.pad(x.transpose(1, 2), (2, 0))))  # (batch, features, sequence)
+        return self.down(F.pad(inner, (1, 0))).transpose(1, 2)
+
+
+class Convolved(nn.Module):
+    """Splits of all that can be split: an embedding with padding, convolutions, and one whose features are put together."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.words = nn.Embedding(config.vocabulary, config.hidden, padding_idx=ord("e"))
+        self.layers = nn.ModuleList(Convolving(config) for _ in range(config.layers))
+        self.head = nn.Sequential(Channels(), nn.Conv1d(config.hidden, config.vocabulary, 1))
+        self.sharding = Sharding(
+            {
+                "words": vocabulary(),
+                "layers.*": gathered(),
+                "layers.*.up": columns(),
+                "layers.*.down": rows(),
+                "head": gathered(),
+                "head.1": columns(gather=True),
+            }
+        )
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.words(inputs)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = self.head(x)  # (batch, vocabulary, sequence)
+        return logits.transpose(1, 2) if targets is None else F.cross_entropy(logits, targets, reduction="sum")
+
+
+class Channels(nn.Module):
+    """(batch, sequence, features) to (batch, features, sequence)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+class Grouped(NoTable):
+    """Convolves each channel by itself, which no role here splits."""
+
+    roles: ClassVar[dict[str, Role]] = {"depth": columns()}
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.depth = nn.Conv1d(config.hidden, config.hidden, 3, groups=config.hidden)
+        self.sharding = Sharding({"table": vocabulary(), "scores": columns(gather=True), **self.roles})
+
+
+class Attending(Grouped):
+    roles: ClassVar[dict[str, Role]] = {"depth": whole(), "attention": whole(), "attention.out_proj": rows()}
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.attention = nn.MultiheadAttention(config.hidden, config.heads)
+
+
+class Looked(Grouped):
+    roles: ClassVar[dict[str, Role]] = {"depth": whole(), "table": columns()}
+
+
 class Pooled(nn.Module):
     """A whole sequence to the scores of classes."""
 
@@ -287,6 +357,12 @@ class CountsEach(NoTable):
 class CountsAlone(NoTable):
     def count_items(self, inputs: Tensor) -> int:
         return len(inputs)
+
+
+class Averaged(NoTable):
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.norm = nn.BatchNorm1d(config.hidden)
 
 
 class Broken(nn.Module):

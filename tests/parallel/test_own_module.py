@@ -34,6 +34,8 @@ HERE = Path(__file__).parent
 EXAMPLE = f"{HERE.parents[1] / 'examples' / 'own_model.py'}:OwnModel"
 SHAPE = {"layers": 4, "hidden": 24, "heads": 4, "head_dim": 6, "ffn": 50, "vocabulary": 259, "max_positions": 24}
 STEPS, BATCH = 2, 4
+SPLIT = ["nn.Linear", "nn.Conv1d", "nn.Embedding", "shardwise.models.Head"]
+"""What a refusal lists as that which can be split."""
 Tables = dict[str, dict[str, Any]]
 
 
@@ -139,6 +141,7 @@ def worst(found: Trained, tables: Tables) -> float:
         (own("NoTable"), {"data": 2, "replica": 2}, False),
         (own("Buffers"), {"data": 2, "zero": 3}, False),
         *FROZEN,
+        (own("Convolved"), {"tensor": 2, "data": 2, "zero": 3}, False),
         (own("Classes"), {"data": 2, "zero": 2}, True),
         (own("Classes"), {"pipeline": 2, "tensor": 2}, True),
         pytest.param(own("Sequences"), {"data": 4, "zero": 1}, False, marks=pytest.mark.full),
@@ -272,13 +275,17 @@ def test_bfloat16_differs_from_float64_by_rounding_alone(
         (own("AllFrozen"), {}, ["AllFrozen has no parameters to train", "requires_grad=False"]),
         (own("CountsEach"), {}, ["CountsEach.count_items gave a tensor of shape (1,)", "one number"]),
         (own("CountsAlone"), {}, ["CountsAlone.count_items", "(inputs, targets)"]),
+        (own("Averaged"), {"data": 2}, ["norm is BatchNorm1d", "nn.LayerNorm"]),
         (own("NotATable"), {}, ["NotATable.sharding is tuple", "shardwise.models.Sharding"]),
         (own("NoTable"), {"tensor": 2}, ["layout.tensor = 2", "NoTable has no sharding table", "docs/sharding.md"]),
         (own("NoTable"), {"pipeline": 2}, ["layout.pipeline = 2", "NoTable has no sharding table"]),
         (own("NoTable"), {"context": 2}, ["layout.context = 2", "NoTable has no sharding table"]),
         (own("MissingEntry"), {"tensor": 2}, ["no entry for scores", "weight, bias", '"scores": whole()']),
         (own("MisspeltEntry"), {}, ["names 'score'", "no module"]),
-        (own("WrongRole"), {"tensor": 2}, ["scores", "nn.Embedding", "Linear"]),
+        (own("WrongRole"), {"tensor": 2}, ["scores: the role vocabulary() does not fit Linear", *SPLIT]),
+        (own("Grouped"), {"tensor": 2}, ["depth: the role columns() does not fit Conv1d: it has groups=24", *SPLIT]),
+        (own("Attending"), {"tensor": 2}, ["attention: the role whole() does not fit MultiheadAttention", *SPLIT]),
+        (own("Looked"), {"tensor": 2}, ["table: the role columns() does not fit Embedding", *SPLIT]),
         (own("Homeless"), {"pipeline": 2}, ["spare.weight", "no stage would own it"]),
         (own("UntoldTie"), {"pipeline": 2}, ["head.weight", "tied={'head.weight': 'body.words.weight'}"]),
         (own("ThreeLayers"), {"pipeline": 2}, ["body.layers has 3 modules", "model.layers = 4"]),
@@ -333,5 +340,9 @@ def test_what_a_constructor_draws_is_the_same_in_every_process(corpus: str) -> N
     again = dict(build_plain(config).named_buffers())
     assert torch.equal(first["drawn"], again["drawn"])
     assert first["exact"].dtype == torch.float64
+    alone = start(ALONE, tables_of(corpus, own("Buffers"), {}, precision="float32")).parallel.model
+    for name, buffer in alone.named_buffers(remove_duplicate=False):
+        assert torch.equal(buffer.double(), first["made" if name == "again" else name].double()), name
+    assert alone.again is alone.made
     other = build_plain(from_tables(tables_of(corpus, own("Buffers"), {}, seed=6)))
     assert not torch.equal(first["drawn"], dict(other.named_buffers())["drawn"])
