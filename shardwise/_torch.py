@@ -9,6 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -162,22 +163,34 @@ def reduce_gathered(unit: FSDPModule) -> None:
         group.post_backward()
 
 
-def unit_pieces(unit: FSDPModule) -> Iterator[tuple[torch.nn.Module, str, torch.Size]]:
-    """The parameters of a unit, in the order in which FSDP2 lays their gradients one after the other: whose they are, and the
-    shape of one device's piece of each, padded where pieces are not equal.
-    """
+@dataclass(frozen=True)
+class UnitPiece:
+    """A parameter of an FSDP2 unit."""
+
+    module: torch.nn.Module
+    name: str
+    """In that module."""
+    shape: torch.Size
+    """Of one device's piece, padded where pieces are not equal."""
+    trained: bool
+    """Else it is frozen: gathered with the others, and without a gradient."""
+
+
+def unit_pieces(unit: FSDPModule) -> Iterator[UnitPiece]:
+    """The parameters of a unit, in the order in which FSDP2 lays them one after the other; of gradients, those trained."""
     for group in _groups(unit):
         for parameter in group.fsdp_params:
-            info = parameter._module_info
-            yield info.module, info.param_name, parameter.padded_sharded_param_size
+            info, trained = parameter._module_info, parameter.sharded_param.requires_grad
+            yield UnitPiece(info.module, info.param_name, parameter.padded_sharded_param_size, trained)
 
 
 @torch.no_grad()
 def add_to_gradients(unit: FSDPModule, sums: torch.Tensor) -> None:
-    """Add to a unit's gradients what FSDP2 would have added: this device's pieces, which lie in `sums` as in `unit_pieces`."""
+    """Add to a unit's gradients what FSDP2 would have added: this device's pieces, which lie in `sums` as in `unit_pieces`.
+    Frozen weights have none."""
     start = sums.storage_offset()  # where a stride begins is counted in the storage
     for group in _groups(unit):
-        for parameter in group.fsdp_params:
+        for parameter in (own for own in group.fsdp_params if own.sharded_param.requires_grad):
             piece = torch.as_strided(sums, parameter.sharded_size, parameter.contiguous_sharded_stride, start)
             parameter.sharded_param.grad._local_tensor.add_(piece.to(parameter.sharded_param.grad.dtype))
             start += parameter.padded_sharded_param_size.numel()

@@ -101,10 +101,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Bring:
-    """The gradient of this portion is with every server. Its loss is a sum over tokens."""
+    """The gradient of this portion is with every server. Its loss is a sum over items: tokens, or what a user's module counts."""
 
     portion: Count
     loss: float
+    items: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     tokens: Count
     checksum: Count
     kind: Literal["bring"] = "bring"

@@ -154,7 +154,8 @@ class Update:
     contributions: tuple[Contribution, ...]
     staleness: tuple[int, ...]
     loss: float
-    """Summed over tokens."""
+    """Summed over items."""
+    items: float
     tokens: int
     checksum: int
     brought: tuple[Key, ...]
@@ -254,6 +255,7 @@ class Desk:
                 contributions=tuple(used),
                 staleness=tuple(self.work.staleness(used)),
                 loss=math.fsum(one.loss for one in said),
+                items=math.fsum(one.items for one in said),
                 tokens=sum(one.tokens for one in said),
                 checksum=sum(one.checksum for one in said),
                 brought=brought,

@@ -112,8 +112,9 @@ class SharedState:
         self.memory = SharedMemory(peers, {**state_of(named, optimizer), **stamps})
         tensors = self.memory.tensors
         for name, parameter in named:
-            moments = {key: tensors[f"optimizer.{name}.{key}"] for key in optimizer.state[parameter]}
-            parameter.data, optimizer.state[parameter] = tensors[f"model.{name}"], moments
+            parameter.data = tensors[f"model.{name}"]
+            if parameter.requires_grad:
+                optimizer.state[parameter] = {key: tensors[f"optimizer.{name}.{key}"] for key in optimizer.state[parameter]}
         self.stamps = Stamps(tensors["last"], tensors["finished"], peers.rank)
 
     def touched(self) -> Tensor:

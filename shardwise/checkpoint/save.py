@@ -68,10 +68,12 @@ log = logging.getLogger("shardwise")
 def state_of(
     named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, buffers: Iterable[tuple[str, Tensor]] = ()
 ) -> State:
-    """Every tensor a run consists of, by name; moments that do not exist yet are made as zeros."""
+    """Every tensor a run consists of, by name; moments that do not exist yet are made as zeros. Frozen weights have none."""
     state: State = {f"model.{name}": buffer for name, buffer in buffers}
     for name, parameter in named:
         state[f"model.{name}"] = parameter.detach()
+        if not parameter.requires_grad:
+            continue
         moments = optimizer.state[parameter]
         if not moments:
             moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -383,7 +385,8 @@ def _prune(task: _Save) -> None:
 
 
 def _expected(state: State, contents: Contents, layout: Layout) -> State:
-    """What a checkpoint is to fill. Moments are left out, and zero, where it holds none at all. What compression left out is
+    """What a checkpoint is to fill. Moments are left out, and zero, where it holds none: none at all, or not of weights that were
+    frozen then. What compression left out is
     dealt out anew where the layout is another, and PowerSGD's factors stay as they begin where there are none of this size."""
     residuals = {name: value for name, value in state.items() if name.startswith(RESIDUAL)}
     same = contents.manifest.layout == layout.model_dump(mode="json") and all(name in contents.tensors for name in residuals)
@@ -395,12 +398,10 @@ def _expected(state: State, contents: Contents, layout: Layout) -> State:
         for name, value in state.items()
         if (name not in residuals or same) and (not name.startswith(FACTOR) or name in known)
     }
-    if any("optimizer." in name and name in contents.tensors for name in state):
-        return state
-    for name, part in own_parts(state).items():
-        if name.startswith("optimizer."):
-            part.zero_()
-    return {name: value for name, value in state.items() if name.startswith("model.")}
+    new = {name: value for name, value in state.items() if "optimizer." in name and name not in contents.tensors}
+    for part in own_parts(new).values():
+        part.zero_()
+    return {name: value for name, value in state.items() if name not in new}
 
 
 def _load(state: State, contents: Contents) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwise.cli.check_job import Crew
     from shardwise.config import Config
     from shardwise.mesh import Node, Worker
-    from shardwise.plan import Plan
+    from shardwise.plan import OwnParameters, Plan
     from shardwise.resilience.team import Bounds
     from shardwise.train.planner import Planner
 
@@ -253,8 +253,10 @@ def _check_room(config: Config, plan: Plan) -> None:
     check_room(Path(config.run.folder), "run.folder", 0)
     saved_to = checkpoint_folder(config)
     if "://" not in saved_to:
-        states = 3 * plan.groups + 2 if config.train.driver == "local" else 3  # weights and moments, of each group; an anchor
-        check_room(Path(saved_to), "checkpoint.folder", states * BYTES[state_dtype(config.train)] * plan.parameters)
+        numbers = plan.groups * plan.state_numbers
+        if config.train.driver == "local":
+            numbers += plan.parameters + (plan.parameters - plan.frozen)  # the anchor, as the model, and its momentum
+        check_room(Path(saved_to), "checkpoint.folder", BYTES[state_dtype(config.train)] * numbers)
 
 
 def _check_shared_memory(config: Config, plan: Plan) -> None:
@@ -264,7 +266,7 @@ def _check_shared_memory(config: Config, plan: Plan) -> None:
     from shardwise.errors import UserError
     from shardwise.plan.dtypes import BYTES, state_dtype
 
-    needed, free = 3 * BYTES[state_dtype(config.train)] * plan.parameters, psutil.virtual_memory().available
+    needed, free = BYTES[state_dtype(config.train)] * plan.state_numbers, psutil.virtual_memory().available
     if needed > free:
         raise UserError(
             f"train.driver = 'hogwild': weights and moments take {needed / 2**30:,.1f} GiB of this machine's memory, of which "
@@ -283,7 +285,7 @@ def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None
     return total // nodes if total else None
 
 
-def _parameters(config: Config) -> int | None:
+def _parameters(config: Config) -> OwnParameters | None:
     """Only a job with a module of the user's own needs torch before the workers do."""
     from shardwise.parallel import count_parameters
 

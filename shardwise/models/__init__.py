@@ -5,9 +5,10 @@ from shardwise.models.experts import MixtureOfExperts
 from shardwise.models.generate import Remembering, Step, continuation, generate
 from shardwise.models.initialise import check_values, initial_value, initialise
 from shardwise.models.loss import IGNORED, VocabularyPart, linear_cross_entropy
-from shardwise.models.own import adapt, build_own
+from shardwise.models.own import adapt, build_own, count_items, counts_items
 from shardwise.models.sharding import Role, Sharding, matches
 from shardwise.models.transformer import Block, Head, Transformer
+from shardwise.models.unfilled import weights_without_memory
 
 __all__ = [
     "IGNORED",
@@ -25,10 +26,13 @@ __all__ = [
     "build_own",
     "check_values",
     "continuation",
+    "count_items",
+    "counts_items",
     "describe_attention",
     "generate",
     "initial_value",
     "initialise",
     "linear_cross_entropy",
     "matches",
+    "weights_without_memory",
 ]

@@ -40,6 +40,7 @@ from shardwise._torch import inside_backward
 from shardwise.config import Model
 from shardwise.models.dtypes import wide
 from shardwise.models.layers import GatedFeedForward
+from shardwise.models.unfilled import ExactBuffers
 
 ALIGNED = 16
 """Bytes to which the grouped matmul wants every row aligned."""
@@ -58,8 +59,8 @@ class Routing(NamedTuple):
     """(tokens, experts): scores that sum to 1 over the experts."""
 
 
-class Router(nn.Module):
-    """Scores every expert for every token and chooses the best."""
+class Router(ExactBuffers):
+    """Scores every expert for every token and chooses the best. Its bias is kept in float32, which a cast would round."""
 
     bias: Tensor | None
 
@@ -132,7 +133,7 @@ def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(ExactBuffers):
     """The feed-forward layer of a block, as a router and its experts."""
 
     load: Tensor
@@ -161,12 +162,6 @@ class MixtureOfExperts(nn.Module):
         if torch.is_grad_enabled():
             result = self._balance(result, routing, counts)
         return result
-
-    def fill_buffers(self) -> None:
-        """Start with no bias and no load; needed after `to_empty`, and after any cast of the model, which rounds the bias."""
-        self.load = torch.zeros_like(self.load)
-        if self.router.bias is not None:
-            self.router.bias = torch.zeros_like(self.router.bias, dtype=torch.float32)
 
     def take_load(self) -> Tensor:
         """How many choices fell on each expert since the last call, in forwards that were trained on; counts from zero again."""

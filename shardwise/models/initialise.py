@@ -10,7 +10,7 @@ The distribution is GPT-2's: normal with deviation 0.02, and the matrices of a b
 divided by sqrt(2 · layers), so that the stream's variance does not grow with depth; norms one (zero where one is added), biases
 zero. A router's
 logits begin with variance one at any width, so that tokens spread over the experts from the first step. A user's own module
-(models/own.py) may say otherwise, in a method `initial_value(name, shape, seed)`.
+(models/own.py) may say otherwise, of all or some weights, in a method `initial_value(name, shape, seed)`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def initialise(
     assign: Callable[[Tensor, Tensor], None] = _copy,
     known_as: Callable[[str], str] = str,
 ) -> None:
-    """Give every parameter and buffer its first value.
+    """Give every parameter its first value; buffers have theirs from the constructor.
 
     `assign(parameter, full)` stores a full-size float32 CPU tensor into a parameter; whoever has sharded the parameters
     passes one that keeps this process's part. `known_as(name)` is the name of a parameter in the whole model, where this is a
@@ -57,19 +57,20 @@ def initialise(
     """
     for name, parameter in model.named_parameters():
         assign(parameter, _first_value(model, known_as(name), tuple(parameter.shape), seed))
-    if fill_buffers := getattr(model, "fill_buffers", None):
-        fill_buffers()
 
 
 def _first_value(model: nn.Module, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     own = getattr(model, "initial_value", None)
-    if own is None:
+    value = None if own is None else own(name, shape, seed)
+    if value is None:
         value = initial_value(name, shape, model.config.layers if isinstance(model, Transformer) else None, seed)
         return value.zero_() if isinstance(model, Transformer) and _is_offset(model, name) else value
-    value = own(name, shape, seed)
     if not isinstance(value, Tensor) or tuple(value.shape) != shape or not bool(value.isfinite().all()):
         given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise UserError(f"initial_value({name!r}, {shape}, {seed}) gave {given}; it must give finite numbers of that shape")
+        raise UserError(
+            f"initial_value({name!r}, {shape}, {seed}) gave {given}; it must give finite numbers of that shape, or None: then "
+            "they are drawn as without it"
+        )
     return value.to("cpu", torch.float32)
 
 

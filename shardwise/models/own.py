@@ -1,13 +1,17 @@
 """A user's own `nn.Module` in place of the transformer: `[model] module = "file.py:Class"`.
 
-The file is run once a process; the class (or function) in it is called with the job's `Model` section under the meta device, so
-that a model of any size is built without memory. What it returns is trained like the transformer, provided that it keeps the
-contract of docs/sharding.md: `forward(inputs, targets)` is the loss summed over targets, `forward(inputs, None)` the logits.
-Whatever else the loop has to say (documents, positions, the one position to sample from) reaches `forward` only if it has an
-argument of that name.
+The file is run once a process; the class (or function) in it is called with the job's `Model` section so that a model of any size
+is built without memory for its weights (models/unfilled.py). What it returns is trained like the transformer, provided that it
+keeps the contract of docs/sharding.md: `forward(inputs, targets)` is the loss summed over targets, `forward(inputs, None)` the
+logits. Whatever else the loop has to say (documents, positions, the one position to sample from) reaches `forward` only if it has
+an argument of that name.
 
 To the rest of shardwise the module then looks like the transformer. It gets a subclass of its own class with another `forward`,
 which translates; a wrapper around it would change the names of the parameters.
+
+A loss is divided by the tokens that have a target, unless the module counts something else in a method `count_items(inputs,
+targets)`: sequences, say, where it finds one class for each. It is a method and not a second result of `forward`, because the
+first backward of a step is scaled by the count of the whole global batch, when most forwards are still to come.
 
 Mixed precision: shardwise's layers follow the dtype of their input, those of others do not. So in bfloat16 and float16 a module
 runs under torch's autocast, whether its weights are float32 masters (one device, zero = 0) or come cast from FSDP2. What
@@ -22,6 +26,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -45,16 +50,19 @@ MIXED = (torch.bfloat16, torch.float16)
 
 
 def build_own(model: Model) -> nn.Module:
-    """Call what `model.module` names; under `torch.device("meta")`, whoever calls this sees to that."""
+    """Call what `model.module` names; inside of `weights_without_memory()`, whoever calls this sees to that."""
     make, where = _find(model), f"model.module = {model.module!r}"
     try:
-        module = make(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*copying from a non-meta parameter")  # which would do nothing
+            module = make(model)
     except UserError:
         raise
     except Exception as error:
         raise UserError(
             f"{where}: could not be built: {type(error).__name__}: {error} ({_line(error, model)}). It is called with the "
-            "[model] section, on torch's meta device, where tensors have no values"
+            "[model] section; its weights are on torch's meta device, without values, and get them later from "
+            "initial_value(name, shape, seed), also those of a pretrained part (docs/sharding.md)"
         ) from error
     if not isinstance(module, nn.Module):
         raise UserError(
@@ -103,6 +111,24 @@ def accepted(module: nn.Module) -> set[str]:
     parameters = inspect.signature(getattr(module, "_own_forward", module.forward)).parameters
     takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name for name in OPTIONAL if takes_any or name in parameters}
+
+
+def counts_items(module: nn.Module) -> bool:
+    """Whether the module says itself what its loss is divided by."""
+    return hasattr(module, "count_items")
+
+
+def count_items(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """How many items the module's loss of these sequences is a sum over: one number, where the inputs are, not waited for."""
+    given = module.count_items(inputs, targets)  # type: ignore[operator]
+    count = torch.as_tensor(given, device=inputs.device) if isinstance(given, Tensor | int | float) else None
+    if count is None or count.ndim:
+        what = f"a tensor of shape {tuple(count.shape)}" if count is not None else type(given).__name__
+        raise UserError(
+            f"{type(module).__name__}.count_items gave {what}; it must give one number, how many items the loss of these targets "
+            "is a sum over, for example (targets[:, -1] != -100).sum()"
+        )
+    return count.double()
 
 
 def adapt(module: nn.Module, dtype: torch.dtype) -> None:
@@ -155,5 +181,6 @@ def _checked_loss(result: Any, name: str) -> Tensor:
     returned = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
     raise UserError(
         f"{name}.forward returned {returned} where it got targets; it must return the loss, one number, summed over the targets "
-        'that are not -100, for example F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")'
+        'that are not -100, for example F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"). If it is '
+        "not to be divided by the number of such targets, add a method count_items(inputs, targets) that says by what"
     )

@@ -18,32 +18,27 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.config import Model
 from shardwise.config.schema import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR
+from shardwise.models.unfilled import ExactBuffers
 
 Angles = tuple[Tensor, Tensor]
 """cos and signed sin, each (sequence, 1, head_dim): the 1 is the heads, which all turn alike."""
 
 
-class Rotary(nn.Module):
-    """Holds the frequencies; gives the angles of a sequence."""
+class Rotary(ExactBuffers):
+    """Holds the frequencies, in float64 whatever the model is cast to; gives the angles of a sequence."""
 
     frequencies: Tensor
 
     def __init__(self, config: Model) -> None:
         super().__init__()
-        self.config = config
         self.register_buffer("frequencies", rotary_frequencies(config), persistent=False)
-
-    def fill_buffers(self) -> None:
-        """Compute the frequencies again, on the device where the buffer is now, and in float64 again."""
-        self.frequencies = rotary_frequencies(self.config, device="cpu").to(self.frequencies.device)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Angles of these positions (sequence), for activations of this dtype."""
-        assert self.frequencies.dtype == torch.float64, "a cast of the model touched the rotary buffer: call fill_buffers()"
         angles = torch.outer(positions.double(), self.frequencies).unsqueeze(1)  # (sequence, 1, head_dim / 2)
         cos, sin = angles.cos(), angles.sin()
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -61,9 +56,9 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     return (x * cos + swapped * sin).to(x.dtype)
 
 
-def rotary_frequencies(config: Model, device: torch.device | str | None = None) -> Tensor:
+def rotary_frequencies(config: Model) -> Tensor:
     """Radians a position, for each pair of channels: float64, (head_dim / 2)."""
-    channels = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device=device)
+    channels = torch.arange(0, config.head_dim, 2, dtype=torch.float64)
     frequencies = config.rope_theta ** (-channels / config.head_dim)
     return frequencies if config.rope_scale == 1.0 else _stretch(frequencies, config)
 

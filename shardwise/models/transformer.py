@@ -6,8 +6,8 @@
 The families differ in a few choices and nothing else: RMSNorm or LayerNorm, rotary or learned positions, how many heads
 share a key, how far back a token sees, a norm over queries and keys, SwiGLU or GELU, biases, a head of its own or the embedding
 again. A plain module,
-full-size: it knows no ranks. It can be built under `torch.device("meta")`, parallelised, materialised with `to_empty`, and
-then given its values (models/initialise.py).
+full-size: it knows no ranks. It can be built without memory for its weights (models/unfilled.py), parallelised, materialised
+with `to_empty`, and then given its values (models/initialise.py).
 
 Everything that needs a parameter happens inside `forward`, the loss and the logits for sampling too, because the wrappers of
 data parallelism (DDP's gradient hooks, FSDP2's gathering of sharded weights) act around `forward` and nowhere else. With
@@ -139,12 +139,6 @@ class Transformer(nn.Module):
         if self.config.tied and self.embedding is not None and self.head is not None:
             self.head._parameters["weight"] = self.embedding._parameters["weight"]
         return self
-
-    def fill_buffers(self) -> None:
-        """Give the buffers their values; needed after `to_empty` and after any cast of the whole model."""
-        for module in self.modules():
-            if isinstance(module, Rotary | MixtureOfExperts):
-                module.fill_buffers()
 
     def _embed(self, inputs: Tensor, positions: Tensor) -> Tensor:
         assert self.embedding is not None

@@ -36,7 +36,8 @@ def make_optimizer(
     embeddings: Collection[str] = (),
     held: Callable[[Tensor], Slices] | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW over parameters by name, with decay or without; parameters on different meshes go through the kernel apart.
+    """AdamW over parameters by name, with decay or without, and frozen ones left out; parameters on different meshes go through
+    the kernel apart.
     `embeddings` are the names of tables of vectors, which are not decayed; `held` is the slice of a parameter that this rank has;
     None: all of it.
     """
@@ -49,6 +50,7 @@ def make_optimizer(
             groups[parameter.ndim >= 2 and name not in embeddings, mesh].append(parameter)
     ordered = sorted(groups.items(), key=lambda item: not item[0][0])  # those with decay first
     grouped = [{"params": params, "weight_decay": train.weight_decay if decayed else 0.0} for (decayed, _), params in ordered]
+    grouped = grouped or [{"params": [], "weight_decay": 0.0}]  # all weights of a pipeline stage may be frozen
     options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas, "eps": train.epsilon, "fused": True}
     if any(parameter.dtype == torch.bfloat16 for parameter in names):
         slices = {parameter: (held or _whole)(parameter) for parameter in names}
@@ -70,7 +72,7 @@ def update(optimizer: torch.optim.AdamW, lr: float, divide_by: Tensor, skip: Ten
     if divide_by.dtype == torch.float64:  # the kernel would read it as float32, which a proof in float64 would notice
         _divide_gradients(optimizer, torch.where(skip > 0, 1.0, divide_by))
         divide_by = torch.ones_like(skip)
-    device = optimizer.param_groups[0]["params"][0].device
+    device = next((parameter.device for group in optimizer.param_groups for parameter in group["params"]), skip.device)
     # Offloaded parameters are updated on the host, which must wait for these two numbers; torch would not.
     optimizer.grad_scale = divide_by.to(device)  # type: ignore[attr-defined]
     optimizer.found_inf = skip.to(device)  # type: ignore[attr-defined]

@@ -22,10 +22,11 @@ from shardwise.models.dtypes import wide
 def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
     """The 2-norm of all gradients together, the same number on every rank, in float32 or better."""
     pieces: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+    dtypes = set()  # of weights: where all of a pipeline stage are frozen, there is no gradient to ask
     for parameter in parameters:
+        dtypes.add(wide(parameter.dtype))
         if parameter.grad is not None:
             pieces[sharded_axes(parameter.grad)].append(numbers(parameter.grad))
-    dtypes = {wide(gradient.dtype) for gradients in pieces.values() for gradient in gradients}
     total = torch.zeros((), device=comm.device, dtype=max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32))
     for axes, gradients in sorted(pieces.items()):
         squares = _sum_of_squares(gradients).to(comm.device)  # offloaded gradients are in host memory

@@ -1,6 +1,6 @@
 """A plain model becomes a parallel one. The order matters and is written down here once:
 
-1. build on the meta device: no memory, however large the model;
+1. build without memory for the weights, however large the model (models/unfilled.py);
 2. cut it into pipeline stages, and keep this rank's;
 3. split matrices over `tensor`, experts over `expert`, and attention over `context`;
 4. recomputation and compilation, block by block (`_recompute_and_compile` says which goes around which, and why);
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
 from shardwise.config import Config, Layout, Model, sequence_multiple
 from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
-from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise
+from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise, weights_without_memory
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.experts import Router
 from shardwise.models.layers import Embedding
@@ -34,7 +34,7 @@ from shardwise.parallel.recompute import recompute
 from shardwise.parallel.seeds import Seeds
 from shardwise.parallel.stages import cut_out, own_stages
 from shardwise.parallel.tensor import is_whole, split_over_tensor
-from shardwise.plan import Plan, engine_of, reduce_dtype, state_dtype
+from shardwise.plan import OwnParameters, Plan, engine_of, reduce_dtype, state_dtype
 from shardwise.plan.engine import compiles_blocks
 
 
@@ -62,11 +62,11 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
 
 
 def build_plain(config: Config) -> nn.Module:
-    """The whole model as on one device, without memory."""
+    """The whole model as on one device: weights without memory, buffers with their values."""
     train = config.train
-    with torch.device("meta"):
+    with weights_without_memory(train.seed):
         model = (build_own if config.model.module is not None else Transformer)(config.model)
-        model.to(DTYPES[state_dtype(train)])
+    _store_weights_in(model, DTYPES[state_dtype(train)])
     if config.model.module is not None:
         adapt(model, DTYPES[train.precision])
     for module in model.modules():
@@ -75,15 +75,35 @@ def build_plain(config: Config) -> nn.Module:
     return model
 
 
+def _store_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights. Buffers keep the dtype that they were given, but that a proof in float64 takes those in float32 along:
+    most operators want the two alike, and a table of angles is not to be rounded because weights are stored in 16 bits."""
+    before = _named_buffers(model)
+    model.to(dtype)
+    for (module, name), buffer in before.items():
+        if (dtype, buffer.dtype) != (torch.float64, torch.float32):
+            setattr(module, name, buffer)
+
+
+def _named_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """By module and name in it, those under two names twice."""
+    of_modules = ((module, module.named_buffers(recurse=False, remove_duplicate=False)) for module in model.modules())
+    return {(module, name): buffer for module, own in of_modules for name, buffer in own}
+
+
 def check_module(config: Config, layout: Layout) -> None:
     """Refuse a user's own module that cannot be built, or not be split as this layout asks; nothing where there is none."""
     if config.model.module is not None:
         check_own(build_plain(config), config, layout)
 
 
-def count_parameters(config: Config) -> int | None:
-    """Parameters of a user's own module; None: there is none, and the configuration tells."""
-    return None if config.model.module is None else sum(parameter.numel() for parameter in build_plain(config).parameters())
+def count_parameters(config: Config) -> OwnParameters | None:
+    """Of a user's own module; None: there is none, and the configuration tells."""
+    if config.model.module is None:
+        return None
+    parameters = list(build_plain(config).parameters())
+    frozen = sum(parameter.numel() for parameter in parameters if not parameter.requires_grad)
+    return OwnParameters(sum(parameter.numel() for parameter in parameters), frozen)
 
 
 def embedded_ids(config: Config) -> int | None:
@@ -181,7 +201,9 @@ def _compression(config: Config, model: nn.Module, table: Sharding, comm: Comm) 
     how = SumCompression.of(comm.mesh.layout)
     if how is None:
         return None
-    return CompressionSettings(how, config.train.seed, DTYPES[reduce_dtype(config.train)], _compressed(model, table, comm))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = _compressed(model, table, comm) & trained
+    return CompressionSettings(how, config.train.seed, DTYPES[reduce_dtype(config.train)], names)
 
 
 def _gathers(model: nn.Module, table: Sharding, comm: Comm) -> GatherSettings | None:
@@ -226,27 +248,27 @@ def materialise(
     model: nn.Module, table: Sharding, device: torch.device, seed: int, buffers_on: torch.device | None = None
 ) -> None:
     """Allocate this rank's share and fill it."""
-    to_empty(model, device)
-    if buffers_on is not None and buffers_on != device:
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                kept = name not in module._non_persistent_buffers_set
-                module.register_buffer(name, torch.empty_like(buffer, device=buffers_on), persistent=kept)
+    allocate(model, device, buffers_on)
     initialise(model, seed, assign, table.tied_name)
     if not hasattr(model, "initial_value"):  # which may want zeros
         check_values(model, local=_local)
 
 
-def to_empty(model: nn.Module, device: torch.device) -> None:
-    """`to_empty`, after which a weight that two modules share is still one."""
+def allocate(model: nn.Module, device: torch.device, buffers_on: torch.device | None = None) -> None:
+    """Memory for the weights, without values. Buffers have theirs, and go to the device that computes. A weight or a buffer that two
+    modules share stays one."""
     users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             users[id(parameter)].append((module, name))
+    buffers = _named_buffers(model)
     model.to_empty(device=device)
     for (first, name), *others in users.values():
         for module, other in others:
             module._parameters[other] = first._parameters[name]
+    moved = {id(buffer): buffer.to(buffers_on or device) for buffer in buffers.values()}
+    for (module, name), buffer in buffers.items():
+        setattr(module, name, moved[id(buffer)])
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ class Replicated(DataParallel):
         first step of a resumed run would differ from the same step of a run that never stopped. A backward that asks nothing of
         the weights, in the order DDP expects (last parameter first), gets that over with before the first step.
         """
-        parameters = list(self.model.parameters())
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.model.forward = lambda: torch.stack([parameter.flatten()[0] for parameter in parameters]).sum()
         try:
             self.ddp().backward()
@@ -335,18 +335,20 @@ class _Collectives:
         comm, mesh, copies = self.comm, self.comm.mesh, self.engine.copies(axis)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        pieces = {self._name(module, name): shape for module, name, shape in unit_pieces(unit)}
-        shards = self._compressor(axis, pieces, mesh.size(axis)) if self.engine.zero else None
+        pieces = list(unit_pieces(unit))
+        gathered = {self._name(piece.module, piece.name): piece.shape for piece in pieces}
+        summed = {self._name(piece.module, piece.name): piece.shape for piece in pieces if piece.trained}
+        shards = self._compressor(axis, summed, mesh.size(axis)) if self.engine.zero else None
         behind = UnitBehind(self.behind, partial(add_to_gradients, unit)) if self._goes_on_behind(axis) else None
-        scatter = CountedReduceScatter(comm, mesh.label(axis), pieces, shards, behind)
-        unit.set_custom_all_gather(self._gather(axis, pieces))  # type: ignore[arg-type]
+        scatter = CountedReduceScatter(comm, mesh.label(axis), summed, shards, behind)
+        unit.set_custom_all_gather(self._gather(axis, gathered))  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         if mesh.size(copies) > 1:
-            compressor = self._compressor(copies, pieces, None)
+            compressor = self._compressor(copies, summed, None)
             if compressor is None:
                 unit.set_all_reduce_hook(_count_all_reduce(comm, scatter, mesh.label(copies)))
             else:
-                self.copies.append(CompressedCopies(comm, compressor, pieces))
+                self.copies.append(CompressedCopies(comm, compressor, summed))
                 unit.set_all_reduce_hook(self.copies[-1])
 
     def _gather(self, axis: str, pieces: Mapping[str, torch.Size]) -> CountedAllGather:

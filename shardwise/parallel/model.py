@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.comm import Comm
 from shardwise.data.batches import Batch
-from shardwise.models import MixtureOfExperts, Sharding
+from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items
 from shardwise.parallel.data import DataParallel
 from shardwise.parallel.residuals import residual_state
 from shardwise.parallel.seeds import Seeds
@@ -127,6 +127,17 @@ class ParallelModel:
                 (loss * factor).backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
         return total
+
+    @property
+    def counts_items(self) -> bool:
+        """Whether a user's module says itself what its loss is divided by; else it is tokens."""
+        return counts_items(self.parts[0].model)
+
+    def items(self, batch: Batch) -> Tensor:
+        """What the loss of a batch of whole sequences, summed over all devices that share them, is a sum over."""
+        if self.counts_items:
+            return count_items(self.parts[0].model, batch.inputs, batch.targets)
+        return torch.tensor(float(batch.valid), dtype=torch.float64, device=batch.inputs.device)
 
     def begin(self, batch: Batch) -> None:
         """Before the forward of a micro-batch."""

@@ -7,22 +7,26 @@ pipeline stage would own, heads that do not divide, a forward that lacks an argu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from inspect import signature
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.config import Config, Layout
 from shardwise.errors import UserError
-from shardwise.models import Head, MixtureOfExperts, Sharding, matches
+from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items, matches
 from shardwise.models.own import accepted
-from shardwise.parallel.tensor import missing_entry
+from shardwise.parallel.tensor import missing_entry, unfit
 
 SPLITTING = ("tensor", "pipeline", "context", "expert")
 """Axes that cannot be used without a table."""
 
 LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose weight is a table of vectors."""
+
+AVERAGING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Modules that compute with statistics of the rows at hand."""
 
 
 def table_of(model: nn.Module) -> Sharding:
@@ -36,7 +40,7 @@ def table_of(model: nn.Module) -> Sharding:
 
 
 def check_own(model: nn.Module, config: Config, layout: Layout) -> None:
-    """Raise the first thing that is wrong with the module, as built on the meta device, or with its table on this layout."""
+    """Raise the first thing that is wrong with the module, as built without memory, or with its table on this layout."""
     table = table_of(model)
     rules = (_plain, _table, _tensor, _pipeline, _context, _experts)
     for problem in (problem for rule in rules for problem in rule(model, table, config, layout)):
@@ -46,14 +50,27 @@ def check_own(model: nn.Module, config: Config, layout: Layout) -> None:
 
 def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
     name, train = _name(model), config.train
+    frozen = [path for path, parameter in model.named_parameters() if not parameter.requires_grad]
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        yield f"model.module = {config.model.module!r}: {name} has no parameters to train"
-    if frozen := [path for path, parameter in model.named_parameters() if not parameter.requires_grad]:
-        yield f"{name}: {frozen[0]} has requires_grad=False; every parameter is trained. Make it a buffer"
-    if not hasattr(model, "fill_buffers") and (buffers := [path for path, _ in model.named_buffers()]):
+        found = (
+            f"all {len(frozen)} have requires_grad=False; leave it out of those that are to learn" if frozen else "it has none"
+        )
+        yield f"model.module = {config.model.module!r}: {name} has no parameters to train: {found}"
+    if frozen and train.driver == "server":
         yield (
-            f"{name} has buffers ({', '.join(buffers[:3])}) and no method fill_buffers(), which gives them their values once "
-            "there is memory for them"
+            f"train.driver = 'server': {name} has frozen parameters ({frozen[0]}), and servers hand out and sum all of them; use "
+            "'synchronous', 'local' or 'hogwild'"
+        )
+    if empty := [path for path, buffer in model.named_buffers() if buffer.is_meta]:
+        yield (
+            f"{name}: the buffer {empty[0]} has no values: it was computed from a weight, and weights have none while a module "
+            "is built. Make it a parameter with requires_grad=False, whose values come from initial_value(name, shape, seed)"
+        )
+    averaging = [path for path, part in model.named_modules() if isinstance(part, AVERAGING)]
+    if averaging and layout.world > 1:
+        yield (
+            f"{name}: {averaging[0]} is {_name(model.get_submodule(averaging[0]))}, whose statistics are of one device's rows: "
+            "each layout would compute something else; use nn.LayerNorm or nn.GroupNorm, or one device"
         )
     sparse = [path for path, part in model.named_modules() if isinstance(part, LOOKED_UP) and part.sparse]
     if sparse and train.driver != "hogwild" and (layout.world > 1 or train.driver == "server"):
@@ -98,12 +115,8 @@ def _tensor(model: nn.Module, table: Sharding, config: Config, layout: Layout) -
                 yield missing_entry(path, owned)
         elif role.parts and role.parts % layout.tensor and (role.gather or layout.tensor % role.parts):
             yield f"layout.tensor = {layout.tensor}: {path} has {role.parts} parts, neither split nor repeated evenly over it"
-        elif role.kind == "vocabulary" and not isinstance(module, nn.Embedding):
-            yield f"{path}: the role vocabulary() is for nn.Embedding, and this is {_name(module)}"
-        elif role.kind == "loss" and not isinstance(module, Head):
-            yield f"{path}: the role loss() is for shardwise.models.Head, and this is {_name(module)}; use columns(gather=True)"
-        elif role.kind in ("columns", "rows") and getattr(getattr(module, "weight", None), "ndim", 0) != 2:
-            yield f"{path}: the role {role.kind}() is for modules with a weight (outputs, inputs), such as nn.Linear"
+        elif problem := unfit(role, module):
+            yield f"{path}: {problem}"
 
 
 def _pipeline(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
@@ -157,11 +170,24 @@ def _experts(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
 
 
 def _call(model: nn.Module, config: Config) -> None:
-    """See what forward returns. Not everything runs without values: such a forward is left to the first step to judge."""
+    """See what forward returns, and what is counted. Not everything runs without values: such a forward is left to the first step
+    to judge."""
+    model.to("meta")
     ids = torch.zeros(1, config.data.sequence_length, dtype=torch.int64, device="meta")
     more = {"documents": ids} if config.data.reset_attention else {}
+    _try(lambda: model(ids, ids, **more))
+    if counts_items(model):
+        try:
+            signature(model.count_items).bind(ids, ids)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise UserError(f"{_name(model)}.count_items: {error}; it is called with (inputs, targets)") from None
+        _try(lambda: count_items(model, ids, ids))
+
+
+def _try(call: Callable[[], Tensor]) -> None:
+    """Only what a check of ours has to say of it counts."""
     try:
-        model(ids, ids, **more)
+        call()
     except UserError:
         raise
     except Exception:

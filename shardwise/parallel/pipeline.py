@@ -51,7 +51,9 @@ class _StageModule(nn.Module):
         more = {"targets": targets} if self.last else {}
         result: Tensor = self.part(x, documents=documents, positions=self.positions, **more)
         # What is sent is let go after backward, so it must be nobody else's.
-        return result.clone() if result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else result
+        result = result.clone() if result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else result
+        # Where all weights so far are frozen there is nothing to go back through, but torch's runtime does go back.
+        return result.requires_grad_() if torch.is_grad_enabled() and not result.requires_grad else result
 
 
 class _Stage(PipelineStage):
@@ -186,8 +188,9 @@ class Pipelined(ParallelModel):
         inputs = (torch.cat([micro_batch.inputs for micro_batch in own]),) if self._has(0) else ()
         with self.comm.waiting():  # what torch's runtime does beside the stages' work is wait for sends and receives
             self._runtime.step(*inputs, target=targets, losses=[], return_outputs=False, **more)
-        if self.stages.splits_backward:
-            for part in self.parts:
+        for part in self.parts:
+            # FSDP2 lets go of weights when a backward ends, which never begins where all of a stage's weights are frozen.
+            if self.stages.splits_backward or not any(parameter.requires_grad for parameter in part.model.parameters()):
                 part.release()
         return self._total
 

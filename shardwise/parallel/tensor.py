@@ -16,6 +16,9 @@ DTensor holds the weights, and no more than that. A module computes on its local
 (parallel/modules.py): torch's kernels, the compiler and a user's own modules see plain tensors, and every collective is one that
 we wrote down and count.
 
+Matrices are those of `nn.Linear` and `nn.Conv1d`, which is one for each place of its kernel: (outputs, inputs, kernel), between
+activations (batch, channels, sequence). `unfit` says what else a role can be given to.
+
 Weights that are whole on every device (norms, and key or value heads that several devices use) see different tokens or heads
 on each, so their gradients are parts of a sum: `sum_whole` adds them up, once a step, in one message.
 """
@@ -34,7 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardwise.comm import Comm
 from shardwise.comm.autograd import collect, eager, gather, scatter_sum
 from shardwise.errors import UserError
-from shardwise.models import Sharding, VocabularyPart, linear_cross_entropy
+from shardwise.models import Head, Role, Sharding, VocabularyPart, linear_cross_entropy
 from shardwise.models.layers import lookup
 from shardwise.models.loss import cap_logits
 from shardwise.optim import local
@@ -45,6 +48,42 @@ from shardwise.plan.sharding import copies_parts, split_dim
 AXIS = "tensor"
 SEQUENCE = 1
 """The dim of activations (batch, sequence, hidden) that is split between the pairs of matrices."""
+
+SPLITTABLE = (
+    "columns() and rows() split nn.Linear, nn.Conv1d with groups=1, and modules of your own with a weight (outputs, inputs); "
+    "vocabulary() splits nn.Embedding; loss() splits shardwise.models.Head; whole() and positions() keep weights whole"
+)
+"""What a table can split, for whoever asked for something else."""
+
+
+def unfit(role: Role, module: nn.Module) -> str | None:
+    """Why a module cannot have this role; None: it can, as far as its kind tells."""
+    reason = _reason(role, module)
+    return None if reason is None else f"the role {role.kind}() does not fit {type(module).__name__}: {reason}. {SPLITTABLE}"
+
+
+def _reason(role: Role, module: nn.Module) -> str | None:
+    weight = getattr(module, "weight", None)
+    if role.kind in ("vocabulary", "positions"):
+        if not isinstance(module, nn.Embedding):
+            return "it is for nn.Embedding"
+        if role.kind == "vocabulary" and (module.max_norm is not None or module.scale_grad_by_freq):
+            return "a device that has some of the rows knows neither max_norm nor scale_grad_by_freq"
+    elif role.kind == "loss" and not isinstance(module, Head):
+        return "it is for shardwise.models.Head; elsewhere use columns(gather=True)"
+    elif role.kind == "whole" and isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return (
+            "it looks at all of a sequence, of which a device has a part here; write it with nn.Linear, as examples/own_model.py"
+        )
+    elif role.kind in ("columns", "rows"):
+        if isinstance(module, nn.Conv1d):
+            return None if module.groups == 1 else f"it has groups={module.groups}"
+        others = type(module).__module__.partition(".")[0] in ("torch", "transformers") and not isinstance(module, nn.Linear)
+        if others or isinstance(module, nn.Embedding):
+            return "that has no matrix (outputs, inputs) which a part of it could stand for"
+        if getattr(weight, "ndim", 0) != 2:
+            return "it has no weight (outputs, inputs)"
+    return None
 
 
 def split_over_tensor(model: nn.Module, table: Sharding, comm: Comm, gather_again: bool = False) -> None:
@@ -79,7 +118,7 @@ def missing_entry(path: str, names: list[str]) -> str:
     """What to say of a module with weights that the table does not name."""
     return (
         f"the sharding table has no entry for {path or 'the model itself'}, which has the weights {', '.join(names)}; "
-        f'add one, for example "{path}": whole() (docs/sharding.md lists the roles)'
+        f'add one, for example "{path}": whole() (docs/sharding.md lists the roles). {SPLITTABLE}'
     )
 
 
@@ -196,13 +235,16 @@ class _Again:
 
 
 class Column(ParallelModule):
-    """A matrix split by outputs: (batch, sequence, inputs) to (batch, sequence, device's outputs)."""
+    """A matrix split by outputs: (batch, sequence, inputs) to (batch, sequence, device's outputs); of a convolution,
+    (batch, inputs, sequence) to (batch, device's outputs, sequence)."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own, on this device's rows of the weight."""
         output = super().forward(*inputs, **named)
         assert self.parallel_share.role is not None
-        return _put_together(output, _rows_of(self), self.parallel_share) if self.parallel_share.role.gather else output
+        if not self.parallel_share.role.gather:
+            return output
+        return _put_together(output, _rows_of(self), self.parallel_share, _dim_of_features(self, output))
 
     def parallel_part(self, name: str, part: Tensor) -> Tensor:
         """Where there are fewer parts (key heads) than devices, each device holds all of them and uses one."""
@@ -228,13 +270,18 @@ class Column(ParallelModule):
 
 
 class Row(ParallelModule):
-    """A matrix split by inputs: (batch, sequence, device's inputs) to (batch, device's part of the sequence, outputs)."""
+    """A matrix split by inputs: (batch, sequence, device's inputs) to (batch, device's part of the sequence, outputs); of a
+    convolution, (batch, device's inputs, sequence) to (batch, outputs, device's part of the sequence)."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own, without its bias, which is added once, after the sum over the devices."""
         partial: Tensor = super().forward(*inputs, **named)
-        summed, bias = scatter_sum(partial, self.parallel_share.comm, AXIS, SEQUENCE), self._parameters.get("bias")
-        return summed if bias is None else summed + local(bias).to(summed.dtype)
+        sequence = partial.ndim - 1 if isinstance(self, nn.Conv1d) else SEQUENCE
+        summed, bias = scatter_sum(partial, self.parallel_share.comm, AXIS, sequence), self._parameters.get("bias")
+        if bias is None:
+            return summed
+        own = local(bias).to(summed.dtype)
+        return summed + (own.unsqueeze(-1) if isinstance(self, nn.Conv1d) else own)
 
     def parallel_part(self, name: str, part: Tensor) -> Tensor | None:
         """No bias for the module's own code."""
@@ -251,6 +298,7 @@ class Vocabulary(ParallelModule):
     """An embedding split by ids: all ids (batch, sequence) to (batch, this device's part of the sequence, hidden)."""
 
     weight: Tensor
+    padding_idx: int | None
 
     def forward(self, ids: Tensor) -> Tensor:
         """Rows of ids that other devices have are zeros here, and the sum over the devices fills them in."""
@@ -259,7 +307,10 @@ class Vocabulary(ParallelModule):
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
         weight = weight if weight.shape[0] else F.pad(weight, (0, 0, 0, 1))  # a device may have no rows
         dtype = getattr(self, "compute_dtype", None)  # which a user's own kind of embedding does not have
-        vectors = lookup(rows.masked_fill(elsewhere, 0), weight, dtype)  # (batch, sequence, hidden)
+        padding = (
+            None if self.padding_idx is None or not 0 <= self.padding_idx - first < weight.shape[0] else self.padding_idx - first
+        )
+        vectors = lookup(rows.masked_fill(elsewhere, 0), weight, dtype, padding)  # (batch, sequence, hidden)
         return scatter_sum(vectors.masked_fill(elsewhere.unsqueeze(-1), 0), self.parallel_share.comm, AXIS, SEQUENCE)
 
     def describe_share(self) -> str:
@@ -297,7 +348,7 @@ class VocabularyLoss(ParallelModule):
             return linear_cross_entropy(flat, weight, goals, self.chunk, part=part, split_backward=split, softcap=softcap)
         chosen = hidden if at is None else hidden[:, at]
         logits = cap_logits(F.linear(chosen, weight.to(hidden.dtype)), self.softcap)
-        return _put_together(logits, _rows_of(self), self.parallel_share)
+        return _put_together(logits, _rows_of(self), self.parallel_share, logits.ndim - 1)
 
     def _part_of_vocabulary(self) -> VocabularyPart:
         comm, rows = self.parallel_share.comm, _rows_of(self)
@@ -315,10 +366,16 @@ class VocabularyLoss(ParallelModule):
         )
 
 
-def _put_together(features: Tensor, rows: int, share: Share) -> Tensor:
+def _dim_of_features(module: nn.Module, output: Tensor) -> int:
+    """Of what a split module returns: the last, but for convolutions."""
+    return output.ndim - (2 if isinstance(module, nn.Conv1d) else 1)
+
+
+def _put_together(features: Tensor, rows: int, share: Share, dim: int) -> Tensor:
     """The features of all devices, of so many rows of a matrix; the last parts may be shorter, so they are padded on the way."""
-    padded = F.pad(features, (0, largest_part(rows, share.size) - features.shape[-1]))
-    return collect(padded, share.comm, AXIS, padded.ndim - 1)[..., :rows]  # only behind the last row is there padding
+    behind = (0, 0) * (features.ndim - 1 - dim)  # F.pad wants the last dim first
+    padded = F.pad(features, (*behind, 0, largest_part(rows, share.size) - features.shape[dim]))
+    return collect(padded, share.comm, AXIS, dim).narrow(dim, 0, rows)  # only behind the last row is there padding
 
 
 def _rows_of(module: nn.Module) -> int:

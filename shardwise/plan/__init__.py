@@ -6,7 +6,7 @@ from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.plan.grid import COPIES, RANK_AXES
 from shardwise.plan.memory import StateBytes, state_bytes
-from shardwise.plan.parameters import active_count, count, parameter_shapes
+from shardwise.plan.parameters import OwnParameters, active_count, count, parameter_shapes
 from shardwise.plan.plan import Decision, KeptLayout, KeptPlan, Plan, read_plan
 from shardwise.plan.schedule import SCHEDULES, Action, Schedule, make_schedule
 from shardwise.plan.stages import block_costs, cut, stage_blocks, stage_costs
@@ -23,6 +23,7 @@ __all__ = [
     "Engine",
     "KeptLayout",
     "KeptPlan",
+    "OwnParameters",
     "Plan",
     "Schedule",
     "StateBytes",

@@ -29,9 +29,9 @@ from shardwise.config import (
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.errors import ConfigError
 from shardwise.plan.engine import shares_weights
-from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token
+from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token, own_flops_per_token
 from shardwise.plan.memory import state_bytes
-from shardwise.plan.parameters import count
+from shardwise.plan.parameters import OwnParameters, count
 from shardwise.plan.plan import DEFAULT, GIB, Decision, Plan
 from shardwise.plan.stages import stage_blocks
 from shardwise.words import counted
@@ -57,7 +57,7 @@ def choose(
     config: Config,
     devices: int,
     memory_bytes: float | None = None,
-    parameters: int | None = None,
+    parameters: OwnParameters | None = None,
     asked: Asked | None = None,
 ) -> Plan:
     """The plan for this job on this many devices, each with this much memory (None: unknown). `parameters`: as counted in a
@@ -75,6 +75,7 @@ def choose(
     if memory_bytes is not None and states.total > memory_bytes and not layout.offload:
         raise ConfigError(f"the job on {counted(devices, 'device')}", [_too_large(states.total, memory_bytes, zero)])
     layout, more = _completed(config, layout.model_copy(update={"zero": zero}))
+    length = config.data.sequence_length
     values = {**layout.model_dump(), "micro_batch": micro_batch, "recompute": config.train.recompute}
     return Plan(
         layout=layout,
@@ -82,8 +83,9 @@ def choose(
         accumulation=accumulation,
         recompute=config.train.recompute,
         decisions=_decisions(config, values, whys | more, asked),
-        parameters=parameters or count(config.model),
-        flops_per_token=6.0 * parameters if parameters else flops_per_token(config.model, config.data.sequence_length),
+        parameters=parameters.total if parameters else count(config.model),
+        frozen=parameters.frozen if parameters else 0,
+        flops_per_token=own_flops_per_token(parameters) if parameters else flops_per_token(config.model, length),
         state_bytes=states,
         flop_convention=OWN_FLOP_CONVENTION if parameters else FLOP_CONVENTION,
     )
@@ -94,7 +96,7 @@ def fit(
     devices: int,
     least: int,
     memory_bytes: float | None = None,
-    parameters: int | None = None,
+    parameters: OwnParameters | None = None,
     asked: Asked | None = None,
 ) -> Plan | None:
     """The plan for as many of these devices as a layout near the one asked for can use; None if that is fewer than `least`.
@@ -221,7 +223,7 @@ def _too_large(states: float, memory: float, zero: int) -> str:
 
 
 def _zero(
-    config: Config, layout: Layout, accumulation: int, memory_bytes: float | None, parameters: int | None
+    config: Config, layout: Layout, accumulation: int, memory_bytes: float | None, parameters: OwnParameters | None
 ) -> tuple[int, str]:
     if not shares_weights(layout, config.model.experts) and not layout.offload:
         return 0, "nothing to shard: no other device holds the same weights"

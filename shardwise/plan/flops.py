@@ -20,10 +20,10 @@ from __future__ import annotations
 from math import prod
 
 from shardwise.config import Model
-from shardwise.plan.parameters import parameter_shapes
+from shardwise.plan.parameters import OwnParameters, parameter_shapes
 
 FLOP_CONVENTION = "6 per matmul weight (head yes, embedding no) + causal half of attention, no recompute"
-OWN_FLOP_CONVENTION = "6 per parameter, for a module of your own: attention not counted, embeddings counted"
+OWN_FLOP_CONVENTION = "6 per parameter (2 if frozen), for a module of your own: attention not counted, embeddings counted"
 
 
 def flops_per_token(model: Model, sequence_length: int) -> float:
@@ -31,6 +31,12 @@ def flops_per_token(model: Model, sequence_length: int) -> float:
     windows = [model.sees(layer, sequence_length) for layer in range(model.layers)]
     seen = sum(window * (1 - window / (2 * sequence_length)) for window in windows)  # tokens, of all layers together
     return 6.0 * matmul_weights(model) + 12 * model.heads * model.head_dim * seen
+
+
+def own_flops_per_token(parameters: OwnParameters) -> float:
+    """The same of a user's own module, by `OWN_FLOP_CONVENTION`. A frozen weight has no gradient, which saves 2 of 6, and most
+    often needs none passed on to what comes before it either: only its forward is counted."""
+    return 6.0 * parameters.trained + 2.0 * parameters.frozen
 
 
 def matmul_weights(model: Model) -> int:

@@ -36,6 +36,7 @@ from shardwise.config.compression import SumCompression
 from shardwise.plan.dtypes import BYTES, reduce_dtype, state_dtype, wide
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import expert_shards
+from shardwise.plan.parameters import OwnParameters
 from shardwise.plan.schedule import rank_of_stage
 from shardwise.plan.slices import Count, Part, parts_of, with_peers
 from shardwise.plan.stages import stage_blocks
@@ -57,17 +58,18 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer + self.residuals
 
 
-def state_bytes(config: Config, layout: Layout, accumulation: int, parameters: int | None = None) -> StateBytes:
+def state_bytes(config: Config, layout: Layout, accumulation: int, parameters: OwnParameters | None = None) -> StateBytes:
     """The table above, for the fullest device: of its stages, its part of the matrices and its experts, weight by weight. Of a
-    model that is not ours only the number of parameters is known, and they are taken to be split evenly.
+    model that is not ours only the number of parameters is known, and they are taken to be split evenly; frozen ones have neither
+    gradients nor moments.
     """
-    if parameters is None:
-        held = _held(config, layout)
-    else:
-        held = [_evenly(parameters / (layout.pipeline * layout.tensor), layout.shards if layout.zero else 1)]
     engine = engine_of(layout, config.model.experts)
     whole = _Whole(weights=engine.keeps_gathered, gradients=engine.keeps_whole_gradients(accumulation))
-    return max((_states(part, config.train, layout, whole) for part in held), key=lambda states: states.total)
+    if parameters is not None:
+        held, trained = (_evenly(count, layout) for count in (parameters.total, parameters.trained))
+        return _states(held, trained, config.train, layout, whole)
+    states = (_states(part, part, config.train, layout, whole) for part in _held(config, layout))
+    return max(states, key=lambda states: states.total)
 
 
 @dataclass(frozen=True)
@@ -80,15 +82,15 @@ class _Whole:
     """Unreduced, in the dtype they are summed in."""
 
 
-def _states(part: Part, train: Train, layout: Layout, whole: _Whole) -> StateBytes:
+def _states(part: Part, trained: Part, train: Train, layout: Layout, whole: _Whole) -> StateBytes:
     stored, computed, reduced = BYTES[state_dtype(train)], BYTES[train.precision], BYTES[reduce_dtype(train)]
     wider = BYTES[wide(train.precision)] - computed
     weights = stored * part.shard + (computed * part.gathered + wider * part.wide if whole.weights else 0)
     if layout.zero == 3 and layout.backward_shards is not None:
         weights += computed * part.gathered / layout.backward_shards  # the copy that neighbours keep for backward
-    gradients = reduced * part.whole if whole.gradients else stored * part.shard
-    residuals = reduced * residual_numbers(part, SumCompression.of(layout), layout.zero, layout.replica)
-    return StateBytes(weights, gradients, 2 * stored * part.shard, residuals)
+    gradients = reduced * trained.whole if whole.gradients else stored * trained.shard
+    residuals = reduced * residual_numbers(trained, SumCompression.of(layout), layout.zero, layout.replica)
+    return StateBytes(weights, gradients, 2 * stored * trained.shard, residuals)
 
 
 def residual_numbers(part: Part, how: SumCompression | None, zero: Count, replica: Count) -> Count:
@@ -120,5 +122,6 @@ def _held(config: Config, layout: Layout) -> list[Part]:
     return held
 
 
-def _evenly(parameters: float, devices: int) -> Part:
-    return Part(parameters, parameters / devices, parameters, 0.0, parameters, parameters / devices)
+def _evenly(count: int, layout: Layout) -> Part:
+    own, devices = count / (layout.pipeline * layout.tensor), layout.shards if layout.zero else 1
+    return Part(own, own / devices, own, 0.0, own, own / devices)

@@ -10,11 +10,26 @@ A tied model has no `head.weight`: the embedding matrix serves twice and is coun
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
 from shardwise.config import Model
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OwnParameters:
+    """Of a user's own module, which only building it can count."""
+
+    total: int
+    frozen: int = 0
+    """Those with requires_grad=False: held, computed with, and never trained."""
+
+    @property
+    def trained(self) -> int:
+        """The others."""
+        return self.total - self.frozen
 
 
 def parameter_shapes(model: Model) -> dict[str, Shape]:

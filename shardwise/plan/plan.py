@@ -58,6 +58,8 @@ class Plan:
     flop_convention: str = FLOP_CONVENTION
     bucket_bytes: int | None = None
     """Of gradients that DistributedDataParallel sums at once (cost/buckets.py); None: as torch does."""
+    frozen: int = 0
+    """Of the parameters, those that are never trained."""
     cluster_file: str | None = None
     """The file that describes the cluster, where one does: also this machine's, which a job need not name."""
     predicted: dict[str, Any] | None = None
@@ -66,6 +68,11 @@ class Plan:
     """Why nothing is predicted though the cluster is known."""
     groups: int = 1
     """That train by themselves, each on this layout."""
+
+    @property
+    def state_numbers(self) -> int:
+        """Of the whole model: its weights, and two moments of each that is trained."""
+        return 3 * self.parameters - 2 * self.frozen
 
     @property
     def world(self) -> int:
@@ -97,6 +104,7 @@ class Plan:
             "recompute": self.recompute,
             "decisions": {name: _listed(asdict(decision)) for name, decision in self.decisions.items()},
             "parameters": self.parameters,
+            "frozen": self.frozen,
             "flops_per_token": self.flops_per_token,
             "flop_convention": self.flop_convention,
             "memory_gib": {**memory, "states": self.state_bytes.total / GIB},

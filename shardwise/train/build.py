@@ -79,7 +79,7 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
     mesh = join(worker, plan.layout, on_cpu=serves or shares, groups=plan.groups)
     if config.train.deterministic and mesh.device.type == "cuda":
         compute_deterministically()
-    torch.manual_seed(config.train.seed)  # for a module that draws while it is built; what it draws later: parallel/seeds.py
+    torch.manual_seed(config.train.seed)  # what a module draws is seeded apart (models/unfilled.py, parallel/seeds.py)
     comm = Comm(mesh)
     parallel = parallelise(config, plan, comm)
     optimizer = make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings, held)
@@ -108,7 +108,7 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
 
 
 def _outer(config: Config, plan: Plan, parallel: ParallelModel, comm: Comm) -> Outer:
-    sizes = {name: parameter.numel() for name, parameter in build_plain(config).named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in build_plain(config).named_parameters() if parameter.requires_grad}
     same_on = "data" if not plan.layout.zero and plan.layout.expert == 1 else None
     return Outer(parallel, comm, config.local, config.train.steps, sizes, same_on)
 
@@ -227,8 +227,9 @@ def _share_tied(training: Training) -> None:
     for name, copy in training.parallel.named_parameters():
         if name in loaded and loaded[name] is not copy:
             local(copy).copy_(local(loaded[name]))
-            moments = training.optimizer.state[loaded[name]]
-            training.optimizer.state[copy] = {key: value.detach().clone() for key, value in moments.items()}
+            if copy.requires_grad:
+                moments = training.optimizer.state[loaded[name]]
+                training.optimizer.state[copy] = {key: value.detach().clone() for key, value in moments.items()}
 
 
 def _manifest(training: Training) -> Manifest:

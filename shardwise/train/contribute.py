@@ -140,7 +140,7 @@ class _Contributor:
         for wire in self.wires:
             if not isinstance(_received(wire), messages.Stored):
                 raise NotOurs("no answer to a worker that pushes")
-        noted = _said(self.wires[0], brought(portion, loss, batch))
+        noted = _said(self.wires[0], brought(training, portion, loss, batch))
         if not isinstance(noted, messages.Noted):
             raise NotOurs("no answer to a worker that brings")
         if not noted.counts:  # what it had kept from before was in it
@@ -171,16 +171,17 @@ def batch_of(training: Training, portion: int, size: int) -> list[Batch]:
 
 
 def summed_loss(training: Training, batch: Sequence[Batch]) -> float:
-    """The loss of a portion, summed over its tokens; its gradient is left on the parameters."""
+    """The loss of a portion, summed over its items; its gradient is left on the parameters."""
     dtype = DTYPES[reduce_dtype(training.config.train)]
     training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
     with attention_backends(training.mesh.device.type):
         return float(training.parallel.forward_backward(batch, torch.ones((), dtype=dtype, device=training.mesh.device)))
 
 
-def brought(portion: int, loss: float, batch: Sequence[Batch]) -> messages.Bring:
+def brought(training: Training, portion: int, loss: float, batch: Sequence[Batch]) -> messages.Bring:
     """What a worker says of a portion."""
-    return messages.Bring(portion, loss, sum(one.valid for one in batch), sum(one.checksum for one in batch))
+    items = sum(float(training.parallel.items(one)) for one in batch)
+    return messages.Bring(portion, loss, items, sum(one.valid for one in batch), sum(one.checksum for one in batch))
 
 
 def _views(buffer: Tensor, slices: dict[str, tuple[slice, ...]]) -> list[tuple[str, Tensor]]:

@@ -23,7 +23,7 @@ def describe_run(training: Training) -> dict[str, str]:
     train = config.train
     data = training.dataset.describe()
     return {
-        "model": f"{_named(config.model)}, {plan.parameters:,} parameters",
+        "model": f"{_named(config.model)}, {plan.parameters:,} parameters" + (f", {plan.frozen:,} frozen" if plan.frozen else ""),
         "data": f"{counted(data.tokens, 'token')}, {counted(data.documents, 'document')}, "
         f"{counted(data.held_out, 'sequence')} held out" + (f", {data.cut:,} longer than a sequence and cut" if data.cut else ""),
         **_devices(training),

@@ -15,7 +15,8 @@ from shardwise.train.build import Training
 
 @torch.no_grad()
 def held_out_loss(training: Training) -> float | None:
-    """Mean loss in nats a token over the held-out split; None where nothing is held out. Same number on every rank."""
+    """Mean loss over the held-out split, in nats a token, or for each item that a user's module counts; None where nothing is
+    held out. Same number on every rank."""
     dataset, device = training.dataset, training.mesh.device
     count = min(dataset.held_out_count, training.config.train.evaluate_sequences)
     if count == 0:
@@ -27,11 +28,11 @@ def held_out_loss(training: Training) -> float | None:
             start = first + training.mesh.data_index * size
             batch = to_batch(_rows(dataset, start, size, count), device)
             sums[0] += training.parallel.loss(batch).double()
-            sums[1] += batch.valid
-    for axis in ("context", "pipeline"):  # every device of these has counted the same tokens
+            sums[1] += training.parallel.items(batch)
+    for axis in ("context", "pipeline"):  # every device of these has counted the same items
         training.comm.all_reduce(sums[:1], axis)
-    total, tokens = training.comm.all_reduce(training.comm.sum_over_data(sums), "group").tolist()
-    return float(total / max(1.0, tokens))
+    total, items = training.comm.all_reduce(training.comm.sum_over_data(sums), "group").tolist()
+    return float(total / (items or 1.0))
 
 
 def _of_the_run(training: Training) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from shardwise.asynchronous.shared_memory import SharedState
 from shardwise.data.batches import Batch
 from shardwise.optim import learning_rate, update
 from shardwise.train.build import Training
-from shardwise.train.sources import Drawn, OwnRows, Updates, count_tokens, forward_backward
+from shardwise.train.sources import Drawn, OwnRows, Updates, at_least_some, count_items, count_tokens, forward_backward
 from shardwise.train.steps import divisor, gradient_norm
 
 
@@ -33,25 +33,26 @@ class LockFree(OwnRows):
     def draw(self) -> Drawn:
         training, batch = self.training, self.next_batch()
         tokens = count_tokens(training, batch)
+        items = count_items(training, batch, tokens)
         loss, sums = torch.zeros((), dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
         for micro_batch in batch:
-            mean, norm, counts = self._update(micro_batch)
-            loss += mean.double() * (micro_batch.valid / tokens)
+            own = training.parallel.items(micro_batch)
+            mean, norm, counts = self._update(micro_batch, at_least_some(own))
+            loss += mean.double() * (own / items)
             sums += torch.tensor([float(norm), *counts], dtype=torch.float64)
             if not (mean + norm).isfinite():  # its gradient stays, so that it can be named
                 break
         norms, *totals = training.comm.sum_over_data(sums)  # where all workers meet
         return Drawn(loss, tokens, self.checksum(batch), norm=norms / totals[0], updates=Updates(*map(int, totals)))
 
-    def _update(self, batch: Batch) -> tuple[Tensor, Tensor, tuple[int, int, int, int]]:
-        """The mean loss of a micro-batch, the norm of its gradient, and the numbers of an `Updates`."""
+    def _update(self, batch: Batch, items: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int, int]]:
+        """The mean loss of a micro-batch of so many items, the norm of its gradient, and the numbers of an `Updates`."""
         training, clock, stamps = self.training, self.training.comm.clock, self.shared.stamps
         lr = learning_rate(training.config.train, training.step + 1)
         training.optimizer.zero_grad()
-        tokens = torch.tensor(float(max(1, batch.valid)))
         with clock.span("forward_backward"):
             stamps.read()
-            loss = forward_backward(training, [batch], tokens)
+            loss = forward_backward(training, [batch], items)
             norm = gradient_norm(training)
             rows = self.shared.touched()
         skip = (~(norm + loss).isfinite()).float()

@@ -35,7 +35,7 @@ from shardwise.files import parse_json, read_bytes
 from shardwise.mesh import local_gpus
 from shardwise.models import Remembering, Step, Transformer, attention_backends, continuation
 from shardwise.parallel import build_plain
-from shardwise.parallel.apply import to_empty
+from shardwise.parallel.apply import allocate
 
 GENERATION_CONFIG = "generation_config.json"
 AFTER = 8
@@ -157,9 +157,7 @@ def _ready(name: str, model: Model, dtypes: list[torch.dtype], read: Callable[[]
     device = torch.device("cuda" if local_gpus() else "cpu")
     train: dict[str, Any] = dict(_COMPUTED.get(max(set(dtypes), key=dtypes.count), {}))
     module = build_plain(Config(model=model, train=Train(**train)))
-    to_empty(module, device)
-    if fill_buffers := getattr(module, "fill_buffers", None):
-        fill_buffers()
+    allocate(module, device)
     _assign(name, module, read())
     module.eval()
     whole = _Whole(module, model, device)

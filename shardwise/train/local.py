@@ -63,8 +63,8 @@ class Outer:
         sizes: Mapping[str, int],
         same_on: str | None = None,
     ) -> None:
-        """`last`: the last step; `sizes`: of all parameters of the whole model, in its order; `same_on`: an axis of the group
-        whose devices hold the same weights."""
+        """`last`: the last step; `sizes`: of all parameters of the whole model that are trained, in its order; `same_on`: an axis
+        of the group whose devices hold the same weights."""
         self._same_on = same_on
         self.comm, self.settings, self.last = comm, settings, last
         self.groups = comm.mesh.size(AXIS)

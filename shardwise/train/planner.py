@@ -20,7 +20,7 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import asked_for
 from shardwise.errors import ConfigError, UserError
 from shardwise.mesh import Worker
-from shardwise.plan import Asked, Plan, choose, engine_of, fit, state_dtype
+from shardwise.plan import Asked, OwnParameters, Plan, choose, engine_of, fit, state_dtype
 from shardwise.plan.dtypes import BYTES
 from shardwise.search.forecast import forecast, is_open, plan_job
 
@@ -35,7 +35,7 @@ class Planner:
     """The most that there will be."""
     memory_bytes: float | None
     """Of each; None: unknown."""
-    parameters: int | None = None
+    parameters: OwnParameters | None = None
     """As counted in a user's own module; None: the configuration tells."""
     cluster: Cluster | None = None
     cluster_file: str | None = None
@@ -127,7 +127,7 @@ class Planner:
         named = self.config.cluster.file is not None or self.config.cluster.preset is not None
         if self.cluster is None or not named or engine.sharded or engine.single:
             return None
-        gradients = BYTES[state_dtype(self.config.train)] * plan.parameters
+        gradients = BYTES[state_dtype(self.config.train)] * (plan.parameters - plan.frozen)
         compressed = plan.layout.compression is not None
         return bucket_bytes(self.cluster.of(plan.world), plan.world, gradients, compressed)
 

@@ -93,7 +93,7 @@ class Replay(Contributions):
         torch.cat([_gradient(parameter).reshape(-1) for parameter in self.parameters.values()], out=gradient)
         self._put(self.weights)
         self.shelf.put((worker, portion), gradient)
-        self.one_desk.bring(worker, brought(portion, loss, batch))
+        self.one_desk.bring(worker, brought(training, portion, loss, batch))
 
 
 def _gradient(parameter: Tensor) -> Tensor:

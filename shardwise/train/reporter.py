@@ -273,6 +273,8 @@ class RunReporter(Reporter):
         self.console.print(f"next: {typed()} report {self.folder}", markup=False, highlight=False)
 
     def _compare_with_unigram(self, held_out: float) -> None:
+        if self.training.parallel.counts_items:
+            return self.console.print(f"held-out loss {held_out:.4f} for each item that the module counts")
         try:
             unigram = unigram_loss(self.training.dataset)
         except Exception as error:  # the run is complete

@@ -84,11 +84,11 @@ class Contributions:
             return None
         self._update = update
         weights = [1.0 / (1 + age) if training.config.server.damping else 1.0 for age in update.staleness]
-        rate = sum(weights) / len(weights)
+        rate, items = sum(weights) / len(weights), update.items or 1.0
         with training.comm.clock.span("forward_backward"):
-            self._add_up(update, [weight / rate / max(1, update.tokens) for weight in weights])
+            self._add_up(update, [weight / rate / items for weight in weights])
         tokens = torch.tensor(float(update.tokens), device=training.mesh.device)
-        loss = torch.tensor(update.loss / max(1, update.tokens) if training.mesh.is_main else 0.0, dtype=torch.float64)
+        loss = torch.tensor(update.loss / items if training.mesh.is_main else 0.0, dtype=torch.float64)
         checksum = update.checksum if training.mesh.is_main else 0
         return Drawn(loss, tokens, checksum, staleness=update.staleness, dropped=len(update.dropped), rate=rate)
 

@@ -94,8 +94,9 @@ class OwnRows:
         training = self.training
         batch = self.next_batch()
         tokens = count_tokens(training, batch)
+        items = count_items(training, batch, tokens)
         with training.comm.clock.span("forward_backward"):
-            loss = forward_backward(training, batch, tokens)
+            loss = forward_backward(training, batch, items)
         rows = self._dealer.dealt(training.step + 1).rows if self._by_speed else ()
         return Drawn(loss, tokens, self.checksum(batch), rows)
 
@@ -127,8 +128,7 @@ class OwnRows:
 
 
 def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
-    """Tokens that carry a loss in the whole global batch (a group's part of it): what the loss is divided by, on every layout
-    alike."""
+    """Tokens that carry a loss in the whole global batch (a group's part of it)."""
     config = training.config
     if not config.data.reset_attention:  # then every token carries one, and no rank need ask the others
         rows = config.train.global_batch // training.plan.groups
@@ -137,9 +137,22 @@ def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
     return training.comm.sum_over_data(torch.tensor(local, device=training.mesh.device))
 
 
-def forward_backward(training: Training, batch: list[Batch], tokens: Tensor) -> Tensor:
-    """Gradients of the global mean loss, complete on this rank; returns this rank's part of that loss. Where no token carries a
-    loss, both are zero."""
-    tokens = tokens.to(DTYPES[reduce_dtype(training.config.train)]).clamp(min=1)
+def count_items(training: Training, batch: list[Batch], tokens: Tensor) -> Tensor:
+    """What the loss is divided by, on every layout alike: these tokens, or what a user's module counts in the whole global batch.
+    Where it counts nothing there is no loss to divide."""
+    if not training.parallel.counts_items:
+        return at_least_some(tokens)
+    local = torch.stack([training.parallel.items(micro_batch) for micro_batch in batch]).sum()
+    return at_least_some(training.comm.sum_over_data(local))
+
+
+def at_least_some(items: Tensor) -> Tensor:
+    """A number to divide by: one, where there are none."""
+    return torch.where(items > 0, items, torch.ones_like(items))
+
+
+def forward_backward(training: Training, batch: list[Batch], items: Tensor) -> Tensor:
+    """Gradients of the global mean loss over so many items, complete on this rank; returns this rank's part of that loss."""
+    items = items.to(DTYPES[reduce_dtype(training.config.train)])
     with attention_backends(training.mesh.device.type):
-        return training.parallel.forward_backward(batch, training.scale.value / tokens) / tokens
+        return training.parallel.forward_backward(batch, training.scale.value / items) / items

@@ -32,6 +32,8 @@ def measure_compressed(worker: Worker, proof: ProofJob, path: Path, reference: R
 
     def keep(step: int) -> None:
         for name, parameter in training.parallel.named_parameters():
+            if not parameter.requires_grad:
+                continue
             assert parameter.grad is not None, "the layout was proven without compression"
             gradients[name] = held(parameter), local(parameter.grad).clone()
 

@@ -61,15 +61,15 @@ class Recorder:
         for model in models:
             for path, module in model.named_modules():
                 if path:
-                    module.register_forward_hook(self._hook(path))
+                    module.register_forward_hook(self._hook(path, any(True for _ in module.parameters())))
                     if any(True for _ in module.parameters(recurse=False)):
                         self.weighted.add(path)
 
-    def _hook(self, path: str) -> Any:
+    def _hook(self, path: str, has_weights: bool) -> Any:
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             if inside_backward():
                 return
-            tensors = list(_tensors(output))
+            tensors = list(_tensors(output, has_weights))
             gradients = [torch.empty(0) for _ in tensors]
             self.outputs[path].append([tensor.detach().clone() for tensor in tensors])
             self.gradients[path].append(gradients)
@@ -88,12 +88,13 @@ def _keep_first(gradients: list[Tensor], index: int) -> Any:
     return keep
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """What depends on the weights, and choices made from it."""
+def _tensors(output: Any, has_weights: bool) -> Iterator[Tensor]:
+    """What depends on weights, be they trained or frozen, and choices made from it."""
     parts = output if isinstance(output, tuple | list) else (output,)
     tensors = [part for part in parts if isinstance(part, Tensor)]
-    if any(part.requires_grad for part in tensors):
-        yield from (part for part in tensors if part.requires_grad or part.dtype == torch.int64)
+    if has_weights or any(part.requires_grad for part in tensors):
+        of_weights = (part.requires_grad or (has_weights and part.is_floating_point()) for part in tensors)
+        yield from (part for part, kept in zip(tensors, of_weights, strict=True) if kept or part.dtype == torch.int64)
 
 
 def write_reference_trace(worker: Worker, proof: ProofJob, path: Path, step: int) -> None:

@@ -68,18 +68,25 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
     """Train on one device, and write gradients and weights to a file."""
     training = build_proof(worker, proof)
     tensors: dict[Key, Tensor] = {}
+    frozen = {name: parameter.detach().clone() for name, parameter in _frozen(training)}
 
     def keep(step: int) -> None:
-        for name, parameter in training.parallel.named_parameters():
+        for name, parameter in _trained(training):
             if parameter.grad is None:
                 raise UserError(
-                    f"{name} has no gradient on one device: is it used in forward? Use it, remove it, or make it a buffer, "
-                    "which is not trained"
+                    f"{name} has no gradient on one device: is it used in forward? Use it, remove it, or give it "
+                    "requires_grad=False, and it is not trained"
                 )
             tensors[name, "gradient", step] = parameter.grad.detach().clone()
 
     loads = watch_loads(training)
     done = watch(training, proof.steps, keep)
+    for name, parameter in _frozen(training):
+        if not torch.equal(parameter, frozen[name]):
+            raise UserError(
+                f"{name} has requires_grad=False, and forward changes it; what forward changes must be a buffer, which devices "
+                "do not share"
+            )
     for name, quantity, tensor in _state(training):
         tensors[name, quantity, proof.steps] = tensor.detach().clone()
     tensors.update(loads)
@@ -181,7 +188,7 @@ def compare_with_reference(
     missing: dict[str, None] = {}
 
     def check(step: int) -> None:
-        for name, parameter in training.parallel.named_parameters():
+        for name, parameter in _trained(training):
             if parameter.grad is None:
                 missing[name] = None
             else:
@@ -199,6 +206,7 @@ def compare_with_reference(
         slices=slices,
         losses=[step.loss for step in done],
         missing=list(missing),
+        frozen={name: _is_reference((name, "weight", proof.steps), parameter, tensors) for name, parameter in _frozen(training)},
         reductions={name: reductions(training, name, parameter) for name, parameter in training.parallel.named_parameters()},
         sabotaged=sabotaged,
         data=[step.data for step in done],
@@ -262,6 +270,19 @@ def reductions(training: Training, name: str, parameter: nn.Parameter) -> dict[s
     if name in parallel.table.tied.values():
         sums.append(("pipeline", mesh.size("pipeline")))
     return {axis: size for axis, size in sums if size > 1}
+
+
+def _trained(training: Training) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in training.parallel.named_parameters() if parameter.requires_grad)
+
+
+def _frozen(training: Training) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in training.parallel.named_parameters() if not parameter.requires_grad)
+
+
+def _is_reference(key: Key, holder: Tensor, tensors: dict[Key, Tensor]) -> bool:
+    """Whether this rank's slice is the reference's to the bit."""
+    return torch.equal(local(holder.detach()).cpu(), tensors[key][held(holder)].to(holder.dtype))
 
 
 def _state(training: Training) -> Iterator[tuple[str, str, Tensor]]:

@@ -45,6 +45,8 @@ class RankReport:
     reductions: dict[str, dict[str, int]]
     """For each parameter the axes that its gradient is summed over, as people read them, and their sizes."""
     sabotaged: dict[str, Any] | None = None
+    frozen: dict[str, bool] = field(default_factory=dict)
+    """Of each parameter that is not trained, whether this rank's slice is, to the bit, what one device began and ended with."""
     data: list[str] = field(default_factory=list)
     """Of each step, the checksum of the sequences that all ranks read."""
 

@@ -96,7 +96,8 @@ def _drop_unit(part: Sharded, training: Training, description: Description) -> N
 def _own_names(unit: FSDPModule) -> list[str]:
     assert isinstance(unit, nn.Module)
     inner = [path for path, module in unit.named_modules() if path and isinstance(module, FSDPModule)]
-    return [name for name, _ in unit.named_parameters() if not any(name.startswith(f"{path}.") for path in inner)]
+    trained = [name for name, parameter in unit.named_parameters() if parameter.requires_grad]
+    return [name for name in trained if not any(name.startswith(f"{path}.") for path in inner)]
 
 
 class _OwnSummand(CountedReduceScatter):
@@ -157,8 +158,10 @@ def _drop_all_reduce(training: Training, axis: str, description: Description) ->
 def _scale(training: Training, description: Description) -> None:
     parallel = training.parallel
     complete, blocks = parallel.complete_gradients, f"{parallel.table.blocks or ''}"  # a token's row may have no gradient
-    matrices = [(name, p) for name, p in parallel.named_parameters() if name.startswith(blocks) and p.ndim > 1]
-    name, parameter = next((name, p) for name, p in matrices if local(p).numel())
+    matrices = [(name, p) for name, p in parallel.named_parameters() if p.ndim > 1 and p.requires_grad and local(p).numel()]
+    name, parameter = next(
+        ((name, p) for name, p in matrices if name.startswith(blocks)), matrices[0]
+    )  # all blocks may be frozen
 
     def complete_gradients() -> None:
         complete()

@@ -187,10 +187,11 @@ class ErrorScale:
         self._reference = reference
         self._sizes = {**reference.shapes, **reference.buffers}
         sums: dict[tuple[str, int], float] = defaultdict(float)
-        for (_, quantity, step), square in reference.squares.items():
+        elements: dict[tuple[str, int], int] = defaultdict(int)  # frozen weights have no gradients to average
+        for (name, quantity, step), square in reference.squares.items():
             sums[quantity, step] += square
-        elements = sum(math.prod(shape) for shape in reference.shapes.values())
-        self._average = {key: math.sqrt(square / max(1, elements)) for key, square in sums.items()}
+            elements[quantity, step] += math.prod(reference.shapes.get(name, ()))
+        self._average = {key: math.sqrt(square / max(1, elements[key])) for key, square in sums.items()}
 
     def __call__(self, key: Key) -> float:
         """For a whole parameter."""
@@ -207,7 +208,10 @@ class ErrorScale:
     def _is_noise(self, name: str) -> bool:
         root, squares = math.sqrt(math.prod(self._sizes[name])), self._reference.squares
         steps = range(1, len(self._reference.losses) + 1)
-        return any(math.sqrt(squares[name, "gradient", step]) < NOISE * self._average["gradient", step] * root for step in steps)
+        gradients = {
+            step: squares[name, "gradient", step] for step in steps if (name, "gradient", step) in squares
+        }  # frozen: none
+        return any(math.sqrt(square) < NOISE * self._average["gradient", step] * root for step, square in gradients.items())
 
 
 def _errors(reports: Sequence[RankReport], scale: ErrorScale) -> dict[Key, QuantityError]:
@@ -243,6 +247,8 @@ def _faults(reports: Sequence[RankReport], reference: Reference) -> Iterator[str
     for name in reference.shapes:
         if ranks := [report.rank for report in reports if name in report.missing]:
             yield f"{name} has no gradient on ranks {', '.join(map(str, ranks))}"
+        if ranks := [report.rank for report in reports if not report.frozen.get(name, True)]:
+            yield f"{name} is frozen, and its bits are not those of one device on ranks {', '.join(map(str, ranks))}"
     boxes: dict[str, set[Box]] = defaultdict(set)
     for report in reports:
         for part in report.slices:

@@ -97,7 +97,7 @@ def work_until_the_end(served: Served, name: str, chance: random.Random, deaths:
                 assert isinstance(said(wire, Push(task.portion), gradient), Stored)
                 if chance.random() < deaths:
                     break
-                assert isinstance(said(wire, Bring(task.portion, 1.0, 1, 1)), Noted)
+                assert isinstance(said(wire, Bring(task.portion, 1.0, 1, 1, 1)), Noted)
         finally:
             wire.close()
 
@@ -156,7 +156,7 @@ def test_strangers_change_nothing_and_take_no_memory(served: Served) -> None:
         ({"kind": "pull", "least": 0, "have": -1}, 4),
         ({"kind": "pull", "least": -1, "have": -1}, 0),
         ({"kind": "welcome", "slices": {}}, 0),
-        ({"kind": "bring", "portion": 0, "loss": "much", "tokens": 1, "checksum": 1}, 0),
+        ({"kind": "bring", "portion": 0, "loss": "much", "items": 1, "tokens": 1, "checksum": 1}, 0),
         ({"kind": "what"}, 0),
         ({}, 0),
     ],
@@ -188,7 +188,7 @@ def test_a_gradient_in_fewer_bits_is_decoded_and_nonsense_is_hung_up_on(codec: s
         assert said(wire, Push(task.portion), encoded) == Stored()
         decoded = torch.zeros(1, 10)
         codec_of(compression).decode(encoded, decoded, seed=task.portion)
-        assert said(wire, Bring(task.portion, 1.0, 1, 1)) == Noted(True)
+        assert said(wire, Bring(task.portion, 1.0, 1, 1, 1)) == Noted(True)
         update = desk.due(5.0)
         assert update is not None
         assert torch.equal(shelf.take(update.keys, (), ())[0], decoded[0])
@@ -212,9 +212,9 @@ def test_the_only_worker_stands_still_and_is_handed_its_portion_again(served: Se
         if portion:
             time.sleep(0.5)
             with pytest.raises((EOFError, OSError)):
-                said(wire, Bring(portion, 1.0, 1, 1))
+                said(wire, Bring(portion, 1.0, 1, 1, 1))
         else:
-            assert said(wire, Bring(portion, 1.0, 1, 1)) == Noted(True)
+            assert said(wire, Bring(portion, 1.0, 1, 1, 1)) == Noted(True)
     wire.close()
     work_until_the_end(served, "again", random.Random(0), 0.0)
     assert sorted(served.used) == [0, 1, 2]
@@ -230,17 +230,17 @@ def test_a_worker_that_stands_still_is_done_without(served: Served, monkeypatch:
     first = said(quick, Ask())
     assert isinstance(first, Task)
     said(quick, Push(first.portion), torch.ones(10))
-    assert said(quick, Bring(first.portion, 1.0, 1, 1)) == Noted(True)
+    assert said(quick, Bring(first.portion, 1.0, 1, 1, 1)) == Noted(True)
     second = said(slow, Ask())
     assert isinstance(second, Task)
     while isinstance(third := said(quick, Ask()), Wait):
         pass
     assert third == second, "the portion of the one that stands still"
     said(quick, Push(second.portion), torch.ones(10))
-    assert said(quick, Bring(second.portion, 1.0, 1, 1)) == Noted(True)
+    assert said(quick, Bring(second.portion, 1.0, 1, 1, 1)) == Noted(True)
     said(slow, Push(second.portion), torch.ones(10))
     with pytest.raises((EOFError, OSError)):  # it has to come back under another name
-        said(slow, Bring(second.portion, 1.0, 1, 1))
+        said(slow, Bring(second.portion, 1.0, 1, 1, 1))
     quick.close()
     slow.close()
 

@@ -12,6 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+from shardwise.checkpoint.contents import Contents
+from shardwise.config import read
+from shardwise.parallel import build_plain
 
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).parents[2]
@@ -30,6 +35,47 @@ def test_the_example_is_proven(shardwise: Shardwise, layout: list[str]) -> None:
     assert result["pass"]
     assert result["worst"]["relative_error"] < 1e-9
     assert {row["parameter"] for row in result["parameters"]} >= {"places.weight", "blocks.1.attention.qkv.bias", "head.0.weight"}
+
+
+FROZEN = """
+import torch
+from own_model import OwnModel
+
+class Finetuned(OwnModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.requires_grad_(False)
+        self.head.requires_grad_(True)
+
+    def initial_value(self, name, shape, seed):
+        return None if name.startswith("head.") else torch.load("backbone.pt", mmap=True)[name]
+"""
+
+
+@pytest.mark.parametrize("layout", [["layout.data=2", "layout.zero=3"], ["layout.tensor=2", "layout.data=1"]], ids=" ".join)
+def test_a_new_head_on_a_frozen_backbone_is_proven(shardwise: Shardwise, tmp_path: Path, layout: list[str]) -> None:
+    """The backbone keeps its bits, and the head gets the gradients of one device."""
+    config = read(ROOT / JOB)
+    shapes = {name: tuple(parameter.shape) for name, parameter in build_plain(config).named_parameters()}
+    backbone = {name: torch.randn(shape) * 0.1 for name, shape in shapes.items() if not name.startswith("head.")}
+    torch.save(backbone, tmp_path / "backbone.pt")
+    (tmp_path / "own_model.py").write_text((ROOT / "examples" / "own_model.py").read_text())
+    (tmp_path / "finetuned.py").write_text(FROZEN)
+    job = [JOB, "model.module=finetuned.py:Finetuned", *layout]
+    done = shardwise("verify", *job, "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["pass"]
+    assert result["worst"]["relative_error"] < 1e-9
+    rows = {(row["parameter"], row["quantity"]): row["relative_error"] for row in result["parameters"]}
+    assert {name for name, quantity in rows if quantity == "gradient"} == {"head.0.weight"}
+    assert all(rows[name, "weight"] == 0 for name in backbone)
+    done = shardwise("train", *job, "train.steps=2", "observe.sample_tokens=2", "run.folder=run")
+    assert done.returncode == 0, done.stderr
+    contents = Contents.open(str(tmp_path / "run" / "checkpoints" / "step-2"))
+    for name, value in backbone.items():
+        assert torch.equal(contents.read(f"model.{name}"), value), name
+        assert f"optimizer.{name}.exp_avg" not in contents.tensors
 
 
 OWN = """

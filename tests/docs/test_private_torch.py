@@ -40,10 +40,8 @@ ALLOWED = {
     "parallel/modules.py": {"_parameters": PARAMETERS},
     "parallel/tensor.py": {"_parameters": PARAMETERS},
     "parallel/expert.py": {"_parameters": PARAMETERS},
-    "parallel/apply.py": {
-        "_parameters": PARAMETERS,
-        "_non_persistent_buffers_set": "only torch knows which buffers are not saved",
-    },
+    "parallel/apply.py": {"_parameters": PARAMETERS},
+    "models/unfilled.py": {"_apply": "all that moves or casts a module goes through it, and would round or empty its buffers"},
     "models/transformer.py": {
         "_parameters": PARAMETERS,
         "_apply": "all that moves or casts a module goes through it, and would make two weights of a tied one",

@@ -113,7 +113,6 @@ def hugging_gpt(model: Model) -> nn.Module:
 def random_model(model: Model) -> Transformer:
     torch.manual_seed(1)
     module = Transformer(model).double()
-    module.fill_buffers()
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module

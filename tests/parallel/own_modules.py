@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.config import Model
 from shardwise.models import Head
-from shardwise.models.sharding import Sharding, columns, gathered, loss, rows, vocabulary, whole
+from shardwise.models.sharding import Role, Sharding, columns, gathered, loss, rows, vocabulary, whole
 
 
 class Layer(nn.Module):
@@ -47,7 +47,7 @@ class Tied(nn.Module):
         self.body.words = nn.Embedding(config.vocabulary, config.hidden)
         self.body.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.head = Head(self.body.words.weight)
-        self.register_buffer("scale", torch.empty(config.hidden), persistent=False)
+        self.register_buffer("scale", torch.linspace(1, 2, config.hidden), persistent=False)
         self.sharding = Sharding(
             modules={
                 "body.words": vocabulary(),
@@ -63,9 +63,6 @@ class Tied(nn.Module):
             last=("head",),
             tied={"head.weight": "body.words.weight"},
         )
-
-    def fill_buffers(self) -> None:
-        self.scale.copy_(torch.linspace(1, 2, self.scale.numel()))
 
     def initial_value(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         if name.endswith(("out.weight", "bias")):
@@ -163,15 +160,209 @@ class ThreeLayers(Tied):
 
 
 class Unfilled(NoTable):
+    """A buffer made from a weight."""
+
     def __init__(self, config: Model) -> None:
         super().__init__(config)
-        self.register_buffer("angles", torch.empty(3))
+        self.register_buffer("average", self.scores.weight.detach().mean(0))
 
 
-class Frozen(NoTable):
+class Loading(NoTable):
+    """Loads weights while it is built, which have no memory then."""
+
     def __init__(self, config: Model) -> None:
         super().__init__(config)
-        self.table.requires_grad_(False)
+        self.scores.load_state_dict(
+            {"weight": torch.zeros(config.vocabulary, config.hidden), "bias": torch.zeros(config.vocabulary)}
+        )
+
+
+class AllFrozen(NoTable):
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.requires_grad_(False)
+
+
+class Buffers(NoTable):
+    """Buffers of all kinds, made as their author would on one device: computed, drawn, shared, persistent or not."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        rates = [rate.item() for rate in torch.linspace(0.5, 1, 3)]  # a value is looked at, which no meta tensor has
+        self.register_buffer("angles", torch.outer(torch.arange(24).float(), torch.arange(config.hidden).float()).cos())
+        made = torch.randn(config.hidden, generator=torch.Generator().manual_seed(7)) * rates[0]
+        self.register_buffer("made", made, persistent=False)
+        self.register_buffer("again", self.made, persistent=False)
+        self.register_buffer("drawn", torch.randn(5))
+        self.register_buffer("exact", torch.full((), 1 / 3, dtype=torch.float64), persistent=False)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.table(inputs) * self.angles[: inputs.shape[1]] + self.made
+        logits = self.scores(x * self.again) * self.exact.to(x.dtype)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+class Headed(Tied):
+    """A new head on a body that came from elsewhere and stays as it is."""
+
+    trained = ("head",)
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.head = nn.Sequential(nn.Linear(config.hidden, config.vocabulary))
+        roles = {**self.sharding.modules, "head": gathered(), "head.0": columns(gather=True)}
+        self.sharding = Sharding(roles, "body.layers", ("body.words",), ("head",))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(any(part in name for part in self.trained))
+
+    def initial_value(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
+        if name.startswith("head"):
+            return None  # drawn as any weight
+        return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.3
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        x = inputs if self.body.words is None else self.body.words(inputs) * self.scale
+        for layer in self.body.layers:
+            x = layer(x, None)
+        if self.head is None:
+            return x
+        logits = self.head(x)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+class Tuned(Headed):
+    """Beside the head, the norm and one matrix of each block are trained: frozen and trained weights side by side."""
+
+    trained = ("head", "norm", "mix.q")
+
+
+class Convolving(nn.Module):
+    """Features of near tokens, mixed by two convolutions that see no later token."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.up = nn.Conv1d(config.hidden, config.ffn, 3)
+        self.down = nn.Conv1d(config.ffn, config.hidden, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.gelu(self.up(F.pad(x.transpose(1, 2), (2, 0))))  # (batch, features, sequence)
+        return self.down(F.pad(inner, (1, 0))).transpose(1, 2)
+
+
+class Convolved(nn.Module):
+    """Splits of all that can be split: an embedding with padding, convolutions, and one whose features are put together."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.words = nn.Embedding(config.vocabulary, config.hidden, padding_idx=ord("e"))
+        self.layers = nn.ModuleList(Convolving(config) for _ in range(config.layers))
+        self.head = nn.Sequential(Channels(), nn.Conv1d(config.hidden, config.vocabulary, 1))
+        self.sharding = Sharding(
+            {
+                "words": vocabulary(),
+                "layers.*": gathered(),
+                "layers.*.up": columns(),
+                "layers.*.down": rows(),
+                "head": gathered(),
+                "head.1": columns(gather=True),
+            }
+        )
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.words(inputs)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = self.head(x)  # (batch, vocabulary, sequence)
+        return logits.transpose(1, 2) if targets is None else F.cross_entropy(logits, targets, reduction="sum")
+
+
+class Channels(nn.Module):
+    """(batch, sequence, features) to (batch, features, sequence)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+class Grouped(NoTable):
+    """Convolves each channel by itself, which no role here splits."""
+
+    roles: ClassVar[dict[str, Role]] = {"depth": columns()}
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.depth = nn.Conv1d(config.hidden, config.hidden, 3, groups=config.hidden)
+        self.sharding = Sharding({"table": vocabulary(), "scores": columns(gather=True), **self.roles})
+
+
+class Attending(Grouped):
+    roles: ClassVar[dict[str, Role]] = {"depth": whole(), "attention": whole(), "attention.out_proj": rows()}
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.attention = nn.MultiheadAttention(config.hidden, config.heads)
+
+
+class Looked(Grouped):
+    roles: ClassVar[dict[str, Role]] = {"depth": whole(), "table": columns()}
+
+
+class Pooled(nn.Module):
+    """A whole sequence to the scores of classes."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.scores = nn.Linear(config.hidden, config.vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(x.mean(1))
+
+
+class Classes(Tied):
+    """One class for each sequence: that of its last target, where there is one."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.head = Pooled(config)
+        roles = {**self.sharding.modules, "head": gathered(), "head.scores": columns(gather=True)}
+        self.sharding = Sharding(roles, "body.layers", ("body.words",), ("head",))
+
+    def count_items(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return (targets[:, -1] != -100).sum()
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        x = inputs if self.body.words is None else self.body.words(inputs) * self.scale
+        mask = None if documents is None else (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+        for layer in self.body.layers:
+            x = layer(x, mask)
+        if self.head is None:
+            return x
+        scores = self.head(x)  # (batch, classes)
+        if targets is None:
+            return scores.unsqueeze(1).expand(-1, inputs.shape[1], -1)
+        return F.cross_entropy(scores, targets[:, -1], reduction="sum")
+
+
+class Sequences(NoTable):
+    """Counts sequences, in a plain number."""
+
+    def count_items(self, inputs: Tensor, targets: Tensor) -> int:
+        return len(inputs)
+
+
+class CountsEach(NoTable):
+    def count_items(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return (targets != -100).sum(1)
+
+
+class CountsAlone(NoTable):
+    def count_items(self, inputs: Tensor) -> int:
+        return len(inputs)
+
+
+class Averaged(NoTable):
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.norm = nn.BatchNorm1d(config.hidden)
 
 
 class Broken(nn.Module):

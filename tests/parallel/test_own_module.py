@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks.jobs import Trained, difference, job, start, train, weights
+from ranks.jobs import ALONE, Trained, difference, job, start, train, weights
 from ranks.pool import Pool
 from torch import Tensor, nn
 
@@ -21,21 +21,40 @@ from shardwise.data import Dataset
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.models import initial_value
-from shardwise.parallel import check_module
-from shardwise.plan import choose
-from shardwise.train.build import restore, save
+from shardwise.parallel import build_plain, check_module, count_parameters
+from shardwise.plan import OwnParameters, Plan, StateBytes, choose
+from shardwise.train.build import build, restore, save
 from shardwise.train.evaluate import held_out_loss
+from shardwise.train.hogwild import LockFree
+from shardwise.train.planner import Planner
+from shardwise.train.replay import Pace, Replay
 from shardwise.train.steps import steps
 
 HERE = Path(__file__).parent
 EXAMPLE = f"{HERE.parents[1] / 'examples' / 'own_model.py'}:OwnModel"
 SHAPE = {"layers": 4, "hidden": 24, "heads": 4, "head_dim": 6, "ffn": 50, "vocabulary": 259, "max_positions": 24}
 STEPS, BATCH = 2, 4
+SPLIT = ["nn.Linear", "nn.Conv1d", "nn.Embedding", "shardwise.models.Head"]
+"""What a refusal lists as that which can be split."""
 Tables = dict[str, dict[str, Any]]
 
 
 def own(name: str) -> str:
     return f"{HERE / 'own_modules.py'}:{name}"
+
+
+FROZEN = [
+    (own("Headed"), {"tensor": 2}, False),
+    (own("Headed"), {"data": 2, "zero": 3}, False),
+    (own("Tuned"), {"tensor": 2, "data": 2, "zero": 3}, False),
+    (own("Tuned"), {"data": 2, "zero": 0}, False),
+    (own("Headed"), {"pipeline": 2, "data": 2, "zero": 1}, False),
+    pytest.param(own("Headed"), {"pipeline": 2, "schedule": "zb1p"}, False, marks=pytest.mark.full),
+    pytest.param(own("Tuned"), {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, False, marks=pytest.mark.full),
+    pytest.param(own("Tuned"), {"data": 2, "replica": 2, "zero": 2}, False, marks=pytest.mark.full),
+    pytest.param(own("Headed"), {"data": 2, "zero": 2}, False, marks=pytest.mark.full),
+]
+"""Modules some of whose weights are frozen, and layouts."""
 
 
 def tables_of(corpus: str, module: str, layout: dict[str, Any], reset: bool = False, **more: Any) -> Tables:
@@ -56,13 +75,13 @@ def plain_module(config: Config) -> nn.Module:
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
+    torch.manual_seed(config.train.seed)
     module: nn.Module = getattr(loaded, name)(config.model).double()
     with torch.no_grad():
         for path, parameter in module.named_parameters():
             shape = tuple(parameter.shape)
-            value = getattr(module, "initial_value", lambda path, shape, seed: initial_value(path, shape, None, seed))
-            parameter.copy_(value(path, shape, config.train.seed))
-        getattr(module, "fill_buffers", lambda: None)()
+            own = getattr(module, "initial_value", lambda path, shape, seed: None)(path, shape, config.train.seed)
+            parameter.copy_(initial_value(path, shape, None, config.train.seed) if own is None else own)
     return module
 
 
@@ -73,20 +92,25 @@ def plain_loop(text: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]
     config = from_tables(json.loads(text))
     dataset, module = Dataset.open(config.data, config.train.seed), plain_module(config)
     looked_up = [part.weight for part in module.modules() if isinstance(part, nn.Embedding)]
-    plain = [p for p in module.parameters() if p.ndim < 2 or any(p is table for table in looked_up)]
-    rest = [p for p in module.parameters() if all(p is not other for other in plain)]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    plain = [p for p in trained if p.ndim < 2 or any(p is table for table in looked_up)]
+    rest = [p for p in trained if all(p is not other for other in plain)]
     groups = [{"params": rest, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     numbers = []
     for step in range(STEPS):
         rows = dataset.sequences(step * BATCH, BATCH)
         documents = {} if rows.documents is None else {"documents": torch.from_numpy(rows.documents)}
-        logits = module(torch.from_numpy(rows.inputs), None, **documents)
-        loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(rows.targets).flatten(), ignore_index=-100)
+        inputs, targets = torch.from_numpy(rows.inputs), torch.from_numpy(rows.targets)
+        if hasattr(module, "count_items"):
+            loss = module(inputs, targets, **documents) / module.count_items(inputs, targets)
+        else:
+            logits = module(inputs, None, **documents)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()], foreach=False))
-        for parameter in module.parameters():
+        norm = float(torch.nn.utils.get_total_norm([p.grad for p in trained], foreach=False))
+        for parameter in trained:
             parameter.grad *= min(1.0, 0.5 / norm)
         optimizer.step()
         numbers.append((loss.item(), norm))
@@ -115,6 +139,12 @@ def worst(found: Trained, tables: Tables) -> float:
         pytest.param(own("Tied"), {"pipeline": 2, "tensor": 2, "schedule": "interleaved"}, False, marks=pytest.mark.full),
         (own("NoTable"), {"data": 4, "zero": 3}, False),
         (own("NoTable"), {"data": 2, "replica": 2}, False),
+        (own("Buffers"), {"data": 2, "zero": 3}, False),
+        *FROZEN,
+        (own("Convolved"), {"tensor": 2, "data": 2, "zero": 3}, False),
+        (own("Classes"), {"data": 2, "zero": 2}, True),
+        (own("Classes"), {"pipeline": 2, "tensor": 2}, True),
+        pytest.param(own("Sequences"), {"data": 4, "zero": 1}, False, marks=pytest.mark.full),
     ],
     ids=lambda value: value.rpartition(":")[2] if isinstance(value, str) else str(value),
 )
@@ -177,6 +207,43 @@ def test_a_users_module_is_evaluated_and_sampled_from_alike(
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+def evaluated_plainly(tables: Tables) -> float:
+    """All held-out rows at once."""
+    config = from_tables(tables)
+    dataset, module = Dataset.open(config.data, config.train.seed), plain_module(config)
+    rows = dataset.held_out_rows(0, min(dataset.held_out_count, config.train.evaluate_sequences))
+    inputs, targets = torch.from_numpy(rows.inputs), torch.from_numpy(rows.targets)
+    documents = {} if rows.documents is None else {"documents": torch.from_numpy(rows.documents)}
+    with torch.no_grad():
+        return float(module(inputs, targets, **documents) / module.count_items(inputs, targets))
+
+
+def test_a_module_that_counts_its_own_items_is_evaluated_by_them(ranks: Callable[[int], Pool], corpus: str) -> None:
+    tables = tables_of(corpus, own("Classes"), {"data": 2}, reset=True, evaluate_sequences=7)  # no multiple of the devices
+    truth = evaluated_plainly(tables)
+    assert truth > 1, "of one class, not of one of many tokens"
+    for loss, _ in ranks(2).run(evaluated, tables):
+        assert loss == pytest.approx(truth, rel=1e-12)
+
+
+def without_locks(tables: Tables) -> list[float]:
+    training = start(ALONE, tables)
+    assert training.shared is not None
+    return [step.loss for step in steps(training, source=LockFree(training, training.shared))]
+
+
+def test_other_drivers_divide_by_the_same_items(corpus: str) -> None:
+    tables = tables_of(corpus, own("Classes"), {}, reset=True, micro_batch=BATCH)
+    truth = [loss for loss, _ in plain_loop(json.dumps({**tables, "layout": {}}))[0]]
+    hogwild = {**tables, "train": {**tables["train"], "driver": "hogwild"}, "hogwild": {}}
+    assert without_locks(hogwild) == pytest.approx(truth, rel=1e-12)
+    server = {"servers": 1, "portions": 2, "max_staleness": 0}
+    config = from_tables({**tables, "train": {**tables["train"], "driver": "server", "micro_batch": None}, "server": server})
+    training = build(config, Planner(config, 2, None).first, ALONE)
+    found = [step.loss for step in steps(training, source=Replay(training, [Pace()] * 2, seed=1))]
+    assert found == pytest.approx(truth, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     "layout",
     [{}, pytest.param({"tensor": 2, "zero": 3, "data": 2}, marks=pytest.mark.full), {"data": 2, "zero": 0}, {"pipeline": 2}],
@@ -202,16 +269,23 @@ def test_bfloat16_differs_from_float64_by_rounding_alone(
         (own("Broken"), {}, ["could not be built", "TypeError", "own_modules.py, line", "meta"]),
         (own("number"), {}, ["gave int", "torch.nn.Module"]),
         (own("NoLoss"), {}, ["NoLoss.forward returned a tensor of shape (1, 24, 259)", 'reduction="sum"']),
-        (own("Pair"), {}, ["Pair.forward returned tuple", "the loss"]),
-        (own("Unfilled"), {}, ["angles", "fill_buffers()"]),
-        (own("Frozen"), {}, ["table.weight", "requires_grad=False"]),
+        (own("Pair"), {}, ["Pair.forward returned tuple", "the loss", "count_items(inputs, targets)"]),
+        (own("Unfilled"), {}, ["the buffer average has no values", "requires_grad=False", "initial_value"]),
+        (own("Loading"), {}, ["could not be built", "own_modules.py, line", "initial_value(name, shape, seed)", "pretrained"]),
+        (own("AllFrozen"), {}, ["AllFrozen has no parameters to train", "requires_grad=False"]),
+        (own("CountsEach"), {}, ["CountsEach.count_items gave a tensor of shape (1,)", "one number"]),
+        (own("CountsAlone"), {}, ["CountsAlone.count_items", "(inputs, targets)"]),
+        (own("Averaged"), {"data": 2}, ["norm is BatchNorm1d", "nn.LayerNorm"]),
         (own("NotATable"), {}, ["NotATable.sharding is tuple", "shardwise.models.Sharding"]),
         (own("NoTable"), {"tensor": 2}, ["layout.tensor = 2", "NoTable has no sharding table", "docs/sharding.md"]),
         (own("NoTable"), {"pipeline": 2}, ["layout.pipeline = 2", "NoTable has no sharding table"]),
         (own("NoTable"), {"context": 2}, ["layout.context = 2", "NoTable has no sharding table"]),
         (own("MissingEntry"), {"tensor": 2}, ["no entry for scores", "weight, bias", '"scores": whole()']),
         (own("MisspeltEntry"), {}, ["names 'score'", "no module"]),
-        (own("WrongRole"), {"tensor": 2}, ["scores", "nn.Embedding", "Linear"]),
+        (own("WrongRole"), {"tensor": 2}, ["scores: the role vocabulary() does not fit Linear", *SPLIT]),
+        (own("Grouped"), {"tensor": 2}, ["depth: the role columns() does not fit Conv1d: it has groups=24", *SPLIT]),
+        (own("Attending"), {"tensor": 2}, ["attention: the role whole() does not fit MultiheadAttention", *SPLIT]),
+        (own("Looked"), {"tensor": 2}, ["table: the role columns() does not fit Embedding", *SPLIT]),
         (own("Homeless"), {"pipeline": 2}, ["spare.weight", "no stage would own it"]),
         (own("UntoldTie"), {"pipeline": 2}, ["head.weight", "tied={'head.weight': 'body.words.weight'}"]),
         (own("ThreeLayers"), {"pipeline": 2}, ["body.layers has 3 modules", "model.layers = 4"]),
@@ -236,12 +310,39 @@ def test_documents_and_blocks_are_asked_for_only_where_needed(corpus: str) -> No
 
 
 def test_the_plan_of_a_users_module_counts_its_own_parameters(corpus: str) -> None:
-    from shardwise.parallel import count_parameters
-
     config = from_tables(tables_of(corpus, own("NoTable"), {}))
     parameters = 259 * 24 + 24 * 259 + 259
-    assert count_parameters(config) == parameters
-    plan = choose(config, 1, None, parameters)
+    assert count_parameters(config) == OwnParameters(parameters)
+    plan = choose(config, 1, None, OwnParameters(parameters))
     assert (plan.parameters, plan.flops_per_token) == (parameters, 6 * parameters)
     assert plan.state_bytes.total == 32 * parameters, "float64 weights, gradients and two moments"
     assert plan.to_json()["flop_convention"].startswith("6 per parameter")
+
+
+def test_the_plan_of_a_module_with_frozen_weights_has_gradients_and_moments_of_the_others_alone(corpus: str) -> None:
+    config = from_tables(tables_of(corpus, own("Headed"), {}))
+    counted = count_parameters(config)
+    assert counted is not None
+    assert counted.trained == 24 * 259 + 259
+    plan = choose(config, 1, None, counted)
+    assert plan.state_bytes == StateBytes(
+        weights=8 * counted.total, gradients=8 * counted.trained, optimizer=16 * counted.trained
+    )
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_what_a_constructor_draws_is_the_same_in_every_process(corpus: str) -> None:
+    config = from_tables(tables_of(corpus, own("Buffers"), {}))
+    torch.manual_seed(1)
+    before, first = torch.get_rng_state(), dict(build_plain(config).named_buffers())
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    again = dict(build_plain(config).named_buffers())
+    assert torch.equal(first["drawn"], again["drawn"])
+    assert first["exact"].dtype == torch.float64
+    alone = start(ALONE, tables_of(corpus, own("Buffers"), {}, precision="float32")).parallel.model
+    for name, buffer in alone.named_buffers(remove_duplicate=False):
+        assert torch.equal(buffer.double(), first["made" if name == "again" else name].double()), name
+    assert alone.again is alone.made
+    other = build_plain(from_tables(tables_of(corpus, own("Buffers"), {}, seed=6)))
+    assert not torch.equal(first["drawn"], dict(other.named_buffers())["drawn"])

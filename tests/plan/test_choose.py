@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import Config, Layout, Train, from_tables
 from shardwise.errors import ConfigError
-from shardwise.plan import Asked, Plan, choose, fit
+from shardwise.plan import Asked, OwnParameters, Plan, choose, fit
 from shardwise.plan.memory import state_bytes
 
 
@@ -63,7 +63,7 @@ def test_bytes_a_parameter_are_the_published_ones(precision: str, states: str, e
     train = Train.model_validate({"precision": precision, "state_dtype": states})
     config = job().model_copy(update={"train": train})
     layouts = [Layout(data=4, zero=zero) for zero in (0, 1, 2, 3)]
-    assert [state_bytes(config, layout, 2, parameters=1).total for layout in layouts] == pytest.approx(expected)
+    assert [state_bytes(config, layout, 2, parameters=OwnParameters(1)).total for layout in layouts] == pytest.approx(expected)
 
 
 @given(devices=st.integers(1, 64), batch=st.integers(1, 512), replica=st.integers(1, 4))

@@ -66,6 +66,42 @@ def test_a_parameter_that_forward_does_not_use_is_named(tmp_path: Path) -> None:
         prove(job(module, "layout.data=2"), steps=1)
 
 
+@pytest.mark.full
+def test_a_module_that_counts_its_own_items_is_proven(tmp_path: Path) -> None:
+    """One class for each sequence, and fewer of them where a sequence ends without a target."""
+    loss = 'return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")'
+    module = written(tmp_path, loss, 'return F.cross_entropy(logits.mean(1), targets[:, -1], reduction="sum")')
+    counting = "\n    def count_items(self, inputs, targets):\n        return (targets[:, -1] != -100).sum()\n"
+    module.write_text(module.read_text() + counting)
+    result = prove(job(module, "layout.data=2", "layout.tensor=2", "layout.zero=3", "train.micro_batch=1"), steps=2)
+    assert result.verdict.passes, result.verdict.errors[0]
+    assert result.reference.losses[0] > 3, "of one class among 259"
+
+
+def test_frozen_weights_that_forward_changes_are_named(tmp_path: Path) -> None:
+    old = "self.norm = nn.LayerNorm(config.hidden)"
+    module = written(tmp_path, old, f"{old}\n        self.norm.requires_grad_(False)")
+    module.write_text(
+        module.read_text().replace("        x = inputs\n", "        x = inputs\n        self.norm.weight.mul_(0.5)\n")
+    )
+    with pytest.raises(UserError, match=r"norm\.weight has requires_grad=False, and forward changes it"):
+        prove(job(module, "layout.data=1"), steps=1)
+
+
+def test_a_frozen_weight_with_other_bits_than_one_device_fails_the_proof() -> None:
+    slices = [
+        SliceComparison(("", "loss", 1), (), 0.0, 1.0, 1.0, 1.0),
+        SliceComparison(("body", "weight", 1), ((0, 1),), 0.0, 1, 1, 1),
+    ]
+    squares = {("", "loss", 1): 1.0, ("body", "weight", 1): 1.0, ("head", "gradient", 1): 1.0}
+    truth = Reference([1.0], [1.0], {"body": (1,)}, {}, squares, 0.1)
+    reports = [RankReport(rank, {}, slices, [1.0], [], {}, frozen={"body": rank == 0}) for rank in range(2)]
+    assert judge(reports[:1], truth, None, "float64").passes
+    verdict = judge(reports, truth, None, "float64")
+    assert verdict.faults == ("body is frozen, and its bits are not those of one device on ranks 1",)
+    assert not verdict.passes
+
+
 def test_a_module_that_cannot_be_split_is_refused_before_any_process_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
