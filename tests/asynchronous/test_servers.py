@@ -255,7 +255,7 @@ class TestPatience:
             assert self.desk.ask(worker, 0) == Task("ab".index(worker), 0)
         self.now = 4.0
         for worker in "ab":
-            assert self.desk.bring(worker, Bring("ab".index(worker), 0.0, 1, 0))
+            assert self.desk.bring(worker, Bring("ab".index(worker), 0.0, 1, 1, 0))
 
     def make(self) -> None:
         update = self.desk.due(0)
@@ -278,9 +278,9 @@ class TestPatience:
         self.now += 3.0
         assert self.desk.ask("b", 0) == Task(3, 1)
         self.now += 1.0
-        self.desk.bring("a", Bring(2, 0.0, 1, 0))
+        self.desk.bring("a", Bring(2, 0.0, 1, 1, 0))
         assert self.desk.ask("a", 0) == Task(4, 1), "b needs 3 s more, and half a portion is 2 s"
         self.now += 1.5
         self.desk.lost("a")
-        self.desk.bring("b", Bring(3, 0.0, 1, 0))
+        self.desk.bring("b", Bring(3, 0.0, 1, 1, 0))
         assert self.desk.ask("c", 0) == Task(4, 1), "of a new one it is not known how long it takes"
