@@ -382,7 +382,7 @@ def _pusher(port: int) -> None:
         if isinstance(task, messages.Task):
             have = said(messages.Pull(task.version, have)).version
             said(messages.Push(task.portion), gradient)
-            said(messages.Bring(task.portion, 1.0, 1, 1))
+            said(messages.Bring(task.portion, 1.0, 1, 1, 1))
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------------
