@@ -111,12 +111,13 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
 
     # One micro-batch in one block, (candidates,) each: what is computed, what is exposed, and what starting kernels adds.
     repeated = _repeated(block, space, stack)
-    tensor = _Tensor.of(links, per_block, space, cluster, stack)
+    host = _host(work, space, cluster, stack)
+    tensor = _Tensor.of(links, per_block, space, cluster, stack, block.forward + block.backward + repeated, host)
     context = _context(work, space, cluster, block, links.inside_blocks("context") * per_block)
-    expert = links.inside_blocks("expert") * per_block
+    expert = links.inside_blocks("expert") * per_block * (1 - stack.overlap_expert * cluster.device.overlap)
     data = _data_each(space, cluster, stack, block, repeated, tensor, links, per_block)
     layer = block.forward + block.backward + repeated + tensor.block + context + expert + data
-    launch = _launch(work, space, cluster, stack, layer)
+    launch = _launch(work, space, cluster, stack, layer, host)
     layer = layer + launch
     beside = layer if cluster.device.overlap else block.forward + block.backward + repeated + launch
     data_once, replica_once = _data_once(space, cluster, stack, held, links, beside)
@@ -171,17 +172,26 @@ def _repeated(block: compute.BlockSeconds, space: Space, stack: Stack) -> Array:
     return np.select([space.recompute == mode for mode in range(3)], [np.zeros_like(full), selective, full])
 
 
-def _launch(work: Work, space: Space, cluster: Cluster, stack: Stack, layer: Array) -> Array:
-    """Seconds that starting kernels adds to a block and micro-batch of so many seconds: the rests between kernels, or what the
-    host takes longer than the device; all of the host's work where one core does both.
-    """
+def _host(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Array:
+    """Seconds in which the host starts the kernels of a block and micro-batch."""
+    return cluster.device.launch * _kernels(work, space, stack, stack.starts)
+
+
+def _kernels(work: Work, space: Space, stack: Stack, starts: float = 1.0) -> Array:
+    """Kernels of a block and micro-batch, forward and backward; those of the block itself `starts` times."""
     full = np.where(space.recompute == 2, 1.0, 0.0)
     collectives = np.where(space.tensor > 1, 8.0 + 4 * full, 0.0) + np.where(space.zero == 3, 3.0, 0.0)
     routing = stack.expert_kernels if work.model.experts else 0.0
     outside = stack.micro_batch_kernels * space.pipeline / work.model.layers + stack.collective_kernels * collectives
-    host = cluster.device.launch * ((stack.kernels * stack.starts + routing) * (3 + full) + outside)
-    kernels = (stack.kernels + routing) * (3 + full) + outside
-    return np.maximum(stack.kernel_gap * kernels, host - layer) if cluster.device.overlap else host
+    kernels: Array = (stack.kernels * starts + routing) * (3 + full) + outside
+    return kernels
+
+
+def _launch(work: Work, space: Space, cluster: Cluster, stack: Stack, layer: Array, host: Array) -> Array:
+    """Seconds that starting kernels adds to a block and micro-batch of so many seconds: the rests between kernels, or what the
+    host takes longer than the device; all of the host's work where one core does both.
+    """
+    return np.maximum(stack.kernel_gap * _kernels(work, space, stack), host - layer) if cluster.device.overlap else host
 
 
 @dataclass(frozen=True)
@@ -198,13 +208,18 @@ class _Tensor:
         return self.forward + self.backward
 
     @classmethod
-    def of(cls, links: Priced, per_block: Array, space: Space, cluster: Cluster, stack: Stack) -> _Tensor:
-        """What the program does not hide, and in a pipeline what the members wait for each other in half of them each."""
+    def of(
+        cls, links: Priced, per_block: Array, space: Space, cluster: Cluster, stack: Stack, computing: Array, host: Array
+    ) -> _Tensor:
+        """What the program does not hide, and in a pipeline what its hosts, which cannot run ahead there, take longer to start a
+        block and to meet for its collectives than the device to compute it; half of that in each pass."""
         shown = 1 - stack.overlap_tensor * cluster.device.overlap
+        forward, backward = (shown * links.seconds("tensor", when) * per_block for when in ("forward", "backward"))
         calls = np.where(space.recompute == 2, 12.0, 8.0)
-        late = stack.pipeline_jitter * np.where((space.pipeline > 1) & (space.tensor > 1), space.tensor * calls, 0.0)
-        forward, backward = (shown * links.seconds("tensor", when) * per_block + late / 2 for when in ("forward", "backward"))
-        return cls(forward, backward, shown * links.seconds("tensor", "ends"))
+        meeting = host + stack.pipeline_jitter * space.tensor * calls
+        late = np.maximum(meeting - computing - forward - backward, 0.0)
+        late = np.where((space.pipeline > 1) & (space.tensor > 1) & (stack.pipeline_jitter > 0), late, 0.0)
+        return cls(forward + late / 2, backward + late / 2, shown * links.seconds("tensor", "ends"))
 
 
 def _context(work: Work, space: Space, cluster: Cluster, block: compute.BlockSeconds, sent: Array) -> Array:
