@@ -42,7 +42,7 @@ def _attends(native: float, portable: float, knee: float = 400.0) -> dict[str, f
 
 
 _VOLTA, _AMPERE, _CDNA3 = _attends(0.3, 0.3), _attends(0.42, 0.42, 310), _attends(0.25, 0.25)
-_HOPPER = _attends(0.52, 0.21, 450)
+_HOPPER = _attends(0.56, 0.21, 450)
 _BLACKWELL, _BLACKWELL_ULTRA = _attends(0.38, 0.15), _attends(0.5, 0.15)
 """Blackwell doubled the products and not the exponentials between them, which Blackwell Ultra then did."""
 
@@ -57,7 +57,7 @@ DEVICES: dict[str, Device] = {
         "H100-SXM5-80GB", 79.1, 3350, 700, _peaks(67, 989.5, 1979), matmul=0.67, matmul_float8=0.64, matmul_knee=80, **_HOPPER
     ),
     "h100-96": _device(
-        "H100-96GB-500W", 94.5, 2400, 500, _peaks(67, 989.5, 1979), matmul=0.52, matmul_float8=0.53, **_attends(0.4, 0.21, 450)
+        "H100-96GB-500W", 94.5, 2400, 500, _peaks(67, 989.5, 1979), matmul=0.52, matmul_float8=0.53, **_attends(0.43, 0.21, 450)
     ),
     "h200": _device("H200-SXM5-141GB", 139.8, 4800, 700, _peaks(67, 989.5, 1979), matmul=0.735, stream=0.8, **_HOPPER),
     # Blackwell's products are held back by power: 1.1 to 1.3 TFLOP/s a watt in bfloat16, twice that in 8 bits.

@@ -34,7 +34,7 @@ from shardwise.cost.cluster import Cluster, Link
 from shardwise.cost.space import Array, Ints, Space
 from shardwise.plan.grid import EXPERT_SHARDS, RANK_AXES, base, devices
 
-CROWDING = 0.02
+CROWDING = 0.01
 """Share by which a collective between nodes takes longer for every doubling of their number beyond two."""
 COPIED = {"all_gather": 4.0, "reduce_scatter": 4.0, "all_to_all": 4.0}
 """Bytes read and written for each byte of the full tensor to bring it into a message's order and out of it again (profiles of
