@@ -82,6 +82,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHAPES |= {"grok1": SHAPES["grok1314b"], "dbrx132b": SHAPES["dbrx"], "bloom": SHAPES["bloom176b"]}
 SHAPES |= {name.rpartition("a")[0]: SHAPES[name] for name in ("qwen330ba3b", "qwen3235ba22b")}
 
+
+def shape_of(name: str) -> dict[str, Any]:
+    """Of a well-known model."""
+    return dict(SHAPES[_key(name)])
+
+
 _OTHER_ARCHITECTURES = (
     (r"deepseek|kimi|moonlight", "latent attention (MLA)"),
     (r"nemotron[ _-]?(h|3[ _-](\d[ _-])?(nano|super|ultra|lightning))|mamba|jamba|zamba|falcon[ _-]?h", "state-space layers"),
