@@ -57,7 +57,7 @@ network)."""
 STRAGGLING = 0.01
 """Share of the computing that is lost wherever nodes must all arrive before a block can go on, for every doubling of their number
 (llm-foundry's runs on 16 to 512 devices, whose gathers are hidden, lose 1 to 2 % a doubling)."""
-LOCKSTEP = 0.002
+LOCKSTEP = 0.003
 """The same of all nodes, which meet once a step (NeMo's runs on 128 and 512 GB200: 0 to 1.4 % a doubling)."""
 BACKWARD = 0.7
 """Of a block's seconds, those of backward: twice the products, two and a half times the attention."""
@@ -279,15 +279,15 @@ def _data_each(
 
 
 def _waits(space: Space, cluster: Cluster, links: Priced) -> Array:
-    """Share of a block's computing for which devices wait for the slowest: those that gather its weights, and those that share
-    its sequence, once in every pass; those of the tensor axis four times; all of them once in a step."""
+    """Share of a block's computing for which devices wait for the slowest: those that gather its weights once in every pass,
+    those of the tensor axis five times, those of a ring for a neighbour alone; all of them once in a step."""
 
     def doublings(devices: Ints) -> Array:
         return np.log2(np.maximum(devices / cluster.devices_per_node, 1.0))
 
     gathering = np.where(links.seconds("data", "forward") > 0, doublings(space.shards * space.tensor), 0.0)
     sharing = np.where(space.context > 1, doublings(space.context * space.tensor), 0.0)
-    return STRAGGLING * (gathering + sharing + 4 * doublings(space.tensor)) + LOCKSTEP * doublings(space.world)
+    return STRAGGLING * (gathering + sharing / 2 + 5 * doublings(space.tensor)) + LOCKSTEP * doublings(space.world)
 
 
 def _data_once(space: Space, cluster: Cluster, stack: Stack, held: Holdings, links: Priced, layer: Array) -> tuple[Array, Array]:
@@ -310,7 +310,8 @@ def _accumulate(work: Work, space: Space, cluster: Cluster, stack: Stack, held: 
     """Seconds of adding up gradients and of casting weights, in every micro-batch."""
     adding = np.where(space.accumulation > 1, 2 + 2 * stack.gradient_bytes, stack.gradient_bytes)
     engine = engine_of(space, work.model.experts)
-    added = np.where(engine.zero >= 2, held.sharded, held.parameters)
+    whole = (engine.zero == 0) | engine.keeps_whole_gradients(space.accumulation) | ((engine.zero == 1) & stack.keeps_gradients)
+    added = np.where(whole, held.parameters, held.sharded)
     cast = np.where(engine.zero == 0, held.parameters, 0.0) * (stack.cast_bytes if compute.casts(work) else 0.0)
     return space.accumulation * compute.streamed(adding * added + cast, space, cluster)
 

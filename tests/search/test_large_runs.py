@@ -1,5 +1,5 @@
-"""Published large runs: laid out as published they are predicted to take what they took, and the planner's own choices are such as
-an expert would consider."""
+"""Published large runs: laid out as published they are predicted to take what they took, and the planner's own choices are such
+as an expert would consider."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def test_the_manual_has_all_runs_and_says_of_each_what_differs() -> None:
         assert re.search(r"The (same|planner's)|As published", row)
 
 
-def own_choice(name: str) -> dict[str, int]:
+def own_choice(run: large.Run) -> dict[str, int]:
     """Degrees of the planner's layout."""
-    layout = large.predicted(BY_NAME[name], published=False).layout
+    layout = large.predicted(run, published=False).layout
     return {axis: int(degree) for axis, degree in re.findall(r"(PP|TP|CP|EP|DP)(\d+)", layout)}
 
 
@@ -57,9 +57,12 @@ def test_a_choice_of_its_own_is_no_slower_than_the_published_one() -> None:
 
 @pytest.mark.full
 def test_no_choice_would_be_laughed_at() -> None:
-    assert own_choice("Llama 3 405B, 128k").get("TP", 1) <= 8
-    assert own_choice("Llama 3 405B").get("CP", 1) <= 4
-    assert own_choice("Qwen3 235B").get("EP", 1) > 1
+    """Of 405B at 8192 tokens: no long ring, no tensor axis between nodes; at a million tokens none either. GPT-3's MFU is not far
+    above the 51 % that were reached."""
+    short = own_choice(BY_NAME["Llama 3 405B"])
+    assert short.get("CP", 1) <= 2
+    assert short.get("TP", 1) <= 8
+    assert own_choice(job(cluster="h100x1024", sequence=1_048_576, batch=64)).get("TP", 1) <= 8
     assert 0.45 < large.predicted(BY_NAME["GPT-3 175B"], published=False).mfu < 0.6
 
 
