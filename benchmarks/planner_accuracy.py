@@ -20,146 +20,18 @@ import csv
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import isfinite
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from planner_cases import GIB, Case, published_flops, read_cases
-from planner_cells import NotModelled
-from planner_programs import PROGRAMS
+from planner_cases import Case, read_cases
+from planner_judge import Judged, judge
+from planner_published import GIB, published_flops
 
-from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import CLUSTERS
-from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import RECOMPUTE, Work, space_of
-from shardwise.cost.stack import Stack
 from shardwise.errors import UserError
-from shardwise.plan.flops import flops_per_token
 from shardwise.plan.parameters import count
-
-MARGIN = 0.05
-"""Share of a device's memory that a layout must leave free to be said to fit."""
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A case and what the planner says of it."""
-
-    case: Case
-    seconds: float
-    peak: float
-    terms: Mapping[str, float]
-    memory: Mapping[str, float]
-    fits: bool
-
-    @property
-    def error(self) -> float:
-        """Of the step time, signed: above 0 where the planner is too slow."""
-        assert self.case.seconds is not None
-        return self.seconds / self.case.seconds - 1
-
-    @property
-    def flops(self) -> float:
-        """Of a step and device, by our own count."""
-        work = self.case.work
-        return flops_per_token(work.model, work.sequence_length) * work.tokens / self.case.devices
-
-    @property
-    def flops_of_whole_attention(self) -> float:
-        """The same with attention counted whole, as several sources do."""
-        work = self.case.work
-        return published_flops(work.model, work.sequence_length, "full") * work.tokens / self.case.devices
-
-
-# -- predicting ----------------------------------------------------------------------------------------------------------
-
-
-def stack_of(case: Case) -> Stack:
-    """The program's facts, with the options the run was started with."""
-    stack = PROGRAMS[case.stack]
-    if "no_sequence_parallel" in case.traits:
-        stack = replace(stack, sequence_parallel=False)
-    if "uneven_stages" in case.traits:  # then a program counts the embedding and the head as layers, or lets the user cut
-        stack = replace(stack, balanced=True)
-    if "async_tensor" in case.traits:
-        stack = replace(stack, overlap_tensor=0.8)
-    if case.stack == "nemo" and case.device.startswith("gb"):  # its recipes for these replay CUDA graphs around the experts
-        stack = replace(stack, expert_kernels=150)
-    if case.stack == "torchtitan" and "eager" in case.traits:
-        stack = replace(stack, elementwise=2.0, kernels=60)
-    if case.work.reduce_dtype == "bfloat16":
-        stack = replace(stack, reduce_bytes=2.0)
-    return stack
-
-
-def cluster_of(case: Case) -> Cluster:
-    """The preset of the row's device, with the row's own nodes and network where it names them."""
-    name = case.device.removesuffix("-pcie")
-    same = {"a800-80": "a100-80", "h800": "h100"}.get(name, name)
-    if same not in CLUSTERS:
-        raise NotModelled(f"no preset for device {case.device}")
-    cluster = CLUSTERS[same]
-    if same != name:  # the same chip with NVLink at 200 GB/s a direction
-        cluster = replace(cluster, inside=replace(cluster.inside, bandwidth=0.8 * 200e9))
-    if name != case.device:
-        cluster = replace(cluster, inside=replace(cluster.inside, bandwidth=20e9))
-    if case.work.precision not in cluster.device.peak:
-        raise NotModelled(f"device {case.device} does not compute in {case.work.precision}")
-    if case.devices_per_node:
-        cluster = replace(cluster, devices_per_node=case.devices_per_node)
-    if case.network:
-        cluster = replace(cluster, between=replace(cluster.between, bandwidth=0.9 * case.network))
-    per_node = max(size for size in range(1, cluster.devices_per_node + 1) if case.devices % size == 0)
-    return replace(cluster, devices_per_node=per_node, nodes=case.devices // per_node)
-
-
-def judge(cases: Sequence[Case]) -> tuple[list[Judged], Counter[str]]:
-    """All cases, predicted in batches that share program, cluster and model; and why some have no prediction."""
-    batches: dict[tuple[Stack, str, Work], list[Case]] = defaultdict(list)
-    clusters: dict[str, Cluster] = {}
-    found, reasons = list[Judged](), Counter[str]()
-    for case in cases:
-        try:
-            cluster = cluster_of(case)
-        except NotModelled as reason:
-            reasons[str(reason)] += 1
-            continue
-        clusters[repr(cluster)] = cluster
-        batches[stack_of(case), repr(cluster), case.work].append(case)
-    for (stack, key, work), batch in batches.items():
-        try:
-            said = _judge_batch(batch, work, clusters[key], stack)
-            sound = [one for one in said if isfinite(one.seconds) and isfinite(one.peak)]
-            found += sound
-            if len(sound) < len(said):
-                reasons["the planner failed: figures beyond floating point"] += len(said) - len(sound)
-        except (ValueError, ArithmeticError, LookupError, AssertionError) as error:
-            reasons[f"the planner failed: {type(error).__name__} {error}"] += len(batch)
-    order = {id(case): place for place, case in enumerate(cases)}
-    return sorted(found, key=lambda one: order[id(one.case)]), reasons
-
-
-def _judge_batch(batch: Sequence[Case], work: Work, cluster: Cluster, stack: Stack) -> list[Judged]:
-    """Where only a share of the layers is recomputed, the answer lies so far between that for all and that for none."""
-    whole = predict(work, space_of([dict(case.layout) for case in batch]), cluster, stack)
-    none = whole
-    if any(case.recompute_share < 1 for case in batch):
-        none = predict(work, space_of([{**case.layout, "recompute": RECOMPUTE.index("none")} for case in batch]), cluster, stack)
-    return [_judged(case, place, whole, none, cluster) for place, case in enumerate(batch)]
-
-
-def _judged(case: Case, place: int, whole: Prediction, none: Prediction, cluster: Cluster) -> Judged:
-    def mixed(parts: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, float]:
-        share = case.recompute_share
-        return {name: float(share * parts[name][place] + (1 - share) * others[name][place]) for name in parts}
-
-    terms, memory = mixed(whole.seconds, none.seconds), mixed(whole.memory, none.memory)
-    peak = sum(memory.values())
-    return Judged(case, sum(terms.values()), peak, terms, memory, peak <= (1 - MARGIN) * cluster.device.memory)
-
 
 # -- step time -----------------------------------------------------------------------------------------------------------
 
@@ -228,32 +100,29 @@ SETS: dict[str, Callable[[Case], bool]] = {
 
 # -- memory --------------------------------------------------------------------------------------------------------------
 
-_STATES = ("weights", "gradients", "optimizer", "activations")
-
 
 def memory_figures(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Errors of the peak by how it was measured, and layouts said to fit that did not."""
+    """Errors of the peak by how it was measured, layouts said to fit that did not, and runs said not to fit that ran."""
     groups: dict[str, list[Judged]] = defaultdict(list)
     for one in judged:
         if one.case.memory:
             groups[f"{Path(one.case.file).with_suffix('')}: {one.case.program} {one.case.memory_kind}"].append(one)
     status = {name: [one for one in judged if one.case.status == name] for name in ("ok", "out_of_memory", "failed")}
+    ran = [one for one in status["ok"] if one.case.memory_kind != "theory"]
     return {
         "groups": {name: _memory_errors(group) for name, group in groups.items()},
         "out_of_memory": len(status["out_of_memory"]),
         "said_to_fit_but_out_of_memory": [one.case.name for one in status["out_of_memory"] if one.fits],
         "failed_without_a_reason": len(status["failed"]),
         "said_to_fit_but_failed_without_a_reason": sum(one.fits for one in status["failed"]),
-        "ran_but_said_not_to_fit": sum(not one.fits for one in status["ok"] if one.case.memory_kind != "theory"),
+        "ran": len(ran),
+        "ran_but_said_not_to_fit": sum(not one.fits for one in ran),
+        "ran_but_said_not_to_fit_by_program": dict(Counter(one.case.program for one in ran if not one.fits)),
     }
 
 
 def _memory_errors(group: Sequence[Judged]) -> dict[str, Any]:
-    errors = []
-    for one in group:
-        theory = one.case.memory_kind == "theory"
-        said = sum(one.memory.get(name, 0.0) for name in _STATES) if theory else one.peak
-        errors.append(said / (one.case.memory or 1.0) - 1)
+    errors = [one.measurable / (one.case.memory or 1.0) - 1 for one in group]
     sizes = [abs(error) for error in errors]
     return {"rows": len(group), "median_error": median(sizes), "mean_error": fmean(sizes), "bias": fmean(errors)}
 
@@ -412,23 +281,25 @@ def _report_file(path: Path, label: str) -> tuple[dict[str, Any], list[Judged]]:
 
 def write_rows(path: Path, judged: Sequence[Judged]) -> None:
     """Every row with what was measured and what was predicted."""
-    axes = list(judged[0].case.layout) if judged else []
+    rows = [_written(one) for one in judged]
+    columns = dict.fromkeys(name for row in rows for name in row)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer: csv.DictWriter[str] | None = None
-        for one in judged:
-            case, work = one.case, one.case.work
-            row = {"file": case.file, "name": case.name, "program": case.program, "traits": " ".join(sorted(case.traits)),
-                   "model": case.model, "device": case.device, "devices": case.devices, "sequence": work.sequence_length,
-                   "batch": work.global_batch, "precision": work.precision, **{axis: case.layout.get(axis, 1) for axis in axes},
-                   "status": case.status, "measured_s": case.seconds, "predicted_s": one.seconds,
-                   "error": one.error if case.seconds else "", "measured_gib": case.memory / GIB if case.memory else "",
-                   "predicted_gib": one.peak / GIB, "fits": one.fits, **{f"s_{name}": one.terms[name] for name in one.terms},
-                   **{f"gib_{name}": one.memory[name] / GIB for name in one.memory},
-                   "assumed": "; ".join(case.assumed)}  # fmt: skip
-            if writer is None:
-                writer = csv.DictWriter(file, list(row))
-                writer.writeheader()
-            writer.writerow(row)
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _written(one: Judged) -> dict[str, Any]:
+    case, work = one.case, one.case.work
+    return {"file": case.file, "name": case.name, "program": case.program, "traits": " ".join(sorted(case.traits)),
+            "model": case.model, "device": case.device, "devices": case.devices, "sequence": work.sequence_length,
+            "batch": work.global_batch, "precision": work.precision, **case.layout, "status": case.status,
+            "measured_s": case.seconds, "predicted_s": one.seconds, "error": one.error if case.seconds else "",
+            "measured_gib": case.memory / GIB if case.memory else "", "memory_kind": case.memory_kind,
+            "predicted_gib": one.measurable / GIB, "peak_gib": one.peak / GIB, "fits": one.fits,
+            **{f"s_{name}": value for name, value in one.terms.items()},
+            **{f"gib_{name}": value / GIB for name, value in one.memory.items()},
+            "assumed": "; ".join(case.assumed)}  # fmt: skip
 
 
 def _rounded(value: Any) -> Any:

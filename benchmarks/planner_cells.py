@@ -159,6 +159,30 @@ def yes_or_no(row: Row, key: str) -> bool | None:
     raise NotModelled(f"{key}: {clipped(text)} is neither yes nor no")
 
 
+# -- sentences -----------------------------------------------------------------------------------------------------------
+
+_NEGATION = r"exclu|excl\b|without|w/o|\bnot?\b|\bnon|never|omit|ignor|minus|left out|except"
+
+
+def says(text: str, words: str) -> bool:
+    """Whether a clause has these words and does not negate them."""
+    return any(re.search(words, clause) and not re.search(_NEGATION, clause) for clause in _clauses(text))
+
+
+def denies(text: str, words: str) -> bool:
+    """Whether a clause has these words and negates them."""
+    return any(re.search(words, clause) and re.search(_NEGATION, clause) for clause in _clauses(text))
+
+
+def _clauses(text: str) -> list[str]:
+    return re.split(r"[,;:()+]|=>|\.\s|\bbut\b", text.lower())
+
+
+def counts_recompute(convention: str) -> bool:
+    """Whether FLOPs are said to count what is computed again."""
+    return says(convention, r"recomput|remateriali|activation checkpoint")
+
+
 # -- devices and networks ------------------------------------------------------------------------------------------------
 
 _DEVICES = r"g?b300|g?b200|gh200|h200|h100|h800|h20\b|a100|a800|v100|mi\d{3}x?|l40s?|rtx\w*|p100|t4\b"
@@ -248,6 +272,12 @@ def program_key(program: str, device: str = "", notes: str = "") -> str:
     return "megatron-core" if modern else "megatron-2023" if flash else "megatron"
 
 
+def release(row: Row) -> tuple[int, int] | None:
+    """Year and month of a release such as `25.05` or `v26.04.01`."""
+    found = re.search(r"\bv?(2\d)\.(0[1-9]|1[0-2])\b", f"{row.get('fw', '')} {row.get('source_ref', '')}")
+    return (int(found.group(1)), int(found.group(2))) if found else None
+
+
 MEGATRON_LIKE = ("megatron", "megatron-2023", "megatron-core", "nemo")
 
 
@@ -316,7 +346,7 @@ def recompute(row: Row, layers: int, assumed: list[str]) -> tuple[str, float]:
     text = row.get("recompute", "").lower()
     if text in NOT_GIVEN and text != "none":
         # the Megatron-LM of 2020 and 2021 checkpointed every layer in its published runs, and counts the FLOPs
-        counted = "2020" in row.get("fw", "") or "recompute" in row.get("flop_convention", "").lower()
+        counted = "2020" in row.get("fw", "") or counts_recompute(row.get("flop_convention", ""))
         assumed.append("nothing recomputed where none is named, unless its FLOPs are counted")
         return ("full", 1.0) if counted else ("none", 1.0)
     if re.fullmatch(_NO_RECOMPUTE, text):
@@ -333,6 +363,16 @@ def recompute(row: Row, layers: int, assumed: list[str]) -> tuple[str, float]:
         if re.search(words, text):
             return mode, 1.0
     raise NotModelled(f"recompute: {clipped(text)} not known")
+
+
+def recomputed_modules(row: Row) -> set[str]:
+    """What follows where recomputation names modules (`norm, act`, `mlp`, `layernorm moe`): attention is not among them, and
+    feed-forward layers are, or their activations alone (`moe_act`)."""
+    text = re.sub(r"selective\w*", "", row.get("recompute", "").lower())
+    if not re.search(r"norm|act\b|mlp|moe|shared|up_?proj", text) or re.search(r"full|block|layers|every", text):
+        return set()
+    says = {"recomputes_mlp": re.search(r"\b(mlp|moe)\b", text), "keeps_attention": not re.search(r"att|core", text)}
+    return {trait for trait, said in says.items() if said}
 
 
 def schedule(row: Row, pipeline: int) -> tuple[str, int]:

@@ -27,13 +27,14 @@ MEGATRON = Stack(
 )
 MEGATRON_CORE = replace(
     MEGATRON,
-    name="megatron-core",  # with Transformer Engine: fused kernels, collectives beside products
+    name="megatron-core",  # with Transformer Engine: fused kernels
     elementwise=1.3,
     expert_kernels=550,  # what micro-batches of one sequence show: 9 ms and more for a block with experts
     flash=True,
     overlap_data=1.0,
     overlap_sends=0.5,
-    overlap_tensor=0.9,
+    once_to_node=True,
+    logit_bytes=4.0,  # its fused cross-entropy writes the gradient over the logits
 )
 
 PROGRAMS: dict[str, Stack] = {
@@ -45,6 +46,7 @@ PROGRAMS: dict[str, Stack] = {
         reduce_each=True,
         recompute_all=True,
         loss_traffic=30,
+        logit_bytes=4.0,  # flash attention's cross-entropy, which writes the gradient over the logits
     ),
     "torchtitan": Stack(
         "torchtitan",  # FSDP 2, compiled blocks, attention by torch's portable kernel, every second product kept
@@ -58,17 +60,18 @@ PROGRAMS: dict[str, Stack] = {
         balanced=False,
         logit_bytes=11.0,
         whole_inputs=4.0,
-        fragmentation=1.05,
+        fragmentation=1.09,
     ),
     "megatron": MEGATRON,
-    "megatron-2023": replace(MEGATRON_CORE, name="megatron-2023", overlap_tensor=0.0),  # nothing beside the products yet
+    "megatron-2023": replace(MEGATRON_CORE, name="megatron-2023"),
     "megatron-core": MEGATRON_CORE,
-    "nemo": replace(MEGATRON_CORE, name="nemo", gradient_bytes=2.0, reduce_bytes=2.0),  # its recipes: grad_reduce_in_fp32 = False
+    # its recipes: collectives beside products (tp_comm_overlap), and grad_reduce_in_fp32 = False
+    "nemo": replace(MEGATRON_CORE, name="nemo", overlap_tensor=0.9, gradient_bytes=2.0, reduce_bytes=2.0),
     "nanotron": Stack(
         "nanotron",  # eager; weights gathered one by one after the update
         elementwise=3.2,
         kernels=180,
-        collective_kernels=8,
+        collective_kernels=25,
         micro_batch_kernels=200,
         pipeline_jitter=4e-4,
         native_attention=False,
@@ -78,7 +81,7 @@ PROGRAMS: dict[str, Stack] = {
         balanced=False,
         one_copy=False,
         keeps_gradients=True,
-        activation=1.75,
+        activation=1.95,
         inputs_kept=0.25,
         cast_held=0.0,
     ),

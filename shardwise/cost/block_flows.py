@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from shardwise.cost.first_rank import FirstRank
-from shardwise.cost.flow import Flow, calls
+from shardwise.cost.flow import Flow, When, calls
+from shardwise.cost.space import Array
 from shardwise.plan.chunks import chunk_tokens, largest_part
 
 
@@ -75,10 +77,14 @@ def expert_flows(rank: FirstRank) -> Iterator[Flow]:
         return
     several, full = space.expert > 1, rank.full * rank.recomputed
     rows = rank.activations // space.tensor * model.experts_per_token
-    yield calls("all_to_all", "expert", "forward", rank.passes * several, 8 * model.experts)
-    yield calls("all_to_all", "expert", "backward", full * several, 8 * model.experts)
-    yield calls("all_to_all", "expert", "forward", 2 * rank.passes * several, rows)
-    yield calls("all_to_all", "expert", "backward", 2 * (rank.passes + full) * several, rows)
+    copies = model.experts_per_token if rank.stack.once_to_node else 1
+    passes: tuple[tuple[When, Array, Array], ...] = (
+        ("forward", rank.passes, rank.passes),
+        ("backward", full, rank.passes + full),
+    )
+    for when, numbers, exchanges in passes:
+        yield replace(calls("all_to_all", "expert", when, numbers * several, 8 * model.experts), copies=copies)
+        yield replace(calls("all_to_all", "expert", when, 2 * exchanges * several, rows), copies=copies)
     if model.balance_loss:
         loads = 2 * space.micro_batch * model.experts * rank.wide
         for axis in ("context", "tensor"):

@@ -36,46 +36,52 @@ def _device(name: str, gib: float, gb_s: float, watts: float, tflops: dict[str, 
     return Device(name, gib * GIB, peaks, gb_s * _G, watts=watts, **figures)
 
 
+def _attends(native: float, portable: float, knee: float = 400.0) -> dict[str, float]:
+    """Attention by kernels written for an architecture, and by those written for the one before it."""
+    return {"attention": native, "attention_portable": portable, "attention_knee": knee}
+
+
+_VOLTA, _AMPERE, _CDNA3 = _attends(0.3, 0.3), _attends(0.42, 0.42, 310), _attends(0.25, 0.25)
+_HOPPER = _attends(0.56, 0.21, 450)
+_BLACKWELL, _BLACKWELL_ULTRA = _attends(0.38, 0.15), _attends(0.5, 0.15)
+"""Blackwell doubled the products and not the exponentials between them, which Blackwell Ultra then did."""
+
 DEVICES: dict[str, Device] = {
     "v100": _device(
-        "V100-SXM2-32GB", 31.7, 900, 300, {"float32": 15.7, "float16": 125}, matmul=0.72, attention=0.3, host_bandwidth=12 * _G
+        "V100-SXM2-32GB", 31.7, 900, 300, {"float32": 15.7, "float16": 125}, matmul=0.72, host_bandwidth=12 * _G, **_VOLTA
     ),
     "a100-40": _device(
-        "A100-SXM4-40GB", 39.4, 1555, 400, _peaks(19.5, 312), matmul=0.77, matmul_knee=62,
-        attention=0.42, attention_portable=0.42, attention_knee=310, host_bandwidth=25 * _G,
+        "A100-SXM4-40GB", 39.4, 1555, 400, _peaks(19.5, 312), matmul=0.77, matmul_knee=62, host_bandwidth=25 * _G, **_AMPERE
     ),
     "h100": _device(
-        "H100-SXM5-80GB", 79.1, 3350, 700, _peaks(67, 989.5, 1979), matmul=0.67, matmul_knee=80,
-        attention=0.5, attention_portable=0.21, attention_knee=450,
+        "H100-SXM5-80GB", 79.1, 3350, 700, _peaks(67, 989.5, 1979), matmul=0.67, matmul_float8=0.64, matmul_knee=80, **_HOPPER
     ),
     "h100-96": _device(
-        "H100-96GB-500W", 94.5, 2400, 500, _peaks(67, 989.5, 1979), matmul=0.52, matmul_float8=0.53,
-        attention=0.4, attention_portable=0.21, attention_knee=450,
+        "H100-96GB-500W", 94.5, 2400, 500, _peaks(67, 989.5, 1979), matmul=0.52, matmul_float8=0.53, **_attends(0.43, 0.21, 450)
     ),
-    "h200": _device(
-        "H200-SXM5-141GB", 139.8, 4800, 700, _peaks(67, 989.5, 1979), matmul=0.735,
-        attention=0.55, attention_knee=450, stream=0.8,
-    ),
+    "h200": _device("H200-SXM5-141GB", 139.8, 4800, 700, _peaks(67, 989.5, 1979), matmul=0.735, stream=0.8, **_HOPPER),
+    # Blackwell's products are held back by power: 1.1 to 1.3 TFLOP/s a watt in bfloat16, twice that in 8 bits.
     "b200": _device(
-        "B200-180GB", 178.0, 7700, 1000, _peaks(80, 2250, 4500, 9000), matmul=0.75, matmul_float8=0.7, attention=0.35
+        "B200-180GB", 178.0, 7700, 1000, _peaks(80, 2250, 4500, 9000), matmul=0.5, matmul_float8=0.5, **_BLACKWELL
     ),
     "gb200": _device(
-        "GB200-186GB", 184.0, 8000, 1200, _peaks(80, 2500, 5000, 10000), matmul=0.75, matmul_float8=0.73,
-        attention=0.28, host_bandwidth=200 * _G,
+        "GB200-186GB", 184.0, 8000, 1200, _peaks(80, 2500, 5000, 10000), matmul=0.6, matmul_float8=0.6,
+        host_bandwidth=200 * _G, **_BLACKWELL,
+    ),
+    "b300": _device(
+        "B300-270GB", 268.0, 7700, 1200, _peaks(80, 2250, 4500, 13500), matmul=0.6, matmul_float8=0.6, **_BLACKWELL_ULTRA
     ),
     "gb300": _device(
-        "GB300-278GB", 276.0, 8000, 1400, _peaks(80, 2500, 5000, 15000), matmul=0.77, matmul_float8=0.78,
-        attention=0.4, host_bandwidth=200 * _G,
+        "GB300-278GB", 276.0, 8000, 1400, _peaks(80, 2500, 5000, 15000), matmul=0.73, matmul_float8=0.73,
+        host_bandwidth=200 * _G, **_BLACKWELL_ULTRA,
     ),
-    "mi300x": _device("MI300X-192GB", 191.5, 5300, 750, _peaks(163.4, 1307, 2615), matmul=0.5, attention=0.25),
+    "mi300x": _device("MI300X-192GB", 191.5, 5300, 750, _peaks(163.4, 1307, 2615), matmul=0.5, **_CDNA3),
     "cpu": _device(
         "CPU", 16, 20, 100, {"float32": 0.1, "bfloat16": 0.1, "float16": 0.02, "float64": 0.05}, matmul=1.0, matmul_knee=16.0,
         attention=0.3, stream=0.7, launch=10 * _US, overhead=0.4 * GIB, host_bandwidth=20 * _G, overlap=0.0,
     ),
 }  # fmt: skip
 DEVICES["a100-80"] = replace(DEVICES["a100-40"], name="A100-SXM4-80GB", memory=79.2 * GIB, bandwidth=2039 * _G)
-_B300 = {**DEVICES["b200"].peak, "float4": 13500 * _T}
-DEVICES["b300"] = replace(DEVICES["b200"], name="B300-270GB", memory=268.0 * GIB, peak=_B300, watts=1200)
 
 
 def _nvlink(gb_s: float) -> Link:

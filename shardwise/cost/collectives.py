@@ -7,9 +7,13 @@ sets the pace. With S bytes of the full tensor (the ledger's convention) and B t
 | kind                       | bandwidth term                | latency                                               |
 | -------------------------- | ----------------------------- | ----------------------------------------------------- |
 | all_reduce                 | 2 (n-1)/n S/B                 | 2 (g-1) hops inside, 2 min(q-1, log2 q) between       |
-| all_gather, reduce_scatter | (n-1)/n S/B                   | g-1 hops inside, q-1 between                          |
-| all_to_all                 | (g-1)/n S/B + (n-g)/n S/B_net | as above; only what leaves the node uses the network  |
-| broadcast, send            | S/B                           | as above; one                                         |
+| all_gather, reduce_scatter | (n-1)/n S/B                   | q (g-1) hops inside, q-1 between                      |
+| all_to_all                 | (g-1)/n S/B + (n-g)/n S/B_net | g-1 and q-1; only what leaves the node uses the network |
+| broadcast, send            | S/B                           | g-1 and q-1; one                                      |
+
+A ring is as quick as its slowest link, and the more nodes it passes through, the more of their traffic meets on the switches
+between them: for every doubling beyond two nodes, `CROWDING` of the time is added. Where rows are copied (`copies` of each, to
+random members), one may go to a node and be copied there: then q (1 - (1 - 1/q)^copies) nodes get one.
 
 An all-reduce has the shorter latency of ring and (pipelined double) tree, as NCCL chooses between them. Where a link was
 measured, latency and bandwidth come from the nearest measured numbers of members, interpolated over the logarithm of that
@@ -30,6 +34,8 @@ from shardwise.cost.cluster import Cluster, Link
 from shardwise.cost.space import Array, Ints, Space
 from shardwise.plan.grid import EXPERT_SHARDS, RANK_AXES, base, devices
 
+CROWDING = 0.01
+"""Share by which a collective between nodes takes longer for every doubling of their number beyond two."""
 COPIED = {"all_gather": 4.0, "reduce_scatter": 4.0, "all_to_all": 4.0}
 """Bytes read and written for each byte of the full tensor to bring it into a message's order and out of it again (profiles of
 FSDP2's and the tensor axis' collectives on CPU workers); an all-reduce and a send are done where the tensor lies."""
@@ -79,13 +85,15 @@ def wire_factor(kind: str, members: Array) -> Array:
     return (2 if kind == "all_reduce" else 1) * (members - 1) / members
 
 
-def rates(kind: str, group: Group, cluster: Cluster) -> tuple[Array, Array]:
+def rates(kind: str, group: Group, cluster: Cluster, copies: int = 1) -> tuple[Array, Array]:
     """Seconds of a call (alpha) and of each byte of its full tensor (beta); none where the group has one member."""
     n, g, q = group.size, group.inside, group.nodes
     inside = np.where(g > 1, _bandwidth(kind, g, cluster.inside), np.inf)
-    between = np.full_like(n, cluster.between.bandwidth)
+    between = cluster.between.bandwidth / (1 + CROWDING * np.log2(np.maximum(q / 2, 1)))
     if kind == "all_to_all":
-        per_byte = (g - 1) / n / inside + np.where(q > 1, (n - g) / n / between, 0.0)
+        visited = q * (1 - (1 - 1 / q) ** copies) / copies  # nodes for each copy; 1 where none is made there
+        near = np.where(copies > 1, (g - 1) / g, (g - 1) / n)
+        per_byte = near / inside + np.where(q > 1, (n - g) / n * visited / between, 0.0)
     elif kind == "send":
         per_byte = 1 / np.where(q > 1, between, _bandwidth(kind, g, cluster.inside))
     else:
@@ -121,7 +129,7 @@ def _latency(kind: str, group: Group, cluster: Cluster) -> Array:
         tree = 2 * ring_inside + 2 * np.log2(q) * between
         own, far = 2 * ring_inside, np.minimum(2 * ring_between + 2 * ring_inside * (q - 1), tree - 2 * ring_inside)
     else:
-        own, far = ring_inside, ring_between
+        own, far = ring_inside, ring_between + (ring_inside * (q - 1) if kind in ("all_gather", "reduce_scatter") else 0.0)
     own = np.where(g > 1, _measured(kind, "latency", g, cluster.inside, own), 0.0)
     return own + np.where(q > 1, _measured(kind, "latency", q, cluster.between, far), 0.0)
 

@@ -188,7 +188,8 @@ def _attention(work: Work, space: Space, device: Device, stack: Stack, sharing: 
     narrow = (model.head_dim / (model.head_dim + knee)) / (128 / (128 + knee))  # shares of the peak are of heads of 128
     share = device.attention if stack.native_attention else device.attention_portable
     reached = device.peak[precision] * share * narrow / sharing
-    chunk = length / np.where(space.ring == 1, space.context, 1)  # a ring attends to one device's keys at a time
+    # a ring attends to one device's keys at a time, which are two pieces, from both ends of the sequence
+    chunk = length / np.where((space.ring == 1) & (space.context > 1), 2 * space.context, 1)
     once = flops / reached * (1 + device.attention_knee / chunk)
     backward = ATTENTION_BACKWARD / BACKWARD_SHARE if device.overlap else HOST_ATTENTION_BACKWARD
     return once, once * backward, np.zeros_like(pairs)

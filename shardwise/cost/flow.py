@@ -32,6 +32,8 @@ class Flow:
     when: When
     count: Array
     bytes: Array
+    copies: int = 1
+    """Of each row, that go to different devices, where a program sends one of them to a node and makes the others there."""
     codec_work: CodecWork | None = None
     """Of sums that are compressed: what is done around their collectives."""
 

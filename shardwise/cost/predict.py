@@ -13,7 +13,7 @@ rank sends what one of rank 0's does, so seconds inside blocks are taken for one
 
 | flows                              | hide behind                                                                          |
 | ---------------------------------- | ------------------------------------------------------------------------------------ |
-| weights, gradients: each pass      | the block's forward or backward, its tensor collectives included                     |
+| weights, gradients: each pass      | the block's forward or backward, its other collectives included                      |
 | weights, gradients: once a step    | the last backward, and in a pipeline the wait before it; replicas after the others   |
 | weights, gradients: embedding, head| the head's products                                                                  |
 | tensor, expert, Ulysses            | nothing: they stand between two products (`overlap_tensor`: programs that cut those) |
@@ -42,7 +42,7 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.flow import When
 from shardwise.cost.footprint import Holdings, footprint, hold
 from shardwise.cost.price import Priced, price
-from shardwise.cost.space import Array, Bools, Space, Work, concatenate
+from shardwise.cost.space import Array, Bools, Ints, Space, Work, concatenate
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
@@ -54,6 +54,11 @@ CONTENTION = 0.12
 network)."""
 
 
+STRAGGLING = 0.01
+"""Share of the computing that is lost wherever nodes must all arrive before a block can go on, for every doubling of their number
+(llm-foundry's runs on 16 to 512 devices, whose gathers are hidden, lose 1 to 2 % a doubling)."""
+LOCKSTEP = 0.003
+"""The same of all nodes, which meet once a step (NeMo's runs on 128 and 512 GB200: 0 to 1.4 % a doubling)."""
 BACKWARD = 0.7
 """Of a block's seconds, those of backward: twice the products, two and a half times the attention."""
 UPDATE_BYTES = 40.0
@@ -111,12 +116,14 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
 
     # One micro-batch in one block, (candidates,) each: what is computed, what is exposed, and what starting kernels adds.
     repeated = _repeated(block, space, stack)
-    tensor = _Tensor.of(links, per_block, space, cluster, stack)
+    host = _host(work, space, cluster, stack)
+    tensor = _Tensor.of(links, per_block, space, cluster, stack, block.forward + block.backward + repeated, host)
     context = _context(work, space, cluster, block, links.inside_blocks("context") * per_block)
-    expert = links.inside_blocks("expert") * per_block
-    data = _data_each(space, cluster, stack, block, repeated, tensor, links, per_block)
-    layer = block.forward + block.backward + repeated + tensor.block + context + expert + data
-    launch = _launch(work, space, cluster, stack, layer)
+    expert = _Exchanges.of(links, per_block, cluster, stack)
+    data = _data_each(space, cluster, stack, block, repeated, tensor, expert, links, per_block)
+    data = data + _waits(space, cluster, links) * (block.forward + block.backward + repeated)
+    layer = block.forward + block.backward + repeated + tensor.block + context + expert.block + data
+    launch = _launch(work, space, cluster, stack, layer, host)
     layer = layer + launch
     beside = layer if cluster.device.overlap else block.forward + block.backward + repeated + launch
     data_once, replica_once = _data_once(space, cluster, stack, held, links, beside)
@@ -141,7 +148,7 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
         "optimizer": _optimizer(work, space, cluster, stack, held),
         "tensor": passes * tensor.block + edges * tensor_ends + links.seconds("tensor", "step"),
         "context": passes * context + links.seconds("context", "step"),
-        "expert": passes * expert + links.seconds("expert", "step"),
+        "expert": passes * expert.block + links.seconds("expert", "step"),
         "data": passes * data + edges * data_ends + data_once + links.seconds("data", "step"),
         "replica": replica_once + links.seconds("replica", "step"),
         "imbalance": m * (slowest - average),
@@ -171,17 +178,26 @@ def _repeated(block: compute.BlockSeconds, space: Space, stack: Stack) -> Array:
     return np.select([space.recompute == mode for mode in range(3)], [np.zeros_like(full), selective, full])
 
 
-def _launch(work: Work, space: Space, cluster: Cluster, stack: Stack, layer: Array) -> Array:
-    """Seconds that starting kernels adds to a block and micro-batch of so many seconds: the rests between kernels, or what the
-    host takes longer than the device; all of the host's work where one core does both.
-    """
+def _host(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Array:
+    """Seconds in which the host starts the kernels of a block and micro-batch."""
+    return cluster.device.launch * _kernels(work, space, stack, stack.starts)
+
+
+def _kernels(work: Work, space: Space, stack: Stack, starts: float = 1.0) -> Array:
+    """Kernels of a block and micro-batch, forward and backward; those of the block itself `starts` times."""
     full = np.where(space.recompute == 2, 1.0, 0.0)
     collectives = np.where(space.tensor > 1, 8.0 + 4 * full, 0.0) + np.where(space.zero == 3, 3.0, 0.0)
     routing = stack.expert_kernels if work.model.experts else 0.0
     outside = stack.micro_batch_kernels * space.pipeline / work.model.layers + stack.collective_kernels * collectives
-    host = cluster.device.launch * ((stack.kernels * stack.starts + routing) * (3 + full) + outside)
-    kernels = (stack.kernels + routing) * (3 + full) + outside
-    return np.maximum(stack.kernel_gap * kernels, host - layer) if cluster.device.overlap else host
+    kernels: Array = (stack.kernels * starts + routing) * (3 + full) + outside
+    return kernels
+
+
+def _launch(work: Work, space: Space, cluster: Cluster, stack: Stack, layer: Array, host: Array) -> Array:
+    """Seconds that starting kernels adds to a block and micro-batch of so many seconds: the rests between kernels, or what the
+    host takes longer than the device; all of the host's work where one core does both.
+    """
+    return np.maximum(stack.kernel_gap * _kernels(work, space, stack), host - layer) if cluster.device.overlap else host
 
 
 @dataclass(frozen=True)
@@ -198,13 +214,37 @@ class _Tensor:
         return self.forward + self.backward
 
     @classmethod
-    def of(cls, links: Priced, per_block: Array, space: Space, cluster: Cluster, stack: Stack) -> _Tensor:
-        """What the program does not hide, and in a pipeline what the members wait for each other in half of them each."""
+    def of(
+        cls, links: Priced, per_block: Array, space: Space, cluster: Cluster, stack: Stack, computing: Array, host: Array
+    ) -> _Tensor:
+        """What the program does not hide, and in a pipeline what its hosts, which cannot run ahead there, take longer to start a
+        block and to meet for its collectives than the device to compute it; half of that in each pass."""
         shown = 1 - stack.overlap_tensor * cluster.device.overlap
+        forward, backward = (shown * links.seconds("tensor", when) * per_block for when in ("forward", "backward"))
         calls = np.where(space.recompute == 2, 12.0, 8.0)
-        late = stack.pipeline_jitter * np.where((space.pipeline > 1) & (space.tensor > 1), space.tensor * calls, 0.0)
-        forward, backward = (shown * links.seconds("tensor", when) * per_block + late / 2 for when in ("forward", "backward"))
-        return cls(forward, backward, shown * links.seconds("tensor", "ends"))
+        meeting = host + stack.pipeline_jitter * space.tensor * calls
+        late = np.maximum(meeting - computing - forward - backward, 0.0)
+        late = np.where((space.pipeline > 1) & (space.tensor > 1) & (stack.pipeline_jitter > 0), late, 0.0)
+        return cls(forward + late / 2, backward + late / 2, shown * links.seconds("tensor", "ends"))
+
+
+@dataclass(frozen=True)
+class _Exchanges:
+    """Exposed seconds of the experts' exchanges in one block."""
+
+    forward: Array
+    backward: Array
+
+    @property
+    def block(self) -> Array:
+        """Both passes."""
+        return self.forward + self.backward
+
+    @classmethod
+    def of(cls, links: Priced, per_block: Array, cluster: Cluster, stack: Stack) -> _Exchanges:
+        """What the program does not hide behind another micro-batch."""
+        shown = (1 - stack.overlap_expert * cluster.device.overlap) * per_block
+        return cls(shown * links.seconds("expert", "forward"), shown * links.seconds("expert", "backward"))
 
 
 def _context(work: Work, space: Space, cluster: Cluster, block: compute.BlockSeconds, sent: Array) -> Array:
@@ -225,16 +265,29 @@ def _rings(space: Space) -> Bools:
 
 def _data_each(
     space: Space, cluster: Cluster, stack: Stack, block: compute.BlockSeconds, repeated: Array, tensor: _Tensor,
-    links: Priced, per_block: Array,
+    expert: _Exchanges, links: Priced, per_block: Array,
 ) -> Array:  # fmt: skip
     """Exposed seconds of the data axis in a block, for each micro-batch. Attention in a ring has its own messages beside it, and
-    a CPU worker sends those of the tensor axis over the same network."""
-    idle, tensors = np.where(_rings(space), 0.0, 1.0), 1.0 if cluster.device.overlap else 0.0
-    forward = block.matmul + block.elementwise + idle * block.attention + tensors * tensor.forward
-    backward = 2 * (block.matmul + block.elementwise) + idle * block.attention_backward + repeated + tensors * tensor.backward
+    a CPU worker sends those of the tensor axis and of experts over the same network."""
+    idle, others = np.where(_rings(space), 0.0, 1.0), 1.0 if cluster.device.overlap else 0.0
+    forward = block.matmul + block.elementwise + idle * block.attention + others * (tensor.forward + expert.forward)
+    backward = 2 * (block.matmul + block.elementwise) + idle * block.attention_backward + repeated
+    backward = backward + others * (tensor.backward + expert.backward)
     return _exposed(links, "data", "forward", per_block, forward, stack) + _exposed(
         links, "data", "backward", per_block, backward, stack
     )
+
+
+def _waits(space: Space, cluster: Cluster, links: Priced) -> Array:
+    """Share of a block's computing for which devices wait for the slowest: those that gather its weights once in every pass,
+    those of the tensor axis five times, those of a ring for a neighbour alone; all of them once in a step."""
+
+    def doublings(devices: Ints) -> Array:
+        return np.log2(np.maximum(devices / cluster.devices_per_node, 1.0))
+
+    gathering = np.where(links.seconds("data", "forward") > 0, doublings(space.shards * space.tensor), 0.0)
+    sharing = np.where(space.context > 1, doublings(space.context * space.tensor), 0.0)
+    return STRAGGLING * (gathering + sharing / 2 + 5 * doublings(space.tensor)) + LOCKSTEP * doublings(space.world)
 
 
 def _data_once(space: Space, cluster: Cluster, stack: Stack, held: Holdings, links: Priced, layer: Array) -> tuple[Array, Array]:
@@ -257,7 +310,8 @@ def _accumulate(work: Work, space: Space, cluster: Cluster, stack: Stack, held: 
     """Seconds of adding up gradients and of casting weights, in every micro-batch."""
     adding = np.where(space.accumulation > 1, 2 + 2 * stack.gradient_bytes, stack.gradient_bytes)
     engine = engine_of(space, work.model.experts)
-    added = np.where(engine.zero >= 2, held.sharded, held.parameters)
+    whole = (engine.zero == 0) | engine.keeps_whole_gradients(space.accumulation) | ((engine.zero == 1) & stack.keeps_gradients)
+    added = np.where(whole, held.parameters, held.sharded)
     cast = np.where(engine.zero == 0, held.parameters, 0.0) * (stack.cast_bytes if compute.casts(work) else 0.0)
     return space.accumulation * compute.streamed(adding * added + cast, space, cluster)
 

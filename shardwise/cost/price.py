@@ -70,7 +70,7 @@ def price(sent: Sequence[Flow], work: Work, space: Space, cluster: Cluster) -> P
         if flow.axis not in groups:
             groups[flow.axis] = group_of(flow.axis, grids, cluster)
         group = groups[flow.axis]
-        alpha, beta = rates(flow.kind, group, cluster)  # (grids,) each
+        alpha, beta = rates(flow.kind, group, cluster, flow.copies)  # (grids,) each
         wire = flow.count * take(alpha, index) + flow.bytes * take(beta, index)
         seconds = wire + flow.bytes * take(copies(flow.kind, group, cluster), index)
         if flow.codec_work is not None:

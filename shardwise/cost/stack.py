@@ -55,6 +55,10 @@ class Stack:
     """Share of gathers and gradient sums that may hide behind computing."""
     overlap_tensor: float = 0.0
     """Share of the tensor axis' collectives that may hide behind the products beside them."""
+    overlap_expert: float = 0.0
+    """Share of the experts' exchanges that may hide behind computing for another micro-batch."""
+    once_to_node: bool = False
+    """A token goes to each node that has experts for it once, and is copied there (DeepEP); else once to each expert."""
     gathers_after: int = 0
     """Weights of a block gathered one by one after the optimizer's step under zero 1 and 2; 0: together, behind the next
     forward."""

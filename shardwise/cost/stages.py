@@ -34,7 +34,8 @@ class Cut:
 
 
 def cut(work: Work, space: Space, stack: Stack) -> Cut:
-    """As a job's stages will be cut, by cost or by hand; evenly where a program does that, or has more stages than blocks."""
+    """As a job's stages will be cut, by cost or by hand; evenly where a program does that. Where a program has more stages than
+    blocks, the last has the head alone, and the first the embedding."""
     folded, looped = ((space.pipeline > 1) & has_schedule(space, names) for names in (IN_A_V, ("interleaved",)))
     stages = np.where(folded, 2, np.where(looped, space.stages_per_rank, 1))
     first, index = distinct([space.pipeline, stages, folded])
@@ -46,9 +47,11 @@ def cut(work: Work, space: Space, stack: Stack) -> Cut:
 @lru_cache(maxsize=4096)
 def _stages_of_ranks(work: Work, balanced: bool, ranks: int, per_rank: int, folded: bool) -> list[list[float]]:
     """For each rank the blocks of its stages, in the model's order."""
-    stages = ranks * per_rank
-    even = not balanced or stages > work.model.layers
-    counts: Any = [work.model.layers / stages] * stages if even else work.blocks(stages)
+    stages, layers = ranks * per_rank, work.model.layers
+    alone = stages - layers
+    counts: Any = [layers / stages] * stages if not balanced else work.blocks(stages) if alone <= 0 else ()
+    if not counts:
+        counts = [0] * (alone // 2) + [1] * layers + [0] * (alone - alone // 2)
     rank_of = rank_of_stage("zbv", ranks) if folded else tuple(stage % ranks for stage in range(stages))
     own: list[list[float]] = [[] for _ in range(ranks)]
     for count, rank in zip(counts, rank_of, strict=True):

@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.cost.space import RECOMPUTE
 from shardwise.errors import UserError
+from shardwise.plan.parameters import count
 from shardwise.plan.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +22,9 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import planner_accuracy as accuracy  # noqa: E402
 import planner_cases as reading  # noqa: E402
 import planner_cells as cells  # noqa: E402
+import planner_judge as judging  # noqa: E402
+import planner_programs as programs  # noqa: E402
+import planner_published as published  # noqa: E402
 
 # A published run, field by field; each test changes some.
 FOUNDRY = {
@@ -284,7 +289,7 @@ def test_sizes_are_enough_without_a_program_or_a_name(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_programs_are_told_apart(program: str, device: str, notes: str, stack: str) -> None:
     assert cells.program_key(program, device, notes) == stack
-    assert stack in accuracy.PROGRAMS
+    assert stack in programs.PROGRAMS
 
 
 @pytest.mark.parametrize(
@@ -301,6 +306,98 @@ def test_recomputation_in_words(text: str, mode: str, share: float, assumed: boo
     rules: list[str] = []
     assert cells.recompute({"recompute": text}, 32, rules) == (mode, share)
     assert bool(rules) == assumed
+
+
+@pytest.mark.parametrize(
+    ("text", "convention"),
+    [
+        ("causal attn 6*s^2*d*h*L, recompute excluded", "causal"), ("full attn; recompute not counted", "full"),
+        ("no recompute, causal", "causal"), ("full attention, without recomputation", "full"),
+        ("Megatron: INCLUDES recompute => this is HFU", "with_recompute"), ("incl. recompute", "with_recompute"),
+        ("non-causal", "full"), ("causal mask ignored", "full"), ("6*(attn full+mlp+emb) dgxc v25.04", "full"),
+        ("6N(no emb)+12*L*h*s full attn", "no_embedding"), ("embedding excluded, full attn", "no_embedding"),
+        ("6N(all params)+12*L*d*s full attn", "all_parameters"), ("our own", None), ("", None),
+    ],
+)  # fmt: skip
+def test_what_was_counted_is_understood_with_its_negations(text: str, convention: str | None) -> None:
+    assert published.convention_of(text, "other") == convention
+
+
+def test_flops_that_leave_recomputation_out_do_not_say_that_there_was_some() -> None:
+    row = {"recompute": "", "flop_convention": "causal, recompute excluded"}
+    assert cells.recompute(row, 32, []) == ("none", 1.0)
+    assert cells.recompute({**row, "flop_convention": "recompute included"}, 32, []) == ("full", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "traits"),
+    [
+        ("norm, act", {"keeps_attention"}), ("selective layernorm moe", {"keeps_attention", "recomputes_mlp"}),
+        ("mlp, core_attn", {"recomputes_mlp"}), ("moe_act,layernorm", {"keeps_attention"}), ("selective", set()),
+        ("full", set()), ("none", set()), ("attn", set()), ("8 layers", set()),
+    ],
+)  # fmt: skip
+def test_modules_that_are_recomputed_leave_the_others(text: str, traits: set[str]) -> None:
+    assert cells.recomputed_modules({"recompute": text}) == traits
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("torch max_allocated (reserved=70.88)", "allocated"), ("max_memory_reserved worst rank", "reserved"),
+        ("peak reserved; allocated 60", "reserved"), ("nvidia-smi", "device"), ("theoretical: params+opt", "theory"),
+        ("", "allocated"),
+    ],
+)  # fmt: skip
+def test_memory_is_what_its_words_name_first(text: str, kind: str) -> None:
+    assert published.memory_of({"mem_gib": "10", "mem_kind": text}) == (10 * 2**30, kind)
+
+
+def test_memory_is_compared_with_what_was_measured(tmp_path: Path) -> None:
+    """Torch counts no runtime, and its tensors none of the room between them."""
+    said = {}
+    for kind in ("allocated", "reserved", "nvidia-smi"):
+        [judged], _ = accuracy.judge([read_one(tmp_path, TITAN, mem_kind=kind)])
+        said[kind] = judged.measurable
+    overhead = judged.memory["overhead"]
+    assert said["nvidia-smi"] == judged.peak == pytest.approx(said["reserved"] + overhead)
+    assert 1.02 < said["reserved"] / said["allocated"] < programs.PROGRAMS["torchtitan"].fragmentation
+
+
+def test_a_loss_that_is_never_whole_has_no_logits(tmp_path: Path) -> None:
+    [whole, fused], _ = accuracy.judge([read_one(tmp_path, FOUNDRY, fw="FSDP", notes=notes) for notes in ("", "Liger kernels")])
+    assert fused.memory["logits"] < 0.2 * whole.memory["logits"]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("nemotron4-340b", 341), ("Nemotron-4 15B", 15.6), ("nemotron-4-340b-base", 341), ("grok1-314b", 316),
+        ("opt-175b", 175), ("bloom-176b", 176), ("Llama-3.1 70B", 70.6), ("meta-llama3-8b-instruct", 8.03), ("dbrx", 132),
+        ("Qwen3-235B-A22B", 235), ("qwen2.5-72b", 72.7), ("mixtral-8x22b", 141), ("mpt-30b", 30), ("mt-nlg-530b", 530),
+    ],
+)  # fmt: skip
+def test_well_known_names_have_their_sizes(tmp_path: Path, name: str, billions: float) -> None:
+    blank = dict.fromkeys(("params_B", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "glu", "moe"), "")
+    case = read_one(tmp_path, {**FOUNDRY, **blank}, model=name, fw="NeMo", seq="2048")
+    assert count(case.work.model) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "expert"),
+    [
+        ({"fw": "Megatron-LM 0.14 + TE"}, 0.0, 0.0), ({"fw": "Megatron-Core", "notes": "overlap DP/TP on"}, 0.9, 0.0),
+        ({"fw": "NeMo", "source_ref": "v25.05.01 nemotron", "gpu": "GB200"}, 0.0, 0.0),
+        ({"fw": "NeMo", "source_ref": "v25.05.01 nemotron", "gpu": "H100"}, 0.9, 0.0),
+        ({"fw": "Megatron-Bridge", "source_ref": "26.08 NeMo Container", "gpu": "GB200"}, 0.9, 0.9),
+        ({"fw": "Megatron-Bridge", "source_ref": "26.04.01 NeMo Container", "gpu": "GB200"}, 0.9, 0.0),
+    ],
+)  # fmt: skip
+def test_what_overlaps_is_a_fact_of_program_and_release(
+    tmp_path: Path, changes: dict[str, str], tensor: float, expert: float
+) -> None:
+    stack = judging.stack_of(read_one(tmp_path, {**FOUNDRY, "gpu": "H100"}, **changes))
+    assert (stack.overlap_tensor, stack.overlap_expert) == (tensor, expert)
 
 
 @pytest.mark.parametrize(
@@ -375,8 +472,8 @@ def test_megatron_reduces_gradients_once_a_step_in_a_pipeline(tmp_path: Path) ->
 
 def test_layers_that_do_not_divide_are_cut_by_cost(tmp_path: Path) -> None:
     staged = {"fw": "Megatron-LM 2023", "pp": "8", "dp": "1", "gbs": "16", "ga": "16"}
-    assert not accuracy.stack_of(read_one(tmp_path, FOUNDRY, **staged)).balanced
-    assert accuracy.stack_of(read_one(tmp_path, FOUNDRY, **staged, layers="30")).balanced
+    assert not judging.stack_of(read_one(tmp_path, FOUNDRY, **staged)).balanced
+    assert judging.stack_of(read_one(tmp_path, FOUNDRY, **staged, layers="30")).balanced
 
 
 def test_a_sweep_may_name_its_program_and_device(tmp_path: Path) -> None:
@@ -441,7 +538,7 @@ def test_regret_is_what_the_first_choice_loses(tmp_path: Path) -> None:
 
 
 def case_with(case: reading.Case, seconds: float | None) -> reading.Case:
-    return accuracy.replace(case, seconds=seconds, status="failed" if seconds is None else "ok")
+    return replace(case, seconds=seconds, status="failed" if seconds is None else "ok")
 
 
 def test_the_command_prints_json_and_refuses_in_one_line(tmp_path: Path) -> None:
