@@ -255,7 +255,7 @@ def materialise(
 
 
 def allocate(model: nn.Module, device: torch.device, buffers_on: torch.device | None = None) -> None:
-    """Memory for the weights, without values. Buffers have theirs, and go to the device that computes. What is shared stays so."""
+    """Memory for the weights, without values. Buffers have theirs, and go to the device that computes. Shared ones stay so."""
     users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
