@@ -306,6 +306,8 @@ def _write_tokenizer(folder: Path, source: ExportSource) -> tuple[int | None, st
         "model_max_length": source.model.max_positions,
         "clean_up_tokenization_spaces": False,
     }
+    if (template := tokenizer.find_template()) is not None:
+        settings |= {**template.tokens, "chat_template": template.source}
     _write_json(folder / TOKENIZER_CONFIG, settings)
     return tokenizer.end, None
 

@@ -14,7 +14,7 @@ import typer
 
 TEMPLATES = Path(__file__).parent / "templates"
 TEXT = "text.txt"
-"""What every template is trained on."""
+"""What templates are trained on, but the one that has conversations of its own."""
 
 
 class Template(StrEnum):
@@ -35,7 +35,7 @@ def new(
         ),
     ] = Template.QUICKSTART,
 ) -> None:
-    """Write a commented job, a small text and a README to begin with."""
+    """Write a commented job, something small to learn, and a README to begin with."""
     from shardwise.invoked import typed
 
     _write(name, _contents(name.resolve().name, template))
@@ -47,7 +47,7 @@ def _contents(name: str, template: Template) -> dict[str, str]:
     """What the folder will hold: text by file name. The job has the folder's name, which is that of its runs too."""
     files = {path.name: path.read_text(encoding="utf-8") for path in (TEMPLATES / template).iterdir() if path.is_file()}
     files = {f"{name}.toml" if file == "job.toml" else file: text.replace("NAME", name) for file, text in files.items()}
-    return {**files, TEXT: (TEMPLATES / TEXT).read_text(encoding="utf-8")}
+    return files if template == Template.FINE_TUNE else {**files, TEXT: (TEMPLATES / TEXT).read_text(encoding="utf-8")}
 
 
 def _write(folder: Path, contents: dict[str, str]) -> None:

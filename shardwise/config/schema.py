@@ -155,7 +155,11 @@ class Source(Section):
 class Data(Section):
     """What to train on."""
 
-    source: str | None = Field(None, description="a text, JSONL or Parquet file, a folder or glob of them, or prepared shards")
+    source: str | None = Field(
+        None,
+        description="a text, JSONL or Parquet file, a folder or glob of them, or prepared shards; of records with `messages`, or "
+        "with `prompt` and `completion`, the answers are learnt (docs/fine-tuning.md)",
+    )
     sources: tuple[Source, ...] = Field((), description="several sources with weights, instead of `source`")
     tokenizer: str = Field("bytes", description="`bytes`, or the path of a Hugging Face tokenizer.json")
     end_of_document: str | None = Field(
@@ -165,7 +169,9 @@ class Data(Section):
     sequence_length: Length = Field(256, description="tokens a sequence")
     held_out: float = Field(0.05, ge=0, lt=1, description="share of the sequences kept for evaluation, never trained on")
     reset_attention: bool = Field(
-        False, description="tokens see only their own document, and no loss is taken across a document boundary"
+        False,
+        description="tokens see only their own document, and no loss is taken across a document boundary; conversations are "
+        "always kept apart so",
     )
     cache: str = Field(".shardwise/data", description="where sources that are not prepared yet are tokenised to")
 

@@ -198,8 +198,9 @@ def rows_of(
 
 def settled(config: Config, dataset: Dataset) -> Config:
     """The job, with what its data decide: conversations are kept apart whether it says so or not."""
-    data = config.data.model_copy(update={"reset_attention": dataset.reset_attention})
-    return config.model_copy(update={"data": data})
+    if config.data.reset_attention == dataset.reset_attention:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"reset_attention": dataset.reset_attention})})
 
 
 def check_vocabulary(dataset: Dataset, model_vocabulary: int) -> None:

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from shardwise.checkpoint.folder import resume_candidates
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.config import Config, to_toml
-from shardwise.data import Dataset, check_vocabulary
+from shardwise.data import Dataset, check_vocabulary, settled
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, abandon, leave, peer_is_gone
 from shardwise.observe import Ledger, StepTrace, present_time
@@ -57,6 +57,7 @@ def run(config: Config, link: NoHost) -> int:
     warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice to the compiler's authors
     dataset = Dataset.open(config.data, config.train.seed)
     check_vocabulary(dataset, config.model.vocabulary)
+    config = settled(config, dataset)  # here and not in `build` alone: a server's workers show it the job that they have
     copies = Copies(config.recovery.copies if link.recovers else 0)
     contributor: Training | None = None
     while (joined := link.next_team()) is not None:

@@ -50,6 +50,7 @@ def test_a_new_folder_trains(shardwise: Shardwise, tmp_path: Path, template: Tem
     run("new", str(tmp_path / "demo"), "--template", template)
     (tmp_path / "text.txt").symlink_to("demo/text.txt")
     (tmp_path / "model.py").symlink_to("demo/model.py")
+    (tmp_path / "chat.jsonl").symlink_to("demo/chat.jsonl")
     few = ["train.steps=2", "observe.sample_tokens=2", "train.evaluate_sequences=4", "run.folder=run"]
     done = shardwise("train", "demo/demo.toml", *few)
     assert done.returncode == 0, done.stderr

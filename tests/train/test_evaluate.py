@@ -37,8 +37,10 @@ def evaluated(corpus: str, **sections: Any) -> Tables:
     return {**job(corpus, train=train, **sections), "observe": {"sample_tokens": 6}}
 
 
-def test_held_out_loss_is_the_mean_cross_entropy_of_sequences_never_trained_on(corpus: str) -> None:
-    training = start(ALONE, evaluated(corpus, data={"reset_attention": True}))
+@pytest.mark.parametrize("text", ["corpus", "conversations"])
+def test_held_out_loss_is_the_mean_cross_entropy_of_sequences_never_trained_on(text: str, request: pytest.FixtureRequest) -> None:
+    data = {"reset_attention": text == "corpus", "held_out": 0.3}
+    training = start(ALONE, evaluated(request.getfixturevalue(text), data=data))
     rows = training.dataset.held_out_rows(0, EVALUATED)
     model = training.parallel.model
     with torch.no_grad():

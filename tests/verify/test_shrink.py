@@ -233,6 +233,16 @@ def test_a_small_job_without_its_data_changes_nothing_but_the_data(folder: Path)
     assert rows.documents.max() > 1
 
 
+def test_a_job_that_learns_answers_is_proven_on_answers(folder: Path) -> None:
+    (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
+    data = {"source": str(folder / "chat.jsonl"), "tokenizer": "/nowhere/tokenizer.json", "sequence_length": 16}
+    config = from_tables({"model": {"preset": "moe-tiny"}, "data": data, "layout": {"tensor": 2, "data": 2}})
+    dataset = Dataset.open(shrink(config, folder=folder)[0].data, 0)
+    rows = dataset.sequences(0, 50)
+    assert dataset.reset_attention
+    assert 0 < rows.valid < rows.targets.size
+
+
 def test_a_job_on_whatever_devices_there_are_is_proven_on_two(folder: Path) -> None:
     small, changed = shrink(job({"preset": "llama3-8b"}, {}), folder=folder)
     assert changed is not None
