@@ -36,7 +36,9 @@ def plan(
     days: Annotated[
         float | None, typer.Option("--days", help="The compute-optimal model for so many days here; with --fewest, a deadline.")
     ] = None,
-    storage: Annotated[float, typer.Option("--storage", help="GB/s that a node writes to storage, for checkpoints.")] = 2.0,
+    storage: Annotated[
+        float, typer.Option("--storage", help="GB/s of the storage that checkpoints go to, from all nodes together.")
+    ] = 20.0,
     failures: Annotated[
         float | None, typer.Option("--failures", help="Hours of one device between failures; left out: as Llama 3 saw.")
     ] = None,
