@@ -175,7 +175,7 @@ def _drawn(answer: Mapping[str, Any]) -> dict[str, Any]:
         "map": _cells(best.get("map") or ()),
         "links": [dict(link) for link in best.get("links") or ()],
         "bytes": [dict(flow) for flow in best.get("bytes") or ()],
-        "found": len(candidates),
+        "found": max(answer.get("found", 0), len(candidates)),
         "candidates": _columns([_flat(candidate) for candidate in candidates[:CANDIDATES]]),
     }
 

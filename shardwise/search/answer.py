@@ -35,7 +35,8 @@ def answer(config: Config, result: SearchResult, everything: bool = False) -> di
         raise ConfigError(f"the job on {result.devices} devices", nothing_fits(config, result))
     best = int(result.order[0])
     second = runner_up(result)
-    listed = result.order if everything else best_of_each(result)[:LISTED]
+    found = result.order if everything else best_of_each(result)
+    listed = found if everything else found[:LISTED]
     too_large = int((~result.fits).sum())
     return {
         "job": config.run.folder,
@@ -51,6 +52,7 @@ def answer(config: Config, result: SearchResult, everything: bool = False) -> di
         "runner_up": None if second is None else {**candidate(result, second), "loses_on": loses_on(result, best, second)},
         "binding": binding(config, result, best),
         "candidates": _listed(result, listed),
+        "found": len(found),
         "rejected": result.refused | ({"does not fit in memory": too_large} if too_large else {}),
         "considered": len(result.space) + sum(result.refused.values()),
         "seconds": result.seconds,
