@@ -257,7 +257,8 @@ def _accumulate(work: Work, space: Space, cluster: Cluster, stack: Stack, held: 
     """Seconds of adding up gradients and of casting weights, in every micro-batch."""
     adding = np.where(space.accumulation > 1, 2 + 2 * stack.gradient_bytes, stack.gradient_bytes)
     engine = engine_of(space, work.model.experts)
-    added = np.where(engine.zero >= 2, held.sharded, held.parameters)
+    whole = (engine.zero == 0) | engine.keeps_whole_gradients(space.accumulation) | ((engine.zero == 1) & stack.keeps_gradients)
+    added = np.where(whole, held.parameters, held.sharded)
     cast = np.where(engine.zero == 0, held.parameters, 0.0) * (stack.cast_bytes if compute.casts(work) else 0.0)
     return space.accumulation * compute.streamed(adding * added + cast, space, cluster)
 
