@@ -100,6 +100,10 @@ class Cluster:
     between: Link
     shared: bool = False
     """Whether the workers of a node share one device's figures, as CPU workers share cores and memory."""
+    host_memory: float = 1024 * GIB
+    """Bytes of a node's own memory, which its devices share where states are offloaded. Where nothing is known: a server's."""
+    host_memory_bandwidth: float = 300e9
+    """Bytes/s that this memory moves, for all devices of the node together."""
     price: float | None = None
     """Of one device for an hour, in any currency."""
     corrections: Mapping[str, float] = field(default_factory=dict)
