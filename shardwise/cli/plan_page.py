@@ -54,6 +54,7 @@ TERM_COLOURS = {
     "imbalance": "#636d77",
     **{axis: colour for axis, colour in AXIS_COLOURS.items() if axis != "pipeline"},
     "pipeline_sends": AXIS_COLOURS["pipeline"],
+    "links": "#6f8a2f",
     "offload": "#885cb5",
     "other": "#6a6966",
 }

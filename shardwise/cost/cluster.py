@@ -26,7 +26,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 KINDS: tuple[str, ...] = get_args(Kind)
 Term = Literal[
     "matmul", "attention", "elementwise", "launch", "recompute", "optimizer", "tensor", "context", "expert", "data", "replica",
-    "imbalance", "bubble", "pipeline_sends", "offload",
+    "imbalance", "bubble", "pipeline_sends", "links", "offload",
 ]  # fmt: skip
 TERMS: tuple[str, ...] = get_args(Term)
 """What the seconds of a step are made of (cost/predict.py)."""
@@ -60,7 +60,7 @@ class Device:
     overhead: float = 1.5 * GIB
     """Bytes that each worker's runtime, libraries and communication buffers take, whatever is trained."""
     host_bandwidth: float = 50e9
-    """Bytes/s to and from the host's memory."""
+    """Bytes/s of its link to the host's memory."""
     overlap: float = 1.0
     """Share of the communication that can run beside computing: 1 on a GPU, 0 where the same cores do both. Cores that wait for a
     network between nodes can compute in any case (cost/price.py)."""

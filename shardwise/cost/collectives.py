@@ -79,13 +79,34 @@ def wire_factor(kind: str, members: Array) -> Array:
     return (2 if kind == "all_reduce" else 1) * (members - 1) / members
 
 
+def on_links(kind: str, group: Group) -> dict[str, Array]:
+    """Bytes that a device puts on its node's links ("inside") and on its network card ("between"), for each byte of the full
+    tensor. A ring over several nodes leaves each through the cards of all its members there; of neighbours that only send, the
+    busiest has the other in another node.
+    """
+    n, g, q = group.size, group.inside, group.nodes
+    if kind == "all_to_all":
+        return {"inside": (g - 1) / n, "between": (n - g) / n}
+    if kind == "send":
+        return {"inside": np.where((n > 1) & (q == 1), 1.0, 0.0), "between": np.where(q > 1, 1.0, 0.0)}
+    sent = wire_factor(kind, n)
+    return {"inside": sent * (g - 1) / g, "between": np.where(q > 1, sent / g, 0.0)}
+
+
+def busy_links(kind: str, group: Group, cluster: Cluster, beta: Array) -> dict[str, Array]:
+    """Seconds that each byte of the full tensor keeps these links busy: never more than the collective takes for it (beta), where
+    one was measured to be quicker than its link's own figure."""
+    return {link: np.minimum(sent / getattr(cluster, link).bandwidth, beta) for link, sent in on_links(kind, group).items()}
+
+
 def rates(kind: str, group: Group, cluster: Cluster) -> tuple[Array, Array]:
     """Seconds of a call (alpha) and of each byte of its full tensor (beta); none where the group has one member."""
     n, g, q = group.size, group.inside, group.nodes
     inside = np.where(g > 1, _bandwidth(kind, g, cluster.inside), np.inf)
     between = np.full_like(n, cluster.between.bandwidth)
     if kind == "all_to_all":
-        per_byte = (g - 1) / n / inside + np.where(q > 1, (n - g) / n / between, 0.0)
+        sent = on_links(kind, group)
+        per_byte = sent["inside"] / inside + sent["between"] / between
     elif kind == "send":
         per_byte = 1 / np.where(q > 1, between, _bandwidth(kind, g, cluster.inside))
     else:
