@@ -10,3 +10,8 @@ ALL = 100
 
 def examples(count: int) -> int:
     return max(1, count * settings().max_examples // ALL)
+
+
+def at_least(count: int, quickly: int) -> int:
+    """So many in `make test-full`, for what must have been tried so often; in `make test` a few of them."""
+    return count if settings().max_examples >= ALL else quickly

@@ -36,7 +36,9 @@ def plan(
     days: Annotated[
         float | None, typer.Option("--days", help="The compute-optimal model for so many days here; with --fewest, a deadline.")
     ] = None,
-    storage: Annotated[float, typer.Option("--storage", help="GB/s that a node writes to storage, for checkpoints.")] = 2.0,
+    storage: Annotated[
+        float, typer.Option("--storage", help="GB/s of the storage that checkpoints go to, from all nodes together.")
+    ] = 20.0,
     failures: Annotated[
         float | None, typer.Option("--failures", help="Hours of one device between failures; left out: as Llama 3 saw.")
     ] = None,
@@ -252,10 +254,16 @@ def _pipeline(config: Config) -> _Pipeline:
 
 
 def _micro_batches(config: Config) -> int:
-    """Micro-batches of one pipeline; an open data axis counts as one."""
-    from shardwise.plan import micro_batch_size
+    """Micro-batches of one pipeline. An open data axis has the devices of the cluster that the other axes leave; where the job
+    names none, it counts as one."""
+    from shardwise.cost.clusters import asked_for
+    from shardwise.plan import choose, micro_batch_size
 
-    layout = config.layout if config.layout.data > 0 else config.layout.model_copy(update={"data": 1})
+    layout, cluster = config.layout, asked_for(config)
+    devices = cluster.devices if cluster is not None else config.cluster.devices
+    if layout.data < 0 and devices is not None:
+        return choose(config, devices).accumulation
+    layout = layout if layout.data > 0 else layout.model_copy(update={"data": 1})
     return config.train.global_batch // layout.data_parallel // micro_batch_size(config.train, layout)
 
 

@@ -17,18 +17,12 @@ LARGEST = ("sequence", "batch")
 
 def scale(config: Config, cluster: Cluster, counts: str) -> Answer:
     """Strong and weak scaling over these device counts."""
-    from shardwise.cli.plain import plain
-    from shardwise.search.scaling import amdahl, strong, weak
+    from shardwise.search.scaling import strong, weak
 
     numbers = [int(part) for part in counts.split(",") if part.strip()]
     curves = {"strong": strong(config, cluster, numbers), "weak": weak(config, cluster, numbers)}
-    bound = amdahl(curves["strong"])
     shown: list[Any] = [_curve(f"{name} scaling", points) for name, points in curves.items()]
-    if bound:
-        share = f"{bound.serial_share:.1%} of a step on {bound.devices} devices does not get shorter with more devices"
-        shown.append(f"Amdahl's bound: {share}, so no number of them is more than {bound.most_speedup:.3g} times as fast")
-    data = {name: [_point(point) for point in points] for name, points in curves.items()}
-    return {**data, "amdahl": plain(bound)}, shown
+    return {name: [_point(point) for point in points] for name, points in curves.items()}, shown
 
 
 def _point(point: Any) -> dict[str, Any]:

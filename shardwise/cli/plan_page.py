@@ -54,6 +54,7 @@ TERM_COLOURS = {
     "imbalance": "#636d77",
     **{axis: colour for axis, colour in AXIS_COLOURS.items() if axis != "pipeline"},
     "pipeline_sends": AXIS_COLOURS["pipeline"],
+    "links": "#6f8a2f",
     "offload": "#885cb5",
     "other": "#6a6966",
 }
@@ -175,7 +176,7 @@ def _drawn(answer: Mapping[str, Any]) -> dict[str, Any]:
         "map": _cells(best.get("map") or ()),
         "links": [dict(link) for link in best.get("links") or ()],
         "bytes": [dict(flow) for flow in best.get("bytes") or ()],
-        "found": len(candidates),
+        "found": max(answer.get("found", 0), len(candidates)),
         "candidates": _columns([_flat(candidate) for candidate in candidates[:CANDIDATES]]),
     }
 

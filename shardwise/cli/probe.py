@@ -161,7 +161,7 @@ def _as_text(cluster: Cluster) -> list[str]:
         "short sides": f"cost as much as the work at {device.matmul_knee:.0f}",
         "attention": f"{device.attention:.0%} of the peak, knee at {device.attention_knee:.0f} tokens",
         "memory moves": _reached(device.bandwidth, device.stream, "GB/s", 1e9),
-        "to the host": f"{device.host_bandwidth / 1e9:.1f} GB/s",
+        "to the host": f"{device.host_bandwidth / 1e9:.1f} GB/s; it has {cluster.host_memory / gib:,.0f} GiB",
         "starting a kernel": f"{device.launch * 1e6:.1f} us",
         "memory": f"{device.memory / gib:.1f} GiB, of which the runtime takes {device.overhead / gib:.2f}",
     }

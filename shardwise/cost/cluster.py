@@ -26,7 +26,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 KINDS: tuple[str, ...] = get_args(Kind)
 Term = Literal[
     "matmul", "attention", "elementwise", "launch", "recompute", "optimizer", "tensor", "context", "expert", "data", "replica",
-    "imbalance", "bubble", "pipeline_sends", "offload",
+    "imbalance", "bubble", "pipeline_sends", "links", "offload",
 ]  # fmt: skip
 TERMS: tuple[str, ...] = get_args(Term)
 """What the seconds of a step are made of (cost/predict.py)."""
@@ -60,7 +60,7 @@ class Device:
     overhead: float = 1.5 * GIB
     """Bytes that each worker's runtime, libraries and communication buffers take, whatever is trained."""
     host_bandwidth: float = 50e9
-    """Bytes/s to and from the host's memory."""
+    """Bytes/s of its link to the host's memory."""
     overlap: float = 1.0
     """Share of the communication that can run beside computing: 1 on a GPU, 0 where the same cores do both. Cores that wait for a
     network between nodes can compute in any case (cost/price.py)."""
@@ -100,6 +100,10 @@ class Cluster:
     between: Link
     shared: bool = False
     """Whether the workers of a node share one device's figures, as CPU workers share cores and memory."""
+    host_memory: float = 1024 * GIB
+    """Bytes of a node's own memory, which its devices share where states are offloaded. Where nothing is known: a server's."""
+    host_memory_bandwidth: float = 300e9
+    """Bytes/s that this memory moves, for all devices of the node together."""
     price: float | None = None
     """Of one device for an hour, in any currency."""
     corrections: Mapping[str, float] = field(default_factory=dict)

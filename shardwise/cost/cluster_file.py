@@ -101,6 +101,8 @@ class ClusterTable(Section):
     nodes: _Count = None
     devices_per_node: _Count = None
     shared: _Flag = None
+    host_memory_gib: _AboveZero = None
+    host_memory_gb_s: _AboveZero = None
     price: _FromZero = None
     device: DeviceTable = DeviceTable()
     inside: LinkTable = LinkTable()
@@ -115,6 +117,8 @@ _UNITS: dict[str, tuple[str, float]] = {
     "launch_us": ("launch", 1e-6),
     "overhead_gib": ("overhead", GIB),
     "host_gb_s": ("host_bandwidth", 1e9),
+    "host_memory_gib": ("host_memory", GIB),
+    "host_memory_gb_s": ("host_memory_bandwidth", 1e9),
     "latency_us": ("latency", 1e-6),
 }
 _TFLOP = 1e12
@@ -194,7 +198,7 @@ def _cluster(table: ClusterTable, base: Cluster | None, name: str) -> Cluster:
     device = replace(base.device, **figures) if base else Device(**{"name": name, **figures})
     inside = _link(table.inside, base.inside if base else None)
     between = _link(table.between, base.between if base else replace(inside, measured=()))
-    given = {"name": name, **table.model_dump(exclude_unset=True, exclude={"preset", "device", "inside", "between"})}
+    given = {"name": name, **_in_si(table, exclude={"preset", "device", "inside", "between"})}
     if base is not None:
         return replace(base, device=device, inside=inside, between=between, **given)
     return Cluster(device=device, inside=inside, between=between, **{"nodes": 1, "devices_per_node": 1, **given})
@@ -207,9 +211,9 @@ def _link(table: LinkTable, base: Link | None) -> Link:
     return replace(base, **figures) if base is not None else Link(**figures)
 
 
-def _in_si(table: Section) -> dict[str, Any]:
+def _in_si(table: Section, exclude: set[str] | None = None) -> dict[str, Any]:
     """The fields that a table gives, in FLOP/s, bytes/s, bytes and seconds."""
-    given = table.model_dump(exclude_unset=True)
+    given = table.model_dump(exclude_unset=True, exclude=exclude)
     units = {key: _UNITS.get(key, (key, None)) for key in given}
     return {name: given[key] if factor is None else given[key] * factor for key, (name, factor) in units.items()}
 
@@ -222,6 +226,8 @@ def write_cluster(cluster: Cluster) -> str:
     top: dict[str, Any] = {"name": cluster.name, "nodes": cluster.nodes, "devices_per_node": cluster.devices_per_node}
     if cluster.shared:
         top["shared"] = True
+    top["host_memory_gib"] = _six_digits(cluster.host_memory / GIB)
+    top["host_memory_gb_s"] = _six_digits(cluster.host_memory_bandwidth / 1e9)
     if cluster.price is not None:
         top["price"] = _six_digits(cluster.price)
     device = _in_file_units(cluster.device, DeviceTable)

@@ -138,6 +138,18 @@ CLUSTERS: dict[str, Cluster] = {
     "h100-hf": Cluster("h100-hf", DEVICES["h100"], 8, 1, Link(360 * _G, 2.5 * _US), replace(_network(400), measured=_hf_rows())),
 }
 
+_HOSTS: dict[str, tuple[float, float]] = {
+    # GiB of a node's own memory, and GB/s of it: about seven tenths of what its channels do by their data sheet.
+    "v100": (480, 110), "dgx2": (1400, 180), "a100-40": (950, 290), "a100-80": (1900, 290), "h100": (1900, 430),
+    "h100-96": (1900, 430), "h200": (1900, 430), "b200": (1900, 500), "b300": (1900, 500), "gb200": (14300, 11500),
+    "gb300": (14300, 11500), "mi300x": (2200, 640), "cpu": (16, 20), "a100-aws-p4d": (1100, 250), "a100-aws-p4de": (1100, 250),
+    "a100-azure-nd": (1800, 290), "a100-gcp-a2": (630, 200), "h100-aws-p5": (1950, 430), "h200-aws-p5en": (1950, 430),
+    "h100-azure-nd": (1800, 430), "h100-gcp-a3": (1740, 430), "h100-gcp-a3-mega": (1740, 430), "mi300x-azure-nd": (1800, 430),
+    "h100-hf": (1900, 430),
+}  # fmt: skip
+for _name, (_gib, _gb_s) in _HOSTS.items():
+    CLUSTERS[_name] = replace(CLUSTERS[_name], host_memory=_gib * GIB, host_memory_bandwidth=_gb_s * _G)
+
 
 def named(name: str) -> Cluster:
     """The preset of this name, with as many devices as the name says (`h100x64`), else one node."""

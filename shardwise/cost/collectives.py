@@ -85,15 +85,37 @@ def wire_factor(kind: str, members: Array) -> Array:
     return (2 if kind == "all_reduce" else 1) * (members - 1) / members
 
 
+def on_links(kind: str, group: Group, copies: int = 1) -> dict[str, Array]:
+    """Bytes that a device puts on its node's links ("inside") and on its network card ("between"), for each byte of the full
+    tensor. A ring over several nodes leaves each through the cards of all its members there; of neighbours that only send, the
+    busiest has the other in another node. Of `copies` of a row that go to as many devices of an all-to-all, one goes to each node
+    that they are in, and is dealt out there.
+    """
+    n, g, q = group.size, group.inside, group.nodes
+    if kind == "all_to_all":
+        visited = q * (1 - (1 - 1 / q) ** copies) / copies  # nodes for each copy; 1 where none is made there
+        return {"inside": (g - 1) / (g if copies > 1 else n), "between": (n - g) / n * visited}
+    if kind == "send":
+        return {"inside": np.where((n > 1) & (q == 1), 1.0, 0.0), "between": np.where(q > 1, 1.0, 0.0)}
+    sent = wire_factor(kind, n)
+    return {"inside": sent * (g - 1) / g, "between": np.where(q > 1, sent / g, 0.0)}
+
+
+def busy_links(kind: str, group: Group, cluster: Cluster, beta: Array, copies: int = 1) -> dict[str, Array]:
+    """Seconds that each byte of the full tensor keeps these links busy: never more than the collective takes for it (beta), where
+    one was measured to be quicker than its link's own figure."""
+    sent = on_links(kind, group, copies)
+    return {link: np.minimum(each / getattr(cluster, link).bandwidth, beta) for link, each in sent.items()}
+
+
 def rates(kind: str, group: Group, cluster: Cluster, copies: int = 1) -> tuple[Array, Array]:
     """Seconds of a call (alpha) and of each byte of its full tensor (beta); none where the group has one member."""
     n, g, q = group.size, group.inside, group.nodes
     inside = np.where(g > 1, _bandwidth(kind, g, cluster.inside), np.inf)
     between = cluster.between.bandwidth / (1 + CROWDING * np.log2(np.maximum(q / 2, 1)))
     if kind == "all_to_all":
-        visited = q * (1 - (1 - 1 / q) ** copies) / copies  # nodes for each copy; 1 where none is made there
-        near = np.where(copies > 1, (g - 1) / g, (g - 1) / n)
-        per_byte = near / inside + np.where(q > 1, (n - g) / n * visited / between, 0.0)
+        sent = on_links(kind, group, copies)
+        per_byte = sent["inside"] / inside + sent["between"] / between
     elif kind == "send":
         per_byte = 1 / np.where(q > 1, between, _bandwidth(kind, g, cluster.inside))
     else:

@@ -221,6 +221,12 @@ def _without_the_hosts(work: Work, space: Space, states: dict[str, Array], held:
     return {name: np.where(offloaded, np.maximum(value - on_host.get(name, 0.0), 0.0), value) for name, value in states.items()}
 
 
+def host_bytes(work: Work, space: Space, cluster: Cluster, held: Holdings) -> Array:
+    """Bytes of offloaded weights, gradients and moments in the memory of one node, whose devices all have the fullest one's."""
+    on_node = np.minimum(cluster.devices_per_node, space.world)
+    return np.where(space.offload == 1, 4.0 * BYTES[work.state_dtype] * held.sharded * on_node, 0.0)
+
+
 def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) -> dict[str, Array]:
     """Weights, gradients and optimizer state: the table of plan/memory.py, with this stack's widths."""
     stored = float(BYTES[work.state_dtype])

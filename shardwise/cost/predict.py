@@ -18,12 +18,16 @@ rank sends what one of rank 0's does, so seconds inside blocks are taken for one
 | weights, gradients: embedding, head| the head's products                                                                  |
 | tensor, expert, Ulysses            | nothing: they stand between two products (`overlap_tensor`: programs that cut those) |
 | ring                               | attention to the part of the keys that is here                                       |
-| pipeline                           | computing, but for filling and draining (`overlap_sends`)                            |
+| pipeline                           | computing, but for filling and draining (`overlap_sends`), as long as that is longer |
 | with the optimizer                 | nothing; those of the pipeline axis behind its draining                              |
 
 Where gradients are compressed, encoding and decoding them is part of their flow, and on a GPU hides with it (`codec_work.py`).
 On a CPU what hides is the data axis' wait for a network.
 While both run, the computing is a little slower (`CONTENTION`), because collectives use the same memory and cores.
+
+Nothing hides behind what takes less time than itself. Each flow has its own work to hide behind, but flows share links, so all of
+a link's bytes over its bandwidth are held against the whole step too: what they take longer is the term `links`. The link to the
+host hides nothing.
 
 Every term is an array over the candidates of a `Space`. Nothing here is fitted to a model or a row; what differs between
 devices is in `cost/clusters.py`, what differs between programs in `cost/stack.py`.
@@ -31,7 +35,9 @@ devices is in `cost/clusters.py`, what differs between programs in `cost/stack.p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import get_args
 
 import numpy as np
@@ -40,13 +46,13 @@ from shardwise.config import Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.flow import When
-from shardwise.cost.footprint import Holdings, footprint, hold
-from shardwise.cost.price import Priced, price
+from shardwise.cost.footprint import Holdings, footprint, hold, host_bytes
+from shardwise.cost.price import Busy, Priced, price
 from shardwise.cost.space import Array, Bools, Ints, Space, Work, concatenate
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
-from shardwise.plan.engine import compiles_blocks, engine_of
+from shardwise.plan.engine import compiles_blocks, engine_of, splits_backward
 from shardwise.plan.schedule import SCHEDULES
 
 CONTENTION = 0.12
@@ -67,8 +73,8 @@ ROUNDED_UPDATE_BYTES = 500.0
 """The same of states in bfloat16, which are rounded by chance (optim/rounding.py), where it is not compiled: counted, pass by
 pass. Compiled, it is half of the above."""
 HOST_MEMORY = 2.0
-"""What a device's share of the host's memory moves in an update, over its link to the host (1.7 s a step, offloaded, on an
-H200)."""
+"""What a device's share of the host's memory moves at most in an update, over its link to the host (1.7 s a step, offloaded, on
+an H200)."""
 RING_BYTES = 46.0
 """Traffic of merging one block of a ring into what was attended to before, for each query value, forward and backward
 (benchmarks/ring.py: 6.4 ms for 4 x 4 blocks of 8192 x 4096 on an H200)."""
@@ -82,22 +88,28 @@ class Prediction:
     """Of a step, by term; they sum to `total`."""
     memory: dict[str, Array]
     """Bytes at the peak of the fullest device, by kind; they sum to `peak`."""
+    host: Array
+    """Bytes of a node's own memory."""
     block_seconds: Array
     """Of one micro-batch through one block, forward and backward: what a timeline is played with."""
     head_seconds: Array
     embedding_seconds: Array
+    busiest_link: Array
+    """Seconds in which the busiest link of any device carries bytes."""
+    least: Array
+    """Seconds of a step below which its schedule cannot be played, however its stages are cut; `total` without a pipeline."""
     sent: dict[str, Array]
     """Bytes of the collectives that were priced, of rank 0 in a step, by axis: those of its flows, and of its ledger."""
 
     @property
     def total(self) -> Array:
         """Seconds of a step."""
-        return sum(self.seconds.values(), np.zeros_like(self.block_seconds))
+        return _sum(self.seconds)
 
     @property
     def peak(self) -> Array:
         """Bytes of the fullest device."""
-        return sum(self.memory.values(), np.zeros_like(self.block_seconds))
+        return _sum(self.memory)
 
 
 def predict(work: Work, space: Space, cluster: Cluster, stack: Stack = SHARDWISE) -> Prediction:
@@ -126,7 +138,8 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     launch = _launch(work, space, cluster, stack, layer, host)
     layer = layer + launch
     beside = layer if cluster.device.overlap else block.forward + block.backward + repeated + launch
-    data_once, replica_once = _data_once(space, cluster, stack, held, links, beside)
+    steady = _steady(space, held, links)
+    data_once, replica_once = _data_once(space, cluster, stack, held, links, beside, steady)
 
     # One micro-batch at the ends of the model. In a pipeline one rank has the embedding and another the head, and what they send
     # hides in the waits for the ranks between.
@@ -153,12 +166,26 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
         "replica": replica_once + links.seconds("replica", "step"),
         "imbalance": m * (slowest - average),
         "bubble": _bubble(space, slowest),
-        "pipeline_sends": _sends(space, cluster, stack, links),
+        "pipeline_sends": _sends(space, cluster, stack, links, slowest, steady),
         "offload": _offload(space, cluster, held),
     }
     seconds_of = {name: value * cluster.corrections.get(name, 1.0) for name, value in seconds_of.items()}
-    memory = footprint(work, space, cluster, stack, held)
-    return Prediction(seconds_of, memory, layer, head, embedding, links.bytes)
+    busiest, least = _busiest(space, held, links), _least_bubble(space, held, layer, embedding, head, slowest)
+    least_seconds = with_links({**seconds_of, "bubble": least * cluster.corrections.get("bubble", 1.0)}, busiest, cluster)
+    memory, host = footprint(work, space, cluster, stack, held), host_bytes(work, space, cluster, held)
+    of_step = with_links(seconds_of, busiest, cluster)
+    return Prediction(of_step, memory, host, layer, head, embedding, busiest, _sum(least_seconds), links.bytes)
+
+
+def with_links(seconds: Mapping[str, Array], busiest: Array, cluster: Cluster) -> dict[str, Array]:
+    """The terms of a step, and what its busiest link takes longer than all of them."""
+    others = {name: value for name, value in seconds.items() if name != "links"}
+    return {**others, "links": np.maximum(busiest - _sum(others), 0.0) * cluster.corrections.get("links", 1.0)}
+
+
+def _sum(terms: Mapping[str, Array]) -> Array:
+    first, *others = terms.values()
+    return sum(others, first)
 
 
 def _check_precision(work: Work, cluster: Cluster) -> None:
@@ -290,10 +317,14 @@ def _waits(space: Space, cluster: Cluster, links: Priced) -> Array:
     return STRAGGLING * (gathering + sharing / 2 + 5 * doublings(space.tensor)) + LOCKSTEP * doublings(space.world)
 
 
-def _data_once(space: Space, cluster: Cluster, stack: Stack, held: Holdings, links: Priced, layer: Array) -> tuple[Array, Array]:
-    """Exposed seconds of the data axis once a step, and of joining replicas: both hide behind the last backward and its waits. A
-    CPU worker has one network, which may be busy with what it sends in each micro-batch."""
-    room = BACKWARD * layer * held.cut.first * np.where(space.pipeline > 1, np.minimum(space.accumulation, 2), 1)
+def _data_once(
+    space: Space, cluster: Cluster, stack: Stack, held: Holdings, links: Priced, layer: Array, steady: Array
+) -> tuple[Array, Array]:
+    """Exposed seconds of the data axis once a step, and of joining replicas: both hide behind the last backward and its waits,
+    which are longer where a link holds the pipeline up. A CPU worker has one network, which may be busy with what it sends in
+    each micro-batch."""
+    backward = BACKWARD * np.maximum(layer * held.cut.first, steady / space.accumulation)
+    room = backward * np.where(space.pipeline > 1, np.minimum(space.accumulation, 2), 1)
     if not cluster.device.overlap:
         room = np.maximum(room - links.inside_blocks("data") / space.accumulation, 0.0)
     left = np.maximum(room - links.seconds("data", "once"), 0.0)
@@ -346,18 +377,53 @@ def _bubble(space: Space, slowest: Array) -> Array:
     return idle
 
 
-def _sends(space: Space, cluster: Cluster, stack: Stack, links: Priced) -> Array:
-    """Seconds of sending activations on and gradients back that nothing hides: the messages of filling and draining, and of the
-    rest, two for each stage and micro-batch, what the program waits for. The gradient of a tied embedding, and the numbers of a
-    step, are sent while the pipeline drains.
+def _least_bubble(space: Space, held: Holdings, layer: Array, embedding: Array, head: Array, slowest: Array) -> Array:
+    """Seconds that a schedule cannot do without. A rank begins when the first micro-batch has come through all stages before its
+    own, and where backward is not split, those still have their backward to do when it has ended.
+    """
+    cut, m = held.cut, space.accumulation
+    split = np.where(splits_backward(space), 1 / 3, 1.0)
+    middle = m * cut.middle * layer + split * (embedding + cut.before_middle * layer)
+    last = m * (cut.last * layer + head) + split * (embedding + cut.before_last * layer)
+    ended = np.where(held.cut.folded, middle, np.maximum(middle, last))
+    return np.where(space.pipeline > 1, np.maximum(ended - m * slowest, 0.0), 0.0)
+
+
+def _sends(space: Space, cluster: Cluster, stack: Stack, links: Priced, slowest: Array, steady: Array) -> Array:
+    """Seconds of sending activations on and gradients back that nothing hides: the messages of filling and draining; of the rest,
+    two for each stage and micro-batch, what the program waits for; and where a link is busy with a micro-batch for longer than
+    the slowest rank is, the difference. The gradient of a tied embedding, and the numbers of a step, are sent while the pipeline
+    drains.
     """
     hidden = stack.overlap_sends * cluster.device.overlap
-    waits = 2 * (space.pipeline - 1) + 2 * (1 - hidden) * space.accumulation * space.stages_per_rank
-    return waits * links.message
+    filling = 2 * (space.pipeline - 1) * links.message
+    waits = 2 * (1 - hidden) * space.accumulation * space.stages_per_rank * links.message
+    return filling + waits + np.maximum(steady - space.accumulation * slowest - waits, 0.0)
+
+
+def _steady(space: Space, held: Holdings, links: Priced) -> Array:
+    """Seconds in which the busiest link carries what a pipeline's micro-batches send, in the blocks and between the stages."""
+    of_links = [_of_any_rank(busy, busy.blocks + busy.stages, space, held, links) for busy in links.busy.values()]
+    return np.where(space.pipeline > 1, reduce(np.maximum, of_links), 0.0)
+
+
+def _busiest(space: Space, held: Holdings, links: Priced) -> Array:
+    """Seconds of a step in which the busiest link carries bytes."""
+    return reduce(np.maximum, (_of_any_rank(busy, busy.total, space, held, links) for busy in links.busy.values()))
+
+
+def _of_any_rank(busy: Busy, first: Array, space: Space, held: Holdings, links: Priced) -> Array:
+    """Seconds of a link: the first rank's, or those of a rank between the ends, which sends two ways for each of its stages."""
+    messages = 2 * held.cut.stages * space.accumulation / np.maximum(links.messages, 1.0)  # for each of the first rank's
+    middle = held.cut.middle / held.cut.first * busy.blocks + messages * busy.stages
+    return np.where(space.pipeline > 2, np.maximum(first, middle), first)
 
 
 def _offload(space: Space, cluster: Cluster, held: Holdings) -> Array:
-    """Seconds of moving weights in and gradients out of the host's memory, and of updating there."""
-    moved = 8.0 * held.sharded * (1 + space.accumulation) / cluster.device.host_bandwidth
-    updated = UPDATE_BYTES * held.sharded / (HOST_MEMORY * cluster.device.host_bandwidth)
+    """Seconds of moving weights in and gradients out of the host's memory, and of updating there. The devices of a node share
+    what that memory moves."""
+    share = cluster.host_memory_bandwidth / np.minimum(cluster.devices_per_node, space.world)
+    link = cluster.device.host_bandwidth
+    moved = 8.0 * held.sharded * (1 + space.accumulation) / np.minimum(link, share)
+    updated = UPDATE_BYTES * held.sharded / np.minimum(HOST_MEMORY * link, share)
     return np.where(space.offload == 1, moved + updated, 0.0)

@@ -18,7 +18,7 @@ import numpy as np
 
 from shardwise.cost import codec_work
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.collectives import Group, copies, group_of, rates
+from shardwise.cost.collectives import Group, busy_links, copies, group_of, rates
 from shardwise.cost.flow import Flow, When
 from shardwise.cost.space import Array, Bools, Space, Work, take
 from shardwise.plan.engine import engine_of
@@ -26,6 +26,24 @@ from shardwise.plan.grid import base
 
 AXES = ("tensor", "context", "expert", "data", "replica", "pipeline")
 """Whose time a prediction tells apart."""
+LINKS = ("inside", "between")
+_BLOCKS: tuple[When, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Seconds of a step in which rank 0's part of a link carries bytes: no step is shorter, whatever hides behind what."""
+
+    blocks: Array
+    """In the passes through blocks, which every pipeline rank has."""
+    stages: Array
+    """With messages between stages."""
+    rest: Array
+
+    @property
+    def total(self) -> Array:
+        """With all that crosses it, one after the other."""
+        return self.blocks + self.stages + self.rest
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,10 @@ class Priced:
     """By axis, as `axis_of` groups them: every flow is in one."""
     message: Array
     """Seconds of one message between pipeline stages."""
+    messages: Array
+    """Between stages, that rank 0 sends in a step."""
+    busy: dict[str, Busy]
+    """By link: those inside its node, and its network card."""
     _seconds: dict[tuple[str, When], Array]
     _beside: dict[tuple[str, When], Array]
 
@@ -64,7 +86,8 @@ def price(sent: Sequence[Flow], work: Work, space: Space, cluster: Cluster) -> P
     grids, index = space.grids
     groups: dict[str, Group] = {}
     none = np.zeros(len(space))
-    of_bytes, message = dict.fromkeys(AXES, none), none
+    of_bytes, message, messages = dict.fromkeys(AXES, none), none, none
+    of_links = {link: dict.fromkeys(("blocks", "stages", "rest"), none) for link in LINKS}
     of_seconds, of_beside = dict[tuple[str, When], Array](), dict[tuple[str, When], Array]()
     for flow in sent:
         if flow.axis not in groups:
@@ -79,13 +102,18 @@ def price(sent: Sequence[Flow], work: Work, space: Space, cluster: Cluster) -> P
         if cluster.device_type == "cpu":
             beside = np.where((take(group.nodes, index) > 1) & _goes_on(flow, work, space), wire, beside)
         if flow.when == "pipeline":
-            message = seconds / np.maximum(flow.count, 1.0)
+            message, messages = seconds / np.maximum(flow.count, 1.0), flow.count
+        part = "blocks" if flow.when in _BLOCKS else "stages" if flow.when == "pipeline" else "rest"
+        for link, each in busy_links(flow.kind, group, cluster, beta, flow.copies).items():
+            if each.any():
+                of_links[link][part] = of_links[link][part] + flow.bytes * take(each, index)
         axis = axis_of(flow)
         key = axis, flow.when
         of_bytes[axis] = of_bytes[axis] + flow.bytes
         of_seconds[key] = of_seconds.get(key, none) + seconds
         of_beside[key] = of_beside.get(key, none) + beside
-    return Priced(of_bytes, message, of_seconds, of_beside)
+    busy = {link: Busy(**parts) for link, parts in of_links.items()}
+    return Priced(of_bytes, message, messages, busy, of_seconds, of_beside)
 
 
 def _goes_on(flow: Flow, work: Work, space: Space) -> Bools:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,10 @@ class Cut:
     """Of the rank that has the head: the first one of a V."""
     last_stage: Array
     """Of the first rank's blocks, those of the model's last stage: none but in a V."""
+    before_middle: Array
+    """Blocks that a micro-batch goes through before it first comes to the fullest rank between the ends."""
+    before_last: Array
+    """The same of the rank that has the head: none in a V."""
 
 
 def cut(work: Work, space: Space, stack: Stack) -> Cut:
@@ -41,7 +46,7 @@ def cut(work: Work, space: Space, stack: Stack) -> Cut:
     first, index = distinct([space.pipeline, stages, folded])
     kinds = zip(space.pipeline[first].tolist(), stages[first].tolist(), folded[first].tolist(), strict=True)
     sums = [_blocks_of_ranks(_stages_of_ranks(work, stack.balanced, *kind), folded=kind[2]) for kind in kinds]
-    return Cut(folded, stages, *np.asarray(sums).reshape(-1, 4)[index].T)  # (candidates, 4) -> four columns
+    return Cut(folded, stages, *np.asarray(sums).reshape(-1, 6)[index].T)  # (candidates, 6) -> six columns
 
 
 @lru_cache(maxsize=4096)
@@ -59,11 +64,15 @@ def _stages_of_ranks(work: Work, balanced: bool, ranks: int, per_rank: int, fold
     return own
 
 
-def _blocks_of_ranks(ranks: list[list[float]], folded: bool) -> tuple[float, float, float, float]:
-    """Blocks of the first, the fullest middle and the last rank, and of the model's last stage if the first rank has it."""
-    between = ranks[1:] if folded else ranks[1:-1]
-    last = ranks[0] if folded else ranks[-1]
-    return sum(ranks[0]), max(map(sum, between), default=0.0), sum(last), ranks[0][-1] if folded else 0.0
+def _blocks_of_ranks(ranks: list[list[float]], folded: bool) -> tuple[float, float, float, float, float, float]:
+    """Blocks of the first, the fullest middle and the last rank, and of the model's last stage if the first rank has it; and
+    those before the middle and the last one's first stage."""
+    own = [sum(stages) for stages in ranks]
+    ends = (0, 0) if folded else (0, len(ranks) - 1)
+    middle = max((rank for rank in range(len(ranks)) if rank not in ends), key=lambda rank: (own[rank], rank), default=0)
+    before = list(accumulate((stages[0] for stages in ranks), initial=0.0))  # the first stages are the ranks' own, in order
+    of_last_stage = ranks[0][-1] if folded else 0.0
+    return own[0], own[middle] if middle else 0.0, own[ends[1]], of_last_stage, before[middle], before[ends[1]]
 
 
 def gathered_in_vain(work: Work, space: Space, stack: Stack) -> Ints:

@@ -6,7 +6,8 @@ up to what one clock can see:
 | what                  | predicted terms                                        | measured                                     |
 | --------------------- | ------------------------------------------------------ | -------------------------------------------- |
 | computing             | matmul, attention, elementwise, launch, recompute      | span `forward_backward`                      |
-| exposed communication | tensor, context, expert, data, replica, pipeline_sends | span `exposed_communication`                 |
+| exposed communication | tensor, context, expert, data, replica, links, and     | span `exposed_communication`                 |
+|                       | pipeline_sends                                         |                                              |
 | optimizer             | optimizer                                              | span `optimizer`                             |
 | reading data          | none: batches are read ahead                           | what of the span `data` no other span covers |
 | unclaimed             | none                                                   | what is left of the step                     |
@@ -40,7 +41,7 @@ Row = dict[str, Any]
 Rows of seconds have the planner's `terms`, rows of bytes the `predicted_calls` and `measured_calls` of a step."""
 
 COMPUTING = ("matmul", "attention", "elementwise", "launch", "recompute")
-COMMUNICATION = ("tensor", "context", "expert", "data", "replica", "pipeline_sends")
+COMMUNICATION = ("tensor", "context", "expert", "data", "replica", "pipeline_sends", "links")
 IDLE = ("imbalance", "bubble")
 _EXPOSED = "exposed_communication"
 _GIB = 2.0**30

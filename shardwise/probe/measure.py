@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import psutil
 import torch.distributed as dist
 
 from shardwise.config import Layout
@@ -38,12 +39,16 @@ def measure(worker: Worker, budgets: Mapping[str, Budget], tell: Tell = silent) 
     finally:
         leave()
     tell("done", 1.0)
-    return Cluster(
+    on_cpu = mesh.device.type == "cpu"
+    measured = Cluster(
         name=f"{device.name} x {worker.world}",
         device=device,
         devices_per_node=worker.local_world,
         nodes=max(1, worker.world // worker.local_world),
         inside=inside,
         between=between,
-        shared=mesh.device.type == "cpu",
+        shared=on_cpu,
+        host_memory=float(psutil.virtual_memory().total),
     )
+    known = device.bandwidth if on_cpu else sheet.host_memory_bandwidth if sheet else measured.host_memory_bandwidth
+    return replace(measured, host_memory_bandwidth=known)

@@ -16,14 +16,14 @@ from shardwise.config import Config, Layout
 from shardwise.config.compression import SETTINGS
 from shardwise.cost.cluster import GIB, Cluster
 from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import DEGREES, RECOMPUTE, Ints, Space, Work, take
+from shardwise.cost.space import RECOMPUTE, Ints, Space, Work, concatenate, take
 from shardwise.cost.traffic import flows, totals
 from shardwise.errors import ConfigError
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.plan.parameters import active_count, count
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
-from shardwise.search.search import SearchResult, limit
+from shardwise.search.search import SearchResult, limit, play
 
 LISTED = 4000
 """Layouts in an answer, best first, unless all are asked for."""
@@ -35,7 +35,8 @@ def answer(config: Config, result: SearchResult, everything: bool = False) -> di
         raise ConfigError(f"the job on {result.devices} devices", nothing_fits(config, result))
     best = int(result.order[0])
     second = runner_up(result)
-    listed = result.order if everything else best_of_each(result)[:LISTED]
+    found = result.order if everything else best_of_each(result)
+    listed = found if everything else found[:LISTED]
     too_large = int((~result.fits).sum())
     return {
         "job": config.run.folder,
@@ -51,6 +52,7 @@ def answer(config: Config, result: SearchResult, everything: bool = False) -> di
         "runner_up": None if second is None else {**candidate(result, second), "loses_on": loses_on(result, best, second)},
         "binding": binding(config, result, best),
         "candidates": _listed(result, listed),
+        "found": len(found),
         "rejected": result.refused | ({"does not fit in memory": too_large} if too_large else {}),
         "considered": len(result.space) + sum(result.refused.values()),
         "seconds": result.seconds,
@@ -72,10 +74,15 @@ def cluster_json(cluster: Cluster, count_of: int, margin: float) -> dict[str, An
 
 
 def _listed(result: SearchResult, listed: Ints) -> list[dict[str, Any]]:
-    """The numbers of these candidates, costed together; finalists as they were played through."""
-    together = predict(result.work, result.space.take(listed), result.cluster)
-    predictions = (result.exact.get(index) or take(together, [row]) for row, index in enumerate(listed.tolist()))
-    return [candidate(result, index, prediction) for index, prediction in zip(listed.tolist(), predictions, strict=True)]
+    """The numbers of these candidates, costed together: those that were played through as they were then, others by closed
+    forms."""
+    order = np.concatenate([played := np.intersect1d(listed, result.played), np.setdiff1d(listed, played)])
+    parts = [
+        cost(result.work, result.space.take(part), result.cluster)
+        for cost, part in ((play, played), (predict, order[len(played) :]))
+    ]
+    together, place = concatenate(parts), {int(index): row for row, index in enumerate(order)}
+    return [candidate(result, index, take(together, [place[index]])) for index in listed.tolist()]
 
 
 @lru_cache(maxsize=8)
@@ -107,7 +114,8 @@ def candidate(result: SearchResult, index: int, prediction: Prediction | None = 
         "step_seconds": {name: float(value[0]) for name, value in predicted.seconds.items()} | {"total": total},
         "tokens_per_second_per_device": tokens,
         "mfu": tokens * _flops(result.work) / peak if peak else None,
-        "fits": bool(predicted.peak[0] <= result.limit),
+        "host_memory_gib": float(predicted.host[0]) / GIB,
+        "fits": bool(result.holds(predicted.peak, predicted.host)[0]),
     }
 
 
@@ -178,9 +186,6 @@ def _pattern(space: Space, indices: Ints) -> Any:
 
 
 def best_of_each(result: SearchResult) -> Ints:
-    """Every layout once, best first: the same axes, ZeRO stage and schedule count as one."""
-    space, order = result.space, result.order
-    names = (*DEGREES, "zero", "schedule", "stages_per_rank", "ring", "offload")
-    key = np.stack([getattr(space, name)[order] for name in names], axis=1)
-    _, first = np.unique(key, axis=0, return_index=True)
-    return order[np.sort(first)]
+    """Every layout once, best first: whatever their micro-batch and recomputation."""
+    _, first = np.unique(result.space.layouts[1][result.order], return_index=True)
+    return result.order[np.sort(first)]

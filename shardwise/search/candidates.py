@@ -9,7 +9,7 @@ is left out (sharding over one device, a schedule without a pipeline).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain, product
 from typing import Any
@@ -71,16 +71,17 @@ def is_whole(fixed: Mapping[str, Any], devices: int) -> bool:
     return bool(given) and int(np.prod(given)) == devices
 
 
-def candidates(config: Config, devices: int, fixed: Mapping[str, Any], offload: bool = False) -> Candidates:
-    """All layouts of this job on so many devices."""
+def candidates(config: Config, devices: int, fixed: Mapping[str, Any], offloading: bool = False) -> Candidates:
+    """All layouts of this job on so many devices; where the user does not say, those with `offloading` too, or without alone."""
     refused: Counter[str] = Counter()
     if is_whole(fixed, devices):
         fixed = {**dict.fromkeys(RANK_AXES, 1), **fixed}
+    offloads = [bool(fixed["offload"])] if "offload" in fixed else [False, True] if offloading else [False]
     parts = [
         part
         for degrees in _degrees(devices, fixed)
         if not _refused(config, degrees, refused)
-        for part in _expanded(config, degrees, fixed, offload, refused)
+        for part in _expanded(config, degrees, fixed, offloads, refused)
     ]
     names = [field.name for field in fields(Space)]
     columns = {name: np.concatenate([part[name] for part in parts]) if parts else np.zeros(0, np.int64) for name in names}
@@ -135,7 +136,7 @@ def _reason(config: Config, degrees: Mapping[str, int]) -> str | None:
 
 
 def _expanded(
-    config: Config, degrees: dict[str, int], fixed: Mapping[str, Any], offload: bool, refused: Counter[str]
+    config: Config, degrees: dict[str, int], fixed: Mapping[str, Any], offloads: Sequence[bool], refused: Counter[str]
 ) -> Iterator[dict[str, np.ndarray[Any, np.dtype[np.int64]]]]:
     """The choices inside these degrees, as columns."""
     share = config.train.global_batch // (degrees["replica"] * degrees["data"])
@@ -159,11 +160,12 @@ def _expanded(
         refused[f"train.micro_batch = {asked} does not divide {share_of}"] += 1
         return
     shared = {expert: shares_weights(_layout(degrees, expert), config.model.experts) for expert in experts}
-    rows = product(_zeros(config, degrees, fixed, offload), _schedules(config, degrees, fixed), experts, attentions)
+    states = [(zero, offload) for offload in offloads for zero in _zeros(config, degrees, fixed, offload)]
+    rows = product(states, _schedules(config, degrees, fixed), experts, attentions)
     modes = [RECOMPUTE.index(mode) for mode in RECOMPUTE if fixed.get("recompute", mode) == mode]
     choices = [
-        (zero, SCHEDULES.index(schedule), per_rank, expert, ring, mode)
-        for zero, (schedule, per_rank), expert, ring in rows
+        (zero, offload, SCHEDULES.index(schedule), per_rank, expert, ring, mode)
+        for (zero, offload), (schedule, per_rank), expert, ring in rows
         if zero == 0 or offload or shared[expert]
         for mode in modes
         if not (mode and degrees["pipeline"] > 1 and schedule in SPLIT_BACKWARD and _pointless(mode, fixed))
@@ -171,11 +173,14 @@ def _expanded(
     if not choices:
         return
     table = np.repeat(np.asarray(choices, dtype=np.int64).T, len(micro_batches), axis=1)  # (names, choices x micro-batches)
-    columns = dict(zip(("zero", "schedule", "stages_per_rank", "expert", "ring", "recompute"), table, strict=True))
+    names = ("zero", "offload", "schedule", "stages_per_rank", "expert", "ring", "recompute")
+    columns = dict(zip(names, table, strict=True))
     columns |= {axis: np.full(table.shape[1], degree, np.int64) for axis, degree in degrees.items()}
     columns["micro_batch"] = np.tile(np.asarray(micro_batches, dtype=np.int64), len(choices))
     columns["accumulation"] = share // columns["micro_batch"]
-    columns["offload"] = np.full(table.shape[1], int(offload), np.int64)
+    if "zero" not in fixed:  # of a single micro-batch, stage 1 reduces gradients as stage 2 does
+        differs = (columns["zero"] != 2) | (columns["accumulation"] > 1)
+        columns = {name: column[differs] for name, column in columns.items()}
     yield columns
 
 
@@ -198,10 +203,12 @@ def _obstacle(config: Config, degrees: Mapping[str, Any], expert: int) -> str | 
 
 
 def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any], offload: bool) -> list[int]:
+    highest = 0 if needs_whole_momenta(config.train, config.layout) else 3
+    if offload and 0 in (highest, fixed.get("zero")):  # only sharded states can be offloaded
+        return []
     if not shares_weights(_layout(degrees), config.model.experts):  # whatever `expert` will be
         alone = degrees["replica"] == 1 or "replica" in fixed
-        return ([fixed.get("zero") or 3] if offload else [0]) if alone else []
-    highest = 0 if needs_whole_momenta(config.train, config.layout) else 3
+        return ([fixed.get("zero", 3)] if offload else [0]) if alone else []
     stages = [stage for stage in range(least_zero(config.layout), highest + 1) if fixed.get("zero", stage) == stage]
     if offload and "zero" not in fixed:  # the lower stages keep whole weights on the device
         return [3]

@@ -26,9 +26,10 @@ from shardwise.cost.predict import predict
 from shardwise.cost.stack import SHARDWISE
 from shardwise.errors import UserError
 from shardwise.plan.flops import flops_per_token
-from shardwise.search.fits import any_fits, any_fits_resident, spaces
-from shardwise.search.reasons import best_layout, count_devices, host_gib, nothing_fits
-from shardwise.search.search import SearchResult, limit, search, work_of
+from shardwise.search.candidates import candidates, fixed_fields
+from shardwise.search.fits import any_fits, any_fits_resident
+from shardwise.search.reasons import best_layout, count_devices, nothing_fits
+from shardwise.search.search import SearchResult, host_limit, limit, offloads, search, work_of
 
 MOST = 16_384
 """Devices that are tried at most, unless more are asked for."""
@@ -160,15 +161,12 @@ def _ideal_seconds(config: Config, cluster: Cluster, devices: int) -> float:
 
 def _rough_seconds(config: Config, cluster: Cluster, devices: int) -> float | None:
     """Of a step in the quickest layout that fits, by the closed forms."""
-    work, allowed = work_of(config), limit(cluster, config.cluster.margin, devices)
-    for space in spaces(config, cluster, devices):
-        quickest = np.inf
-        for part in space.parts():
-            prediction = predict(work, part, cluster, SHARDWISE)
-            quickest = min(quickest, float(np.min(prediction.total[prediction.peak <= allowed], initial=np.inf)))
-        if np.isfinite(quickest):
-            return float(quickest)
-    return None
+    work, margin, quickest = work_of(config), config.cluster.margin, np.inf
+    for part in candidates(config, devices, fixed_fields(config), offloads(cluster)).space.parts():
+        prediction = predict(work, part, cluster, SHARDWISE)
+        fits = (prediction.peak <= limit(cluster, margin, devices)) & (prediction.host <= host_limit(cluster, margin))
+        quickest = min(quickest, float(np.min(prediction.total[fits], initial=np.inf)))
+    return float(quickest) if np.isfinite(quickest) else None
 
 
 # -- the fewest devices that hold it ---------------------------------------------------------------------------------------
@@ -190,7 +188,7 @@ class Smallest:
 
 
 def smallest_that_fits(config: Config, cluster: Cluster, most: int = MOST) -> Smallest:
-    """The fewest devices on which any layout fits; states go to the host's memory only where nothing else does."""
+    """The fewest devices on which any layout fits, with states in the host's memory where that helps."""
     devices = resident = _smallest(config, cluster, most, any_fits)
     if devices is None:
         sentence = f"nothing fits on up to {count_devices(_doubling(cluster, most)[-1])}"
@@ -200,7 +198,7 @@ def smallest_that_fits(config: Config, cluster: Cluster, most: int = MOST) -> Sm
     peak, sentence = float(result.peak[best]), f"fits on {count_devices(devices)} ({best_layout(result)})"
     if result.space.offload[best]:
         resident = _smallest(config, cluster, most, any_fits_resident)
-        sentence += f" with {host_gib(result):,.0f} GiB of each node's own memory"
+        sentence += f" with {float(result.host[best]) / GIB:,.0f} GiB of each node's own memory"
         sentence += f"; without offloading it takes {count_devices(resident)}" if resident else "; only by offloading"
     return Smallest(devices, resident, best_layout(result), peak / GIB, result.limit / GIB, sentence, result)
 

@@ -41,7 +41,7 @@ def forecast(
     """Seconds by term, bytes of memory by kind, and of every collective, of one step under this layout."""
     space = space_of_layout(config, layout, micro_batch, accumulation)
     work = work_of(config, bucket_bytes)
-    prediction = play(work, space, cluster)[0]
+    prediction = play(work, space, cluster)
     total = float(prediction.total[0])
     return {
         "cluster": cluster.name,

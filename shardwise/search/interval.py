@@ -16,8 +16,8 @@ saw 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama Team, 2024, se
 Failures of devices add up, so M falls with their number: at that rate a run on 1,024 devices fails every two days.
 
 Before a run all of this can be told from sizes alone (`plan_checkpoints`). A checkpoint holds a parameter and two moments, 12
-bytes in float32. Each device copies its share to the host at the speed of that link, which is the stall; the nodes together write
-at the speed of their storage, which is the save; after a failure the same bytes are read back.
+bytes in float32. Each device copies its share to the host at the speed of that link, which is the stall; all nodes together write
+at the speed of the storage that they share, which is the save; after a failure the same bytes are read back.
 """
 
 from __future__ import annotations
@@ -131,8 +131,7 @@ def storage_bytes(parameters: float, bytes_per_parameter: float = CHECKPOINT_BYT
 def plan_checkpoints(
     parameters: float,
     devices: int,
-    storage_bandwidth_per_node: float,
-    nodes: int,
+    storage_bandwidth: float,
     step_seconds: float,
     device_hours: float = DEVICE_HOURS,
     background: bool = True,
@@ -144,7 +143,7 @@ def plan_checkpoints(
 ) -> CheckpointPlan:
     """What checkpoints of a model will cost on a cluster, and how often to make them; bandwidths in bytes/s."""
     size = parameters * bytes_per_parameter
-    transfer = size / (storage_bandwidth_per_node * nodes)
+    transfer = size / storage_bandwidth
     copy = size / devices / host_bandwidth
     stall, save = (copy, copy + transfer) if background else (transfer, transfer)
     again = restart + transfer

@@ -19,9 +19,9 @@ from shardwise.cost.space import RECOMPUTE, Ints, Space, Work
 from shardwise.cost.stack import SHARDWISE
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.candidates import candidates, fixed_fields
-from shardwise.search.fits import any_fits, any_fits_resident, peak_bytes
+from shardwise.search.fits import any_fits, any_fits_resident, fitting
 from shardwise.search.reasons import best_layout, count_devices, describe_layout, nothing_fits
-from shardwise.search.search import SearchResult, limit, play, search, work_of
+from shardwise.search.search import SearchResult, play, search, work_of
 
 _LONGEST = 2**30
 
@@ -123,9 +123,9 @@ def largest_batch(config: Config, cluster: Cluster, devices: int) -> Largest:
     In one layout memory grows with the micro-batch, so each has a largest; all are bisected at once. A train.micro_batch that the
     job gives is put aside.
     """
-    cluster, work, allowed = cluster.of(devices), work_of(config), limit(cluster.of(devices), config.cluster.margin, devices)
+    cluster, work, margin = cluster.of(devices), work_of(config), config.cluster.margin
     space = _without_accumulation(config, devices)
-    sizes = _largest_sizes(lambda tried: peak_bytes(work, replace(space, micro_batch=tried), cluster) <= allowed, len(space))
+    sizes = _largest_sizes(lambda tried: fitting(work, replace(space, micro_batch=tried), cluster, margin, devices), len(space))
     batches = sizes * space.replica * space.data
     if not len(space) or not batches.max():
         sentence = f"not one sequence a device fits without accumulation on {count_devices(devices)}"
@@ -142,7 +142,7 @@ def _without_accumulation(config: Config, devices: int) -> Space:
     """Every layout once, one sequence a device. A batch of one sequence a device divides over every data axis there is."""
     fixed = {**fixed_fields(config), "micro_batch": 1}
     job = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": devices})})
-    space = candidates(job, devices, fixed, bool(fixed.get("offload"))).space
+    space = candidates(job, devices, fixed).space
     # With a single micro-batch no schedule fills a pipeline, and the plain one holds least.
     space = space.take((space.pipeline == 1) | (space.schedule == SCHEDULES.index("1f1b")))
     return replace(space, accumulation=np.ones_like(space.accumulation))
@@ -161,7 +161,7 @@ def _largest_sizes(fits: Callable[[Ints], Any], layouts: int) -> Ints:
 
 
 def _largest(config: Config, work: Work, space: Space, cluster: Cluster, batch: int) -> Largest:
-    prediction, row = play(work, space, cluster)[0], space.row(0)
+    prediction, row = play(work, space, cluster), space.row(0)
     seconds, copies, layout = float(prediction.total[0]), row["replica"] * row["data"], describe_layout(row)
     changes = {"global_batch": batch, "micro_batch": row["micro_batch"], "recompute": RECOMPUTE[row["recompute"]]}
     job = config.model_copy(update={"layout": space.layout(0), "train": config.train.model_copy(update=changes)})

@@ -13,12 +13,10 @@ import numpy as np
 from shardwise.config import AXES, Config
 from shardwise.cost.cluster import GIB
 from shardwise.cost.space import RECOMPUTE
-from shardwise.plan.dtypes import BYTES
 from shardwise.plan.grid import describe_degrees
-from shardwise.plan.parameters import count
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.candidates import candidates
-from shardwise.search.search import SearchResult
+from shardwise.search.search import SearchResult, simpler
 from shardwise.words import counted
 
 TRIED = 64
@@ -46,8 +44,7 @@ def loses_on(result: SearchResult, best: int, other: int) -> str:
     slower = float(rival.total[0] / winner.total[0] - 1)
     parts = " and ".join(f"{describe_term(name)} (+{format_seconds(more[name])})" for name in worst)
     if slower < 0.0005:
-        quick = f"{-slower:.1%} quicker, which is less than the model is accurate," if slower < -0.0005 else "as quick"
-        return f"simplicity: it is {quick} and has more that can go wrong"
+        return "nothing that the model can tell: it is as quick"
     return f"{slower:+.1%} a step: {parts}" if parts else f"{slower:+.1%} a step"
 
 
@@ -66,7 +63,7 @@ _TERMS = {
     "recompute": "recomputation", "optimizer": "the optimizer", "bubble": "the pipeline's bubble", "imbalance": "uneven stages",
     "tensor": "tensor collectives", "context": "context exchange", "expert": "sending tokens to experts",
     "data": "gathers and gradient sums", "replica": "joining replicas", "pipeline_sends": "messages between stages",
-    "offload": "moving states to the host",
+    "links": "links that are busy for longer", "offload": "moving states to the host",
 }  # fmt: skip
 
 
@@ -87,10 +84,6 @@ def reason(result: SearchResult, best: int) -> str:
     text = f"{describe_layout(row)}: {format_seconds(total)} a step and {peak:.3g} of {result.limit / GIB:.3g} GiB"
     if len(result.order) == 1:
         return f"{text}, the only layout that fits" if len(result.space) > 1 else f"{text}, the only layout there is"
-    quickest = int(result.order[np.argmin(result.total[result.order])])
-    if quickest != best:
-        lead = result.total[best] / result.total[quickest] - 1
-        return f"{text}, the simplest within {max(lead, 0.001):.1%} of the quickest of {len(result.order):,} that fit"
     return f"{text}, the quickest of {len(result.order):,} candidates that fit"
 
 
@@ -103,30 +96,33 @@ def binding(config: Config, result: SearchResult, best: int) -> list[str]:
     if row["recompute"]:
         sentences.append(_needed(result, best, "recompute"))
     if row["offload"]:
-        sentences.append(_offloaded(result))
-    return [*sentences, *_refusals(config, row), _largest(result, best)]
+        sentences.append(f"{_needed(result, best, 'offload')}; {_of_the_host(result, best)}")
+    return [*sentences, *_refusals(config, row), *_simpler(result, best), _largest(result, best)]
 
 
-def host_gib(result: SearchResult) -> float:
-    """Of a node's own memory that offloaded weights, gradients and moments take."""
-    nodes = -(-result.devices // result.cluster.devices_per_node)
-    return 4.0 * BYTES[result.work.state_dtype] * count(result.work.model) / nodes / GIB
+def _of_the_host(result: SearchResult, index: int) -> str:
+    """How much of a node's own memory offloaded states take."""
+    taken, allowed = (f"{size / GIB:,.0f}" for size in (result.host[index], result.host_limit))
+    return f"states take {taken} of the {allowed} GiB that a plan may use of a node's own memory"
 
 
-def _offloaded(result: SearchResult) -> str:
-    """Why states are in the host's memory, and how much of it they take."""
-    why = "is as asked" if "offload" in result.fixed else "is needed: nothing fits without it"
-    return f"offload {why}; it takes about {host_gib(result):,.0f} GiB of each node's own memory, which the planner does not know"
+def _simpler(result: SearchResult, best: int) -> list[str]:
+    """A layout with less that can go wrong, if it is nearly as quick."""
+    other = simpler(result)
+    if other is None:
+        return []
+    slower = float(result.prediction(other).total[0] / result.prediction(best).total[0] - 1)
+    return [f"simpler: {describe_layout(result.space.row(other))}, {slower:.1%} slower, which is less than the model is accurate"]
 
 
 def _needed(result: SearchResult, best: int, field: str) -> str:
     """Why a choice was made: what is lost without it, or by how much nothing fits."""
     values = getattr(result.space, field)
-    least = 0 if field in ("zero", "recompute") else 1
+    least = 0 if field in ("zero", "recompute", "offload") else 1
     without = np.flatnonzero(values == least)
     name = {"zero": "sharding (zero)", "recompute": "recomputation"}.get(field, field)
     if field in result.fixed:
-        return f"{name} is {_value(field, int(values[best]))} as asked"
+        return f"{name} is as asked" if field == "offload" else f"{name} is {_value(field, int(values[best]))} as asked"
     if not len(without):
         return f"{name} is used by every layout that the job's sizes allow"
     fitting = without[result.fits[without]]
@@ -189,6 +185,10 @@ def nothing_fits(config: Config, result: SearchResult) -> list[str]:
     """By how much nothing fits, and what would."""
     if not len(result.space):
         return [f"no layout is possible: {_impossible(result)}; {_other_devices(config, result)}"]
+    if (result.peak <= result.limit).any():  # then what is missing is memory of the hosts
+        least = int(np.argmin(np.where(result.peak <= result.limit, result.host, np.inf)))
+        needs = f"{describe_layout(result.space.row(least))} fits on the devices, but its {_of_the_host(result, least)}"
+        return [f"nothing fits: {needs}; use more nodes, or a cluster.file with the host_memory_gib that they have"]
     least = int(np.argmin(result.peak))
     peak, allowed = float(result.peak[least]), result.limit
     prediction = result.prediction(least)

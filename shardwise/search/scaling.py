@@ -9,8 +9,8 @@ Efficiency is tokens a second and device, over that of the smallest count on whi
 leave more memory to each, and what was recomputed or offloaded need not be any longer. The term that breaks a curve is the one
 whose share of the step grew most since that smallest count.
 
-Amdahl (1967): if a share s of the time on the smallest count does not shrink, no number of devices is more than 1/s times faster.
-The share is read off the smallest working count; real curves bend earlier where communication grows with the devices.
+No bound of Amdahl's kind is told: it needs a part of the step that more devices cannot shorten, and under another layout on each
+count every part can be (sums by sharding, the bubble by fewer stages, the update by both).
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from shardwise.errors import UserError
 from shardwise.search.reasons import best_layout, nothing_fits
 from shardwise.search.search import search
 
-EXPOSED = ("tensor", "context", "expert", "data", "replica", "pipeline_sends")
+EXPOSED = ("tensor", "context", "expert", "data", "replica", "pipeline_sends", "links")
 """Terms of a step that are communication nothing hides."""
 _PRODUCTS = ("matmul", "attention")
 """What a step is for: their share grows where the rest gets better."""
-SERIAL = (*EXPOSED, "optimizer", "bubble")
-"""Terms that do not get shorter with more devices of the same batch."""
 
 
 @dataclass(frozen=True)
@@ -117,51 +115,3 @@ def _grew_most(before: Mapping[str, float], after: Mapping[str, float]) -> str |
     growth = {name: seconds / new - before.get(name, 0.0) / old for name, seconds in after.items() if name not in _PRODUCTS}
     most = max(growth, key=lambda name: growth[name])
     return most if growth[most] > 1e-9 else None
-
-
-# -- Amdahl's bound -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Speedup:
-    """How much faster than the smallest count so many devices are, and would be if the serial share were all that slowed them."""
-
-    devices: int
-    reached: float
-    bound: float
-
-
-@dataclass(frozen=True)
-class Bound:
-    """How far a strong curve can go, if memory forces nothing on the smallest count that more devices would be rid of."""
-
-    devices: int
-    """The smallest count that works; speed-ups are over it."""
-    serial_share: float
-    """Of its step, the part that more devices do not shorten."""
-    most_speedup: float
-    """1 / serial_share, however many devices."""
-    speedups: tuple[Speedup, ...]
-    """For each count that works."""
-
-
-def amdahl(points: Sequence[Point]) -> Bound | None:
-    """The bound of a strong curve; None where nothing works, or nothing is serial."""
-    working = [point for point in points if point.works]
-    if not working:
-        return None
-    first = working[0]
-    total = sum(first.seconds.values())
-    share = sum(first.seconds.get(name, 0.0) for name in SERIAL) / total
-    if share <= 0:
-        return None
-    rows = tuple(
-        Speedup(point.devices, total / sum(point.seconds.values()), speedup(share, point.devices / first.devices))
-        for point in working
-    )
-    return Bound(first.devices, share, 1 / share, rows)
-
-
-def speedup(serial_share: float, devices: float) -> float:
-    """How many times faster the same work gets on so many devices if a share of it does not get faster (Amdahl, 1967)."""
-    return 1 / (serial_share + (1 - serial_share) / devices)

@@ -1,9 +1,10 @@
-"""The best layout: cost every candidate, keep what fits, and play the finalists' schedules through.
+"""The best layout: cost every candidate, keep what fits, and play the pipelines that could win.
 
-All candidates are costed by closed forms. The few best are then costed again with their own schedule, action by action, and
-their stages as they will be cut, because the closed forms take stages for equal. Of those within `NEAR` of the best, the one
-with the fewest moving parts wins: two per cent are less than the model is accurate, and every axis is one more thing that can
-go wrong.
+All candidates are costed by closed forms, which take stages for equal, and by a bound below which no pipeline can be played. In
+the order of their bounds they are then costed with their own schedule, action by action, and stages as they will be cut, until
+the next bound is above the best found: so the winner is the quickest of all, and a better cluster never has a slower one. Of
+equally quick layouts the one with the fewest moving parts wins, because every axis is one more thing that can go wrong; a simpler
+one within `NEAR` is told of, not taken.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import numpy as np
 from shardwise.config import Config
 from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.predict import Prediction, predict
-from shardwise.cost.space import Array, Ints, Space, Work, take
+from shardwise.cost.predict import Prediction, predict, with_links
+from shardwise.cost.space import Array, Ints, Space, Work
 from shardwise.cost.stack import SHARDWISE
 from shardwise.errors import UserError
 from shardwise.plan.dtypes import reduce_dtype, state_dtype
@@ -30,7 +31,11 @@ from shardwise.plan.timeline import play as play_through
 from shardwise.search.candidates import candidates, fixed_fields
 
 NEAR = 0.02
-FINALISTS = 16
+"""Differences that are less than the model is accurate."""
+EQUAL = 1e-9
+"""Differences that come from the order of additions."""
+AT_FIRST = 16
+"""Pipelines that are played before the next bound is looked at; then twice as many, and so on."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,15 @@ class SearchResult:
     space: Space
     total: Array
     peak: Array
+    host: Array
+    """Bytes of a node's own memory."""
     order: Ints
     margin: float
     refused: dict[str, int]
     seconds: float
     fixed: Mapping[str, Any]
-    exact: Mapping[int, Prediction]
-    """The finalists, costed with their own schedules."""
+    played: Ints
+    """The pipelines that could win, costed with their own schedules."""
 
     @property
     def limit(self) -> float:
@@ -57,13 +64,22 @@ class SearchResult:
         return limit(self.cluster, self.margin, self.devices)
 
     @property
+    def host_limit(self) -> float:
+        """Bytes a plan may use of each node's own memory."""
+        return host_limit(self.cluster, self.margin)
+
+    @property
     def fits(self) -> Any:
         """Which candidates do."""
-        return self.peak <= self.limit
+        return self.holds(self.peak, self.host)
+
+    def holds(self, peak: Any, host: Any) -> Any:
+        """Whether there is room for so many bytes on a device and on its node's host."""
+        return (peak <= self.limit) & (host <= self.host_limit)
 
     def prediction(self, index: int) -> Prediction:
         """One candidate's, term by term."""
-        return self.exact[index] if index in self.exact else play(self.work, self.space.take([index]), self.cluster)[0]
+        return play(self.work, self.space.take([index]), self.cluster)
 
 
 def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
@@ -79,6 +95,11 @@ def limit(cluster: Cluster, margin: float, devices: int) -> float:
     """Bytes that one device may use."""
     sharing = min(devices, cluster.devices_per_node) if cluster.shared else 1
     return cluster.device.memory / sharing * (1 - margin)
+
+
+def host_limit(cluster: Cluster, margin: float) -> float:
+    """Bytes that the devices of a node may use of its own memory."""
+    return cluster.host_memory * (1 - margin)
 
 
 def check_countable(config: Config) -> None:
@@ -100,59 +121,66 @@ def search(config: Config, cluster: Cluster, devices: int) -> SearchResult:
     started, margin = time.perf_counter(), config.cluster.margin
     check_countable(config)
     fixed, work = fixed_fields(config), work_of(config)
-    proposed = candidates(config, devices, fixed, bool(fixed.get("offload")))
+    proposed = candidates(config, devices, fixed, offloads(cluster))
     result = _costed(work, cluster, proposed.space, margin, proposed.refused, fixed, devices)
-    if not len(result.order) and "offload" not in fixed and cluster.device.overlap:
-        proposed = candidates(config, devices, fixed, offload=True)
-        offloaded = _costed(work, cluster, proposed.space, margin, proposed.refused, fixed, devices)
-        result = offloaded if len(offloaded.order) else result
     return replace(result, seconds=time.perf_counter() - started)
+
+
+def offloads(cluster: Cluster) -> bool:
+    """Whether devices have a memory of their own, beside which there is the host's."""
+    return cluster.device.overlap > 0
 
 
 def _costed(
     work: Work, cluster: Cluster, space: Space, margin: float, refused: dict[str, int], fixed: Mapping[str, Any], devices: int
 ) -> SearchResult:
-    total, peak = _cost(work, space, cluster)
-    fitting = np.flatnonzero(peak <= limit(cluster, margin, devices))
-    order = fitting[np.argsort(total[fitting], kind="stable")]
-    exact: dict[int, Prediction] = {}
-    while len(order) and int(order[0]) not in exact:
-        finalists = _finalists(space, total, order, exact)
-        exact |= zip(finalists, play(work, space.take(finalists), cluster), strict=True)
-        total[finalists] = [exact[index].total[0] for index in finalists]
-        order = order[np.argsort(total[order], kind="stable")]
-    order = _simplest_first(space, total, order, exact)
-    return SearchResult(work, cluster, devices, space, total, peak, order, margin, refused, 0.0, fixed, exact)
+    total, least, peak, host = _cost(work, space, cluster)
+    fitting = np.flatnonzero((peak <= limit(cluster, margin, devices)) & (host <= host_limit(cluster, margin)))
+    played = _played_to_the_best(work, space, cluster, total, fitting[np.argsort(least[fitting], kind="stable")], least)
+    order = _simplest_first(space, total, fitting[np.argsort(total[fitting], kind="stable")])
+    return SearchResult(work, cluster, devices, space, total, peak, host, order, margin, refused, 0.0, fixed, played)
 
 
-def _cost(work: Work, space: Space, cluster: Cluster) -> tuple[Array, Array]:
-    """Seconds and bytes of every candidate; nothing else of a prediction is kept, which of a million would be gigabytes."""
+def _cost(work: Work, space: Space, cluster: Cluster) -> tuple[Array, Array, Array, Array]:
+    """Seconds of every candidate, the least they can be, and bytes of devices and hosts; nothing else of a prediction is kept,
+    which of a million would be gigabytes."""
     predictions = (predict(work, part, cluster, SHARDWISE) for part in space.parts())
-    total, peak = zip(*((prediction.total, prediction.peak) for prediction in predictions), strict=True)
-    return np.concatenate(total), np.concatenate(peak)
+    columns = zip(*((found.total, found.least, found.peak, found.host) for found in predictions), strict=True)
+    total, least, peak, host = (np.concatenate(column) for column in columns)
+    return np.maximum(total, least), least, peak, host
 
 
-def _finalists(space: Space, total: Array, order: Ints, exact: Mapping[int, Prediction]) -> list[int]:
-    """The best that were not played yet, and at first the best of every kind of layout near them, so that no schedule is judged
-    by its closed form alone.
-    """
-    chosen = [int(index) for index in order[: 4 * FINALISTS] if int(index) not in exact][:FINALISTS]
-    if exact:
-        return chosen
-    near = order[: np.searchsorted(total[order], 1.3 * total[order[0]])] if len(order) else order
-    kind = np.stack([space.pipeline[near], space.schedule[near], space.tensor[near]], axis=1)
-    _, first = np.unique(kind, axis=0, return_index=True)
-    return sorted({*chosen, *(int(index) for index in near[np.sort(first)][:FINALISTS])})
+def _played_to_the_best(work: Work, space: Space, cluster: Cluster, total: Array, order: Ints, least: Array) -> Ints:
+    """Of candidates in the order of their bounds, the pipelines that could be the quickest: played through, with `total` set to
+    what that takes."""
+    alone = space.pipeline[order] == 1
+    pipelines, quickest = order[~alone], float(np.min(total[order[alone]], initial=np.inf))
+    start, size = 0, AT_FIRST
+    while start < len(pipelines) and least[pipelines[start]] <= quickest * (1 + EQUAL):
+        chosen = pipelines[start : start + size]
+        total[chosen] = play(work, space.take(chosen), cluster).total
+        quickest = min(quickest, float(total[chosen].min()))
+        start, size = start + len(chosen), 2 * size  # a few plays take as long as one
+    played: Ints = pipelines[:start]
+    return played
 
 
-def _simplest_first(space: Space, total: Array, order: Ints, exact: Mapping[int, Prediction]) -> Ints:
-    """Put the simplest of the near ties in front."""
+def _simplest_first(space: Space, total: Array, order: Ints) -> Ints:
+    """Put the simplest of the ties in front."""
     if not len(order):
         return order
-    played = order[np.isin(order, list(exact))]
-    near = played[total[played] <= (1 + NEAR) * total[played[0]]]
-    best = min(near, key=lambda index: (moving_parts(space.row(index)), total[index]))
+    tied = order[: np.searchsorted(total[order], (1 + EQUAL) * total[order[0]], side="right")]
+    best = min(tied, key=lambda index: (moving_parts(space.row(index)), total[index]))
     return np.concatenate([[best], order[order != best]])
+
+
+def simpler(result: SearchResult) -> int | None:
+    """Of the candidates that take hardly longer than the winner, the one with the fewest moving parts, if they are fewer."""
+    best, total = result.order[0], result.total[result.order]
+    near = result.order[: np.searchsorted(total[1:], (1 + NEAR) * total[0]) + 1]  # all but the winner ascend
+    parts = [moving_parts(result.space.row(int(index))) for index in near]
+    least = int(np.argmin(parts))
+    return int(near[least]) if parts[least] < moving_parts(result.space.row(int(best))) else None
 
 
 def moving_parts(row: Mapping[str, int]) -> float:
@@ -164,28 +192,31 @@ def moving_parts(row: Mapping[str, int]) -> float:
     return axes + 0.25 * row["zero"] + schedule + 0.2 * row["recompute"] + 2 * row["offload"]
 
 
-# -- one candidate, with its own schedule -------------------------------------------------------------------------------
+# -- candidates with their own schedules --------------------------------------------------------------------------------
 
 
-def play(work: Work, space: Space, cluster: Cluster) -> list[Prediction]:
-    """A prediction for each candidate by itself, its pipeline played through as it will run, stages cut as they will be."""
+def play(work: Work, space: Space, cluster: Cluster) -> Prediction:
+    """A prediction whose pipelines are played through as they will run, with stages cut as they will be."""
     closed = predict(work, space, cluster, SHARDWISE)
-    return [_played(work, space.row(index), take(closed, [index]), cluster) for index in range(len(space))]
-
-
-def _played(work: Work, row: Mapping[str, int], closed: Prediction, cluster: Cluster) -> Prediction:
-    if row["pipeline"] == 1:
+    pipelines = np.flatnonzero(space.pipeline > 1)
+    if not len(pipelines):
         return closed
-    blocks = work.blocks(row["pipeline"] * row["stages_per_rank"])
-    stage = [count * float(closed.block_seconds[0]) for count in blocks]
-    stage[0] += float(closed.embedding_seconds[0])
-    stage[-1] += float(closed.head_seconds[0])
-    makespan, slowest = _makespan(row, tuple(stage))
-    average = row["accumulation"] * sum(stage) / row["pipeline"]
+    times = np.array([_times(work, space, closed, index) for index in pipelines.tolist()])  # (pipelines, 3)
+    makespan, slowest, average = times.T
     seconds = dict(closed.seconds)
-    seconds["imbalance"] = np.asarray([slowest - average]) * cluster.corrections.get("imbalance", 1.0)
-    seconds["bubble"] = np.asarray([makespan - slowest]) * cluster.corrections.get("bubble", 1.0)
-    return replace(closed, seconds=seconds)
+    for name, value in (("imbalance", slowest - average), ("bubble", makespan - slowest)):
+        seconds[name] = seconds[name].copy()
+        seconds[name][pipelines] = value * cluster.corrections.get(name, 1.0)
+    return replace(closed, seconds=with_links(seconds, closed.busiest_link, cluster))
+
+
+def _times(work: Work, space: Space, closed: Prediction, index: int) -> tuple[float, float, float]:
+    """Seconds of a pipeline, of its busiest rank's own work, and of the average rank's."""
+    row = space.row(index)
+    stage = [count * float(closed.block_seconds[index]) for count in work.blocks(row["pipeline"] * row["stages_per_rank"])]
+    stage[0] += float(closed.embedding_seconds[index])
+    stage[-1] += float(closed.head_seconds[index])
+    return (*_makespan(row, tuple(stage)), row["accumulation"] * sum(stage) / row["pipeline"])
 
 
 def _makespan(row: Mapping[str, int], stage: tuple[float, ...]) -> tuple[float, float]:

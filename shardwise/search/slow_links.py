@@ -42,6 +42,8 @@ OUTER_EVERY = Local().steps  # type: ignore[call-arg]
 _OUTER_BYTES = 8.0
 """For each parameter averaged: its value at the last average, and the outer momentum."""
 _DATA = ("data", "replica")
+_WAITS = (*_DATA, "links")
+"""Terms of a step that shrink with what the data axis sends."""
 PLAIN = "none"
 """The name of the alternative to a job's codec that compresses nothing."""
 _LATER = "what is left out is added to the next gradient"
@@ -140,7 +142,7 @@ def _alternative(result: SearchResult, winner: Space, name: str, how: SumCompres
         exposed_seconds=_waiting(prediction),
         step_seconds=_step(result, winner, prediction),
         extra_memory=max(0.0, extra),
-        fits=bool(prediction.peak[0] <= result.limit),
+        fits=bool(result.holds(prediction.peak, prediction.host)[0]),
         changes=changes,
     )
 
@@ -153,7 +155,7 @@ def _step(result: SearchResult, winner: Space, prediction: Prediction) -> float:
 
 def _waiting(prediction: Prediction) -> float:
     """Exposed seconds of the data axis in a step."""
-    return float(sum(prediction.seconds[name][0] for name in _DATA))
+    return float(sum(prediction.seconds[name][0] for name in _WAITS))
 
 
 def _sent(result: SearchResult, work: Work, space: Space) -> float:
@@ -205,8 +207,8 @@ def _smallest_worker(result: SearchResult, winner: Space) -> Space | None:
         worker = replace(winner, data=np.asarray([size]), replica=np.asarray([1]))
         if int(worker.shards[0]) == 1:
             worker = replace(worker, zero=np.asarray([0]))
-        peak = float(predict(result.work, worker, result.cluster, SHARDWISE).peak[0])
-        if peak + _OUTER_BYTES * _share(result, worker) <= result.limit:
+        prediction = predict(result.work, worker, result.cluster, SHARDWISE)
+        if result.holds(prediction.peak + _OUTER_BYTES * _share(result, worker), prediction.host)[0]:
             return worker
     return None
 

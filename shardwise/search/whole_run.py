@@ -26,8 +26,8 @@ from shardwise.search.search import SearchResult, search
 from shardwise.search.slow_links import alternatives, proposed
 from shardwise.words import counted
 
-STORAGE = 2e9
-"""Bytes/s that one node writes to shared storage, where nothing better is known."""
+STORAGE = 20e9
+"""Bytes/s of the storage that all nodes write to together, where nothing better is known: a parallel file system of some size."""
 _DAY = 86400.0
 _OF_WEIGHTS = (SHARDS, COPIES, "replica", "data", EXPERT_SHARDS, f"replica x {EXPERT_SHARDS}")
 """Axes over which weights are gathered and gradients summed."""
@@ -93,14 +93,13 @@ def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
 def checkpoints(config: Config, result: SearchResult, best: int, storage: float, device_hours: float) -> dict[str, Any]:
     """How often to save, what it costs, and the share of time that counts."""
     cluster = result.cluster
-    nodes = -(-result.devices // cluster.devices_per_node)
     width = {"bfloat16": 6.0, "float64": 24.0}.get(result.work.state_dtype, 12.0)
     saves = plan_checkpoints(
-        count(config.model), result.devices, storage, nodes, float(result.prediction(best).total[0]), device_hours,
+        count(config.model), result.devices, storage, float(result.prediction(best).total[0]), device_hours,
         config.checkpoint.background, bytes_per_parameter=width, host_bandwidth=cluster.device.host_bandwidth,
         keep=config.checkpoint.keep,
     )  # fmt: skip
-    return asdict(saves)
+    return {**asdict(saves), "storage_gb_s": storage / 1e9}
 
 
 # -- compute-optimal training ---------------------------------------------------------------------------------------------

@@ -137,8 +137,9 @@ def test_a_terminal_shows_the_lines_to_paste_the_reason_and_the_bars(plan: Plan)
         "tokens/s a device, MFU",
         "next best of another kind",
         "loses on",
+        "on storage of 20 GB/s in all (--storage)",
     ):
-        assert word in out, word
+        assert word in " ".join(out.split()), word
 
 
 def test_the_curve_of_a_job_has_every_number_of_devices_that_was_asked_for(plan: Plan) -> None:
@@ -147,7 +148,6 @@ def test_the_curve_of_a_job_has_every_number_of_devices_that_was_asked_for(plan:
     strong, weak = out.partition("weak scaling")[::2]
     for curve in (strong, weak):
         assert [line.split()[0] for line in curve.splitlines() if " ms " in line] == ["1", "2", "4"]
-    assert "Amdahl's bound" in weak
 
 
 def test_a_page_is_written_and_a_program_still_gets_its_object(plan: Plan, tmp_path: Path) -> None:

@@ -253,6 +253,12 @@ def test_a_large_search_makes_a_page_of_bounded_size() -> None:
     assert embedded(page)["candidates"]["rows"] == CANDIDATES
 
 
+def test_a_page_of_the_best_layouts_says_how_many_there_are() -> None:
+    drawn = embedded(render_page(answer(found=47_390)))
+    assert drawn["found"] == 47_390
+    assert drawn["candidates"]["rows"] == len(candidates())
+
+
 def test_a_large_cluster_is_drawn_by_the_node_and_a_long_pipeline_by_some_of_its_ranks() -> None:
     whole = answer()
     whole["best"] = {**whole["best"], "map": placed(16, 32, 8), "timeline": drawn_timeline("1f1b", 16, 512)}

@@ -60,6 +60,18 @@ def test_an_open_data_axis_counts_as_one_pipeline_and_a_closed_one_divides_the_b
     assert json.loads(plan("--schedule", "--json", *FOUR, "layout.data=4").stdout)["micro_batches"] == 2
 
 
+def test_an_open_data_axis_has_the_devices_that_the_cluster_leaves() -> None:
+    job = str(Path(__file__).parents[2] / "examples" / "llama3-70b-64xh100.toml")  # 512 sequences on 64 devices
+    drawn = CliRunner().invoke(app, ["plan", job, "--schedule", "--json", "layout.pipeline=4", "train.micro_batch=1"])
+    answer = json.loads(drawn.stdout)
+    assert answer["micro_batches"] == 512 * 4 // 64
+    assert answer["bubble"] == pytest.approx(3 / (32 + 3))
+    here = plan("--schedule", "--json", "layout.pipeline=2", "layout.data=-1", "train.micro_batch=4", "cluster.devices=8")
+    assert json.loads(here.stdout)["micro_batches"] == 2
+    uneven = plan("--schedule", "layout.pipeline=4", "layout.data=-1", "cluster.devices=6").exception
+    assert isinstance(uneven, ConfigError)
+
+
 def test_the_svg_is_written_and_only_json_is_on_standard_output(tmp_path: Path) -> None:
     result = plan("--schedule", "--json", "--svg", str(tmp_path / "drawing.svg"), *FOUR)
     json.loads(result.stdout)

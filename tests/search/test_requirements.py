@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.search.requirements import least_bandwidth, ring_hops, wire_bytes
-from shardwise.search.scaling import speedup
 
 sizes = st.floats(1, 1e12)
 times = st.floats(1e-6, 1e4)
-shares = st.floats(0, 1)
 
 
 def test_a_rings_bytes_are_those_sent_when_it_is_played_through() -> None:
@@ -47,14 +45,3 @@ def test_more_time_never_needs_more_bandwidth(wire: float, seconds: float, more:
 
 def test_no_bandwidth_is_enough_where_latency_alone_takes_longer() -> None:
     assert least_bandwidth(1.0, 1.0, hops=10, latency=0.1) == np.inf
-
-
-@given(shares, st.integers(1, 100_000))
-def test_speed_ups_stay_between_one_and_the_devices(serial: float, devices: int) -> None:
-    faster = speedup(serial, devices)
-    assert 1 - 1e-9 <= faster <= devices * (1 + 1e-6)
-    assert faster * serial <= 1 + 1e-9  # Amdahl's bound: one over the serial share
-
-
-def test_amdahls_law_by_hand() -> None:
-    assert speedup(0.1, 10) == pytest.approx(1 / 0.19)
