@@ -172,9 +172,9 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     seconds_of = {name: value * cluster.corrections.get(name, 1.0) for name, value in seconds_of.items()}
     busiest, least = _busiest(space, held, links), _least_bubble(space, held, layer, embedding, head, slowest)
     least_seconds = with_links({**seconds_of, "bubble": least * cluster.corrections.get("bubble", 1.0)}, busiest, cluster)
-    memory, host = footprint(work, space, cluster, stack, held), host_bytes(work, space, cluster, held)
+    memory, on_host = footprint(work, space, cluster, stack, held), host_bytes(work, space, cluster, held)
     of_step = with_links(seconds_of, busiest, cluster)
-    return Prediction(of_step, memory, host, layer, head, embedding, busiest, _sum(least_seconds), links.bytes)
+    return Prediction(of_step, memory, on_host, layer, head, embedding, busiest, _sum(least_seconds), links.bytes)
 
 
 def with_links(seconds: Mapping[str, Array], busiest: Array, cluster: Cluster) -> dict[str, Array]:
