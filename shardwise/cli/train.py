@@ -108,7 +108,7 @@ def _check_data(config: Config) -> None:
 
     with preparing() as progress:
         dataset = Dataset.open(config.data, config.train.seed, progress)
-    check_vocabulary(dataset, config.model.vocabulary)
+    check_vocabulary(dataset, config.model.vocabulary, config.model.pretrained)
 
 
 def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits) -> Crew:
