@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ class Crew:
 
 def checks_of_run(crew_of: Callable[[Config], Crew]) -> Sequence[Check]:
     """For a job that is to be trained; `crew_of` says by how many, or why it cannot be by so many."""
-    return [*checks_of_proof(), _extras, _resume, _folders, lambda sections: _crew(sections, crew_of)]
+    return [*checks_of_proof(), weights_problems, _extras, _resume, _folders, lambda sections: _crew(sections, crew_of)]
 
 
 def checks_of_proof() -> Sequence[Check]:
@@ -54,11 +55,35 @@ def _extras(sections: Sections) -> Iterator[str]:
 
 def _data(sections: Sections) -> Iterator[str]:
     from shardwise.config import Data, Model
-    from shardwise.data.check import problems_of_data
+    from shardwise.data.check import has_to_be_prepared, problems_of_data
 
     data, model = sections.get("data"), sections.get("model")
     if isinstance(data, Data) and (data.source is not None or data.sources):
-        yield from problems_of_data(data, model.vocabulary if isinstance(model, Model) else None)
+        known = (model.vocabulary, model.pretrained) if isinstance(model, Model) else (None, None)
+        yield from problems_of_data(data, *known)
+        if has_to_be_prepared(data):
+            yield from _unusable("data.cache", data.cache, ".shardwise/data")
+
+
+def weights_problems(sections: Sections) -> Iterator[str]:
+    """The files of a model from elsewhere, by their headers; one that goes on from a checkpoint needs them no more."""
+    from shardwise.checkpoint import to_resume
+    from shardwise.checkpoint.pretrained import open_folder
+    from shardwise.config import Model, whole
+    from shardwise.errors import RunFailed, UserError
+
+    model, config = sections.get("model"), whole(sections)
+    if not isinstance(model, Model) or model.pretrained is None:
+        return
+    with suppress(UserError):  # `_resume` says what is wrong with it
+        if config and to_resume(config):
+            return
+    try:
+        open_folder(Path(model.pretrained))
+    except RunFailed:
+        raise
+    except UserError as error:
+        yield f"model.pretrained: {error}"  # in the words of config/pretrained.py, so that it is listed once
 
 
 def _module(sections: Sections) -> Iterator[str]:
@@ -84,14 +109,28 @@ def _folders(sections: Sections) -> Iterator[str]:
     """Folders that could not be made where they are asked for."""
     for setting in ROOM:
         table, _, key = setting.partition(".")
-        folder = getattr(sections.get(table), key, None)
-        if folder is None or "://" in folder or folder.startswith("memory:"):
-            continue
+        if (folder := getattr(sections.get(table), key, None)) is not None:
+            yield from _unusable(setting, folder, "runs/mine")
+
+
+def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
+    """Why nothing can be written to a folder, or to an address; one that is not there yet is not made."""
+    from shardwise.checkpoint.storage import storage
+    from shardwise.errors import UserError
+    from shardwise.observe.files import check_room
+
+    try:
+        if "://" in folder or folder.startswith("memory:"):
+            storage(folder)
+            return
         path = Path(folder).absolute()
         there = next(above for above in [path, *path.parents] if os.path.lexists(above))
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            reason = "may not be written to" if there.is_dir() else "is not a folder"
-            yield f"{setting} = {folder!r}: {there} {reason}. Give another, for example {setting}=runs/mine"
+        if there.is_dir():
+            check_room(path, setting, 0)
+        else:
+            yield f"{setting} = {folder!r}: {there} is not a folder. Give another, for example {setting}={example}"
+    except UserError as error:
+        yield str(error) if str(error).startswith(setting) else f"{setting} = {folder!r}: {error}"
 
 
 def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str]:

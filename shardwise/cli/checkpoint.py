@@ -93,7 +93,8 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder: config.json, safetensors, tokenizer. Holds one tensor in memory."""
     need_torch()
-    from shardwise.checkpoint.huggingface import DTYPES, export_checkpoint
+    from shardwise.checkpoint.huggingface import export_checkpoint
+    from shardwise.checkpoint.pretrained import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: not known; use one of {', '.join(DTYPES)}")

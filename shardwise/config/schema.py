@@ -167,7 +167,7 @@ class Data(Section):
     reset_attention: bool = Field(
         False, description="tokens see only their own document, and no loss is taken across a document boundary"
     )
-    cache: str = Field(".shardwise/data", description="where sources that are not prepared yet are tokenised to")
+    cache: str = Field(".shardwise/data", min_length=1, description="where sources that are not prepared yet are tokenised to")
 
     @model_validator(mode="before")
     @classmethod

@@ -16,9 +16,7 @@ import pytest
 from shardwise.cli.main import main
 from shardwise.train import launch
 
-JOB = """
-[model]
-preset = "bytes-400k"
+TEXT = """
 [data]
 source = "text.txt"
 sequence_length = 64
@@ -26,6 +24,9 @@ sequence_length = 64
 steps = 2
 global_batch = 8
 """
+JOB = '[model]\npreset = "bytes-400k"\n' + TEXT
+THEIRS = {"model_type": "llama", "vocab_size": 300, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}  # fmt: skip
 
 
 @pytest.fixture
@@ -33,6 +34,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a person has before the first mistake."""
     files = {
         "job.toml": JOB,
+        "theirs.toml": '[model]\npretrained = "theirs"\n' + TEXT,
+        "theirs/config.json": json.dumps(THEIRS),
+        "theirs/vocab.json": "{}",
+        "cut/config.json": json.dumps(THEIRS),
+        "cut/model.safetensors": b"\xff\0\0\0\0\0\0\0{",
         "broken.toml": "[train\nsteps = 2\n",
         "latin.toml": b"[train]\nsteps = 2 # d\xe9j\xe0\n",
         "text.txt": "To be, or not to be, that is the question.\n" * 100,
@@ -53,6 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "cluster.toml": "[device]\nname = 'x'\n",
     }
     for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / "nothing").mkdir()
     os.mkfifo(tmp_path / "pipe")
@@ -135,7 +142,10 @@ TRAIN = [
     ("data.tokenizer=tokenizer.json", "is not a Hugging Face tokenizer.json"),
     ("data.tokenizer=gpt2", "does not exist"),
     ("data.tokenizer=nothing", "does not exist"),
-    ("data.sequence_length=4096", "model.max_positions = 2048"),
+    ("data.end_of_document=</s>", "bytes have an end of their own"),
+    ("data.cache=text.txt", "text.txt is not a folder. Give another, for example data.cache=.shardwise/data"),
+    ("data.cache=", "data.cache = ''"),
+    ("data.sequence_length=4096", "model.max_positions = 2048; shorten the sequence or raise model.max_positions"),
     ("data.held_out=1", "less than 1"),
     # layouts that cannot be
     ("layout.data=3", "train.global_batch = 8: does not divide over 3"),
@@ -160,7 +170,9 @@ TRAIN = [
     ("run.folder=", "run.folder"),
     ("run.folder=text.txt", "text.txt is not a folder"),
     ("run.folder=/dev/null/run", "/dev/null is not a folder"),
+    ("run.folder=/proc/run", "run.folder = '/proc/run': cannot be written"),
     ("checkpoint.folder=text.txt", "text.txt is not a folder"),
+    ("checkpoint.folder=nosuch://x/y", "checkpoint.folder = 'nosuch://x/y'"),
     ("checkpoint.folder=memory://x layout.data=2", "workers do not share their memory"),
     ("checkpoint.resume=nowhere", "nowhere"),
     ("checkpoint.every=-1", "greater than or equal to 0"),
@@ -185,6 +197,8 @@ OTHERS = [
     ("train nothing", "is a folder"),
     ("train pipe", "is not a regular file"),
     ("train text.txt", "text.txt is not valid TOML"),
+    ("train theirs.toml data.tokenizer=bytes", "model.pretrained: theirs has no weights"),
+    ("train theirs.toml data.tokenizer=bytes model.pretrained=cut", "model.pretrained: cut/model.safetensors cannot be read"),
     ("plan job.toml --scale=eight cluster.preset=h100x8", "--scale eight: give device counts"),
     ("plan job.toml --scale=0 cluster.preset=h100x8", "--scale 0: give device counts"),
     ("plan job.toml --maximise=speed cluster.preset=h100x8", "--maximise speed: give sequence or batch"),
@@ -252,5 +266,12 @@ def test_mistakes_of_every_kind_are_in_one_list(
     assert (status, [words for words in ("has 6 problems", *found) if words not in said]) == (2, [])
     status, said = answer(line + "model.module=model.py:Model", capsys, monkeypatch)
     assert (status, "it has Other" in said) == (2, True)
+    line = "train job.toml data.end_of_document=</s> checkpoint.folder=nosuch://x run.folder=/proc/x data.cache=text.txt "
+    status, said = answer(line + "train.stpes=1", capsys, monkeypatch)
+    found = ("data.end_of_document", "checkpoint.folder", "run.folder", "data.cache", "train.stpes")
+    assert (status, [words for words in ("has 5 problems", *found) if words not in said]) == (2, [])
+    status, said = answer("train theirs.toml data.sequence_length=65", capsys, monkeypatch)
+    found = ("theirs has no tokenizer.json", "theirs has no weights", "model.max_positions = 64; shorten the sequence\n")
+    assert (status, [words for words in ("has 3 problems", *found) if words not in said]) == (2, [])
     status, said = answer("plan job.toml --maximise=speed --days=0 train.stpes=1 --html=nothing", capsys, monkeypatch)
     assert "job.toml has 6 problems" in said
