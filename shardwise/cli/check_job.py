@@ -134,7 +134,7 @@ def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
 
 
 def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str]:
-    """A layout that cannot be on so many devices, or in their memory; one that is searched for later is not judged here."""
+    """A layout that cannot be on so many devices, or in their memory; of one that is searched for, whether there is any."""
     from shardwise.config import whole
     from shardwise.mesh import device_memory
     from shardwise.plan import choose
@@ -145,6 +145,22 @@ def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str
     crew = crew_of(config)
     named = config.cluster.preset is not None or config.cluster.file is not None
     plain = config.model.module is None and config.train.driver == "synchronous"
-    if plain and not left_to_the_planner(config, crew.most, cluster_is_named=named):
+    if plain and left_to_the_planner(config, crew.most, cluster_is_named=named):
+        yield from _no_layout(config, crew)
+    elif plain:
         choose(config, crew.most, device_memory(crew.here))
-    yield from ()
+
+
+def _no_layout(config: Config, crew: Crew) -> Iterator[str]:
+    """That none is possible on so many workers: known without the machine being measured, which takes minutes with many."""
+    from shardwise.config.compression import AUTO
+    from shardwise.search.candidates import candidates, fixed_fields
+    from shardwise.words import counted
+
+    fixed = fixed_fields(config)
+    if config.layout.compression == AUTO or len((found := candidates(config, crew.most, fixed)).space):
+        return
+    reasons = "; ".join(found.refused) or "what [layout] asks for is not of so many"
+    fewer = next(count for count in range(crew.most - 1, 0, -1) if count == 1 or len(candidates(config, count, fixed).space))
+    advice = f"give --workers {fewer}" if crew.here == crew.most else f"there are some on {fewer}"
+    yield f"no layout is possible on {counted(crew.most, 'worker')}: {reasons}; {advice}"

@@ -158,6 +158,8 @@ TRAIN = [
     ("layout.dp=2 layout.data=2", "data is given twice"),
     ("layout.data=4 --workers=2", "data 4 = 4 devices"),
     ("layout.replica=2 --workers=3", "does not divide 3"),
+    ("--workers=12 train.global_batch=4", "give --workers 8"),
+    ("--workers=100000", "--workers"),
     ("--workers=2 --max-workers=4", "this machine starts 2"),
     ("layout.data=2 --min-workers=3 --max-workers=2", "--min-workers 3"),
     ("--workers=0", "--workers"),
