@@ -87,6 +87,13 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_expert
         ({key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}, "rms_norm_eps is missing"),
         ({**LLAMA, "hidden_size": "8"}, "hidden_size = '8'"),
         ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({**LLAMA, "num_attention_heads": False}, "num_attention_heads = False"),
+        ({**GPT2, "n_head": False}, "n_head = False"),
+        ({**MIXTRAL, "num_hidden_layers": False}, "num_hidden_layers = False"),
+        (
+            {**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": None},
+            "max_window_layers = None",
+        ),
         ({**LLAMA, "rope_theta": "much"}, "rope_theta = 'much'"),
         ({**LLAMA, "rope_scaling": "llama3"}, "rope_scaling = 'llama3'"),
         ({**LLAMA, "num_key_value_heads": 3}, "model.kv_heads = 3"),
@@ -126,6 +133,15 @@ def test_shapes_are_known_without_torch_as_torch_finds_them(model_type: str) -> 
 @pytest.mark.parametrize("window", [None, 16, 4096])
 def test_a_window_that_is_never_reached_does_not_matter(window: int | None) -> None:
     assert to_model({**MIXTRAL, "sliding_window": window}, "config.json")[1].experts == 4
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"gpt2"}))
+def test_a_missing_base_of_rotary_positions_is_what_the_library_takes(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoConfig.for_model(model_type)
+    base = getattr(theirs, "rope_theta", None) or theirs.rope_parameters["rope_theta"]
+    mixture = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+    assert to_model({**LLAMA, **mixture, "model_type": model_type}, "config.json")[1].rope_theta == base
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
