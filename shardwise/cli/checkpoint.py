@@ -114,7 +114,7 @@ def export(
     tensors, files = counted(done.tensors, "tensor"), counted(done.files, "file")
     print(f"{folder}: {done.architecture}, {tensors}, {_size(done.bytes)} in {files}, from {address}")
     if done.kept:
-        typer.echo(f"and {done.kept} as in the folder that the model came from, byte for byte", err=True)
+        typer.echo(f"and {counted(done.kept, 'file')} as in the folder that the model came from, byte for byte", err=True)
     if done.note:
         typer.echo(f"note: {done.note}", err=True)
 
@@ -128,6 +128,7 @@ def import_(
     """Write the weights of a Hugging Face folder as a checkpoint that a job can start from, and print the job's [model]."""
     need_torch()
     from shardwise.checkpoint.pretrained import import_folder
+    from shardwise.invoked import typed
 
     with _bar("importing") as progress:
         imported = import_folder(folder, checkpoint, progress)
@@ -139,7 +140,7 @@ def import_(
         return
     typer.echo(f"{checkpoint}: {imported.tensors} tensors, {_size(imported.bytes)}; the job says", err=True)
     print("\n\n".join(_table(name, values) for name, values in tables.items()))
-    typer.echo(f"and `shardwise train JOB checkpoint.resume={checkpoint}` starts from it", err=True)
+    typer.echo(f"and `{typed()} train JOB checkpoint.resume={checkpoint}` starts from it", err=True)
 
 
 def parse_size(text: str) -> int:

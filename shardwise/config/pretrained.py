@@ -31,7 +31,7 @@ Tables = dict[str, dict[str, Any]]
 def with_pretrained(tables: Tables, problems: list[str]) -> Tables:
     """The tables of a job, filled from the folder that its model comes from, if it names one."""
     model, data = tables.get("model", {}), tables.get("data", {})
-    if not isinstance(model.get("pretrained"), str):
+    if not isinstance(model.get("pretrained"), str) or not model["pretrained"]:
         return tables
     both = [f"model.{key}" for key in ("preset", "module") if model.get(key) is not None]
     if both:
@@ -52,7 +52,8 @@ def read_model(folder: Path) -> tuple[Family, Model]:
     path = folder / CONFIG
     with reading(path):
         if not path.is_file():
-            raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}")
+            hint = "" if folder.is_dir() else ". A name on the hub is downloaded first: `hf download NAME --local-dir FOLDER`"
+            raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}{hint}")
     return to_model(parse_as(dict[str, Any], read_bytes(file_of(folder, CONFIG)), path), str(path))
 
 

@@ -58,6 +58,7 @@ class Model(Section):
     preset: str | None = Field(None, description="a named shape, for example `llama3-8b`; listed in docs/configuration.md")
     pretrained: str | None = Field(
         None,
+        min_length=1,
         description="a Hugging Face folder to start from: its weights, and its shape, its tokenizer and its end of documents, "
         "which the job need not say (docs/checkpoints.md)",
     )
