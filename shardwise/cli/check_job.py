@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.config import Check, Config, Sections
 
+NEAR = 64
+"""Numbers of workers below one that no layout has which are all tried, before powers of two."""
 ROOM = ("run.folder", "checkpoint.folder")
 
 
@@ -161,6 +163,8 @@ def _no_layout(config: Config, crew: Crew) -> Iterator[str]:
     if config.layout.compression == AUTO or len((found := candidates(config, crew.most, fixed)).space):
         return
     reasons = "; ".join(found.refused) or "what [layout] asks for is not of so many"
-    fewer = next(count for count in range(crew.most - 1, 0, -1) if count == 1 or len(candidates(config, count, fixed).space))
+    near = range(crew.most - 1, max(0, crew.most - 1 - NEAR), -1)
+    halves = (1 << power for power in reversed(range((crew.most - 1).bit_length())))
+    fewer = next((count for count in (*near, *halves) if len(candidates(config, count, fixed).space)), 1)
     advice = f"give --workers {fewer}" if crew.here == crew.most else f"there are some on {fewer}"
     yield f"no layout is possible on {counted(crew.most, 'worker')}: {reasons}; {advice}"
