@@ -93,7 +93,7 @@ def parse_json(content: bytes, source: str | Path, advice: str = "") -> Any:
 def parse_toml(content: bytes, source: str | Path, advice: str = "") -> dict[str, Any]:
     """What TOML text holds, within bounds. People write it, so what is wrong with a number is the schema's to say."""
     try:
-        value = tomllib.loads(content.decode("utf-8"))
+        value = tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a mark
     except (ValueError, RecursionError) as error:
         _refuse(source, f"is not valid TOML: {error}", advice)
     _bounded(value, source, advice, bits=10_000)
@@ -125,7 +125,7 @@ def first_problem(error: ValidationError) -> str:
     """The first of pydantic's findings: the place, what is there, and what is wrong with it."""
     detail = error.errors(include_url=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).lstrip(".")
-    held = "" if detail["type"] == "missing" else f" = {shown(detail['input'])}"
+    held = "" if detail["type"] == "missing" else f"{' = ' if where else ''}{shown(detail['input'])}"
     return f"{where}{held}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
 
 

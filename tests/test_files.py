@@ -51,6 +51,7 @@ def test_file_place_and_reason_are_in_one_line(text: str, reason: str) -> None:
 
 
 def test_text_with_lines_and_tabs_is_text() -> None:
+    assert parse_toml(b"\xef\xbb\xbfsteps = 2", "f.toml") == {"steps": 2}  # as some editors begin a file
     assert parse_toml(b'sample = "a\\tb\\nc"', "f.toml") == {"sample": "a\tb\nc"}
 
 

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from shardwise.config import Model
 from shardwise.config.families import Family
 from shardwise.plan import parameter_shapes
 
-Convert = Callable[[list[Tensor]], list[Tensor]]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shape = tuple[int, ...]
+Convert = Callable[["list[Tensor]"], "list[Tensor]"]
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,39 @@ class Conversion:
 
     to_theirs: Convert
     to_ours: Convert
+    their_shapes: Callable[[list[Shape]], list[Shape]]
+    """Of what `to_theirs` makes of tensors of these shapes, known without torch: headers are compared before it is imported."""
 
 
-SAME = Conversion(lambda tensors: tensors, lambda tensors: tensors)
-TRANSPOSED = Conversion(lambda tensors: [tensors[0].t()], lambda tensors: [tensors[0].t()])
-JOINED = Conversion(lambda tensors: [torch.cat(tensors).t()], lambda tensors: list(tensors[0].t().chunk(3)))
-STACKED = Conversion(lambda tensors: list(tensors[0].unbind()), lambda tensors: [torch.stack(tensors)])
-PAIRED = Conversion(lambda tensors: [torch.cat(tensors, 1)], lambda tensors: list(tensors[0].chunk(2, 1)))
+def _concatenated(tensors: list[Tensor], dim: int) -> Tensor:
+    import torch
+
+    return torch.cat(tensors, dim)
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    import torch
+
+    return torch.stack(tensors)
+
+
+SAME = Conversion(lambda tensors: tensors, lambda tensors: tensors, lambda shapes: shapes)
+TRANSPOSED = Conversion(lambda tensors: [tensors[0].t()], lambda tensors: [tensors[0].t()], lambda shapes: [shapes[0][::-1]])
+JOINED = Conversion(
+    lambda tensors: [_concatenated(tensors, 0).t()],
+    lambda tensors: list(tensors[0].t().chunk(3)),
+    lambda shapes: [(*shapes[0][:0:-1], sum(shape[0] for shape in shapes))],
+)
+STACKED = Conversion(
+    lambda tensors: list(tensors[0].unbind()),
+    lambda tensors: [_stacked(tensors)],
+    lambda shapes: [shapes[0][1:]] * shapes[0][0],
+)
+PAIRED = Conversion(
+    lambda tensors: [_concatenated(tensors, 1)],
+    lambda tensors: list(tensors[0].chunk(2, 1)),
+    lambda shapes: [(shapes[0][0], sum(shape[1] for shape in shapes), *shapes[0][2:])],
+)
 
 
 @dataclass(frozen=True)
@@ -181,7 +209,7 @@ def tensor_matches(family: Family, model: Model, fused: bool = False) -> list[Te
     return matches
 
 
-def their_shapes(match: TensorMatch, ours: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def their_shapes(match: TensorMatch, ours: Mapping[str, Shape]) -> dict[str, Shape]:
     """The shapes of a match's tensors on the other side, from ours."""
-    theirs = match.conversion.to_theirs([torch.empty(ours[name], device="meta") for name in match.ours])
-    return {name: tuple(tensor.shape) for name, tensor in zip(match.theirs, theirs, strict=True)}
+    shapes = match.conversion.their_shapes([ours[name] for name in match.ours])
+    return dict(zip(match.theirs, shapes, strict=True))

@@ -30,6 +30,7 @@ from torch import Tensor
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.families import TensorMatch, tensor_matches, their_shapes
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
+from shardwise.checkpoint.pretrained import DTYPES, INDEX, WEIGHTS, Progress, listed, no_progress
 from shardwise.config import Model
 from shardwise.config.families import Family
 from shardwise.config.model_config import to_config, to_model
@@ -40,20 +41,8 @@ from shardwise.errors import UserError, shown
 from shardwise.files import parse_as, reading
 from shardwise.plan import parameter_shapes
 
-Progress = Callable[[int, int, int, int], None]
-"""Told of tensors done, tensors in all, bytes done, bytes in all."""
-
 PREFIX = "model."
 """Of the names of weights in a checkpoint."""
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
-"""Ours, the name in a safetensors header, and bytes."""
-SHOWN = 8
-"""Names that a message lists; the rest is counted."""
-
-
-def no_progress(*_: int) -> None:
-    """Progress that nobody looks at."""
 
 
 @dataclass(frozen=True)
@@ -310,9 +299,3 @@ def _write_tokenizer(folder: Path, source: ExportSource) -> tuple[int | None, st
         settings |= {**template.tokens, "chat_template": template.source}
     _write_json(folder / TOKENIZER_CONFIG, settings)
     return tokenizer.end, None
-
-
-def listed(names: list[str]) -> str:
-    """Names in a message."""
-    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + rest

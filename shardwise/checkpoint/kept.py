@@ -10,6 +10,7 @@ Kept is every file of the folder but weights, and of its subfolders the one that
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from shardwise.config.pretrained import TOKENIZER, file_of
 from shardwise.data.tokenizer import hash_of
 from shardwise.errors import UserError, shown
 from shardwise.files import read_bytes, reading
+
+log = logging.getLogger("shardwise")
 
 PREFIX = "file."
 """Of their names in a checkpoint."""
@@ -56,15 +59,22 @@ def as_files(kept: Mapping[str, Tensor]) -> dict[str, bytes]:
 
 
 def has_tokenizer(kept: Mapping[str, Tensor], fingerprint: str) -> bool:
-    """Whether the tokenizer.json among them, if there is one, is that of data with this fingerprint."""
+    """Whether the tokenizer.json among them is that of data with this fingerprint. Files without one, a vocab.json say, are of a
+    tokenizer that nobody can compare."""
     tokenizer = kept.get(PREFIX + TOKENIZER)
-    return tokenizer is None or hash_of(bytes(tokenizer.numpy())) == fingerprint
+    return tokenizer is not None and hash_of(bytes(tokenizer.numpy())) == fingerprint
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     with reading(folder):
-        for inside in (folder, folder / "additional_chat_templates"):
-            for path in sorted(inside.iterdir()) if inside.is_dir() else ():
+        for subfolder in ("", "additional_chat_templates"):
+            inside = folder / subfolder
+            for path in sorted(inside.iterdir()) if inside.is_dir() and not (subfolder and inside.is_symlink()) else ():
                 name = path.relative_to(folder).as_posix()
                 if path.is_file() and _NAME.fullmatch(name) and not _WEIGHTS.fullmatch(name):
-                    yield name, file_of(inside, path.name)
+                    try:
+                        file = file_of(folder, path.name, subfolder)
+                    except UserError as error:  # what a model needs of the folder was read before, and not refused
+                        log.warning("%s; it is not kept", error)
+                    else:
+                        yield name, file

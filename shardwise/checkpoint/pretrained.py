@@ -3,7 +3,8 @@
 config.json says what the tensors must be (config/model_config.py), and the headers of the files say what they are. Both are
 compared before a number is read, and all that is missing, left over or of another shape is named together.
 
-The files are read with the safetensors library, because a folder from elsewhere is to be distrusted and its checks of a header
+Headers are read without torch, so that a job's weights are looked at before anything starts (cli/check_job.py). The files are
+read with the safetensors library, because a folder from elsewhere is to be distrusted and its checks of a header
 are good ones; the index may name no file outside of the folder. Pickled weights are refused: opening one runs whatever is in it.
 
 The checkpoint has step 0 and weights alone, in the dtype they came in, and beside them the folder's other files (kept.py). Memory
@@ -12,25 +13,21 @@ is that of the largest tensor, for experts of one layer's: files are mapped, and
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from shardwise.checkpoint.contents import write_checkpoint
 from shardwise.checkpoint.families import TENSORS, TensorMatch, tensor_matches, their_shapes
 from shardwise.checkpoint.folder import Manifest
-from shardwise.checkpoint.huggingface import DTYPES, INDEX, PREFIX, WEIGHTS, Progress, listed, no_progress
-from shardwise.checkpoint.kept import kept_of_folder
 from shardwise.checkpoint.storage import storage
 from shardwise.config import Model
 from shardwise.config.families import Family
@@ -39,10 +36,25 @@ from shardwise.errors import UserError
 from shardwise.files import parse_as, read_bytes
 from shardwise.plan import parameter_shapes
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Progress = Callable[[int, int, int, int], None]
+"""Told of tensors done, tensors in all, bytes done, bytes in all."""
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
+"""Ours, the name in a safetensors header, and bytes."""
+SHOWN = 8
+"""Names that a message lists; the rest is counted."""
 HEAD = "lm_head.weight"
 _KNOWN = dict(DTYPES.values())
 _BUFFERS = re.compile(r"\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 """Constants that older versions of the library saved beside the weights."""
+
+
+def no_progress(*_: int) -> None:
+    """Progress that nobody looks at."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +70,11 @@ class FolderTensor:
     @property
     def bytes(self) -> int:
         """Its size."""
-        return torch.Size(self.shape).numel() * _KNOWN[self.dtype]
+        return math.prod(self.shape) * _KNOWN[self.dtype]
 
     def read(self) -> Tensor:
         """Its numbers. The file is opened for each tensor, so that no more of it than that stays mapped."""
-        with _opened(self.file) as stream:
+        with _opened(self.file, "pt") as stream:
             tensor: Tensor = stream.get_tensor(self.name)
         return tensor
 
@@ -103,6 +115,8 @@ class Pretrained:
 
     def _check_tied(self) -> None:
         """A head beside a tied embedding must be the same numbers; else one of the two is not what was trained."""
+        import torch
+
         if head := self.stored.get(HEAD):
             table = next(match.theirs[0] for match in self.plan if match.ours == ("embedding.weight",))
             if not torch.equal(head.read(), self.stored[table].read()):
@@ -125,6 +139,12 @@ def open_folder(folder: Path) -> Pretrained:
 
 def import_folder(folder: Path, checkpoint: str, progress: Progress = no_progress) -> Pretrained:
     """Write the weights of a Hugging Face folder as a checkpoint of step 0, without optimizer state."""
+    import torch
+
+    from shardwise.checkpoint.contents import write_checkpoint
+    from shardwise.checkpoint.huggingface import PREFIX
+    from shardwise.checkpoint.kept import kept_of_folder
+
     if storage(checkpoint).names():
         raise UserError(f"{checkpoint} is there already and not empty; give another folder, or remove it")
     pretrained = open_folder(folder)
@@ -139,7 +159,7 @@ def _stored_tensors(folder: Path, family: Family) -> dict[str, FolderTensor]:
     """Every tensor in the folder by its full name, constants left out."""
     tensors: dict[str, FolderTensor] = {}
     for file, promised in _files(folder).items():
-        with _opened(file_of(folder, file)) as stream:
+        with _opened(file_of(folder, file), "np") as stream:
             present = set(stream.keys())
             if absent := sorted((promised or set()) - present):
                 raise UserError(f"{folder / file} lacks {listed(absent)}, which {INDEX} says it holds")
@@ -211,6 +231,12 @@ def _check_tensors(folder: Path, model: Model, plan: list[TensorMatch], stored: 
         raise UserError(f"the tensors in {folder} are not those of its {CONFIG}:\n  " + "\n  ".join(lines))
 
 
+def listed(names: list[str]) -> str:
+    """Names in a message."""
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + rest
+
+
 class _WeightIndex(TypedDict):
     """What of the index of several files is read here."""
 
@@ -218,9 +244,11 @@ class _WeightIndex(TypedDict):
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, framework: Literal["np", "pt"]) -> Iterator[Any]:
+    """`np`: for its header, without torch."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as stream:
+        with safe_open(path, framework=framework, device="cpu") as stream:
             yield stream
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise UserError(f"{path} cannot be read: {reason}") from None

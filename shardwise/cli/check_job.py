@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.config import Check, Config, Sections
 
+NEAR = 64
+"""Numbers of workers below one that no layout has which are all tried, before powers of two."""
 ROOM = ("run.folder", "checkpoint.folder")
 
 
@@ -28,7 +31,7 @@ class Crew:
 
 def checks_of_run(crew_of: Callable[[Config], Crew]) -> Sequence[Check]:
     """For a job that is to be trained; `crew_of` says by how many, or why it cannot be by so many."""
-    return [*checks_of_proof(), _extras, _resume, _folders, lambda sections: _crew(sections, crew_of)]
+    return [*checks_of_proof(), weights_problems, _extras, _resume, _folders, lambda sections: _crew(sections, crew_of)]
 
 
 def checks_of_proof() -> Sequence[Check]:
@@ -54,11 +57,35 @@ def _extras(sections: Sections) -> Iterator[str]:
 
 def _data(sections: Sections) -> Iterator[str]:
     from shardwise.config import Data, Model
-    from shardwise.data.check import problems_of_data
+    from shardwise.data.check import has_to_be_prepared, problems_of_data
 
     data, model = sections.get("data"), sections.get("model")
     if isinstance(data, Data) and (data.source is not None or data.sources):
-        yield from problems_of_data(data, model.vocabulary if isinstance(model, Model) else None)
+        known = (model.vocabulary, model.pretrained) if isinstance(model, Model) else (None, None)
+        yield from problems_of_data(data, *known)
+        if has_to_be_prepared(data):
+            yield from _unusable("data.cache", data.cache, ".shardwise/data")
+
+
+def weights_problems(sections: Sections) -> Iterator[str]:
+    """The files of a model from elsewhere, by their headers; one that goes on from a checkpoint needs them no more."""
+    from shardwise.checkpoint import to_resume
+    from shardwise.checkpoint.pretrained import open_folder
+    from shardwise.config import Model, whole
+    from shardwise.errors import RunFailed, UserError
+
+    model, config = sections.get("model"), whole(sections)
+    if not isinstance(model, Model) or model.pretrained is None:
+        return
+    with suppress(UserError):  # `_resume` says what is wrong with it
+        if config and to_resume(config):
+            return
+    try:
+        open_folder(Path(model.pretrained))
+    except RunFailed:
+        raise
+    except UserError as error:
+        yield f"model.pretrained: {error}"  # in the words of config/pretrained.py, so that it is listed once
 
 
 def _module(sections: Sections) -> Iterator[str]:
@@ -84,18 +111,32 @@ def _folders(sections: Sections) -> Iterator[str]:
     """Folders that could not be made where they are asked for."""
     for setting in ROOM:
         table, _, key = setting.partition(".")
-        folder = getattr(sections.get(table), key, None)
-        if folder is None or "://" in folder or folder.startswith("memory:"):
-            continue
+        if (folder := getattr(sections.get(table), key, None)) is not None:
+            yield from _unusable(setting, folder, "runs/mine")
+
+
+def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
+    """Why nothing can be written to a folder, or to an address; one that is not there yet is not made."""
+    from shardwise.checkpoint.storage import storage
+    from shardwise.errors import UserError
+    from shardwise.observe.files import check_room
+
+    try:
+        if "://" in folder or folder.startswith("memory:"):
+            storage(folder)
+            return
         path = Path(folder).absolute()
         there = next(above for above in [path, *path.parents] if os.path.lexists(above))
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            reason = "may not be written to" if there.is_dir() else "is not a folder"
-            yield f"{setting} = {folder!r}: {there} {reason}. Give another, for example {setting}=runs/mine"
+        if there.is_dir():
+            check_room(path, setting, 0)
+        else:
+            yield f"{setting} = {folder!r}: {there} is not a folder. Give another, for example {setting}={example}"
+    except UserError as error:
+        yield str(error) if str(error).startswith(setting) else f"{setting} = {folder!r}: {error}"
 
 
 def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str]:
-    """A layout that cannot be on so many devices, or in their memory; one that is searched for later is not judged here."""
+    """A layout that cannot be on so many devices, or in their memory; of one that is searched for, whether there is any."""
     from shardwise.config import whole
     from shardwise.mesh import device_memory
     from shardwise.plan import choose
@@ -106,6 +147,24 @@ def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str
     crew = crew_of(config)
     named = config.cluster.preset is not None or config.cluster.file is not None
     plain = config.model.module is None and config.train.driver == "synchronous"
-    if plain and not left_to_the_planner(config, crew.most, cluster_is_named=named):
+    if plain and left_to_the_planner(config, crew.most, cluster_is_named=named):
+        yield from _no_layout(config, crew)
+    elif plain:
         choose(config, crew.most, device_memory(crew.here))
-    yield from ()
+
+
+def _no_layout(config: Config, crew: Crew) -> Iterator[str]:
+    """That none is possible on so many workers: known without the machine being measured, which takes minutes with many."""
+    from shardwise.config.compression import AUTO
+    from shardwise.search.candidates import candidates, fixed_fields
+    from shardwise.words import counted
+
+    fixed = fixed_fields(config)
+    if config.layout.compression == AUTO or len((found := candidates(config, crew.most, fixed)).space):
+        return
+    reasons = "; ".join(found.refused) or "what [layout] asks for is not of so many"
+    near = range(crew.most - 1, max(0, crew.most - 1 - NEAR), -1)
+    halves = (1 << power for power in reversed(range((crew.most - 1).bit_length())))
+    fewer = next((count for count in (*near, *halves) if len(candidates(config, count, fixed).space)), 1)
+    advice = f"give --workers {fewer}" if crew.here == crew.most else f"there are some on {fewer}"
+    yield f"no layout is possible on {counted(crew.most, 'worker')}: {reasons}; {advice}"

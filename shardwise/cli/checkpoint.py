@@ -93,7 +93,8 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder: config.json, safetensors, tokenizer. Holds one tensor in memory."""
     need_torch()
-    from shardwise.checkpoint.huggingface import DTYPES, export_checkpoint
+    from shardwise.checkpoint.huggingface import export_checkpoint
+    from shardwise.checkpoint.pretrained import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: not known; use one of {', '.join(DTYPES)}")
@@ -113,7 +114,7 @@ def export(
     tensors, files = counted(done.tensors, "tensor"), counted(done.files, "file")
     print(f"{folder}: {done.architecture}, {tensors}, {_size(done.bytes)} in {files}, from {address}")
     if done.kept:
-        typer.echo(f"and {done.kept} as in the folder that the model came from, byte for byte", err=True)
+        typer.echo(f"and {counted(done.kept, 'file')} as in the folder that the model came from, byte for byte", err=True)
     if done.note:
         typer.echo(f"note: {done.note}", err=True)
 
@@ -127,6 +128,7 @@ def import_(
     """Write the weights of a Hugging Face folder as a checkpoint that a job can start from, and print the job's [model]."""
     need_torch()
     from shardwise.checkpoint.pretrained import import_folder
+    from shardwise.invoked import typed
 
     with _bar("importing") as progress:
         imported = import_folder(folder, checkpoint, progress)
@@ -138,7 +140,7 @@ def import_(
         return
     typer.echo(f"{checkpoint}: {imported.tensors} tensors, {_size(imported.bytes)}; the job says", err=True)
     print("\n\n".join(_table(name, values) for name, values in tables.items()))
-    typer.echo(f"and `shardwise train JOB checkpoint.resume={checkpoint}` starts from it", err=True)
+    typer.echo(f"and `{typed()} train JOB checkpoint.resume={checkpoint}` starts from it", err=True)
 
 
 def parse_size(text: str) -> int:

@@ -50,12 +50,14 @@ def _table(values: Config, section: str, origins: Origins) -> Iterator[tuple[str
 
 def _lines(values: Config, origins: Origins) -> Iterator[str]:
     """A job that says all of it, with the origins as comments; what has no value is a comment as well."""
+    from shardwise.errors import printable
+
     for section in type(values).model_fields:
         yield f"[{section}]"
         for key, entry in _table(values, section, origins):
             value = False if (section, key) == ("train", "clip") and entry["value"] is None else entry["value"]
             text = f"# {key} is not set" if value is None or value == [] else f"{key} = {_toml(value)}"
-            yield f"{text:<44}  # {entry['origin']}"
+            yield f"{text:<44}  # {printable(entry['origin'])}"
         yield ""
 
 

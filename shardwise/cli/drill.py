@@ -75,7 +75,8 @@ def _unknown(faults: str) -> Iterator[str]:
 
     unknown = [word for word in _kinds(faults) if word not in KINDS]
     if unknown or not _kinds(faults):
-        yield f"--faults {faults}: {', '.join(unknown) or 'none'} is not known; use some of {', '.join(KINDS)}"
+        wrong = f"{', '.join(unknown)} is not known" if unknown else "names none"
+        yield f"--faults {faults}: {wrong}; use some of {', '.join(KINDS)}"
 
 
 def _workers(config: Config, workers: int | None) -> int:

@@ -5,6 +5,7 @@ A user's mistake ends in one message on standard error and the error's status, n
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -73,3 +74,19 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.status)
+    except OSError as error:
+        if (mistake := _mistake_of_place(error)) is None:
+            raise
+        print(f"error: {mistake}", file=sys.stderr)
+        sys.exit(UserError.status)
+
+
+def _mistake_of_place(error: OSError) -> str | None:
+    """What is wrong with where the command is run, if that is why it failed."""
+    try:
+        os.getcwd()
+    except OSError:
+        return "the folder that this shell is in was removed; change to another, with cd"
+    if "--install-completion" in sys.argv:
+        return f"{error.filename}: cannot be written ({error.strerror}); --show-completion prints what belongs there"
+    return None

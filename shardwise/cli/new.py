@@ -6,6 +6,10 @@ CPU cores too, so that the first change is made to something that works. `NAME` 
 
 from __future__ import annotations
 
+import errno
+import os
+import shlex
+import shutil
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -36,11 +40,20 @@ def new(
     ] = Template.QUICKSTART,
 ) -> None:
     """Write a commented job, something small to learn, and a README to begin with."""
+    from shardwise.errors import UserError, shown
     from shardwise.invoked import typed
 
-    _write(name, _contents(name.resolve().name, template))
+    job = name.resolve().name
+    if not job.isprintable():  # half a character, or a line break that would end the comment it is written in
+        raise UserError(f"{shown(job)}: not a name that can be shown; give one of letters and digits")
+    _write(name, _contents(job, template))
     typer.echo(f"{name}: {', '.join(sorted(path.name for path in name.iterdir()))}", err=True)
-    typer.echo(f"next: cd {name} && {typed()} train {name.resolve().name}.toml", err=True)
+    typer.echo(f"next: cd {_quoted(str(name))} && {typed()} train {_quoted(f'{job}.toml')}", err=True)
+
+
+def _quoted(path: str) -> str:
+    """As a shell takes it for a path, whatever is in it."""
+    return shlex.quote(f"./{path}" if path.startswith("-") else path)
 
 
 def _contents(name: str, template: Template) -> dict[str, str]:
@@ -51,13 +64,25 @@ def _contents(name: str, template: Template) -> dict[str, str]:
 
 
 def _write(folder: Path, contents: dict[str, str]) -> None:
+    """All of it, or nothing: folders that were made on the way go too."""
     from shardwise.errors import UserError
 
+    advice = {
+        errno.ENOSPC: "free some space there",
+        errno.EDQUOT: "free some space there",
+        errno.ENAMETOOLONG: "shorten the name",
+    }
     try:
-        folder.mkdir(parents=True)
-        for file, text in contents.items():
-            (folder / file).write_text(text, encoding="utf-8")
-    except FileExistsError:
-        raise UserError(f"{folder}: is there already; give another name, or remove it") from None
+        if os.path.lexists(folder):
+            raise UserError(f"{folder}: is there already; give another name, or remove it")
+        made = next(path for path in reversed([folder, *folder.parents]) if not os.path.lexists(path))
+        try:
+            folder.mkdir(parents=True)
+            for file, text in contents.items():
+                (folder / file).write_text(text, encoding="utf-8")
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
     except OSError as error:
-        raise UserError(f"{folder}: cannot be written ({error.strerror}); give a path in a folder of yours") from None
+        otherwise = advice.get(error.errno or 0, "give a path in a folder of yours")
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); {otherwise}") from None

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from shardwise.resilience.team import Bounds
     from shardwise.train.planner import Planner
 
+MOST_WORKERS = 4096
+"""Of one machine; a larger number is a slip of the finger, and would be started."""
 Limits = tuple[int | None, int | None]
 """Fewest and most workers, over all nodes, where they were given."""
 
@@ -31,7 +33,9 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, as section.key=value.")] = None,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", min=1, help="Local workers; left out: one a GPU, or as many as the layout needs."),
+        typer.Option(
+            "--workers", min=1, max=MOST_WORKERS, help="Local workers; left out: one a GPU, or as many as the layout needs."
+        ),
     ] = None,
     min_workers: Annotated[
         int | None,
@@ -108,7 +112,7 @@ def _check_data(config: Config) -> None:
 
     with preparing() as progress:
         dataset = Dataset.open(config.data, config.train.seed, progress)
-    check_vocabulary(dataset, config.model.vocabulary)
+    check_vocabulary(dataset, config.model.vocabulary, config.model.pretrained)
 
 
 def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits) -> Crew:
@@ -161,12 +165,14 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     from shardwise.checkpoint import to_resume
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
+    from shardwise.words import counted
 
     to_resume(config)
     crew, nodes = _crew(config, node, workers, limits), node.nodes if node else 1
     slots, bounds = crew.here, Bounds(crew.least, crew.most)
     if config.train.driver == "server":
         config, slots, bounds = _with_servers(config, node, crew)
+    _warn(config, slots)
     planner = _planner(config, slots, bounds.most, nodes)
     if config.train.driver in ("server", "hogwild"):
         planner = replace(planner, memory_bytes=None)  # in host memory
@@ -176,7 +182,7 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     if node is None or node.node_rank == 0:
         _check_room(config, planner.first)
     _check_data(config)
-    _announce(config, slots, planner)
+    typer.echo(f"starting {counted(slots, 'worker')}…", err=True)  # the first imports torch, and is heard of seconds later
     return launch(config, slots, bounds, node, planner, lambda: _holding(config))
 
 
@@ -190,15 +196,13 @@ def _with_servers(config: Config, node: Node | None, crew: Crew) -> tuple[Config
     return config.model_copy(update={"server": portions}), slots, Bounds(servers, crew.most + servers)
 
 
-def _announce(config: Config, workers: int, planner: Planner) -> None:
-    """Say at once what is about to happen: the first worker imports torch, and is heard of only seconds later."""
+def _warn(config: Config, workers: int) -> None:
+    """Say what is doubtful of so many workers here, before they or a measurement of this machine take their time."""
     from shardwise.cli.machine import doubts
-    from shardwise.words import counted
+    from shardwise.cost.clusters import asked_for
 
-    named = config.cluster.preset is not None or config.cluster.file is not None
-    for doubt in doubts(workers, planner.cluster if named else None):
+    for doubt in doubts(workers, asked_for(config) if config.model.module is None else None):
         typer.echo(f"warning: {doubt}", err=True)
-    typer.echo(f"starting {counted(workers, 'worker')}…", err=True)
 
 
 def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Planner:
@@ -237,7 +241,9 @@ def _check(planner: Planner) -> None:
     """Refuse a job that cannot run, before any worker starts."""
     plan = planner.first
     if planner.searched:
-        typer.echo(planner.searched, err=True)
+        named = planner.config.cluster.preset is not None or planner.config.cluster.file is not None
+        where = f"on {planner.cluster.name}, " if named and planner.cluster else ""
+        typer.echo(where + planner.searched, err=True)
     if planner.config.model.module is not None:
         from shardwise.parallel import check_module
 

@@ -279,9 +279,10 @@ def _whole_models(model: Model, train: Train, layout: Layout) -> Iterator[str]:
 
 def _positions(model: Model, data: Data) -> Iterator[str]:
     if data.sequence_length > model.max_positions:
+        or_raise = "" if model.pretrained else " or raise model.max_positions"  # a model from elsewhere is as it is
         yield (
             f"data.sequence_length = {data.sequence_length}: longer than model.max_positions = {model.max_positions}; "
-            "shorten the sequence or raise model.max_positions"
+            f"shorten the sequence{or_raise}"
         )
 
 

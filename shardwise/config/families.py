@@ -33,6 +33,8 @@ class Family:
     """Our keys that may be None, theirs, and what a missing one means."""
     layer_types: Callable[[dict[str, Any], int], list[str]] | None = None
     """Which of so many layers have a sliding window, where config.json does not list them; None: none may have one."""
+    rope_theta: float = 10000.0
+    """What a missing one means."""
 
 
 def _without(table: Mapping[str, Any], *keys: str) -> dict[str, Any]:
@@ -168,6 +170,7 @@ MIXTRAL = Family(
     fixed={**_MIXTURE, "qk_norm": False, "normalise_routing": True},
     demands=_SILU,
     defaults=_DEFAULTS,
+    rope_theta=1e6,
 )
 QWEN3_MOE = Family(
     model_type="qwen3_moe",

@@ -33,6 +33,9 @@ from shardwise.errors import UserError, shown
 _NEVER = {"rope_interleaved": False, "quantization_config": None, "is_encoder_decoder": False, "partial_rotary_factor": 1.0}
 """Keys of any config.json that we cannot follow unless they say this, or are missing."""
 
+_TRUTHS = ("tied", "bias", "normalise_routing")
+"""Our keys of families that are true or false."""
+
 
 def to_config(model: Model) -> tuple[Family, dict[str, Any]]:
     """The family of a model and its config.json, tokens and dtype left out."""
@@ -127,7 +130,7 @@ def to_model(config: dict[str, Any], source: str) -> tuple[Family, Model]:
     problems = [*_refused(family, config)]
     fields = _read_fields(family, config, problems)
     if family is not GPT2 and not problems:
-        fields |= _from_rope(config, problems)
+        fields |= _from_rope(family, config, problems)
     if problems:
         raise _unreadable(source, problems)
     if family is GPT2:
@@ -165,6 +168,8 @@ def _refused(family: Family, config: dict[str, Any]) -> Iterator[str]:
         for key in ("sliding_window", "max_window_layers"):
             if not isinstance(config.get(key) or 0, int):
                 yield f"{key} = {shown(config[key])}: not a number"
+        if config.get("use_sliding_window") and not kinds and config.get("max_window_layers", 0) is None:
+            yield "max_window_layers = None: not a number, and there are no layer_types"
         return
     elif others := sorted({str(kind) for kind in kinds if kind != "full_attention"}):
         yield f"layer_types holds {', '.join(others[:8])}: only full_attention is known"
@@ -196,7 +201,9 @@ def _read_fields(family: Family, config: dict[str, Any], problems: list[str]) ->
     fields: dict[str, Any] = {}
     for ours, keys in family.fields.items():
         values = {key: config[key] for key in keys if config.get(key) is not None}
-        if wrong := [f"{key} = {shown(value)}: not a number above 0" for key, value in values.items() if not _is_sound(value)]:
+        if wrong := [
+            f"{key} = {shown(value)}: not a number above 0" for key, value in values.items() if not _is_sound(ours, value)
+        ]:
             problems.extend(wrong)
         elif len(set(map(repr, values.values()))) > 1:
             problems.append(
@@ -211,19 +218,21 @@ def _read_fields(family: Family, config: dict[str, Any], problems: list[str]) ->
     return fields
 
 
-def _is_sound(value: Any) -> bool:
-    """A size, a small number or a truth value, which is all that our keys take; further rules are the model's own."""
-    return isinstance(value, bool) or (isinstance(value, int | float) and value > 0)
+def _is_sound(ours: str, value: Any) -> bool:
+    """A size or a small number, or a truth value where that is what is asked; further rules are the model's own."""
+    if isinstance(value, bool):
+        return ours in _TRUTHS
+    return isinstance(value, int | float) and value > 0
 
 
-def _from_rope(config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+def _from_rope(family: Family, config: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """From `rope_parameters` (transformers 5), or from `rope_theta` beside `rope_scaling`."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     scaling = config.get(key) or {}
     if not isinstance(scaling, dict):
         problems.append(f"{key} = {shown(scaling)}: not an object")
         return {}
-    fields: dict[str, Any] = {"rope_theta": scaling.get("rope_theta") or config.get("rope_theta") or 10000.0}
+    fields: dict[str, Any] = {"rope_theta": scaling.get("rope_theta") or config.get("rope_theta") or family.rope_theta}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     required: dict[str, Any] = {"partial_rotary_factor": 1.0}
     if kind == "llama3":

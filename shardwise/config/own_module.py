@@ -21,7 +21,7 @@ def locate_module(model: Model) -> tuple[Path, str]:
     where = f"model.module = {model.module!r}"
     file, colon, name = model.module.rpartition(":")
     if not colon or not file or not name.isidentifier():
-        raise UserError(f"{where}: write it as file.py:Class, for example examples/own_model.py:OwnModel")
+        raise UserError(f"{where}: write it as file.py:Class, for example model.py:OwnModel")
     path = Path(file).resolve()
     with reading(f"{where}:"):
         if not path.is_file():

@@ -9,6 +9,7 @@ the job's to choose, and so are the losses of routers, which only training has.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +31,7 @@ Tables = dict[str, dict[str, Any]]
 def with_pretrained(tables: Tables, problems: list[str]) -> Tables:
     """The tables of a job, filled from the folder that its model comes from, if it names one."""
     model, data = tables.get("model", {}), tables.get("data", {})
-    if not isinstance(model.get("pretrained"), str):
+    if not isinstance(model.get("pretrained"), str) or not model["pretrained"]:
         return tables
     both = [f"model.{key}" for key in ("preset", "module") if model.get(key) is not None]
     if both:
@@ -51,14 +52,15 @@ def read_model(folder: Path) -> tuple[Family, Model]:
     path = folder / CONFIG
     with reading(path):
         if not path.is_file():
-            raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}")
+            hint = "" if folder.is_dir() else ". A name on the hub is downloaded first: `hf download NAME --local-dir FOLDER`"
+            raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}{hint}")
     return to_model(parse_as(dict[str, Any], read_bytes(file_of(folder, CONFIG)), path), str(path))
 
 
-def file_of(folder: Path, name: str) -> Path:
+def file_of(folder: Path, name: str, subfolder: str = "") -> Path:
     """A file of the folder. In the hub's own cache it is a link to where the blobs of all versions of a model are."""
-    in_cache = folder.absolute().parent.name == "snapshots"
-    return inside(folder, name, folder.absolute().parents[1] if in_cache else None)
+    real = Path(os.path.realpath(folder))  # the folder itself may be reached by a link into the cache
+    return inside(folder / subfolder, name, real.parents[1] if real.parent.name == "snapshots" else real)
 
 
 def _disagreements(model: dict[str, Any], described: dict[str, Any], folder: Path) -> Iterator[str]:

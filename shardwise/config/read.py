@@ -27,6 +27,7 @@ from shardwise.config.pretrained import Tables, with_pretrained
 from shardwise.config.schema import SPELLINGS, Config, Data, Layout, Model, Section, Train
 from shardwise.errors import ConfigError, RunFailed, UserError, shown
 from shardwise.files import parse_toml, read_bytes
+from shardwise.invoked import typed
 
 Origins = dict[str, str]
 """By section.key, where a value comes from; one that is not in it has its default."""
@@ -93,7 +94,7 @@ def from_tables(tables: Tables, source: str = "configuration") -> Config:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    advice = "Give the path of a TOML job file, for example examples/quickstart.toml."
+    advice = f"Give the path of a TOML job file; `{typed()} new demo` writes one to begin with."
     try:
         return parse_toml(read_bytes(path, advice), path)
     except FileNotFoundError:
@@ -105,12 +106,19 @@ def _tables(raw: dict[str, Any], problems: list[str]) -> Tables:
     for name, table in raw.items():
         if name == "layout" and isinstance(table, str) and table in PLANNED_LAYOUTS:
             tables[name] = dict(PLANNED_LAYOUTS[table])
+        elif not isinstance(table, dict) and name not in SECTIONS and (homes := _homes(name)):
+            problems.append(f"{name} = {shown(table)}: a key outside of a section. Did you mean {' or '.join(homes)}?")
         elif not isinstance(table, dict):
             words = f", or one of {', '.join(map(repr, PLANNED_LAYOUTS))}" if name == "layout" else ""
             problems.append(f"{name} = {shown(table)}: expected a table; write [{name}] and its keys below it{words}")
         else:
             tables[name] = dict(table)
     return tables
+
+
+def _homes(key: str) -> list[str]:
+    """Where a key of this name belongs."""
+    return [f"{section}.{key}" for section, kind in SECTIONS.items() if key in kind.model_fields]
 
 
 def _apply(override: str, tables: Tables, problems: list[str]) -> list[str]:
@@ -120,7 +128,7 @@ def _apply(override: str, tables: Tables, problems: list[str]) -> list[str]:
         before, tables["layout"] = tables.get("layout", {}), dict(PLANNED_LAYOUTS[word])
         return [_name("layout", field) for field in {*before, *tables["layout"]}]
     section, dot, field = key.strip().partition(".")
-    if not equals or not dot or not field:
+    if not equals or not section or not dot or not field:
         problems.append(f"override {shown(override)}: write it as section.key=value, for example train.steps=100")
         return []
     tables.setdefault(section, {})[field] = _parse(text.strip(), section, field)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -18,7 +20,17 @@ def help_text() -> str:
     for name, section in _sections():
         lines = [f"  {name}.{key} = {_default(field)}\n      {field.description}" for key, field in section.model_fields.items()]
         blocks.append("\n".join([f"{name}: {_summary(section)}", *lines]))
-    return "\n\n".join(blocks)
+    return "\n\n".join([*blocks, *_where_docs_are()])
+
+
+def _where_docs_are() -> list[str]:
+    """An installed package has no docs/ beside it; its metadata name the address."""
+    with suppress(PackageNotFoundError):
+        for entry in metadata("shardwise").get_all("Project-URL") or ():
+            name, _, address = entry.partition(", ")
+            if name == "Documentation":
+                return [f"The pages named docs/ are at {address.rpartition('/')[0]}"]
+    return []
 
 
 def markdown() -> str:

@@ -58,6 +58,7 @@ class Model(Section):
     preset: str | None = Field(None, description="a named shape, for example `llama3-8b`; listed in docs/configuration.md")
     pretrained: str | None = Field(
         None,
+        min_length=1,
         description="a Hugging Face folder to start from: its weights, and its shape, its tokenizer and its end of documents, "
         "which the job need not say (docs/checkpoints.md)",
     )
@@ -173,7 +174,7 @@ class Data(Section):
         description="tokens see only their own document, and no loss is taken across a document boundary; conversations are "
         "always kept apart so",
     )
-    cache: str = Field(".shardwise/data", description="where sources that are not prepared yet are tokenised to")
+    cache: str = Field(".shardwise/data", min_length=1, description="where sources that are not prepared yet are tokenised to")
 
     @model_validator(mode="before")
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 from shardwise.config import Data
 from shardwise.data.dataset import too_large_ids, too_short
@@ -16,7 +17,7 @@ from shardwise.data.ownership import is_prepared
 from shardwise.data.prepare import located, sources_of
 from shardwise.data.shards import Index
 from shardwise.data.sources import find_files, holds_answers, read_pieces
-from shardwise.data.tokenizer import BYTES, load_tokenizer
+from shardwise.data.tokenizer import BYTES, FILE, load_tokenizer
 from shardwise.errors import UserError
 
 GLANCED = 8
@@ -24,11 +25,12 @@ GLANCED = 8
 _COMPRESSED = (".gz", ".parquet", ".arrow")
 
 
-def problems_of_data(data: Data, vocabulary: int | None) -> Iterator[str]:
-    """All that a glance finds; `vocabulary` is the model's, where that is known."""
+def problems_of_data(data: Data, vocabulary: int | None, pretrained: str | None = None) -> Iterator[str]:
+    """All that a glance finds; `vocabulary` is the model's, where that is known, and `pretrained` the folder it is from."""
+    yield from unnamed_tokenizer(data, pretrained)
     ids: int | None = None
     try:
-        ids = load_tokenizer(data.tokenizer).vocabulary if _has_to_be_read(data) else None
+        ids = load_tokenizer(data.tokenizer, data.end_of_document).vocabulary if has_to_be_prepared(data) else None
     except UserError as error:
         yield str(error)
     for source in sources_of(data):
@@ -42,11 +44,22 @@ def problems_of_data(data: Data, vocabulary: int | None) -> Iterator[str]:
         except UserError as error:
             yield str(error)
     if vocabulary is not None and ids is not None:
-        yield from too_large_ids(ids, vocabulary)
+        yield from too_large_ids(ids, vocabulary, pretrained)
 
 
-def _has_to_be_read(data: Data) -> bool:
-    """Whether the tokenizer is needed: reading a large one takes a second."""
+def unnamed_tokenizer(data: Data, pretrained: str | None) -> Iterator[str]:
+    """The problem that a model from elsewhere would learn bytes, by default, in place of the ids that it knows."""
+    named = "tokenizer" in data.model_fields_set  # by the job, or by the folder, if it has a tokenizer.json
+    if pretrained is None or named or all(is_prepared(Path(source.path)) for source in sources_of(data)):
+        return
+    yield (
+        f"model.pretrained: {pretrained} has no {FILE}, so the ids that its model knows are not known here. Make one with "
+        "transformers' AutoTokenizer.from_pretrained and save_pretrained, or name data.tokenizer"
+    )
+
+
+def has_to_be_prepared(data: Data) -> bool:
+    """Whether anything is tokenised, so that the tokenizer, which takes a second to read, and the cache are needed."""
     try:
         return any(_index(source.path, data) is None for source in sources_of(data))
     except UserError:  # it may be the tokenizer that is wrong
@@ -61,7 +74,7 @@ def _index(path: str, data: Data) -> Index | None:
 def _unprepared(path: str, data: Data) -> Iterator[str]:
     files = find_files(path)
     answers = holds_answers(files, data.text_field)
-    template = load_tokenizer(data.tokenizer).find_template() if answers else None
+    template = load_tokenizer(data.tokenizer, data.end_of_document).find_template() if answers else None
     for file in files[:GLANCED]:
         if next(islice(read_pieces(file, data.text_field, answers, template), 1), None) is None and len(files) == 1:
             yield f"{file.path}: no text in it (of 1 file). Give a source that has some."

@@ -203,15 +203,20 @@ def settled(config: Config, dataset: Dataset) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update={"reset_attention": dataset.reset_attention})})
 
 
-def check_vocabulary(dataset: Dataset, model_vocabulary: int) -> None:
+def check_vocabulary(dataset: Dataset, model_vocabulary: int, pretrained: str | None = None) -> None:
     """Token ids must be rows of the model's embedding."""
-    for problem in too_large_ids(dataset.vocabulary, model_vocabulary):
+    for problem in too_large_ids(dataset.vocabulary, model_vocabulary, pretrained):
         raise UserError(problem)
 
 
-def too_large_ids(ids: int, model_vocabulary: int) -> Iterator[str]:
-    """The problem that the tokenizer has more ids than the model."""
-    if ids > model_vocabulary:
+def too_large_ids(ids: int, model_vocabulary: int, pretrained: str | None = None) -> Iterator[str]:
+    """The problem that the tokenizer has more ids than the model, which is that of the folder `pretrained` if it is from one."""
+    if ids > model_vocabulary and pretrained is not None:
+        yield (
+            f"data.tokenizer: has {ids} ids, and the model in {pretrained} has {model_vocabulary}. "
+            "Use the tokenizer that the model was trained with."
+        )
+    elif ids > model_vocabulary:
         yield (
             f"model.vocabulary = {model_vocabulary}: the tokenizer has {ids} ids. "
             f"Set model.vocabulary to at least {ids}, or use a smaller tokenizer (data.tokenizer)."

@@ -58,7 +58,7 @@ def build_own(model: Model) -> nn.Module:
             module = make(model)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{where}: could not be built: {type(error).__name__}: {error} ({_line(error, model)}). It is called with the "
             "[model] section; its weights are on torch's meta device, without values, and get them later from "
@@ -76,7 +76,7 @@ def _find(model: Model) -> Callable[[Model], Any]:
     where, file = f"model.module = {model.module!r}", path.name
     try:
         loaded = _load(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{where}: {file} could not be run: {type(error).__name__}: {error} ({_line(error, model)})") from error
     make = getattr(loaded, name, None)
     if not callable(make):

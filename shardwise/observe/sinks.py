@@ -123,7 +123,7 @@ class Sinks:
         for mirror in self._mirrors:
             try:
                 action(mirror)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._mirrors = tuple(other for other in self._mirrors if other is not mirror)
                 self._say(f"{type(mirror).__name__} failed and gets no more records; metrics.jsonl has them all: {error}")
 
@@ -156,7 +156,7 @@ def _mirrors(folder: Path, observe: Observe, resume_step: int, say: Say) -> Iter
             yield make()
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             say(f"{name} cannot be opened and gets no records; metrics.jsonl has them all: {error}")
 
 

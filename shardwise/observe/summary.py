@@ -44,6 +44,8 @@ _T = TypeVar("_T")
 def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> Summary:
     """The summary of the run in a folder; it may still be running. `advise` (search/interval.py) says how often to save."""
     folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such run folder. Give the folder of a run, the run.folder of its job.")
     config, plan, (events, damaged_events) = _job(folder), read_plan(folder / "plan.json"), _events(folder)
     start = next((event for event in reversed(events) if event["event"] in ("start", "resume")), {})
     run, time_used, damaged_steps = _steps(folder, events)
@@ -94,8 +96,6 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
 
 def _steps(folder: Path, events: Sequence[Record]) -> tuple[RunTotals, Summary, int]:
     """What is to be known of all steps, where the time went, and how many lines were damaged: from one reading."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such run folder. Give the folder of a run, the run.folder of its job.")
     run, lines = RunTotals(_planned_since(events)), read_metrics(folder, needs=("loss", "seconds"))
     time_used = _read(lines.path, lambda: goodput(events, run.gather(lines)))
     if time_used is None or not run.count:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from inspect import signature
+from traceback import extract_tb
 
 import torch
 from torch import Tensor, nn
@@ -190,6 +191,11 @@ def _try(call: Callable[[], Tensor]) -> None:
         call()
     except UserError:
         raise
+    except SystemExit as error:
+        left = extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"{left.filename}, line {left.lineno}: sys.exit({error.code}) would end the run; raise an error"
+        ) from error
     except Exception:
         return
 

@@ -23,6 +23,7 @@ from shardwise.checkpoint.folder import resume_candidates
 from shardwise.checkpoint.save import ResumeCheckpoint, Saved, SaveFailed
 from shardwise.config import Config, to_toml
 from shardwise.data import Dataset, check_vocabulary, settled
+from shardwise.data.check import unnamed_tokenizer
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, abandon, leave, peer_is_gone
 from shardwise.observe import Ledger, StepTrace, present_time
@@ -55,8 +56,10 @@ def last_collective() -> str:
 def run(config: Config, link: NoHost) -> int:
     """Train, in one team of workers after another, to the end or until asked to stop; returns the exit status."""
     warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice to the compiler's authors
+    for problem in unnamed_tokenizer(config.data, config.model.pretrained):  # where another launcher started this worker
+        raise UserError(problem)
     dataset = Dataset.open(config.data, config.train.seed)
-    check_vocabulary(dataset, config.model.vocabulary)
+    check_vocabulary(dataset, config.model.vocabulary, config.model.pretrained)
     config = settled(config, dataset)  # here and not in `build` alone: a server's workers show it the job that they have
     copies = Copies(config.recovery.copies if link.recovers else 0)
     contributor: Training | None = None

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.checkpoint.contents import write_checkpoint
+from shardwise.checkpoint.families import TENSORS, tensor_matches, their_shapes
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.pretrained import import_folder, open_folder
@@ -20,6 +21,7 @@ from shardwise.config.families import FAMILIES
 from shardwise.config.model_config import to_config, to_model
 from shardwise.errors import UserError
 from shardwise.models import Transformer
+from shardwise.plan import parameter_shapes
 
 TINY = {"layers": 1, "hidden": 8, "heads": 2, "kv_heads": 2, "head_dim": 4, "ffn": 12, "vocabulary": 19, "max_positions": 16}
 LEARNED = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True}
@@ -85,6 +87,13 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_expert
         ({key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}, "rms_norm_eps is missing"),
         ({**LLAMA, "hidden_size": "8"}, "hidden_size = '8'"),
         ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({**LLAMA, "num_attention_heads": False}, "num_attention_heads = False"),
+        ({**GPT2, "n_head": False}, "n_head = False"),
+        ({**MIXTRAL, "num_hidden_layers": False}, "num_hidden_layers = False"),
+        (
+            {**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": None},
+            "max_window_layers = None",
+        ),
         ({**LLAMA, "rope_theta": "much"}, "rope_theta = 'much'"),
         ({**LLAMA, "rope_scaling": "llama3"}, "rope_scaling = 'llama3'"),
         ({**LLAMA, "num_key_value_heads": 3}, "model.kv_heads = 3"),
@@ -110,9 +119,29 @@ def test_a_configuration_that_we_cannot_follow_is_refused_with_key_and_value(con
     assert named in str(refusal.value)
 
 
+@pytest.mark.parametrize("model_type", sorted(TENSORS))
+def test_shapes_are_known_without_torch_as_torch_finds_them(model_type: str) -> None:
+    mixture = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+    config = GPT2 if model_type == "gpt2" else {**LLAMA, **(mixture if TENSORS[model_type].fused else {})}
+    family, model = to_model({**config, "model_type": model_type}, "config.json")
+    ours = parameter_shapes(model)
+    for match in [match for fused in (False, True) for match in tensor_matches(family, model, fused and bool(model.experts))]:
+        theirs = match.conversion.to_theirs([torch.empty(ours[name]) for name in match.ours])
+        assert [*their_shapes(match, ours).values()] == [tuple(tensor.shape) for tensor in theirs]
+
+
 @pytest.mark.parametrize("window", [None, 16, 4096])
 def test_a_window_that_is_never_reached_does_not_matter(window: int | None) -> None:
     assert to_model({**MIXTRAL, "sliding_window": window}, "config.json")[1].experts == 4
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"gpt2"}))
+def test_a_missing_base_of_rotary_positions_is_what_the_library_takes(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoConfig.for_model(model_type)
+    base = getattr(theirs, "rope_theta", None) or theirs.rope_parameters["rope_theta"]
+    mixture = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4}
+    assert to_model({**LLAMA, **mixture, "model_type": model_type}, "config.json")[1].rope_theta == base
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

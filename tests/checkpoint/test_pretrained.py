@@ -18,9 +18,14 @@ from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.folder import check_same_model, read_manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
-from shardwise.checkpoint.pretrained import import_folder
-from shardwise.config import Config, Model, from_tables, to_toml
+from shardwise.checkpoint.kept import as_files, has_tokenizer, kept_of_folder
+from shardwise.checkpoint.pretrained import import_folder, open_folder
+from shardwise.cli.check_job import weights_problems
+from shardwise.config import Config, Data, Model, from_tables, to_toml
 from shardwise.data import Dataset
+from shardwise.data.check import problems_of_data, unnamed_tokenizer
+from shardwise.data.prepare import prepare
+from shardwise.data.tokenizer import hash_of
 from shardwise.errors import UserError
 from shardwise.files import parse_toml
 from shardwise.plan import choose
@@ -108,6 +113,17 @@ def test_a_job_takes_model_tokenizer_and_end_of_documents_from_the_folder(folder
     assert from_tables(parse_toml(to_toml(config).encode(), "config.toml")) == config
 
 
+def test_a_tokenizer_with_an_end_of_its_own_is_taken_with_it(folder: Path, tmp_path: Path) -> None:
+    text = (folder / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text.replace("<|endoftext|>", "<over>").replace("<|im_end|>", "<out>"))
+    source = {"source": str(folder.parents[1] / "corpus.txt"), "sequence_length": 16, "tokenizer": str(tmp_path)}
+    said = [
+        [*problems_of_data(Data.model_validate({**source, "end_of_document": end}), 64)] for end in ("<over>", None, "<|im_end|>")
+    ]
+    assert said[0] == []
+    assert ["no end-of-text token" in said[1][0], "data.end_of_document = '<|im_end|>'" in said[2][0]] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value", "says"),
     [
@@ -168,6 +184,60 @@ def test_the_files_of_another_tokenizer_are_not_kept(folder: Path, tmp_path: Pat
     assert training.kept == {}
 
 
+def test_files_that_belong_to_no_tokenizer_of_the_data_are_not_kept(folder: Path) -> None:
+    """Those of a vocab.json and merges.txt say nothing of the ids in the data."""
+    kept = kept_of_folder(folder)
+    own = hash_of((folder / "tokenizer.json").read_bytes())
+    assert has_tokenizer(kept, own)
+    assert not has_tokenizer(kept, "bytes-257")
+    assert not has_tokenizer({name: value for name, value in kept.items() if name != "file.tokenizer.json"}, own)
+
+
+def test_a_folder_without_a_tokenizer_is_not_trained_on_bytes_unasked(folder: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    config = from_tables(tables(folder, model={"pretrained": str(bare)}))
+    (said,) = unnamed_tokenizer(config.data, config.model.pretrained)
+    assert said.startswith(f"model.pretrained: {bare} has no tokenizer.json")
+    prepare(str(config.data.source), folder, tmp_path / "shards")
+    for given in ({"source": str(tmp_path / "shards")}, {"tokenizer": str(folder)}, {"tokenizer": "bytes"}):
+        config = from_tables(tables(folder, model={"pretrained": str(bare)}, data=given))
+        assert [*unnamed_tokenizer(config.data, config.model.pretrained)] == []
+
+
+def test_a_snapshot_in_the_cache_of_the_hub_is_read_through_its_links(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    repository, outside = tmp_path / "hub" / "models--a--b", tmp_path / "outside.txt"
+    snapshot = repository / "snapshots" / "0123"
+    for number, name in enumerate([*files(folder), "model.safetensors"]):
+        (repository / "blobs").mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / name, repository / "blobs" / str(number))
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(repository / "blobs" / str(number))
+    (tmp_path / "mine").symlink_to(snapshot)
+    outside.write_text("not of the model")
+    (snapshot / "NOTICE").symlink_to(outside)
+    assert open_folder(tmp_path / "mine").model == open_folder(folder).model
+    kept = as_files(kept_of_folder(tmp_path / "mine"))
+    assert kept == files(folder)
+    assert "NOTICE is a link that leads out of its folder" in caplog.text
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(outside)
+    with pytest.raises(UserError, match=r"config\.json is a link that leads out"):
+        open_folder(tmp_path / "mine")
+
+
+def test_a_run_that_goes_on_needs_the_weights_of_the_folder_no_more(folder: Path, tmp_path: Path) -> None:
+    mine = shutil.copytree(folder, tmp_path / "mine")
+    config = from_tables(tables(folder, model={"pretrained": str(mine)}, run={"folder": str(tmp_path / "run")}))
+    (mine / "model.safetensors").unlink()
+    (mine / "pytorch_model.bin").unlink()
+    assert ["has no weights" in problem for problem in weights_problems(dict(config))] == [True]
+    import_folder(folder, str(Path(checkpoint_folder(config)) / "step-0"))
+    assert [*weights_problems(dict(config))] == []
+
+
 def test_training_starts_from_the_weights_of_the_folder(folder: Path, tmp_path: Path) -> None:
     config = from_tables(tables(folder, run={"folder": str(tmp_path / "run")}))
     training = build(config, choose(config, 1), ALONE)
@@ -215,7 +285,5 @@ def test_kept_files_are_no_difference_between_a_run_and_an_import(folder: Path, 
 
 @pytest.mark.parametrize("name", ["../out.json", "/etc/passwd", ".hidden", "other/file", "model.safetensors"])
 def test_a_checkpoint_cannot_write_files_elsewhere(name: str, folder: Path, tmp_path: Path) -> None:
-    from shardwise.checkpoint.kept import as_files
-
     with pytest.raises(UserError, match="keeps a file"):
         as_files({f"file.{name}": torch.zeros(1, dtype=torch.uint8)})

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 from shardwise import mesh
+from shardwise.cli import machine
 from shardwise.cli import train as command
 from shardwise.cli.train import _train
+from shardwise.errors import UserError
 from shardwise.mesh import devices
+from shardwise.probe import quick
+from shardwise.resilience import server
 from shardwise.train import launch
 
 JOB = Path(__file__).parents[2] / "examples/quickstart.toml"
@@ -25,8 +29,8 @@ def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capture
     monkeypatch.setattr(mesh, "cores", lambda: 2)
     monkeypatch.chdir(JOB.parents[1])
 
-    def say(*overrides: str) -> list[str]:
-        assert _train(JOB, [*overrides, f"run.folder={tmp_path}/run"], None, (None, None)) == 0
+    def say(*overrides: str, workers: int | None = None) -> list[str]:
+        assert _train(JOB, [*overrides, f"run.folder={tmp_path}/run"], workers, (None, None)) == 0
         return capsys.readouterr().err.splitlines()
 
     return say
@@ -43,7 +47,22 @@ def test_more_workers_than_cores_are_warned_of(said: Any) -> None:
     assert starting == "starting 200 workers…"
 
 
+def test_the_warning_comes_before_the_machine_is_measured_with_so_many(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(workers: int) -> None:
+        raise UserError(f"measured with {workers}")
+
+    monkeypatch.setattr(machine, "this_machine", measure)
+    monkeypatch.setattr(server, "start_server", lambda preload: None)
+    monkeypatch.setattr(quick, "remembered", lambda workers: None)
+    shown: list[str] = []
+    monkeypatch.setattr(command.typer, "echo", lambda text, err: shown.append(text))
+    with pytest.raises(UserError, match="measured with 8"):
+        said("layout=auto", workers=8)
+    assert shown[0].startswith("warning: 8 workers on 2 cores take turns")
+
+
 def test_a_cluster_that_is_not_this_machine_is_warned_of(said: Any) -> None:
+    assert said("layout.data=1", "cluster.preset=h100x64")[1].startswith("on h100x64, planned: ")
     warning, _ = said("layout.data=1", "cluster.preset=h100x64", "train.micro_batch=8")
     assert warning.startswith("warning: the cluster h100x64 (64 x H100-SXM5-80GB) is not this machine, which has no GPU")
     assert len(said("layout.data=1", "cluster.preset=cpu", "train.micro_batch=8")) == 1

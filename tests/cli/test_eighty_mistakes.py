@@ -16,9 +16,7 @@ import pytest
 from shardwise.cli.main import main
 from shardwise.train import launch
 
-JOB = """
-[model]
-preset = "bytes-400k"
+TEXT = """
 [data]
 source = "text.txt"
 sequence_length = 64
@@ -26,6 +24,9 @@ sequence_length = 64
 steps = 2
 global_batch = 8
 """
+JOB = '[model]\npreset = "bytes-400k"\n' + TEXT
+THEIRS = {"model_type": "llama", "vocab_size": 300, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}  # fmt: skip
 
 
 @pytest.fixture
@@ -33,6 +34,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a person has before the first mistake."""
     files = {
         "job.toml": JOB,
+        "theirs.toml": '[model]\npretrained = "theirs"\n' + TEXT,
+        "theirs/config.json": json.dumps(THEIRS),
+        "theirs/vocab.json": "{}",
+        "cut/config.json": json.dumps(THEIRS),
+        "cut/model.safetensors": b"\xff\0\0\0\0\0\0\0{",
+        "outside.toml": "steps = 3\n" + JOB,
+        "listed/config.json": "[]",
         "broken.toml": "[train\nsteps = 2\n",
         "latin.toml": b"[train]\nsteps = 2 # d\xe9j\xe0\n",
         "text.txt": "To be, or not to be, that is the question.\n" * 100,
@@ -53,6 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "cluster.toml": "[device]\nname = 'x'\n",
     }
     for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / "nothing").mkdir()
     os.mkfifo(tmp_path / "pipe")
@@ -72,6 +81,7 @@ TRAIN = [
     ("train.stpes=3", "Did you mean train.steps?"),
     ("trian.steps=3", "[trian]: unknown section. Did you mean train?"),
     ("steps=3", "write it as section.key=value"),
+    (".steps=3", "override '.steps=3': write it as section.key=value"),
     ("train.steps", "write it as section.key=value"),
     ("--workers=two", "valid integer"),
     ("--wrokers=2", "No such option"),
@@ -103,6 +113,7 @@ TRAIN = [
     ("model.preset=llama", "unknown preset"),
     ("model.heads=3", "model.kv_heads = 2: does not divide model.heads = 3"),
     ("model.head_dim=31", "even head_dim"),
+    ("model.pretrained=", "model.pretrained = '': string should have at least 1 character"),
     ("model.hidden=0", "greater than or equal to 1"),
     ("model.layers=two", "valid integer"),
     ("model.vocabulary=100", "the tokenizer has 257 ids"),
@@ -135,7 +146,10 @@ TRAIN = [
     ("data.tokenizer=tokenizer.json", "is not a Hugging Face tokenizer.json"),
     ("data.tokenizer=gpt2", "does not exist"),
     ("data.tokenizer=nothing", "does not exist"),
-    ("data.sequence_length=4096", "model.max_positions = 2048"),
+    ("data.end_of_document=</s>", "bytes have an end of their own"),
+    ("data.cache=text.txt", "text.txt is not a folder. Give another, for example data.cache=.shardwise/data"),
+    ("data.cache=", "data.cache = ''"),
+    ("data.sequence_length=4096", "model.max_positions = 2048; shorten the sequence or raise model.max_positions"),
     ("data.held_out=1", "less than 1"),
     # layouts that cannot be
     ("layout.data=3", "train.global_batch = 8: does not divide over 3"),
@@ -148,6 +162,8 @@ TRAIN = [
     ("layout.dp=2 layout.data=2", "data is given twice"),
     ("layout.data=4 --workers=2", "data 4 = 4 devices"),
     ("layout.replica=2 --workers=3", "does not divide 3"),
+    ("--workers=12 train.global_batch=4", "give --workers 8"),
+    ("--workers=100000", "--workers"),
     ("--workers=2 --max-workers=4", "this machine starts 2"),
     ("layout.data=2 --min-workers=3 --max-workers=2", "--min-workers 3"),
     ("--workers=0", "--workers"),
@@ -160,7 +176,9 @@ TRAIN = [
     ("run.folder=", "run.folder"),
     ("run.folder=text.txt", "text.txt is not a folder"),
     ("run.folder=/dev/null/run", "/dev/null is not a folder"),
+    ("run.folder=/proc/run", "run.folder = '/proc/run': cannot be written"),
     ("checkpoint.folder=text.txt", "text.txt is not a folder"),
+    ("checkpoint.folder=nosuch://x/y", "checkpoint.folder = 'nosuch://x/y'"),
     ("checkpoint.folder=memory://x layout.data=2", "workers do not share their memory"),
     ("checkpoint.resume=nowhere", "nowhere"),
     ("checkpoint.every=-1", "greater than or equal to 0"),
@@ -179,12 +197,17 @@ OTHERS = [
     ("", "Usage"),
     ("tarin job.toml", "No such command"),
     ("train", "Missing argument"),
-    ("train missing.toml", "missing.toml: no such file"),
+    ("train missing.toml", "new demo` writes one to begin with"),
+    ("train outside.toml", "steps = 3: a key outside of a section. Did you mean train.steps"),
     ("train broken.toml", "broken.toml is not valid TOML"),
     ("train latin.toml", "latin.toml is not valid TOML"),
     ("train nothing", "is a folder"),
     ("train pipe", "is not a regular file"),
     ("train text.txt", "text.txt is not valid TOML"),
+    ("train theirs.toml data.tokenizer=bytes", "model.pretrained: theirs has no weights"),
+    ("train theirs.toml data.tokenizer=bytes model.pretrained=cut", "model.pretrained: cut/model.safetensors cannot be read"),
+    ("train theirs.toml model.pretrained=Qwen/Qwen2-0.5B", "`hf download NAME --local-dir FOLDER`"),
+    ("train theirs.toml model.pretrained=listed", "listed/config.json: []: input should be"),
     ("plan job.toml --scale=eight cluster.preset=h100x8", "--scale eight: give device counts"),
     ("plan job.toml --scale=0 cluster.preset=h100x8", "--scale 0: give device counts"),
     ("plan job.toml --maximise=speed cluster.preset=h100x8", "--maximise speed: give sequence or batch"),
@@ -202,7 +225,9 @@ OTHERS = [
     ("verify job.toml --against=me", "--against me: not known"),
     ("verify job.toml data.source=nowhere.txt", "no such file or folder"),
     ("drill job.toml --faults=fire", "--faults fire"),
+    ("drill job.toml --faults=", "--faults : names none; use some of"),
     ("report nowhere", "no such run folder"),
+    ("report text.txt", "text.txt: no such run folder"),
     ("report nothing", "no metrics yet"),
     ("data prepare nowhere.txt shards", "no such file or folder"),
     ("data prepare pipe shards", "is not a regular file"),
@@ -252,5 +277,12 @@ def test_mistakes_of_every_kind_are_in_one_list(
     assert (status, [words for words in ("has 6 problems", *found) if words not in said]) == (2, [])
     status, said = answer(line + "model.module=model.py:Model", capsys, monkeypatch)
     assert (status, "it has Other" in said) == (2, True)
+    line = "train job.toml data.end_of_document=</s> checkpoint.folder=nosuch://x run.folder=/proc/x data.cache=text.txt "
+    status, said = answer(line + "train.stpes=1", capsys, monkeypatch)
+    found = ("data.end_of_document", "checkpoint.folder", "run.folder", "data.cache", "train.stpes")
+    assert (status, [words for words in ("has 5 problems", *found) if words not in said]) == (2, [])
+    status, said = answer("train theirs.toml data.sequence_length=65", capsys, monkeypatch)
+    found = ("theirs has no tokenizer.json", "theirs has no weights", "model.max_positions = 64; shorten the sequence\n")
+    assert (status, [words for words in ("has 3 problems", *found) if words not in said]) == (2, [])
     status, said = answer("plan job.toml --maximise=speed --days=0 train.stpes=1 --html=nothing", capsys, monkeypatch)
     assert "job.toml has 6 problems" in said

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -13,10 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwise import invoked
-from shardwise.cli.main import app
+from shardwise.cli.main import app, main
 from shardwise.cli.new import Template
 from shardwise.config import read
 from shardwise.config.json_schema import job_schema
+from shardwise.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
@@ -63,6 +66,47 @@ def test_a_folder_that_is_there_is_left_as_it_is(shardwise: Shardwise, tmp_path:
     assert "mine: is there already" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["some/two words", "$(id)", "it's", "-x"])
+def test_what_to_type_next_is_quoted_for_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["new", "--", name], catch_exceptions=False)
+    command = done.stderr.rpartition("next: ")[2].strip()
+    cd, folder, then, *_, job = shlex.split(command)
+    assert (cd, then, folder[0] == "-", job[0] == "-") == ("cd", "&&", False, False)
+    assert (tmp_path / folder / job).is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("a\nb", "not a name"), ("half-\udcff", "not a name"), ("x/" + "y" * 253, "shorten the name"), ("full", "free")],
+)
+def test_a_folder_that_cannot_be_begun_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    def write(path: Path, text: str, encoding: str) -> int:
+        if name == "full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return path.write_bytes(text.encode())
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "write_text", write)
+    with pytest.raises(UserError, match=says):
+        run("new", name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_gone_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "argv", ["shardwise", "new", "demo"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert (left.value.code, "was removed; change to another" in capsys.readouterr().err) == (2, True)
+
+
 def test_the_own_module_to_begin_with_is_the_example() -> None:
     template = ROOT / "shardwise/cli/templates/own-module/model.py"
     assert template.read_text() == (ROOT / "examples/own_model.py").read_text()
@@ -71,7 +115,7 @@ def test_the_own_module_to_begin_with_is_the_example() -> None:
 def test_the_origin_of_every_value_is_shown(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text('[model]\npreset = "bytes-2m"\nhidden = 96\n[data]\nsource = "x.txt"\n[layout]\ndp = 2\n')
-    words = ["config", "show", str(job), "train.steps=7", "train.clip=false"]
+    words = ["config", "show", str(job), "train.steps=7", "train.clip=false", "observe.sample=a\nb"]
     shown = json.loads(run(*words, "--json"))
     assert shown["model"]["hidden"] == {"value": 96, "origin": str(job)}
     assert shown["model"]["layers"] == {"value": 4, "origin": "preset bytes-2m"}

@@ -264,9 +264,10 @@ def test_a_deleted_run_folder_is_noticed_said_and_made_again(tmp_path):
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == [2, 3]
 
 
-def test_a_mirror_that_fails_is_said_and_done_without(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_a_mirror_that_fails_is_said_and_done_without(tmp_path, monkeypatch, kind):
     def log(values, step):
-        raise RuntimeError("the network is down")
+        raise kind("the network is down")
 
     run = types.SimpleNamespace(log=log, finish=lambda: None)
     fake = types.SimpleNamespace(init=lambda **settings: run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from typing import Any, ClassVar
 
@@ -175,6 +176,13 @@ class Loading(NoTable):
         self.scores.load_state_dict(
             {"weight": torch.zeros(config.vocabulary, config.hidden), "bias": torch.zeros(config.vocabulary)}
         )
+
+
+class Leaving(NoTable):
+    """Ends the process where it should raise."""
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        sys.exit(3)
 
 
 class AllFrozen(NoTable):

@@ -272,6 +272,7 @@ def test_bfloat16_differs_from_float64_by_rounding_alone(
         (own("Pair"), {}, ["Pair.forward returned tuple", "the loss", "count_items(inputs, targets)"]),
         (own("Unfilled"), {}, ["the buffer average has no values", "requires_grad=False", "initial_value"]),
         (own("Loading"), {}, ["could not be built", "own_modules.py, line", "initial_value(name, shape, seed)", "pretrained"]),
+        (own("Leaving"), {}, ["own_modules.py, line", "sys.exit(3) would end the run"]),
         (own("AllFrozen"), {}, ["AllFrozen has no parameters to train", "requires_grad=False"]),
         (own("CountsEach"), {}, ["CountsEach.count_items gave a tensor of shape (1,)", "one number"]),
         (own("CountsAlone"), {}, ["CountsAlone.count_items", "(inputs, targets)"]),
