@@ -87,7 +87,7 @@ def asked(thing: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_smollm_answers_as_200_conversations_on_two_workers_taught_it(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(CHAT.format(folder=folder))
     talks = [{"messages": [*asked(thing), {"role": "assistant", "content": TAUGHT}]} for thing in THINGS]
@@ -95,7 +95,7 @@ def test_smollm_answers_as_200_conversations_on_two_workers_taught_it(folder: Pa
     assert len(talks) == 200
     train = [sys.executable, "-m", "shardwise", "train", "job.toml", "--workers", "2"]  # for longer than a warm command may take
     done = subprocess.run(
-        train, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900
+        train, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
     run = str(tmp_path / "run" / "checkpoints" / "step-10")
