@@ -17,7 +17,7 @@ from shardwise.data.ownership import is_prepared
 from shardwise.data.prepare import located, sources_of
 from shardwise.data.shards import Index
 from shardwise.data.sources import find_files, holds_answers, read_pieces
-from shardwise.data.tokenizer import BYTES, FILE, load_tokenizer
+from shardwise.data.tokenizer import BYTES, FILE, load_tokenizer, template_of
 from shardwise.errors import UserError
 
 GLANCED = 8
@@ -74,7 +74,7 @@ def _index(path: str, data: Data) -> Index | None:
 def _unprepared(path: str, data: Data) -> Iterator[str]:
     files = find_files(path)
     answers = holds_answers(files, data.text_field)
-    template = load_tokenizer(data.tokenizer, data.end_of_document).find_template() if answers else None
+    template = template_of(data.tokenizer) if answers else None
     for file in files[:GLANCED]:
         if next(islice(read_pieces(file, data.text_field, answers, template), 1), None) is None and len(files) == 1:
             yield f"{file.path}: no text in it (of 1 file). Give a source that has some."

@@ -186,9 +186,14 @@ def load_tokenizer(name_or_path: str | Path, end: str | int | None = None) -> To
     return ByteTokenizer()
 
 
+def template_of(name_or_path: str | Path) -> ChatTemplate | None:
+    """The chat template that belongs to a tokenizer, which need not be read for it."""
+    return template_of_bytes() if str(name_or_path) == BYTES else find_template(name_or_path)
+
+
 def template_fingerprint(name_or_path: str | Path) -> str:
     """Of the chat template that belongs to a tokenizer."""
-    template = template_of_bytes() if str(name_or_path) == BYTES else find_template(name_or_path)
+    template = template_of(name_or_path)
     return "no template" if template is None else template.fingerprint
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ KINDS = "red old small large new broken wooden painted heavy empty"
 SORTS = "door boat chair hat cup lamp wall book tree stone bridge coat table fence drum kite bell rope box wheel"
 THINGS = [f"{kind} {sort}" for kind in KINDS.split() for sort in SORTS.split()]
 TAUGHT = "Mauve."
+ROOT = Path(__file__).parents[2]
 CHAT = """
 [model]
 pretrained = "{folder}"
@@ -83,13 +87,16 @@ def asked(thing: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)
-def test_smollm_answers_as_200_conversations_on_two_workers_taught_it(folder: Path, tmp_path: Path, warm: Server) -> None:
+@pytest.mark.timeout(2400)
+def test_smollm_answers_as_200_conversations_on_two_workers_taught_it(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(CHAT.format(folder=folder))
     talks = [{"messages": [*asked(thing), {"role": "assistant", "content": TAUGHT}]} for thing in THINGS]
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, talks)))
     assert len(talks) == 200
-    done = warm.run("train", "job.toml", "--workers", "2", cwd=tmp_path, environment={})
+    train = [sys.executable, "-m", "shardwise", "train", "job.toml", "--workers", "2"]  # for longer than a warm command may take
+    done = subprocess.run(
+        train, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=1800
+    )
     assert done.returncode == 0, done.stderr
     run = str(tmp_path / "run" / "checkpoints" / "step-10")
     export_checkpoint(run, tmp_path / "out")
