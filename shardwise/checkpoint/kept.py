@@ -32,6 +32,7 @@ PREFIX = "file."
 LARGEST = 256 << 20
 """Bytes of a file that is kept; what is larger holds weights, whatever it is called."""
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|onnx|ot|ckpt)(\.index\.json)?")
+_OF_TOKENIZERS = re.compile(r"tokenizer|vocab|merges|spiece|sentencepiece")
 _NAME = re.compile(r"(additional_chat_templates/)?[^/\0.][^/\0]{0,200}")
 
 
@@ -59,10 +60,11 @@ def as_files(kept: Mapping[str, Tensor]) -> dict[str, bytes]:
 
 
 def has_tokenizer(kept: Mapping[str, Tensor], fingerprint: str) -> bool:
-    """Whether the tokenizer.json among them is that of data with this fingerprint. Files without one, a vocab.json say, are of a
-    tokenizer that nobody can compare."""
-    tokenizer = kept.get(PREFIX + TOKENIZER)
-    return tokenizer is not None and hash_of(bytes(tokenizer.numpy())) == fingerprint
+    """Whether no other tokenizer is among them than that of data with this fingerprint. One without a tokenizer.json, a
+    vocab.json say, cannot be compared, and counts as another."""
+    if (tokenizer := kept.get(PREFIX + TOKENIZER)) is not None:
+        return hash_of(bytes(tokenizer.numpy())) == fingerprint
+    return not any(_OF_TOKENIZERS.match(name.removeprefix(PREFIX)) for name in kept)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:

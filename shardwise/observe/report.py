@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.config import AXES, Layout
 from shardwise.errors import printable
 from shardwise.observe import predicted
 from shardwise.observe.draw import bar, line_plot
@@ -105,7 +106,8 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "MFU", _mfu(summary)
     yield "peak memory", _memory(summary)
     overlap = "" if communication["overlap"] is None else f", {format_percent(communication['overlap'])} of it hidden"
-    yield "communication", f"{format_percent(communication['efficiency'])} of a step does not wait for it{overlap}"
+    if communication["axes"]:
+        yield "communication", f"{format_percent(communication['efficiency'])} of a step does not wait for it{overlap}"
     for axis, used in communication["axes"].items():
         if used["seconds"] is not None:
             yield "", f"{axis}: {_used(used)}"
@@ -198,13 +200,16 @@ def _memory(summary: Summary) -> str:
 
 def _layout(layout: Mapping[str, Any]) -> str:
     """Degrees above one and choices that are on: what tells this layout from one device."""
-    parts = [f"{name} {value}" for name, value in layout.items() if _is_worth_showing(name, value)]
+    several = any(layout.get(axis) not in (None, 1, -1) for axis in AXES)
+    parts = [f"{name} {value}" for name, value in layout.items() if _is_worth_showing(name, value, several)]
     return ", ".join(parts) or "one device"
 
 
-def _is_worth_showing(name: str, value: Any) -> bool:
+def _is_worth_showing(name: str, value: Any, several: bool) -> bool:
     if name == "zero":
-        return value is not None
+        return several and value is not None
+    if name in Layout.model_fields and value == Layout.model_fields[name].default:
+        return False
     return bool(value) if isinstance(value, bool) else value not in (None, 1, -1)
 
 
@@ -220,7 +225,7 @@ def _checkpoints(checkpoints: Summary) -> str:
 
 def _advice(advice: Summary) -> str:
     every = f"every {advice['every_steps']:,} steps ({format_duration(advice['every_seconds'])})"
-    return f"{every} loses least, at one failure in {format_count(advice['mtbf_hours'])} hours: {advice['basis']}"
+    return f"{every} loses least, at one failure in {advice['mtbf_hours']:,.0f} hours: {advice['basis']}"
 
 
 def _curve(summary: Summary, console: Console) -> None:

@@ -161,7 +161,7 @@ def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
             training.kept = training.kept or kept_of_checkpoint(Contents.open(address))
     if not training.kept and folder is not None:
         training.kept = kept_of_folder(Path(folder))
-    if training.kept and not has_tokenizer(training.kept, training.dataset.streams[0].tokens.index.tokenizer_fingerprint):
+    if not has_tokenizer(training.kept, training.dataset.streams[0].tokens.index.tokenizer_fingerprint):
         log.warning("the data have another tokenizer than the Hugging Face folder of the model: its files are not kept")
         training.kept = {}
 

@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 import pytest
 from rich.console import Console
 
-from shardwise.config import Observe
+from shardwise.config import Layout, Observe
 from shardwise.errors import UserError
 from shardwise.observe import open_sinks, render, summarise
 from shardwise.observe.goodput import goodput
+from shardwise.observe.report import _layout
 from shardwise.observe.totals import RunTotals
 from shardwise.search.interval import DEVICE_HOURS, advise
 
@@ -382,3 +383,11 @@ def test_the_memory_of_a_summary_does_not_grow_with_the_steps_and_sums_stay_exac
         assert 2048 <= len(totals.steady.kept) <= 4096
         assert totals.steady.count == count - 2
     assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_of_a_layout_what_is_usual_is_left_out():
+    plan = Layout().model_dump() | {"data": 1, "zero": 0}
+    assert _layout(plan) == "one device"
+    assert _layout(plan | {"data": 2}) == "data 2, zero 0"
+    chosen = {"pipeline": 2, "schedule": "zbv", "zero": 1, "offload": True}
+    assert sorted(_layout(plan | chosen).split(", ")) == sorted(f"{name} {value}" for name, value in chosen.items())
