@@ -30,7 +30,7 @@ from torch import Tensor
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.families import TensorMatch, tensor_matches, their_shapes
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
-from shardwise.checkpoint.pretrained import DTYPES, INDEX, WEIGHTS, Progress, listed, no_progress
+from shardwise.checkpoint.pretrained import DTYPES, INDEX, PREFIX, WEIGHTS, Progress, listed, no_progress
 from shardwise.config import Model
 from shardwise.config.families import Family
 from shardwise.config.model_config import to_config, to_model
@@ -40,9 +40,6 @@ from shardwise.data.tokenizer import BYTES, HuggingFaceTokenizer
 from shardwise.errors import UserError, shown
 from shardwise.files import parse_as, reading
 from shardwise.plan import parameter_shapes
-
-PREFIX = "model."
-"""Of the names of weights in a checkpoint."""
 
 
 @dataclass(frozen=True)

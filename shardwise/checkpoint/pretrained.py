@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, int, int], None]
 """Told of tensors done, tensors in all, bytes done, bytes in all."""
 
+PREFIX = "model."
+"""Of the names of weights in a checkpoint."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 """Ours, the name in a safetensors header, and bytes."""
@@ -142,7 +144,6 @@ def import_folder(folder: Path, checkpoint: str, progress: Progress = no_progres
     import torch
 
     from shardwise.checkpoint.contents import write_checkpoint
-    from shardwise.checkpoint.huggingface import PREFIX
     from shardwise.checkpoint.kept import kept_of_folder
 
     if storage(checkpoint).names():

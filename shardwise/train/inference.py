@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.huggingface import PREFIX, held_model
+from shardwise.checkpoint.huggingface import held_model
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
-from shardwise.checkpoint.pretrained import open_folder
+from shardwise.checkpoint.pretrained import PREFIX, open_folder
 from shardwise.config import Config, Model, Train
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, tokenizer_settings
 from shardwise.data import Index, Tokenizer, load_tokenizer
