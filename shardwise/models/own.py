@@ -59,6 +59,11 @@ def build_own(model: Model) -> nn.Module:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
+        if "not enough memory" in str(error):  # of torch's allocator, which has no exception of its own on a CPU
+            raise UserError(
+                f"{where}: one weight alone takes more than this machine's memory ({_line(error, model)}); a constructor "
+                "makes one at a time, so make it in parts"
+            ) from error
         raise UserError(
             f"{where}: could not be built: {type(error).__name__}: {error} ({_line(error, model)}). It is called with the "
             "[model] section; its weights are on torch's meta device, without values, and get them later from "

@@ -50,7 +50,7 @@ def test_a_killed_worker_and_a_stop_lose_no_sample(started: Started, shardwise: 
         (["layout.tensor=2"], {}, "leave layout.tensor out"),
         (["train.driver=synchronous", "hogwild.locked=true"], {}, "hogwild.locked: has no effect without train.driver"),
         (["train.driver=synchronous"], {}, "devices sum dense gradients only"),
-        (["model.hidden=16777216", "model.vocabulary=4000000"], {}, "GiB of this machine's memory"),
+        (["model.hidden=16777216", "model.vocabulary=4000000"], {}, "one weight alone takes more than this machine's memory"),
         ([], {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "127.0.0.1:29433"},
          "share the memory of one host, and this run has 2"),
     ],
@@ -66,3 +66,9 @@ def test_plan_and_verify_speak_of_lockstep(shardwise: Shardwise, command: str) -
     done = shardwise(command, "examples/quickstart.toml", "layout.data=2", "train.driver=hogwild")
     assert done.returncode == 2
     assert "lockstep" in done.stderr
+
+
+def test_states_that_do_not_fit_into_one_machine_are_refused(shardwise: Shardwise) -> None:
+    done = shardwise("train", "examples/quickstart.toml", "model.preset=llama3-70b", "train.driver=hogwild", "run.folder=run")
+    assert done.returncode == 2, done.stderr
+    assert "GiB of this machine's memory" in " ".join(done.stderr.split())
