@@ -29,7 +29,7 @@ def test_a_small_plan_is_told_in_small_units() -> None:
     assert "1.67M parameters on" in text
     assert "0 device hours" not in text.replace("10 device hours", "")
     assert " days, " not in text
-    assert "all 120 steps (492k tokens) take" in text
+    assert "all 80 steps (328k tokens) take" in text
 
 
 def test_help_shows_what_is_in_brackets() -> None:
