@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.huggingface import held_model
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
-from shardwise.checkpoint.pretrained import PREFIX, open_folder
+from shardwise.checkpoint.pretrained import DTYPES, PREFIX, open_folder
 from shardwise.config import Config, Model, Train
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, tokenizer_settings
 from shardwise.data import Index, Tokenizer, load_tokenizer
@@ -120,7 +120,7 @@ def load_folder(folder: Path) -> Speaker:
     pretrained = open_folder(folder)
     if pretrained.tokenizer is None:
         raise UserError(f"{folder} has no {TOKENIZER}, so the model cannot be asked in words; put that of the model there")
-    dtypes = [getattr(torch, _FULL[tensor.dtype]) for tensor in pretrained.stored.values()]
+    dtypes = [getattr(torch, _OURS[tensor.dtype]) for tensor in pretrained.stored.values()]
     step = _ready(str(folder), pretrained.model, dtypes, pretrained.read)
     return Speaker(str(folder), pretrained.model, step, _speech_of_folder(folder))
 
@@ -137,7 +137,8 @@ def load_checkpoint(address: str) -> Speaker:
     return Speaker(address, _reach(model, contents), _ready(address, model, dtypes, read), speech)
 
 
-_FULL = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_OURS = {header: name for name, (header, _) in DTYPES.items()}
+"""Names of dtypes, by those in a safetensors header."""
 _COMPUTED: Mapping[torch.dtype, dict[str, str]] = {
     torch.float64: {"precision": "float64"},
     torch.bfloat16: {"precision": "bfloat16", "state_dtype": "bfloat16"},
