@@ -196,8 +196,8 @@ class Host:
                 self._note_failed_start(worker, worker.fault or died(worker, self.logs))
 
     def _note_lost(self, worker: WorkerProcess, fault: Fault) -> None:
-        """A worker that is no rank ended: the others go on, and so does its slot. If it never gets anything done, as often as a
-        step may fail, that is a fault of the run."""
+        """A worker that is no rank ended: the others go on, and so does its slot. One that never gets anything done, as often as
+        a step may fail, rests; if none of them does, that is a fault of the run."""
         self._note("worker_lost", host=self.name, slot=worker.slot, cause=fault.cause)
         if fault.status is not None:
             raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
@@ -205,9 +205,18 @@ class Host:
         if before is not None and fault.repeats(before):
             raise RunFailed(in_own_code(fault))
         self._failed_starts[worker.slot] += worker.step == 0
-        if self._failed_starts[worker.slot] >= self.recovery.attempts:
+        if self._failed_starts[worker.slot] < self.recovery.attempts:
+            return
+        self._let_rest(worker, fault)
+        loose = [slot for slot in self.slots if slot not in self._members]
+        if all(self._failed_starts[slot] >= self.recovery.attempts for slot in loose):
             trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
-            raise RunFailed(f"{trace}a worker on {self.name} failed {self.recovery.attempts} times in a row: {fault.cause}")
+            often = f"failed {self.recovery.attempts} times in a row"
+            raise RunFailed(f"{trace}{'every' if len(loose) > 1 else 'the'} worker on {self.name} {often}: {fault.cause}")
+
+    def _let_rest(self, worker: WorkerProcess, fault: Fault) -> None:
+        self.slots[worker.slot] = time.monotonic() + RETRY_SECONDS
+        self._note("slot_rests", host=self.name, slot=worker.slot, cause=fault.cause)
 
     def _note_failed_start(self, worker: WorkerProcess, fault: Fault) -> None:
         """A worker ended before it was ready: the second time, its slot rests; if all do, so does the host."""
@@ -218,8 +227,7 @@ class Host:
         self._failed_starts[worker.slot] += 1
         if self._failed_starts[worker.slot] < 2:
             return
-        self.slots[worker.slot] = time.monotonic() + RETRY_SECONDS
-        self._note("slot_rests", host=self.name, slot=worker.slot, cause=fault.cause)
+        self._let_rest(worker, fault)
         if all(count >= 2 for count in self._failed_starts.values()):
             trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
             raise RunFailed(f"{trace}no worker comes up on {self.name}: {fault.cause}")

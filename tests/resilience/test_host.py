@@ -29,7 +29,7 @@ from shardwise.resilience.messages import Done, Failed, Progress, Signalled, Wai
 from shardwise.resilience.process import WorkerProcess
 from shardwise.resilience.server import server_pid, start_server
 from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, STOP_SIGNALS
-from shardwise.resilience.team import Bounds, Lead, Member, Orders, Report, Team
+from shardwise.resilience.team import Bounds, Fault, Lead, Member, Orders, Report, Team
 
 pytestmark = pytest.mark.usefixtures("signals_as_before")  # a host leaves them ignored: its process is about to end
 Events = list[tuple[str, dict[str, Any]]]
@@ -105,6 +105,25 @@ def test_a_failure_that_cannot_be_mended_is_not_tried_again(tmp_path: Path) -> N
     with pytest.raises(RunFailed, match=r"^a bad loss$"):
         host.run()
     assert len(events) == 1
+
+
+def test_a_loose_worker_that_never_gets_to_work_rests_until_none_of_them_does(tmp_path: Path) -> None:
+    host, events = a_host(tmp_path, {}, workers=3)
+    host.loose, host._members = True, {0: 0}
+
+    def lose(slot: int, step: int = 0) -> None:
+        host._note_lost(cast(WorkerProcess, SimpleNamespace(slot=slot, step=step)), killed)
+
+    killed = Fault("died", 1, 0, "worker 1 was ended by SIGKILL", 0.0, 1)
+    for _ in range(host.recovery.attempts):
+        lose(1)
+    assert host._usable_slots() == [0, 2]
+    lose(2, step=7)
+    lose(2)
+    lose(2)
+    assert [event for event, _ in events].count("slot_rests") == 1
+    with pytest.raises(RunFailed, match="every worker on here failed 3 times in a row: worker 1 was ended by SIGKILL"):
+        lose(2)
 
 
 def after_three_steps(folder: Path, do: Callable[[], None]) -> None:
