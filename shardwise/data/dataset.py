@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from shardwise.config import Config, Data
 from shardwise.data.order import HELD_OUT, Integers, Order, key, permute
-from shardwise.data.prepare import Progress, prepared
+from shardwise.data.prepare import Progress, prepared, sources_hold_answers
 from shardwise.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from shardwise.data.tokens import Tokens
 from shardwise.errors import UserError
@@ -196,11 +196,13 @@ def rows_of(
     return Rows(inputs, targets, np.maximum.accumulate(begins, axis=1))
 
 
-def settled(config: Config, dataset: Dataset) -> Config:
-    """The job, with what its data decide: conversations are kept apart whether it says so or not."""
-    if config.data.reset_attention == dataset.reset_attention:
+def settled(config: Config, dataset: Dataset | None = None) -> Config:
+    """The job, with what its data decide: conversations are kept apart whether it says so or not. Without the data set, a look at
+    its sources tells."""
+    apart = dataset.reset_attention if dataset else config.data.reset_attention or sources_hold_answers(config.data)
+    if config.data.reset_attention == apart:
         return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"reset_attention": dataset.reset_attention})})
+    return config.model_copy(update={"data": config.data.model_copy(update={"reset_attention": apart})})
 
 
 def check_vocabulary(dataset: Dataset, model_vocabulary: int, pretrained: str | None = None) -> None:
@@ -282,8 +284,8 @@ def _longer(tokens: Tokens, length: int) -> int:
 
 def _no_answer_in_reach(tokens: Tokens, length: int) -> Iterator[str]:
     """The problem that every conversation is cut before its first answer."""
-    firsts = np.concatenate([[0], tokens.ends[:-1]])
-    reach = tokens.answers[np.searchsorted(tokens.answers, firsts)] - firsts  # tokens before the first answer of each
+    firsts, answers = np.concatenate([[0], tokens.ends[:-1]]), np.append(tokens.answers, len(tokens))
+    reach = answers[np.searchsorted(answers, firsts)] - firsts  # tokens before the first answer of each
     if reach.min() > length:
         yield (
             f"data.sequence_length = {length}: in {tokens.folder} every conversation has more before its first answer, so there "
