@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise.train.inference import Sampling, Speaker
 
 ASKING = "> "
+LARGEST_SEED = 2**63 - 1
 
 
 def generate(
@@ -23,16 +25,24 @@ def generate(
     ] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")] = 0.8,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Of what is drawn.")] = 0,
 ) -> None:
     """Continue a text, or talk, with the model of a run (on any layout) or of a Hugging Face folder, on one device."""
+    from shardwise.data.chat import without_lone_surrogates
     from shardwise.errors import UserError
 
+    if not math.isfinite(temperature):
+        raise UserError(
+            f"--temperature {temperature}: give a number, 0 or more; 1 draws as the model says, 0 takes the likeliest"
+        )
     if (prompt is None) != chat:
         raise UserError("generate: give --prompt TEXT for a text to go on from, or --chat for a conversation, and not both")
     speaker, sampling = _load(model), _sampling(max_tokens, temperature, seed)
+    for stream in (sys.stdin, sys.stdout):  # what is no text in the terminal's encoding is shown so, and ends nothing
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     if prompt is not None:
-        _say(speaker.go_on(prompt, sampling))
+        _say(speaker.go_on(without_lone_surrogates(prompt), sampling))
     else:
         _talk(speaker, sampling)
 
@@ -73,6 +83,8 @@ def _lines() -> Iterator[str]:
             print(ASKING, end="", flush=True, file=sys.stderr)
         line = sys.stdin.readline()
         if not line:
+            if sys.stdin.isatty():
+                print(file=sys.stderr)
             return
         if line.strip():
             yield line.rstrip("\r\n")

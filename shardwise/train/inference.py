@@ -12,7 +12,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,22 @@ class Speaker:
         ids = tokenizer.encode_prompt(prompt) if self.speech.begins else tokenizer.encode_batch([prompt])[0]
         if not len(ids):
             raise UserError("--prompt: an empty text; give at least one character to go on from")
-        return self._say(ids.tolist(), sampling, "--prompt", context=True)
+        return self._say(ids.tolist(), sampling, "--prompt", context=True, ends=self.speech.ends)
 
     def answer(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
         """What the assistant says next, piece by piece."""
         assert self.speech.template is not None, "asked for before"
         written = self.speech.template.write(messages, generation_prompt=True)
         ids, _ = self.speech.tokenizer.encode_with_offsets([written])[0]
-        return self._say(ids.tolist(), sampling, "the conversation", context=False)
+        return self._say(ids.tolist(), sampling, "the conversation", context=False, ends=self._ends_of_answers)
+
+    @cached_property
+    def _ends_of_answers(self) -> frozenset[int]:
+        """With the id that the template puts behind an answer, if it is one: by that a model which learnt from it ends its own,
+        whatever the settings that came with it say."""
+        assert self.speech.template is not None, "asked for before"
+        ids, _ = self.speech.tokenizer.encode_with_offsets([self.speech.template.mark_after_answers()])[0]
+        return self.speech.ends | (set(ids.tolist()) if len(ids) == 1 else set())
 
     def check_chat(self) -> None:
         """Refuse a model that has no way to write a conversation."""
@@ -96,7 +105,7 @@ class Speaker:
                 "how a conversation is written; put one there, or use --prompt"
             )
 
-    def _say(self, ids: list[int], sampling: Sampling, what: str, context: bool) -> Iterator[str]:
+    def _say(self, ids: list[int], sampling: Sampling, what: str, context: bool, ends: frozenset[int]) -> Iterator[str]:
         room = self.model.max_positions - len(ids)
         if room < 1:
             most = f"model.max_positions is {self.model.max_positions}"
@@ -110,7 +119,7 @@ class Speaker:
             max_positions=self.model.max_positions,
             temperature=sampling.temperature,
             seed=sampling.seed,
-            ends=self.speech.ends,
+            ends=ends,
         )
         return as_text(self.speech.tokenizer, new, ids[-AFTER:] if context else ())
 
@@ -215,7 +224,10 @@ def _speech(contents: Contents) -> Speech:
                 (Path(folder) / name).parent.mkdir(exist_ok=True)
                 (Path(folder) / name).write_bytes(content)
             if TOKENIZER in files:
-                return _speech_of_folder(Path(folder))
+                speech = _speech_of_folder(Path(folder))
+                chosen = contents.manifest.data.get("end_of_document")  # the job may have ended documents by another token
+                end = load_tokenizer(Path(folder), chosen).end if isinstance(chosen, str) else speech.tokenizer.end
+                return replace(speech, ends=speech.ends | {end})
     tokenizer = _as_trained(contents)
     return Speech(tokenizer, tokenizer.find_template(), frozenset({tokenizer.end}), begins=False)
 
