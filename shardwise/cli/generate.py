@@ -31,10 +31,6 @@ def generate(
     from shardwise.data.chat import without_lone_surrogates
     from shardwise.errors import UserError
 
-    if not math.isfinite(temperature):
-        raise UserError(
-            f"--temperature {temperature}: give a number, 0 or more; 1 draws as the model says, 0 takes the likeliest"
-        )
     if (prompt is None) != chat:
         raise UserError("generate: give --prompt TEXT for a text to go on from, or --chat for a conversation, and not both")
     speaker, sampling = _load(model), _sampling(max_tokens, temperature, seed)

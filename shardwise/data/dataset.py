@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,12 +198,13 @@ def rows_of(
 
 
 def settled(config: Config, dataset: Dataset | None = None) -> Config:
-    """The job, with what its data decide: conversations are kept apart whether it says so or not. Without the data set, a look at
-    its sources tells."""
+    """The job, with what its data decide: conversations are kept apart whether it says so or not, and prepared data have a
+    tokenizer. Without the data set, a look at its sources tells the first of these."""
     apart = dataset.reset_attention if dataset else config.data.reset_attention or sources_hold_answers(config.data)
-    if config.data.reset_attention == apart:
-        return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"reset_attention": apart})})
+    update: dict[str, Any] = {"reset_attention": apart}
+    if dataset and config.data.tokenizer == BYTES and dataset.streams[0].tokens.index.tokenizer != BYTES:
+        update["tokenizer"] = str(dataset.streams[0].tokens.folder)
+    return config.model_copy(update={"data": config.data.model_copy(update=update)})
 
 
 def check_vocabulary(dataset: Dataset, model_vocabulary: int, pretrained: str | None = None) -> None:

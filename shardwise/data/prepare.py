@@ -16,11 +16,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,11 +121,22 @@ def sources_of(data: Data) -> tuple[Source, ...]:
     return data.sources or (Source(path=str(data.source), weight=1.0),)
 
 
+def tokenizer_of_run(data: Mapping[str, Any]) -> tuple[str | None, str | int | None]:
+    """The tokenizer of a run, by the `data` that its checkpoints keep, and what closes a document, for `load_tokenizer`."""
+    name, sources = data.get("tokenizer"), [data.get("source"), *(source.get("path") for source in data.get("sources") or ())]
+    folders = sources if name == BYTES else [name]  # of prepared data `bytes` means the tokenizer that they were made with
+    for folder in (Path(folder) for folder in folders if isinstance(folder, str) and is_prepared(Path(folder))):
+        index = Index.read(folder)
+        return BYTES if index.tokenizer == BYTES else str(folder), index.end
+    return name if isinstance(name, str) else None, data.get("end_of_document")
+
+
 def sources_hold_answers(data: Data) -> bool:
     """Whether any source of a job holds conversations or prompts with a completion, prepared or not."""
     paths = [Path(source.path) for source in sources_of(data) if data.source or data.sources]
     return any(
-        Index.read(path).holds_answers if is_prepared(path) else holds_answers(find_files(path), data.text_field) for path in paths
+        Index.read(path).holds_answers if is_prepared(path) else holds_answers(find_files(path), data.text_field)
+        for path in paths
     )
 
 

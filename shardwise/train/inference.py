@@ -26,11 +26,11 @@ from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
 from shardwise.checkpoint.pretrained import DTYPES, PREFIX, open_folder
 from shardwise.config import Config, Model, Train
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, tokenizer_settings
-from shardwise.data import Index, Tokenizer, load_tokenizer
+from shardwise.data import Tokenizer, load_tokenizer
 from shardwise.data.chat import FILE as TEMPLATE
 from shardwise.data.chat import ChatTemplate, Message, spelling
-from shardwise.data.ownership import is_prepared
-from shardwise.data.tokenizer import BYTES, as_text
+from shardwise.data.prepare import tokenizer_of_run
+from shardwise.data.tokenizer import as_text
 from shardwise.errors import UserError
 from shardwise.files import parse_json, read_bytes
 from shardwise.mesh import local_gpus
@@ -233,16 +233,10 @@ def _speech(contents: Contents) -> Speech:
 
 
 def _as_trained(contents: Contents) -> Tokenizer:
-    data = contents.manifest.data
-    name = data.get("tokenizer")
-    if not isinstance(name, str):
+    name, end = tokenizer_of_run(contents.manifest.data)
+    if name is None:
         raise UserError(f"{contents.address} names no tokenizer, so the model cannot be asked in words")
-    sources = [data.get("source"), *(source.get("path") for source in data.get("sources") or () if isinstance(source, dict))]
-    prepared = next((Path(path) for path in sources if isinstance(path, str) and is_prepared(Path(path))), None)
-    if name == BYTES and prepared is not None:  # it then means the tokenizer that the data were made with
-        index = Index.read(prepared)
-        return load_tokenizer(BYTES if index.tokenizer == BYTES else prepared, index.end)
-    return load_tokenizer(name, data.get("end_of_document"))
+    return load_tokenizer(name, end)
 
 
 def _speech_of_folder(folder: Path) -> Speech:

@@ -180,7 +180,7 @@ def test_a_text_ends_with_the_first_id_that_ends_it() -> None:
 
 
 def test_an_answer_ends_by_the_mark_of_the_template_whatever_the_settings_say(run: Path, tmp_path: Path) -> None:
-    """A base model's settings end texts by a token of its own, and what it learnt here ends answers as the template writes them."""
+    """A base model's settings name a token of its own, and what it learnt here ends answers as the template writes them."""
     export_checkpoint(str(run / "run" / "checkpoints" / "step-40"), tmp_path / "exported")
     for name in ("config.json", "generation_config.json"):
         path = tmp_path / "exported" / name
@@ -223,6 +223,50 @@ def test_a_template_that_came_with_the_data_is_the_models_from_then_on(
         tokenizer = transformers.AutoTokenizer.from_pretrained(run / "exported")
         written = tokenizer.apply_chat_template(told["messages"], tokenize=False)
         assert written == f"{BEGIN}user:{ASKED}{END}\nassistant:{ANSWER}{END}\n"
+
+
+SMALL = """
+[model]
+layers = 1
+hidden = 16
+heads = 2
+kv_heads = 2
+head_dim = 8
+ffn = 16
+vocabulary = 258
+max_positions = 64
+[data]
+source = "shards"
+sequence_length = 32
+[train]
+steps = 1
+global_batch = 4
+[run]
+folder = "run"
+"""
+
+
+def test_a_model_of_prepared_data_has_their_tokenizer_and_never_that_of_bytes(
+    warm: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "told").mkdir()
+    write_tokenizer(tmp_path / "told")
+    (tmp_path / "text.txt").write_text("to be, or not to be\n" * 40)
+    (tmp_path / "job.toml").write_text(SMALL)
+    words = ["data", "prepare", "text.txt", "shards", "--tokenizer", "told", "--end-of-document", BEGIN]
+    for command in (words, ["train", "job.toml"]):
+        done = warm.run(*command, cwd=tmp_path, environment={})
+        assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    checkpoint = str(tmp_path / "run" / "checkpoints" / "step-1")
+    speech = load_checkpoint(checkpoint).speech
+    assert (speech.ends, speech.tokenizer.name) == ({257}, "shards/tokenizer.json")
+    export_checkpoint(checkpoint, tmp_path / "exported")
+    assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == (tmp_path / "told" / "tokenizer.json").read_bytes()
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["eos_token_id"] == 257
+    monkeypatch.chdir(tmp_path / "exported")
+    with pytest.raises(UserError, match="shards does not exist"):
+        load_checkpoint(checkpoint)
 
 
 OWN = """
