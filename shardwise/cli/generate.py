@@ -48,10 +48,13 @@ def _load(model: str) -> Speaker:
 
     need_torch()
     from shardwise.config.pretrained import CONFIG
+    from shardwise.files import reading
     from shardwise.train.inference import load_checkpoint, load_folder
 
     folder = Path(model)
-    return load_folder(folder) if (folder / CONFIG).is_file() else load_checkpoint(newest(model))
+    with reading(model, "Give a run folder, a step-N folder or a Hugging Face folder first, and the text after --prompt."):
+        is_folder = (folder / CONFIG).is_file()
+    return load_folder(folder) if is_folder else load_checkpoint(newest(model))
 
 
 def _sampling(max_tokens: int, temperature: float, seed: int) -> Sampling:

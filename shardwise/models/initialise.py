@@ -85,10 +85,9 @@ def initial_value(name: str, shape: tuple[int, ...], layers: int | None, seed: i
     whose matrices are all drawn alike.
     """
     full = torch.empty(shape, dtype=torch.float32, device="cpu")
-    if name.endswith(".bias"):
-        return full.zero_()
     if len(shape) <= 1:
-        return full.fill_(1.0)  # the weight of a norm
+        bias = "bias" in name.rpartition(".")[2].split("_")  # torch's own modules have in_proj_bias and bias_ih_l0 too
+        return full.zero_() if bias else full.fill_(1.0)  # the weight of a norm
     deviation = DEVIATION / math.sqrt(2 * layers) if layers and name.endswith(WRITES_TO_STREAM) else DEVIATION
     if name.endswith("feed_forward.router.weight"):
         deviation = 1 / math.sqrt(shape[1])

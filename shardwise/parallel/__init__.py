@@ -1,6 +1,14 @@
 """One file per axis, and `apply`, which orders them."""
 
-from shardwise.parallel.apply import build_plain, check_module, count_parameters, embedded_ids, is_compiled, parallelise
+from shardwise.parallel.apply import (
+    build_plain,
+    check_module,
+    count_parameters,
+    embedded_ids,
+    frozen_at_random,
+    is_compiled,
+    parallelise,
+)
 from shardwise.parallel.model import ParallelModel
 
 __all__ = [
@@ -9,6 +17,7 @@ __all__ = [
     "check_module",
     "count_parameters",
     "embedded_ids",
+    "frozen_at_random",
     "is_compiled",
     "parallelise",
 ]

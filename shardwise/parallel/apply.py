@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
 from functools import lru_cache, partial
 
@@ -79,7 +80,9 @@ def _store_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the weights. Buffers keep the dtype that they were given, but that a proof in float64 takes those in float32 along:
     most operators want the two alike, and a table of angles is not to be rounded because weights are stored in 16 bits."""
     before = _named_buffers(model)
-    model.to(dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Casting complex values to real")  # of buffers, which are put back
+        model.to(dtype)
     for (module, name), buffer in before.items():
         if (dtype, buffer.dtype) != (torch.float64, torch.float32):
             setattr(module, name, buffer)
@@ -95,6 +98,13 @@ def check_module(config: Config, layout: Layout) -> None:
     """Refuse a user's own module that cannot be built, or not be split as this layout asks; nothing where there is none."""
     if config.model.module is not None:
         check_own(build_plain(config), config, layout)
+
+
+def frozen_at_random(config: Config) -> str | None:
+    """The first of the frozen weights of a user's own module, if nothing gives it values: the constructor's are not kept."""
+    model = build_plain(config)
+    frozen = (name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    return None if hasattr(model, "initial_value") else next(frozen, None)
 
 
 def count_parameters(config: Config) -> OwnParameters | None:

@@ -315,6 +315,7 @@ def test_what_cannot_be_asked_is_refused_with_what_to_do(run: Path, tmp_path: Pa
         (str(silent), "--prompt", "a"): "silent has no tokenizer.json",
         (str(tmp_path / "empty-run"), "--prompt", "a"): "empty-run holds no checkpoint",
         (str(tmp_path / "nowhere"), "--prompt", "a"): "nowhere: no such folder",
+        ("a" * 300, "--prompt", "a"): "File name too long. Give a run folder",
         (str(run / "run"),): "give --prompt TEXT",
         (str(run / "run"), "--prompt", "a", "--chat"): "and not both",
         (str(run / "run"), "--prompt", "a" * 200): "--prompt: 201 tokens, and model.max_positions is 128",
