@@ -247,10 +247,10 @@ def _check(planner: Planner) -> None:
     if planner.config.model.module is not None:
         from shardwise.checkpoint import to_resume
         from shardwise.data import settled
-        from shardwise.parallel import check_module, frozen_at_random
+        from shardwise.parallel import check_first_values, check_module
 
         check_module(settled(planner.config), plan.layout)
-        if (name := frozen_at_random(planner.config)) and not to_resume(planner.config):
+        if (name := check_first_values(planner.config)) and not to_resume(planner.config):
             typer.echo(
                 f"warning: {name} is frozen and begins at random: values that a constructor gives are not kept. Add a method "
                 "initial_value(name, shape, seed) to the module (docs/sharding.md)",

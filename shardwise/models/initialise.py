@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -72,6 +73,24 @@ def _first_value(model: nn.Module, name: str, shape: tuple[int, ...], seed: int)
             "they are drawn as without it"
         )
     return value.to("cpu", torch.float32)
+
+
+def check_first_value(model: nn.Module, seed: int) -> None:
+    """Ask a user's module for the smallest of its weights: a file that is not there is then known before anything is made."""
+    name, parameter = min(model.named_parameters(), key=lambda named: named[1].numel())
+    try:
+        _first_value(model, name, tuple(parameter.shape), seed)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, UserError):
+            raise
+        code = getattr(getattr(model, "initial_value", None), "__code__", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+        at = (own or frames)[-1]
+        raise UserError(
+            f"initial_value({name!r}, {tuple(parameter.shape)}, {seed}) fails: {type(error).__name__}: {error} "
+            f"({at.filename}, line {at.lineno})"
+        ) from error
 
 
 def _is_offset(model: Transformer, name: str) -> bool:

@@ -2,10 +2,10 @@
 
 from shardwise.parallel.apply import (
     build_plain,
+    check_first_values,
     check_module,
     count_parameters,
     embedded_ids,
-    frozen_at_random,
     is_compiled,
     parallelise,
 )
@@ -14,10 +14,10 @@ from shardwise.parallel.model import ParallelModel
 __all__ = [
     "ParallelModel",
     "build_plain",
+    "check_first_values",
     "check_module",
     "count_parameters",
     "embedded_ids",
-    "frozen_at_random",
     "is_compiled",
     "parallelise",
 ]

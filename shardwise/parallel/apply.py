@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
 from shardwise.config import Config, Layout, Model, sequence_multiple
 from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
-from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise, weights_without_memory
+from shardwise.models import (
+    Head,
+    Sharding,
+    Transformer,
+    adapt,
+    build_own,
+    check_first_value,
+    check_values,
+    initialise,
+    weights_without_memory,
+)
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.experts import Router
 from shardwise.models.layers import Embedding
@@ -100,11 +110,14 @@ def check_module(config: Config, layout: Layout) -> None:
         check_own(build_plain(config), config, layout)
 
 
-def frozen_at_random(config: Config) -> str | None:
-    """The first of the frozen weights of a user's own module, if nothing gives it values: the constructor's are not kept."""
+def check_first_values(config: Config) -> str | None:
+    """Refuse a user's own module that cannot give its weights their values; returns the name of a frozen one that would begin at
+    random, because nothing gives it any: the constructor's are not kept."""
     model = build_plain(config)
-    frozen = (name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    return None if hasattr(model, "initial_value") else next(frozen, None)
+    if hasattr(model, "initial_value"):
+        check_first_value(model, config.train.seed)
+        return None
+    return next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)
 
 
 def count_parameters(config: Config) -> OwnParameters | None:

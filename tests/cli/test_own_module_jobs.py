@@ -135,6 +135,17 @@ def test_a_module_that_would_let_conversations_see_each_other_is_refused_before_
     assert not (tmp_path / ".shardwise").exists()
 
 
+def test_first_values_from_a_file_that_is_not_there_are_missed_before_workers_start(shardwise: Shardwise, tmp_path: Path) -> None:
+    (tmp_path / "own_model.py").write_text((ROOT / "examples" / "own_model.py").read_text())
+    (tmp_path / "finetuned.py").write_text(FROZEN)
+    done = shardwise("train", JOB, "model.module=finetuned.py:Finetuned", "run.folder=run")
+    assert done.returncode == 2, done.stderr
+    assert re.search(
+        r"error: initial_value\(.* fails: FileNotFoundError: .*backbone.pt' \(\S*finetuned.py, line 12\)", done.stderr
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_weights_that_are_frozen_at_random_are_warned_of(shardwise: Shardwise, tmp_path: Path) -> None:
     """As those of nn.Embedding.from_pretrained would be, whose values are the constructor's."""
     text = (ROOT / "examples" / "own_model.py").read_text()
