@@ -123,12 +123,13 @@ def sources_of(data: Data) -> tuple[Source, ...]:
 
 def tokenizer_of_run(data: Mapping[str, Any]) -> tuple[str | None, str | int | None]:
     """The tokenizer of a run, by the `data` that its checkpoints keep, and what closes a document, for `load_tokenizer`."""
-    name, sources = data.get("tokenizer"), [data.get("source"), *(source.get("path") for source in data.get("sources") or ())]
-    folders = sources if name == BYTES else [name]  # of prepared data `bytes` means the tokenizer that they were made with
+    name, end, several = (data.get(key) for key in ("tokenizer", "end_of_document", "sources"))
+    listed = [source.get("path") for source in several if isinstance(source, dict)] if isinstance(several, list) else []
+    folders = [data.get("source"), *listed] if name == BYTES else [name]  # `bytes` means the tokenizer of data that are prepared
     for folder in (Path(folder) for folder in folders if isinstance(folder, str) and is_prepared(Path(folder))):
         index = Index.read(folder)
         return BYTES if index.tokenizer == BYTES else str(folder), index.end
-    return name if isinstance(name, str) else None, data.get("end_of_document")
+    return name if isinstance(name, str) else None, end if isinstance(end, str) else None
 
 
 def sources_hold_answers(data: Data) -> bool:
