@@ -36,6 +36,7 @@ from shardwise.config.families import Family
 from shardwise.config.model_config import to_config, to_model
 from shardwise.config.pretrained import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data import load_tokenizer
+from shardwise.data.prepare import tokenizer_of_run
 from shardwise.data.tokenizer import BYTES, HuggingFaceTokenizer
 from shardwise.errors import UserError, shown
 from shardwise.files import parse_as, reading
@@ -79,7 +80,7 @@ class ExportSource:
     dtypes: Mapping[str, str]
     read: Callable[[str], Tensor]
     tokenizer: str | None
-    end_of_document: str | None
+    end_of_document: str | int | None
     kept: Mapping[str, bytes]
     """The other files of the folder that it came from, by name."""
 
@@ -95,7 +96,7 @@ def export_checkpoint(
     _check_shapes(contents, model)
     contents.check()
     dtypes = {name.removeprefix(PREFIX): stored.dtype for name, stored in contents.tensors.items() if name.startswith(PREFIX)}
-    tokenizer, end = (contents.manifest.data.get(key) for key in ("tokenizer", "end_of_document"))
+    tokenizer, end = tokenizer_of_run(contents.manifest.data)
     source = ExportSource(model, dtypes, lambda name: contents.read(PREFIX + name), tokenizer, end, kept)
     return write_folder(source, folder, dtype, shard_bytes, progress)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise.train.inference import Sampling, Speaker
 
 ASKING = "> "
+LARGEST_SEED = 2**63 - 1
 
 
 def generate(
@@ -23,16 +25,20 @@ def generate(
     ] = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")] = 0.8,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Of what is drawn.")] = 0,
 ) -> None:
     """Continue a text, or talk, with the model of a run (on any layout) or of a Hugging Face folder, on one device."""
+    from shardwise.data.chat import without_lone_surrogates
     from shardwise.errors import UserError
 
     if (prompt is None) != chat:
         raise UserError("generate: give --prompt TEXT for a text to go on from, or --chat for a conversation, and not both")
     speaker, sampling = _load(model), _sampling(max_tokens, temperature, seed)
+    for stream in (sys.stdin, sys.stdout):  # what is no text in the terminal's encoding is shown so, and ends nothing
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     if prompt is not None:
-        _say(speaker.go_on(prompt, sampling))
+        _say(speaker.go_on(without_lone_surrogates(prompt), sampling))
     else:
         _talk(speaker, sampling)
 
@@ -42,10 +48,13 @@ def _load(model: str) -> Speaker:
 
     need_torch()
     from shardwise.config.pretrained import CONFIG
+    from shardwise.files import reading
     from shardwise.train.inference import load_checkpoint, load_folder
 
     folder = Path(model)
-    return load_folder(folder) if (folder / CONFIG).is_file() else load_checkpoint(newest(model))
+    with reading(model, "Give a run folder, a step-N folder or a Hugging Face folder first, and the text after --prompt."):
+        is_folder = (folder / CONFIG).is_file()
+    return load_folder(folder) if is_folder else load_checkpoint(newest(model))
 
 
 def _sampling(max_tokens: int, temperature: float, seed: int) -> Sampling:
@@ -73,6 +82,8 @@ def _lines() -> Iterator[str]:
             print(ASKING, end="", flush=True, file=sys.stderr)
         line = sys.stdin.readline()
         if not line:
+            if sys.stdin.isatty():
+                print(file=sys.stderr)
             return
         if line.strip():
             yield line.rstrip("\r\n")

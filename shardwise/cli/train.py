@@ -245,9 +245,17 @@ def _check(planner: Planner) -> None:
         where = f"on {planner.cluster.name}, " if named and planner.cluster else ""
         typer.echo(where + planner.searched, err=True)
     if planner.config.model.module is not None:
-        from shardwise.parallel import check_module
+        from shardwise.checkpoint import to_resume
+        from shardwise.data import settled
+        from shardwise.parallel import check_first_values, check_module
 
-        check_module(planner.config, plan.layout)
+        check_module(settled(planner.config), plan.layout)
+        if (name := check_first_values(planner.config)) and not to_resume(planner.config):
+            typer.echo(
+                f"warning: {name} is frozen and begins at random: values that a constructor gives are not kept. Add a method "
+                "initial_value(name, shape, seed) to the module (docs/sharding.md)",
+                err=True,
+            )
 
 
 def _check_room(config: Config, plan: Plan) -> None:

@@ -18,6 +18,7 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 """Fields of a record."""
 FILE = "chat_template.jinja"
+FILES = (FILE, TOKENIZER_CONFIG)
+"""Those that say how conversations are written, beside a tokenizer.json."""
 BYTES_END = "\U0010ffff"
 """Stands in text for the id that ends a document of bytes; Unicode keeps it from being a character."""
 BYTES_TEMPLATE = """\
@@ -43,6 +46,8 @@ BYTES_TEMPLATE = """\
 {{ message.role }}: {{ message.content }}{{ eos_token if message.role == 'assistant' else '\\n' }}\
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ABSENT = {"tools": None, "documents": None}
+"""What a template may ask for and finds given as nothing, as in the transformers library: `is defined`, and `is none`."""
 _NONCE = secrets.token_hex(8)
 _OPEN, _CLOSE = f"\ue000{_NONCE}\ue001", f"\ue002{_NONCE}\ue003"
 """Around what a template marks; they are taken out again, and no text of a user's has them."""
@@ -95,6 +100,16 @@ class ChatTemplate:
             return [AnsweredText(whole, tuple(text.answers[0] for text in texts))]
         return texts
 
+    def mark_after_answers(self) -> str:
+        """What it puts behind an answer; nothing where that cannot be told."""
+        said = "an answer"
+        try:
+            written = self.write([{"role": "user", "content": "a question"}, {"role": "assistant", "content": said}])
+        except UserError:
+            return ""
+        _, found, mark = written.rstrip().rpartition(said)
+        return mark if found else ""
+
     def _last_answer(self, messages: Sequence[Message]) -> AnsweredText:
         before, text = self.write(messages[:-1], generation_prompt=True), self.write(messages)
         stop = len(text.rstrip())
@@ -113,12 +128,14 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            said = self._template.render(messages=messages, add_generation_prompt=generation_prompt, **self.tokens)
+            said = self._template.render(messages=messages, add_generation_prompt=generation_prompt, **_ABSENT, **self.tokens)
+        except UserError:
+            raise
         except TemplateError as error:
             raise UserError(f"the chat template refuses it: {error}") from None
         except Exception as error:  # it is a program, and may fail in any way
             raise UserError(f"the chat template fails at it: {type(error).__name__}: {error}") from None
-        return _without_marks(said)
+        return _without_marks(without_lone_surrogates(said))
 
     @cached_property
     def _template(self) -> Template:
@@ -145,6 +162,13 @@ def find_template(tokenizer: str | Path) -> ChatTemplate | None:
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
     return ChatTemplate(source, tokens, str(folder / TOKENIZER_CONFIG)) if isinstance(source, str) else None
+
+
+def copy_template(tokenizer: str | Path, folder: Path) -> None:
+    """Keep in a folder what `find_template` reads beside a tokenizer.json; nothing where there is none."""
+    for name in FILES:
+        with suppress(FileNotFoundError, UserError):
+            (folder / name).write_bytes(read_bytes(file_of(Path(tokenizer).parent, name)))
 
 
 def template_of_bytes() -> ChatTemplate:
@@ -241,8 +265,8 @@ def _environment() -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **options)  # jinja's own escapes for HTML
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)  # jinja's own escapes for HTML
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson

@@ -26,13 +26,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config import Config, Data
 from shardwise.data.order import HELD_OUT, Integers, Order, key, permute
-from shardwise.data.prepare import Progress, prepared
+from shardwise.data.prepare import Progress, prepared, sources_hold_answers
 from shardwise.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from shardwise.data.tokens import Tokens
 from shardwise.errors import UserError
@@ -196,11 +197,14 @@ def rows_of(
     return Rows(inputs, targets, np.maximum.accumulate(begins, axis=1))
 
 
-def settled(config: Config, dataset: Dataset) -> Config:
-    """The job, with what its data decide: conversations are kept apart whether it says so or not."""
-    if config.data.reset_attention == dataset.reset_attention:
-        return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"reset_attention": dataset.reset_attention})})
+def settled(config: Config, dataset: Dataset | None = None) -> Config:
+    """The job, with what its data decide: conversations are kept apart whether it says so or not, and prepared data have a
+    tokenizer. Without the data set, a look at its sources tells the first of these."""
+    apart = dataset.reset_attention if dataset else config.data.reset_attention or sources_hold_answers(config.data)
+    update: dict[str, Any] = {"reset_attention": apart}
+    if dataset and config.data.tokenizer == BYTES and dataset.streams[0].tokens.index.tokenizer != BYTES:
+        update["tokenizer"] = str(dataset.streams[0].tokens.folder)
+    return config.model_copy(update={"data": config.data.model_copy(update=update)})
 
 
 def check_vocabulary(dataset: Dataset, model_vocabulary: int, pretrained: str | None = None) -> None:
@@ -282,8 +286,8 @@ def _longer(tokens: Tokens, length: int) -> int:
 
 def _no_answer_in_reach(tokens: Tokens, length: int) -> Iterator[str]:
     """The problem that every conversation is cut before its first answer."""
-    firsts = np.concatenate([[0], tokens.ends[:-1]])
-    reach = tokens.answers[np.searchsorted(tokens.answers, firsts)] - firsts  # tokens before the first answer of each
+    firsts, answers = np.concatenate([[0], tokens.ends[:-1]]), np.append(tokens.answers, len(tokens))
+    reach = answers[np.searchsorted(answers, firsts)] - firsts  # tokens before the first answer of each
     if reach.min() > length:
         yield (
             f"data.sequence_length = {length}: in {tokens.folder} every conversation has more before its first answer, so there "

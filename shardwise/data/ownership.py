@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
+from shardwise.data.chat import FILES as CHAT_FILES
 from shardwise.data.shards import INDEX, Index
 from shardwise.data.tokenizer import FILE
 from shardwise.errors import UserError
@@ -54,7 +55,7 @@ def clear(folder: Path) -> None:
 
     The record stays, and with it the folder is still ours if this is interrupted.
     """
-    for name in (INDEX, FILE):
+    for name in (INDEX, FILE, *CHAT_FILES):
         (folder / name).unlink(missing_ok=True)
     for name in os.listdir(folder):
         if _OTHERS.fullmatch(name):

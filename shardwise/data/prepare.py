@@ -16,18 +16,19 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 
 from shardwise.config import Data, Source
-from shardwise.data.chat import Span
+from shardwise.data.chat import Span, copy_template
 from shardwise.data.ownership import LOCK, RECORD, check_target, clear, is_begun, is_prepared
 from shardwise.data.shards import VERSION, Index, Shard, ShardWriter, token_dtype, write_atomically
 from shardwise.data.sources import PIECE_BYTES, SourceFile, TextPiece, find_files, holds_answers, read_pieces
@@ -118,6 +119,26 @@ def prepared(data: Data, progress: Progress | None = None) -> list[tuple[Path, f
 def sources_of(data: Data) -> tuple[Source, ...]:
     """One or several."""
     return data.sources or (Source(path=str(data.source), weight=1.0),)
+
+
+def tokenizer_of_run(data: Mapping[str, Any]) -> tuple[str | None, str | int | None]:
+    """The tokenizer of a run, by the `data` that its checkpoints keep, and what closes a document, for `load_tokenizer`."""
+    name, end, several = (data.get(key) for key in ("tokenizer", "end_of_document", "sources"))
+    listed = [source.get("path") for source in several if isinstance(source, dict)] if isinstance(several, list) else []
+    folders = [data.get("source"), *listed] if name == BYTES else [name]  # `bytes` means the tokenizer of data that are prepared
+    for folder in (Path(folder) for folder in folders if isinstance(folder, str) and is_prepared(Path(folder))):
+        index = Index.read(folder)
+        return BYTES if index.tokenizer == BYTES else str(folder), index.end
+    return name if isinstance(name, str) else None, end if isinstance(end, str) else None
+
+
+def sources_hold_answers(data: Data) -> bool:
+    """Whether any source of a job holds conversations or prompts with a completion, prepared or not."""
+    paths = [Path(source.path) for source in sources_of(data) if data.source or data.sources]
+    return any(
+        Index.read(path).holds_answers if is_prepared(path) else holds_answers(find_files(path), data.text_field)
+        for path in paths
+    )
 
 
 def fingerprint_of(files: Sequence[SourceFile], tokenizer: str, text_field: str, shard_tokens: int) -> str:
@@ -225,6 +246,8 @@ class _Preparation:
             raise UserError(f"{self.files[0].path}: no text in it (of {len(self.files)} files). Give a source that has some.")
         self.tokenizer.save(self.folder)
         name = BYTES if self.tokenizer.name == BYTES else FILE
+        if name == FILE:
+            copy_template(self.tokenizer.name, self.folder)  # so that a model which learnt from the folder can be talked to
         tokenizer = (name, self.tokenizer.fingerprint, self.tokenizer.vocabulary, self.tokenizer.end)
         index = Index(fingerprint, *tokenizer, token_dtype(self.tokenizer.vocabulary), tuple(shards), holds_answers=self.answers)
         index.write(self.folder)

@@ -7,7 +7,8 @@ A prepared folder holds
     shard-00000.ends    int64: for each document that ends in this shard, the offset just after its last token
     shard-00000.answers of conversations alone, int64 in pairs: of each stretch of tokens that are to be learnt, the offset of the
                         first, and the one just after the last
-    tokenizer.json      a copy, unless the tokenizer is `bytes`
+    tokenizer.json      a copy, unless the tokenizer is `bytes`; with it, where there are such, tokenizer_config.json and
+                        chat_template.jinja
 
 Shards join into one long row of tokens (`tokens.py` reads it); a document may run over into the next shard. Two bytes a
 token for vocabularies up to 65,536 ids, four above, and eight bytes a document. Every 1 MiB block has a CRC-32. A file

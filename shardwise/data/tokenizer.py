@@ -126,6 +126,8 @@ class HuggingFaceTokenizer:
         self._tokenizer = _parse(path, self._bytes)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # It adds what begins and ends a text, which only a prompt wants, and may take white space out of the offsets of others.
+        self._post_processor, self._tokenizer.post_processor = self._tokenizer.post_processor, None
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values(), default=-1) + 1
         self.end = end if isinstance(end, int) else _end(path, ids, end)
@@ -146,7 +148,9 @@ class HuggingFaceTokenizer:
 
     def encode_prompt(self, text: str) -> NDArray[np.uint32]:
         """With the tokens that begin a text, if the file says that there are such; without one that would end it."""
-        ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=True).ids, dtype=np.uint32)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = encoding if self._post_processor is None else self._post_processor.process(encoding)
+        ids = np.asarray(encoding.ids, dtype=np.uint32)
         return ids[:-1] if len(ids) and ids[-1] == self.end else ids
 
     def find_template(self) -> ChatTemplate | None:

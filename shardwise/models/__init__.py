@@ -3,7 +3,7 @@
 from shardwise.models.attention import attention_backends, describe_attention
 from shardwise.models.experts import MixtureOfExperts
 from shardwise.models.generate import Remembering, Step, continuation, generate
-from shardwise.models.initialise import check_values, initial_value, initialise
+from shardwise.models.initialise import check_first_value, check_values, initial_value, initialise
 from shardwise.models.loss import IGNORED, VocabularyPart, linear_cross_entropy
 from shardwise.models.own import adapt, build_own, count_items, counts_items
 from shardwise.models.sharding import Role, Sharding, matches
@@ -24,6 +24,7 @@ __all__ = [
     "adapt",
     "attention_backends",
     "build_own",
+    "check_first_value",
     "check_values",
     "continuation",
     "count_items",

@@ -57,9 +57,13 @@ def continuation(
 
 
 def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    best = logits.max()
+    if not bool(best.isfinite()):
+        raise UserError("the model gives no finite numbers: its weights are not, or a sum is too large for the dtype they are in")
     if temperature == 0:
         return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=0), 1, generator=generator))
+    below = (logits - best).double() / temperature  # the best stays 0, however low the temperature
+    return int(torch.multinomial(torch.softmax(below, dim=0).float(), 1, generator=generator))
 
 
 class CachedAttention(nn.Module):

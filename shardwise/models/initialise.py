@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -74,6 +75,24 @@ def _first_value(model: nn.Module, name: str, shape: tuple[int, ...], seed: int)
     return value.to("cpu", torch.float32)
 
 
+def check_first_value(model: nn.Module, seed: int) -> None:
+    """Ask a user's module for the smallest of its weights: a file that is not there is then known before anything is made."""
+    name, parameter = min(model.named_parameters(), key=lambda named: named[1].numel())
+    try:
+        _first_value(model, name, tuple(parameter.shape), seed)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, UserError):
+            raise
+        code = getattr(getattr(model, "initial_value", None), "__code__", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+        at = (own or frames)[-1]
+        raise UserError(
+            f"initial_value({name!r}, {tuple(parameter.shape)}, {seed}) fails: {type(error).__name__}: {error} "
+            f"({at.filename}, line {at.lineno})"
+        ) from error
+
+
 def _is_offset(model: Transformer, name: str) -> bool:
     """Whether one is added to this weight of a norm; never to those of queries and keys."""
     of_stream = name.endswith("norm.weight") and not name.endswith(("query_norm.weight", "key_norm.weight"))
@@ -85,10 +104,9 @@ def initial_value(name: str, shape: tuple[int, ...], layers: int | None, seed: i
     whose matrices are all drawn alike.
     """
     full = torch.empty(shape, dtype=torch.float32, device="cpu")
-    if name.endswith(".bias"):
-        return full.zero_()
     if len(shape) <= 1:
-        return full.fill_(1.0)  # the weight of a norm
+        bias = "bias" in name.rpartition(".")[2].split("_")  # torch's own modules have in_proj_bias and bias_ih_l0 too
+        return full.zero_() if bias else full.fill_(1.0)  # the weight of a norm
     deviation = DEVIATION / math.sqrt(2 * layers) if layers and name.endswith(WRITES_TO_STREAM) else DEVIATION
     if name.endswith("feed_forward.router.weight"):
         deviation = 1 / math.sqrt(shape[1])

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import sys
 import traceback
 import warnings
@@ -42,6 +43,7 @@ from shardwise.config.own_module import locate_module
 from shardwise.errors import UserError
 from shardwise.models.dtypes import wide
 from shardwise.models.layers import Embedding
+from shardwise.words import counted
 
 OPTIONAL = ("documents", "positions", "logits_at")
 """Arguments that a module's forward may have or lack."""
@@ -127,8 +129,9 @@ def count_items(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """How many items the module's loss of these sequences is a sum over: one number, where the inputs are, not waited for."""
     given = module.count_items(inputs, targets)  # type: ignore[operator]
     count = torch.as_tensor(given, device=inputs.device) if isinstance(given, Tensor | int | float) else None
-    if count is None or count.ndim:
-        what = f"a tensor of shape {tuple(count.shape)}" if count is not None else type(given).__name__
+    senseless = isinstance(given, int | float) and not 0 <= given < math.inf
+    if count is None or count.ndim or senseless:
+        what = str(given) if senseless else type(given).__name__ if count is None else f"a tensor of shape {tuple(count.shape)}"
         raise UserError(
             f"{type(module).__name__}.count_items gave {what}; it must give one number, how many items the loss of these targets "
             "is a sum over, for example (targets[:, -1] != -100).sum()"
@@ -139,6 +142,7 @@ def count_items(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 def adapt(module: nn.Module, dtype: torch.dtype) -> None:
     """Let the module be called as the transformer is, and compute in that dtype."""
     kind, known = type(module), accepted(module)
+    of_instance = vars(module).pop("forward", None)  # it would hide that of any class
 
     def forward(
         self: nn.Module,
@@ -151,13 +155,21 @@ def adapt(module: nn.Module, dtype: torch.dtype) -> None:
         given = {"documents": documents, "positions": positions, "logits_at": logits_at}
         more = {name: value for name, value in given.items() if value is not None and name in known}
         with _mixed(inputs.device.type, dtype):
-            result = kind.forward(self, inputs, targets, **more)
+            own_forward = of_instance or kind.forward.__get__(self)
+            result = own_forward(inputs, targets, **more)
         if targets is not None:
             return _checked_loss(result, kind.__name__).to(wide(dtype))
         if not isinstance(result, Tensor) or result.ndim < 2:
             raise UserError(f"{kind.__name__}.forward must return logits (batch, sequence, vocabulary) where it gets no targets")
         result = result.to(dtype)
-        return result[:, logits_at] if logits_at is not None and "logits_at" not in known else result
+        if logits_at is None or "logits_at" in known:
+            return result
+        if result.shape[1] <= logits_at:
+            raise UserError(
+                f"{kind.__name__}.forward gave logits of {counted(result.shape[1], 'position')} of a longer sequence; without "
+                "targets it must return (batch, sequence, vocabulary), to be sampled from"
+            )
+        return result[:, logits_at]
 
     if dtype in MIXED:
         for part in module.modules():
@@ -165,7 +177,7 @@ def adapt(module: nn.Module, dtype: torch.dtype) -> None:
                 part.__class__ = Embedding
             elif isinstance(part, nn.Embedding):
                 part.register_forward_hook(lambda _, inputs, output: output.to(dtype))
-    own = {"forward": forward, "_own_forward": kind.forward, "__module__": kind.__module__}
+    own = {"forward": forward, "_own_forward": of_instance or kind.forward, "__module__": kind.__module__}
     module.__class__ = type(kind.__name__, (kind,), own)
 
 

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
 from functools import lru_cache, partial
 
@@ -19,7 +20,17 @@ from torch import Tensor, nn
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
 from shardwise.config import Config, Layout, Model, sequence_multiple
 from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
-from shardwise.models import Head, Sharding, Transformer, adapt, build_own, check_values, initialise, weights_without_memory
+from shardwise.models import (
+    Head,
+    Sharding,
+    Transformer,
+    adapt,
+    build_own,
+    check_first_value,
+    check_values,
+    initialise,
+    weights_without_memory,
+)
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.experts import Router
 from shardwise.models.layers import Embedding
@@ -79,7 +90,9 @@ def _store_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the weights. Buffers keep the dtype that they were given, but that a proof in float64 takes those in float32 along:
     most operators want the two alike, and a table of angles is not to be rounded because weights are stored in 16 bits."""
     before = _named_buffers(model)
-    model.to(dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Casting complex values to real")  # of buffers, which are put back
+        model.to(dtype)
     for (module, name), buffer in before.items():
         if (dtype, buffer.dtype) != (torch.float64, torch.float32):
             setattr(module, name, buffer)
@@ -95,6 +108,16 @@ def check_module(config: Config, layout: Layout) -> None:
     """Refuse a user's own module that cannot be built, or not be split as this layout asks; nothing where there is none."""
     if config.model.module is not None:
         check_own(build_plain(config), config, layout)
+
+
+def check_first_values(config: Config) -> str | None:
+    """Refuse a user's own module that cannot give its weights their values; returns the name of a frozen one that would begin at
+    random, because nothing gives it any: the constructor's are not kept."""
+    model = build_plain(config)
+    if hasattr(model, "initial_value"):
+        check_first_value(model, config.train.seed)
+        return None
+    return next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)
 
 
 def count_parameters(config: Config) -> OwnParameters | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout
-from shardwise.errors import UserError
+from shardwise.errors import ConfigError, UserError
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items, matches
 from shardwise.models.own import accepted
 from shardwise.parallel.tensor import missing_entry, unfit
@@ -41,11 +41,13 @@ def table_of(model: nn.Module) -> Sharding:
 
 
 def check_own(model: nn.Module, config: Config, layout: Layout) -> None:
-    """Raise the first thing that is wrong with the module, as built without memory, or with its table on this layout."""
+    """Raise all that is wrong with the module, as built without memory, and with its table on this layout."""
     table = table_of(model)
-    rules = (_plain, _table, _tensor, _pipeline, _context, _experts)
-    for problem in (problem for rule in rules for problem in rule(model, table, config, layout)):
-        raise UserError(problem)
+    of_table = (_tensor, _pipeline, _context) if getattr(model, "sharding", None) is not None else ()
+    rules = (_plain, _table, *of_table, _experts)
+    problems = [problem for rule in rules for problem in rule(model, table, config, layout)]
+    if problems:
+        raise UserError(problems[0]) if len(problems) == 1 else ConfigError(f"model.module = {config.model.module!r}", problems)
     _call(model, config)
 
 
@@ -62,6 +64,12 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
             f"train.driver = 'server': {name} has frozen parameters ({frozen[0]}), and servers hand out and sum all of them; use "
             "'synchronous', 'local' or 'hogwild'"
         )
+    if odd := [path for path, parameter in model.named_parameters() if not parameter.is_floating_point()]:
+        dtype = model.get_parameter(odd[0]).dtype
+        yield f"{name}: the parameter {odd[0]} is of {dtype}, and weights are floating-point numbers; make it a buffer"
+    if stateful := [path for path, part in model.named_modules() if type(part).get_extra_state is not nn.Module.get_extra_state]:
+        part = ".".join(filter(None, (stateful[0], "get_extra_state")))
+        yield f"{name}: {part} gives what no checkpoint holds, so it would be lost; keep it in buffers, or leave the method out"
     if empty := [path for path, buffer in model.named_buffers() if buffer.is_meta]:
         yield (
             f"{name}: the buffer {empty[0]} has no values: it was computed from a weight, and weights have none while a module "
@@ -80,7 +88,10 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
             "use train.driver = 'hogwild'"
         )
     if config.data.reset_attention and "documents" not in accepted(model):
-        yield f"data.reset_attention = true: {name}.forward has no argument `documents`, so tokens would see other documents"
+        yield (
+            f"data.reset_attention = true (as conversations need it): {name}.forward has no argument `documents`, so tokens "
+            "would see other documents"
+        )
     if table.blocks is None:
         needing = {"recompute": train.recompute != "none", "compile": train.compile is True}
         yield from (

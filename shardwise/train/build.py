@@ -21,12 +21,16 @@ from shardwise._torch import compute_deterministically
 from shardwise.asynchronous.shared_memory import SharedState
 from shardwise.checkpoint import Manifest, checkpoint_folder, read_manifest
 from shardwise.checkpoint.contents import Contents
+from shardwise.checkpoint.kept import PREFIX as KEPT
 from shardwise.checkpoint.kept import has_tokenizer, kept_of_checkpoint, kept_of_folder
 from shardwise.checkpoint.pretrained import open_folder
 from shardwise.checkpoint.save import Checkpointer, Retention, random_state, set_random_state, state_of
 from shardwise.comm import Comm, Peers
 from shardwise.config import Config
+from shardwise.config.pretrained import TOKENIZER
 from shardwise.data import Dataset, settled
+from shardwise.data.chat import FILE as TEMPLATE
+from shardwise.data.chat import find_template
 from shardwise.errors import UserError
 from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, OneBitAdam, local, make_optimizer
@@ -164,6 +168,20 @@ def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
     if not has_tokenizer(training.kept, training.dataset.streams[0].tokens.index.tokenizer_fingerprint):
         log.warning("the data have another tokenizer than the Hugging Face folder of the model: its files are not kept")
         training.kept = {}
+    if training.kept:
+        training.kept |= _chat_template(training)
+
+
+def _chat_template(training: Training) -> dict[str, Tensor]:
+    """The file that says how the data's conversations are written, if the model's folder has no such template or another: it is
+    by this one that the model learns to answer."""
+    folder = training.config.model.pretrained
+    own = find_template(Path(folder) / TOKENIZER) if folder is not None else None
+    of_answers = (stream.tokens.folder for stream in training.dataset.streams if stream.tokens.index.holds_answers)
+    learnt = next((template for template in map(find_template, of_answers) if template is not None), None)
+    if learnt is None or (own is not None and own.source == learnt.source):
+        return {}
+    return {KEPT + TEMPLATE: torch.frombuffer(bytearray(learnt.source.encode()), dtype=torch.uint8)}
 
 
 def save(training: Training, wait: bool = True) -> str:

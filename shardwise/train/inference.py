@@ -12,7 +12,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
 from shardwise.checkpoint.pretrained import DTYPES, PREFIX, open_folder
 from shardwise.config import Config, Model, Train
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, tokenizer_settings
-from shardwise.data import Index, Tokenizer, load_tokenizer
+from shardwise.data import Tokenizer, load_tokenizer
 from shardwise.data.chat import FILE as TEMPLATE
 from shardwise.data.chat import ChatTemplate, Message, spelling
-from shardwise.data.ownership import is_prepared
-from shardwise.data.tokenizer import BYTES, as_text
+from shardwise.data.prepare import tokenizer_of_run
+from shardwise.data.tokenizer import as_text
 from shardwise.errors import UserError
 from shardwise.files import parse_json, read_bytes
 from shardwise.mesh import local_gpus
@@ -79,14 +80,22 @@ class Speaker:
         ids = tokenizer.encode_prompt(prompt) if self.speech.begins else tokenizer.encode_batch([prompt])[0]
         if not len(ids):
             raise UserError("--prompt: an empty text; give at least one character to go on from")
-        return self._say(ids.tolist(), sampling, "--prompt", context=True)
+        return self._say(ids.tolist(), sampling, "--prompt", context=True, ends=self.speech.ends)
 
     def answer(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
         """What the assistant says next, piece by piece."""
         assert self.speech.template is not None, "asked for before"
         written = self.speech.template.write(messages, generation_prompt=True)
         ids, _ = self.speech.tokenizer.encode_with_offsets([written])[0]
-        return self._say(ids.tolist(), sampling, "the conversation", context=False)
+        return self._say(ids.tolist(), sampling, "the conversation", context=False, ends=self._ends_of_answers)
+
+    @cached_property
+    def _ends_of_answers(self) -> frozenset[int]:
+        """With the id that the template puts behind an answer, if it is one: by that a model which learnt from it ends its own,
+        whatever the settings that came with it say."""
+        assert self.speech.template is not None, "asked for before"
+        ids, _ = self.speech.tokenizer.encode_with_offsets([self.speech.template.mark_after_answers()])[0]
+        return self.speech.ends | (set(ids.tolist()) if len(ids) == 1 else set())
 
     def check_chat(self) -> None:
         """Refuse a model that has no way to write a conversation."""
@@ -96,7 +105,7 @@ class Speaker:
                 "how a conversation is written; put one there, or use --prompt"
             )
 
-    def _say(self, ids: list[int], sampling: Sampling, what: str, context: bool) -> Iterator[str]:
+    def _say(self, ids: list[int], sampling: Sampling, what: str, context: bool, ends: frozenset[int]) -> Iterator[str]:
         room = self.model.max_positions - len(ids)
         if room < 1:
             most = f"model.max_positions is {self.model.max_positions}"
@@ -110,7 +119,7 @@ class Speaker:
             max_positions=self.model.max_positions,
             temperature=sampling.temperature,
             seed=sampling.seed,
-            ends=self.speech.ends,
+            ends=ends,
         )
         return as_text(self.speech.tokenizer, new, ids[-AFTER:] if context else ())
 
@@ -215,22 +224,19 @@ def _speech(contents: Contents) -> Speech:
                 (Path(folder) / name).parent.mkdir(exist_ok=True)
                 (Path(folder) / name).write_bytes(content)
             if TOKENIZER in files:
-                return _speech_of_folder(Path(folder))
+                speech = _speech_of_folder(Path(folder))
+                chosen = contents.manifest.data.get("end_of_document")  # the job may have ended documents by another token
+                end = load_tokenizer(Path(folder), chosen).end if isinstance(chosen, str) else speech.tokenizer.end
+                return replace(speech, ends=speech.ends | {end})
     tokenizer = _as_trained(contents)
     return Speech(tokenizer, tokenizer.find_template(), frozenset({tokenizer.end}), begins=False)
 
 
 def _as_trained(contents: Contents) -> Tokenizer:
-    data = contents.manifest.data
-    name = data.get("tokenizer")
-    if not isinstance(name, str):
+    name, end = tokenizer_of_run(contents.manifest.data)
+    if name is None:
         raise UserError(f"{contents.address} names no tokenizer, so the model cannot be asked in words")
-    sources = [data.get("source"), *(source.get("path") for source in data.get("sources") or () if isinstance(source, dict))]
-    prepared = next((Path(path) for path in sources if isinstance(path, str) and is_prepared(Path(path))), None)
-    if name == BYTES and prepared is not None:  # it then means the tokenizer that the data were made with
-        index = Index.read(prepared)
-        return load_tokenizer(BYTES if index.tokenizer == BYTES else prepared, index.end)
-    return load_tokenizer(name, data.get("end_of_document"))
+    return load_tokenizer(name, end)
 
 
 def _speech_of_folder(folder: Path) -> Speech:

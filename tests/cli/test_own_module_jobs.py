@@ -123,6 +123,40 @@ def test_a_bad_module_is_refused_before_workers_start(
         assert word in flat, done.stderr
 
 
+def test_a_module_that_would_let_conversations_see_each_other_is_refused_before_workers_start(
+    shardwise: Shardwise, tmp_path: Path
+) -> None:
+    told = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "nobody"}]
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": told}) + "\n") * 64)
+    done = shardwise("train", JOB, "data.source=chat.jsonl", "run.folder=run")
+    assert done.returncode == 2, done.stderr
+    assert "OwnModel.forward has no argument `documents`" in " ".join(done.stderr.split())
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / ".shardwise").exists()
+
+
+def test_first_values_from_a_file_that_is_not_there_are_missed_before_workers_start(shardwise: Shardwise, tmp_path: Path) -> None:
+    (tmp_path / "own_model.py").write_text((ROOT / "examples" / "own_model.py").read_text())
+    (tmp_path / "finetuned.py").write_text(FROZEN)
+    done = shardwise("train", JOB, "model.module=finetuned.py:Finetuned", "run.folder=run")
+    assert done.returncode == 2, done.stderr
+    assert re.search(
+        r"error: initial_value\(.* fails: FileNotFoundError: .*backbone.pt' \(\S*finetuned.py, line 12\)", done.stderr
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_are_frozen_at_random_are_warned_of(shardwise: Shardwise, tmp_path: Path) -> None:
+    """As those of nn.Embedding.from_pretrained would be, whose values are the constructor's."""
+    text = (ROOT / "examples" / "own_model.py").read_text()
+    table = "nn.Embedding.from_pretrained(torch.ones(config.vocabulary, config.hidden))"
+    (tmp_path / "given.py").write_text(text.replace("nn.Embedding(config.vocabulary, config.hidden)", table))
+    few = ["train.steps=1", "train.evaluate_sequences=4", "observe.sample_tokens=2", "run.folder=run"]
+    done = shardwise("train", JOB, "model.module=given.py:OwnModel", *few)
+    assert done.returncode == 0, done.stderr
+    assert "warning: embedding.weight is frozen and begins at random" in done.stderr
+
+
 def own_module(folder: Path, name: str, line: str) -> list[str]:
     """The example's module with this line at the beginning of its forward, once there are tensors with values."""
     text = (ROOT / "examples" / "own_model.py").read_text()

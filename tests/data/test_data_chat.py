@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, processors
 
 from shardwise.config import Data
 from shardwise.data.chat import find_template
@@ -106,6 +108,21 @@ def test_ids_are_those_of_transformers_and_answers_are_learnt_with_their_end(fol
     assert [ids for ids, _ in found] == [theirs(path, talk["messages"])["input_ids"] for talk in TALKS]
     answers = [[m["content"] + "<|im_end|>" for m in talk["messages"] if m["role"] == "assistant"] for talk in TALKS]
     assert [spoken(path, document) for document in found] == answers
+
+
+def test_white_space_in_an_answer_is_learnt_whatever_a_tokenizer_says_of_offsets(folder: Any, tmp_path: Path) -> None:
+    """Some tokenizers leave white space out of the characters that a token stands for: nothing of an indentation is left."""
+    trimming = tmp_path / "trimming"
+    trimming.mkdir()
+    for file in folder(CHATML).iterdir():
+        (trimming / file.name).write_bytes(file.read_bytes())
+    tokenizer = Tokenizer.from_file(str(trimming / "tokenizer.json"))
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.save(str(trimming / "tokenizer.json"))
+    answer = "\n\n    to be:\n        or  not\n"
+    prepare(jsonl(tmp_path / "talks.jsonl", [said("the fox?", answer)]), trimming, tmp_path / "out")
+    (document,) = documents(tmp_path / "out")
+    assert spoken(trimming, document) == [answer + "<|im_end|>"]
 
 
 def test_answers_that_a_template_marks_are_those_that_transformers_masks(folder: Any, tmp_path: Path) -> None:
@@ -233,6 +250,19 @@ def test_a_template_that_answers_otherwise_than_it_asks_is_refused(folder: Any, 
         prepare(jsonl(tmp_path / "talks.jsonl", TALKS), path, tmp_path / "out")
 
 
+def test_a_template_finds_tools_and_documents_given_as_nothing_as_in_transformers(folder: Any) -> None:
+    path = folder("{% if tools is defined and tools is none and documents is none %}none{% else %}some{% endif %}" + CHATML)
+    messages = TALKS[0]["messages"]
+    template = find_template(path)
+    assert template is not None
+    assert load_tokenizer(path).encode_batch([template.write(messages)])[0].tolist() == theirs(path, messages)["input_ids"]
+
+
+def test_what_is_no_template_is_said_once_with_its_file(folder: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"line 1: \S+tokenizer_config.json is not a chat template: .*endfor"):
+        prepare(jsonl(tmp_path / "talks.jsonl", TALKS), folder("{% for message in messages %}"), tmp_path / "out")
+
+
 def test_a_template_may_compute_but_not_reach_out(folder: Any, tmp_path: Path) -> None:
     path = folder("{{ ''.__class__.__mro__ }}{% for message in messages %}{{ message.content }}{% endfor %}")
     with pytest.raises(UserError, match="refuses it: access to attribute '__class__'"):
@@ -251,6 +281,29 @@ def test_a_conversation_without_a_template_is_refused_and_bytes_have_one(bpe: Pa
     ids, learnt = documents(tmp_path / "out")[0]
     assert ids == [*b"user: to be?\nassistant: or not to be", 256]
     assert learnt == [False] * 24 + [True] * 13
+
+
+def test_a_prepared_folder_keeps_how_its_tokenizer_writes_conversations(folder: Any, tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "talks.jsonl", TALKS)
+    prepare(source, folder(CHATML), tmp_path / "out")
+    assert find_template(tmp_path / "out") == replace(
+        find_template(folder(CHATML)), file=str(tmp_path / "out/tokenizer_config.json")
+    )
+    prepare(source, "bytes", tmp_path / "out")
+    assert find_template(tmp_path / "out") is None
+
+
+def test_a_conversation_of_which_no_token_is_left_to_learn_harms_no_other(tmp_path: Path) -> None:
+    """As of a tokenizer that drops characters it does not know."""
+    tokenizer = Tokenizer(models.BPE({"</s>": 0, ":": 1, "h": 2}, []))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for message in messages %}{{ ':' if message.role == 'user' }}{{ message.content }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    source = jsonl(tmp_path / "talks.jsonl", [said("h", "h"), said("h", "?")])
+    data = Data(source=str(source), tokenizer=str(tmp_path / "tokenizer.json"), cache=str(tmp_path / "cache"), sequence_length=4)
+    rows = Dataset.open(data, 0).sequences(0, 1)
+    assert rows.inputs.tolist() == [[1, 2, 2, 1]]
+    assert rows.targets.tolist() == [[IGNORED, 2, IGNORED, IGNORED]]
 
 
 def test_damaged_answers_are_noticed(tmp_path: Path) -> None:

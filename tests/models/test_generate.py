@@ -19,6 +19,18 @@ def test_temperature_zero_takes_the_likeliest_token() -> None:
     assert generate(successor, [3], 9, max_positions=4, temperature=0) == [3, 4, 5, 6, 7, 8, 9, 0, 1, 2]
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-40, 5e-324])
+def test_a_temperature_near_zero_takes_the_likeliest_token_too(temperature: float) -> None:
+    assert generate(successor, [3], 3, max_positions=4, temperature=temperature) == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_without_finite_numbers_is_said_to_be_one(temperature: float) -> None:
+    step = lambda tokens: torch.tensor([0.0, torch.nan])  # noqa: E731
+    with pytest.raises(UserError, match="no finite numbers"):
+        generate(step, [0], 1, max_positions=4, temperature=temperature)
+
+
 def test_the_window_slides_once_the_text_is_longer() -> None:
     seen: list[list[int]] = []
 

@@ -27,6 +27,21 @@ def test_a_value_depends_on_seed_and_name_alone_whatever_else_exists_or_was_draw
     assert all(torch.equal(value, untied[name]) for name, value in tied.items())
 
 
+@pytest.mark.parametrize(
+    "module",
+    [torch.nn.LSTM(4, 4), torch.nn.MultiheadAttention(4, 2), torch.nn.Linear(4, 4)],
+    ids=lambda module: type(module).__name__,
+)
+def test_biases_of_torchs_modules_begin_at_zero_by_whatever_name(module: torch.nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        value = initial_value(name, tuple(parameter.shape), None, seed=0)
+        assert (value == 0).all() if "bias" in name else value.std() > 0, name
+
+
+def test_a_table_that_is_called_a_bias_is_drawn_like_any() -> None:
+    assert initial_value("attention.bias", (4, 8), None, seed=0).std() > 0
+
+
 def test_the_global_random_state_is_left_alone() -> None:
     module = Transformer(CONFIG)
     before = torch.random.get_rng_state()

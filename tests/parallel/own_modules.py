@@ -367,6 +367,56 @@ class CountsAlone(NoTable):
         return len(inputs)
 
 
+class CountsNothingSound(NoTable):
+    def count_items(self, inputs: Tensor, targets: Tensor) -> float:
+        return float("nan")
+
+
+class Whole(NoTable):
+    """A weight of whole numbers."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.order = nn.Parameter(torch.arange(config.hidden), requires_grad=False)
+
+
+class Stateful(NoTable):
+    """State that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+
+class OnInstance(NoTable):
+    """Its forward is chosen while it is built, as by torch.compile(self.forward)."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.forward = self.chosen
+
+    def chosen(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        return NoTable.forward(self, inputs, targets)
+
+
+class OneAnswer(NoTable):
+    """Scores of the last token alone."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        return super().forward(inputs, targets) if targets is not None else super().forward(inputs[:, -1:])
+
+
+class Turning(NoTable):
+    """A persistent buffer of complex numbers, as models that rotate queries and keys have it."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.register_buffer("turns", torch.polar(torch.ones(config.hidden), torch.arange(config.hidden) / 7))
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = self.scores((self.table(inputs) * self.turns).real)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
 class Averaged(NoTable):
     def __init__(self, config: Model) -> None:
         super().__init__(config)

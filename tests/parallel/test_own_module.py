@@ -140,6 +140,7 @@ def worst(found: Trained, tables: Tables) -> float:
         (own("NoTable"), {"data": 4, "zero": 3}, False),
         (own("NoTable"), {"data": 2, "replica": 2}, False),
         (own("Buffers"), {"data": 2, "zero": 3}, False),
+        (own("OnInstance"), {}, False),
         *FROZEN,
         (own("Convolved"), {"tensor": 2, "data": 2, "zero": 3}, False),
         (own("Classes"), {"data": 2, "zero": 2}, True),
@@ -276,6 +277,9 @@ def test_bfloat16_differs_from_float64_by_rounding_alone(
         (own("AllFrozen"), {}, ["AllFrozen has no parameters to train", "requires_grad=False"]),
         (own("CountsEach"), {}, ["CountsEach.count_items gave a tensor of shape (1,)", "one number"]),
         (own("CountsAlone"), {}, ["CountsAlone.count_items", "(inputs, targets)"]),
+        (own("CountsNothingSound"), {}, ["CountsNothingSound.count_items gave nan"]),
+        (own("Whole"), {}, ["the parameter order is of torch.int64", "make it a buffer"]),
+        (own("Stateful"), {}, ["get_extra_state gives what no checkpoint holds"]),
         (own("Averaged"), {"data": 2}, ["norm is BatchNorm1d", "nn.LayerNorm"]),
         (own("NotATable"), {}, ["NotATable.sharding is tuple", "shardwise.models.Sharding"]),
         (own("NoTable"), {"tensor": 2}, ["layout.tensor = 2", "NoTable has no sharding table", "docs/sharding.md"]),
@@ -300,6 +304,31 @@ def test_what_a_module_lacks_is_named(corpus: str, module: str, layout: dict[str
         check_module(config, choose(config, config.layout.world).layout)
     for word in words:
         assert word in str(error.value)
+
+
+def test_all_that_is_wrong_with_a_module_is_said_at_once(corpus: str) -> None:
+    config = from_tables(tables_of(corpus, own("MisspeltEntry"), {"tensor": 2}, recompute="full"))
+    with pytest.raises(UserError, match="MisspeltEntry' has 3 problems:") as error:
+        check_module(config, config.layout)
+    for words in ("train.recompute = 'full'", "names 'score', which is no module", "no entry for scores"):
+        assert words in str(error.value)
+
+
+def test_too_few_logits_are_refused_in_words(corpus: str) -> None:
+    training = start(ALONE, tables_of(corpus, own("OneAnswer"), {}))
+    with pytest.raises(UserError, match=r"OneAnswer.forward gave logits of 1 position of a longer sequence"):
+        training.parallel.logits(torch.tensor([[5, 7, 11]]))
+
+
+@pytest.mark.filterwarnings("error:Casting complex")
+def test_complex_buffers_are_saved_and_come_back(corpus: str, tmp_path: Path) -> None:
+    tables = {**tables_of(corpus, own("Turning"), {}), "run": {"folder": str(tmp_path)}}
+    saved(ALONE, tables)
+    training = start(ALONE, tables)
+    turns = training.parallel.model.turns
+    turns.zero_()
+    restore(training, tmp_path / "checkpoints" / f"step-{STEPS}")
+    assert torch.equal(turns, torch.polar(torch.ones(24), torch.arange(24) / 7))
 
 
 def test_documents_and_blocks_are_asked_for_only_where_needed(corpus: str) -> None:

@@ -179,6 +179,96 @@ def test_a_text_ends_with_the_first_id_that_ends_it() -> None:
     assert list(continuation(successor, [3], 6, max_positions=4, temperature=0, ends={7})) == [4, 5, 6]
 
 
+def test_an_answer_ends_by_the_mark_of_the_template_whatever_the_settings_say(run: Path, tmp_path: Path) -> None:
+    """A base model's settings name a token of its own, and what it learnt here ends answers as the template writes them."""
+    export_checkpoint(str(run / "run" / "checkpoints" / "step-40"), tmp_path / "exported")
+    for name in ("config.json", "generation_config.json"):
+        path = tmp_path / "exported" / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 257}))
+    settings = tmp_path / "exported" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": BEGIN}))
+    done = shardwise(str(tmp_path / "exported"), "--chat", "--temperature", "0", typed=f"{ASKED}\n")
+    assert done.stdout == ANSWER + "\n", done.output
+
+
+def test_what_is_no_text_or_no_number_ends_in_words(run: Path) -> None:
+    done = CliRunner().invoke(app, ["generate", str(run / "run"), "--chat", "--max-tokens", "2"], input=b"\xff\n")
+    assert done.exit_code == 0, done.output
+    done = shardwise(str(run / "run"), "--prompt", "a\udcff", "--max-tokens", "2")
+    assert done.exit_code == 0, done.output
+    refused = shardwise(str(run / "run"), "--prompt", "a", "--seed", str(2**64))
+    assert "--seed" in refused.output, refused.exception
+
+
+def test_a_template_that_came_with_the_data_is_the_models_from_then_on(
+    made: Callable[[str], Path], warm: Server, tmp_path: Path
+) -> None:
+    """A base model has none; the job gives it one by data.tokenizer, be it of data that are prepared before."""
+    made("gpt2").rename(tmp_path / "model")
+    (tmp_path / "told").mkdir()
+    write_tokenizer(tmp_path / "model", template=None)
+    write_tokenizer(tmp_path / "told")
+    told = {"messages": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWER}]}
+    (tmp_path / "chat.jsonl").write_text((json.dumps(told) + "\n") * 64)
+    (tmp_path / "job.toml").write_text(JOB)
+    done = warm.run("data", "prepare", "chat.jsonl", "shards", "--tokenizer", "told", cwd=tmp_path, environment={})
+    assert done.returncode == 0, done.stderr
+    for job in (["data.tokenizer=told", "run.folder=run"], ["data.source=shards", "run.folder=run2"]):
+        done = warm.run("train", "job.toml", "train.steps=1", *job, cwd=tmp_path, environment={})
+        assert done.returncode == 0, done.stderr
+        run = tmp_path / job[-1].removeprefix("run.folder=")
+        done = shardwise(str(run), "--chat", "--max-tokens", "2", typed=f"{ASKED}\n")
+        assert done.exit_code == 0, done.output
+        export_checkpoint(str(run / "checkpoints" / "step-1"), run / "exported")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(run / "exported")
+        written = tokenizer.apply_chat_template(told["messages"], tokenize=False)
+        assert written == f"{BEGIN}user:{ASKED}{END}\nassistant:{ANSWER}{END}\n"
+
+
+SMALL = """
+[model]
+layers = 1
+hidden = 16
+heads = 2
+kv_heads = 2
+head_dim = 8
+ffn = 16
+vocabulary = 258
+max_positions = 64
+[data]
+source = "shards"
+sequence_length = 32
+[train]
+steps = 1
+global_batch = 4
+[run]
+folder = "run"
+"""
+
+
+def test_a_model_of_prepared_data_has_their_tokenizer_and_never_that_of_bytes(
+    warm: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "told").mkdir()
+    write_tokenizer(tmp_path / "told")
+    (tmp_path / "text.txt").write_text("to be, or not to be\n" * 40)
+    (tmp_path / "job.toml").write_text(SMALL)
+    words = ["data", "prepare", "text.txt", "shards", "--tokenizer", "told", "--end-of-document", BEGIN]
+    for command in (words, ["train", "job.toml"]):
+        done = warm.run(*command, cwd=tmp_path, environment={})
+        assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    checkpoint = str(tmp_path / "run" / "checkpoints" / "step-1")
+    speech = load_checkpoint(checkpoint).speech
+    assert (speech.ends, speech.tokenizer.name) == ({257}, "shards/tokenizer.json")
+    export_checkpoint(checkpoint, tmp_path / "exported")
+    assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == (tmp_path / "told" / "tokenizer.json").read_bytes()
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["eos_token_id"] == 257
+    monkeypatch.chdir(tmp_path / "exported")
+    with pytest.raises(UserError, match="shards does not exist"):
+        load_checkpoint(checkpoint)
+
+
 OWN = """
 from torch import nn
 class Own(nn.Module):
@@ -225,6 +315,7 @@ def test_what_cannot_be_asked_is_refused_with_what_to_do(run: Path, tmp_path: Pa
         (str(silent), "--prompt", "a"): "silent has no tokenizer.json",
         (str(tmp_path / "empty-run"), "--prompt", "a"): "empty-run holds no checkpoint",
         (str(tmp_path / "nowhere"), "--prompt", "a"): "nowhere: no such folder",
+        ("a" * 300, "--prompt", "a"): "File name too long. Give a run folder",
         (str(run / "run"),): "give --prompt TEXT",
         (str(run / "run"), "--prompt", "a", "--chat"): "and not both",
         (str(run / "run"), "--prompt", "a" * 200): "--prompt: 201 tokens, and model.max_positions is 128",
