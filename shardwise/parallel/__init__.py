@@ -1,6 +1,14 @@
 """One file per axis, and `apply`, which orders them."""
 
-from shardwise.parallel.apply import build_plain, check_module, count_parameters, embedded_ids, is_compiled, parallelise
+from shardwise.parallel.apply import (
+    build_plain,
+    check_module,
+    count_parameters,
+    draw_weights,
+    embedded_ids,
+    is_compiled,
+    parallelise,
+)
 from shardwise.parallel.model import ParallelModel
 
 __all__ = [
@@ -8,6 +16,7 @@ __all__ = [
     "build_plain",
     "check_module",
     "count_parameters",
+    "draw_weights",
     "embedded_ids",
     "is_compiled",
     "parallelise",
