@@ -19,7 +19,7 @@ import hashlib
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from importlib.util import find_spec
 
@@ -76,13 +76,14 @@ def draw_normal(
         return
     bits, key = BITS[part.dtype], _key(seed, name)
     table = (_quantiles() * deviation).to(part.dtype).view(bits).to(part.device)
-    flat = part.view(bits).view(-1)
+    flat, begin = part.view(bits).view(-1), 0
     for runs in _runs(whole, held):
-        own, flat = flat.split([size := runs.outer * runs.rows * runs.length, len(flat) - size])
+        own = flat[begin : begin + runs.outer * runs.rows * runs.length]
+        begin += len(own)
         if part.is_cuda:
             from shardwise.models import kernels
 
-            kernels.draw(own, table, key, runs)
+            kernels.draw(own, table, key, *astuple(runs))
         else:
             _draw(own, table, key, runs)
 
@@ -131,8 +132,8 @@ def _runs(whole: Sequence[int], held: Sequence[slice], first: int = 0) -> Iterat
     (outer, rows, columns), row_stride = slices, sizes[2]
     outer_stride = sizes[1] * row_stride
     first += outer.start * outer_stride + rows.start * row_stride + columns.start
-    lengths = [own.stop - own.start for own in slices]
-    yield Runs(first, *lengths, outer_stride, row_stride)
+    groups, runs, length = (own.stop - own.start for own in slices)
+    yield Runs(first, groups, runs, length, outer_stride, row_stride)
 
 
 def _draw(target: Tensor, table: Tensor, key: int, runs: Runs) -> None:

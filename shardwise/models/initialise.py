@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from shardwise.config import Model
 from shardwise.errors import UserError
 from shardwise.models.draw import draw_normal
 from shardwise.models.transformer import Transformer
@@ -59,16 +60,16 @@ def initialise(
     `part(parameter)` is what this process holds of a parameter; whoever has sharded them knows. `known_as(name)` is the name of a
     parameter in the whole model, where this is a part of it. A `gpu` draws also what is kept in the host's memory.
     """
-    ours = isinstance(model, Transformer)
+    config = model.config if isinstance(model, Transformer) else None
     for local_name, parameter in model.named_parameters():
         name, shape, (own, held) = known_as(local_name), tuple(parameter.shape), part(parameter)
         given = _given(model, name, shape, seed)
         if given is not None:
             own.copy_(given[held])
-        elif ours and _is_offset(model, name):
+        elif config is not None and _is_offset(config, name):
             own.zero_()
         else:
-            _fill(own, held, name, shape, model.config.layers if ours else None, seed, gpu)
+            _fill(own, held, name, shape, None if config is None else config.layers, seed, gpu)
 
 
 def _given(model: nn.Module, name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
@@ -86,10 +87,10 @@ def _given(model: nn.Module, name: str, shape: tuple[int, ...], seed: int) -> Te
     return value.to("cpu", torch.float32)
 
 
-def _is_offset(model: Transformer, name: str) -> bool:
+def _is_offset(config: Model, name: str) -> bool:
     """Whether one is added to this weight of a norm; never to those of queries and keys."""
     of_stream = name.endswith("norm.weight") and not name.endswith(("query_norm.weight", "key_norm.weight"))
-    return model.config.norm == "rms+1" and of_stream
+    return config.norm == "rms+1" and of_stream
 
 
 def initial_value(name: str, shape: tuple[int, ...], layers: int | None, seed: int) -> Tensor:

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.models.draw import SHARED, Runs
-
 COUNTS = 128
 """That one program makes numbers from."""
 
@@ -38,12 +36,13 @@ def _draw(target, table, task, COUNTS: tl.constexpr):
     tl.store(target + run[:, None] * length + within, tl.load(table + places), mask=own)
 
 
-def draw(target: Tensor, table: Tensor, key: int, runs: Runs) -> None:
-    """Fill a flat tensor, whose numbers lie in the array as these runs, from a table on its device."""
-    counts = (runs.length + SHARED - 2) // SHARED + 1  # that a run touches at most, wherever in a count it begins
-    task = [runs.first, runs.outer, runs.rows, runs.length, runs.outer_stride, runs.row_stride, counts]
+def draw(
+    target: Tensor, table: Tensor, key: int, first: int, outer: int, rows: int, length: int, outer_stride: int, row_stride: int
+) -> None:
+    """Fill a flat tensor from a table on its device. The last six say where its numbers lie in the array (draw.Runs)."""
+    counts = (length + 14) // 16 + 1  # that a run touches at most, wherever in a count it begins
     signed = key - (1 << 64) if key >> 63 else key
-    # Numbers go as a tensor: as arguments, Triton would compile the kernel again for small ones, and for multiples of 16.
-    numbers = torch.tensor([signed, *task], device=target.device)
+    # These go as a tensor: as arguments, Triton would compile the kernel again for small ones, and for multiples of 16.
+    task = torch.tensor([signed, first, outer, rows, length, outer_stride, row_stride, counts], device=target.device)
     with torch.cuda.device(target.device):
-        _draw[triton.cdiv(runs.outer * runs.rows * counts, COUNTS),](target, table, numbers, COUNTS=COUNTS)
+        _draw[triton.cdiv(outer * rows * counts, COUNTS),](target, table, task, COUNTS=COUNTS)
