@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from shardwise.models.draw import draw_normal
+from shardwise.models.draw import draw, quantiles
 
 ROOT = Path(__file__).parents[1]
 JOB = ["examples/quickstart.toml", "layout.data=2", "train.steps=1", "checkpoint.every=0"]
@@ -68,16 +68,16 @@ ROWS = 8192
 """Of the matrices that weights are drawn in; as many columns, or fewer where there are not as many numbers."""
 
 
-def draw(millions: int) -> None:
+def weights(millions: int) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     numbers = millions * 10**6
     shape = ROWS, min(ROWS, numbers // ROWS)
     count = numbers / (shape[0] * shape[1])
     weight, on_cpu = torch.empty(shape, device=device), torch.empty(shape)
-    held = tuple(slice(0, size) for size in shape)
+    held, normal = tuple(slice(0, size) for size in shape), quantiles()
     ways: dict[str, tuple[Callable[[], object], int]] = {
         "filled with one number": (lambda: weight.fill_(1.0), 20),
-        "drawn by index": (lambda: draw_normal(weight, 0, "weight", 0.02, shape, held), 20 if device.type == "cuda" else 2),
+        "drawn by index": (lambda: draw(weight, normal * 0.02, 0, "weight", shape, held), 20 if device.type == "cuda" else 2),
         "drawn whole on the CPU": (lambda: weight.copy_(_as_before(on_cpu)), 2),
     }
     seconds = {}
@@ -110,6 +110,6 @@ def _wait() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["draw"]:
-        draw(int(sys.argv[2]) if len(sys.argv) > 2 else 1000)
+        weights(int(sys.argv[2]) if len(sys.argv) > 2 else 1000)
     else:
         main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)

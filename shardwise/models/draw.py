@@ -52,18 +52,28 @@ class Runs:
     """How far apart runs of a group begin."""
 
 
-def draw_normal(
+def quantiles() -> Tensor:
+    """In the middle of each of 65,536 equal shares of the normal distribution, scaled to a variance of one: float32. Whoever
+    draws makes it once, and lets it go."""
+    half = QUANTILES // 2
+    upper = torch.special.ndtri((torch.arange(half, dtype=torch.float64) + half + 0.5) / QUANTILES)
+    upper /= math.sqrt(math.fsum(upper.square().tolist()) / half)  # which adds alike on any processor
+    return torch.cat([-upper.flip(0), upper]).float()
+
+
+def draw(
     part: Tensor,
+    table: Tensor,
     seed: int,
     name: str,
-    deviation: float,
     whole: Sequence[int],
     held: Sequence[slice],
     gpu: torch.device | None = None,
 ) -> None:
-    """Fill `part`, which is the slice `held` of an array of the shape `whole`, with its normal numbers under this seed and name.
+    """Fill `part`, which is the slice `held` of an array of the shape `whole`, with the numbers of that array under this seed and
+    name: each is one of the 65,536 in `table`, which is on the CPU, rounded to the part's dtype.
 
-    They are float32, rounded to the part's dtype. A `gpu` has room for the part, and draws it for a CPU that keeps it.
+    A `gpu` has room for the part, and draws it for a CPU that keeps it.
     """
     assert tuple(part.shape) == tuple(own.stop - own.start for own in held), "the part is the slice that is held"
     if not part.numel():
@@ -71,11 +81,11 @@ def draw_normal(
     device = _drawing_device(gpu or part.device)
     if part.dtype not in BITS or not part.is_contiguous() or part.device.type != device.type:
         plain = torch.empty(part.shape, dtype=part.dtype if part.dtype in BITS else torch.float32, device=device)
-        draw_normal(plain, seed, name, deviation, whole, held)
+        draw(plain, table, seed, name, whole, held)
         part.copy_(plain)
         return
     bits, key = BITS[part.dtype], _key(seed, name)
-    table = (_quantiles() * deviation).to(part.dtype).view(bits).to(part.device)
+    table = table.to(part.dtype).view(bits).to(part.device)
     flat, begin = part.view(bits).view(-1), 0
     for runs in _runs(whole, held):
         own = flat[begin : begin + runs.outer * runs.rows * runs.length]
@@ -90,15 +100,6 @@ def draw_normal(
 
 def _key(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
-
-
-@cache
-def _quantiles() -> Tensor:
-    """In the middle of each of as many equal shares of the normal distribution, scaled to a variance of one: float32."""
-    half = QUANTILES // 2
-    upper = torch.special.ndtri((torch.arange(half, dtype=torch.float64) + half + 0.5) / QUANTILES)
-    upper /= math.sqrt(math.fsum(upper.square().tolist()) / half)  # which adds alike on any processor
-    return torch.cat([-upper.flip(0), upper]).float()
 
 
 @cache

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardwise.config import Model
 from shardwise.errors import UserError
-from shardwise.models.draw import draw_normal
+from shardwise.models.draw import draw, quantiles
 from shardwise.models.transformer import Transformer
 
 DEVIATION = 0.02
@@ -61,6 +61,7 @@ def initialise(
     parameter in the whole model, where this is a part of it. A `gpu` draws also what is kept in the host's memory.
     """
     config = model.config if isinstance(model, Transformer) else None
+    normal = quantiles()
     for local_name, parameter in model.named_parameters():
         name, shape, (own, held) = known_as(local_name), tuple(parameter.shape), part(parameter)
         given = _given(model, name, shape, seed)
@@ -69,7 +70,7 @@ def initialise(
         elif config is not None and _is_offset(config, name):
             own.zero_()
         else:
-            _fill(own, held, name, shape, None if config is None else config.layers, seed, gpu)
+            _fill(own, held, normal, name, shape, None if config is None else config.layers, seed, gpu)
 
 
 def _given(model: nn.Module, name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
@@ -98,13 +99,14 @@ def initial_value(name: str, shape: tuple[int, ...], layers: int | None, seed: i
     whose matrices are all drawn alike.
     """
     whole, held = _all(torch.empty(shape, dtype=torch.float32, device="cpu"))
-    _fill(whole, held, name, shape, layers, seed)
+    _fill(whole, held, quantiles(), name, shape, layers, seed)
     return whole
 
 
 def _fill(
     own: Tensor,
     held: tuple[slice, ...],
+    normal: Tensor,
     name: str,
     shape: tuple[int, ...],
     layers: int | None,
@@ -116,7 +118,7 @@ def _fill(
     elif len(shape) <= 1:
         own.fill_(1.0)  # the weight of a norm
     else:
-        draw_normal(own, seed, name, _deviation(name, shape, layers), shape, held, gpu)
+        draw(own, normal * _deviation(name, shape, layers), seed, name, shape, held, gpu)
 
 
 def _deviation(name: str, shape: tuple[int, ...], layers: int | None) -> float:

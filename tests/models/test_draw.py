@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.models import draw
-from shardwise.models.draw import draw_normal
+import shardwise.models.draw as drawing
+from shardwise.models.draw import draw, quantiles
 
 WORD = (1 << 64) - 1
 NORMAL = NormalDist()
+TABLE = quantiles()
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -55,7 +56,7 @@ def part(
     device: str = "cpu",
 ) -> Tensor:
     own = torch.full([one.stop - one.start for one in held], math.nan, dtype=dtype, device=device)
-    draw_normal(own, seed, name, deviation, shape, held)
+    draw(own, TABLE * deviation, seed, name, shape, held)
     return own
 
 
@@ -69,7 +70,7 @@ def test_each_number_is_the_quantile_that_sixteen_bits_of_its_count_name() -> No
 
 
 def test_the_table_has_the_mean_and_the_variance_of_the_distribution() -> None:
-    table = draw._quantiles().double()
+    table = TABLE.double()
     assert table.mean() == 0
     assert table.square().mean().item() == pytest.approx(1, abs=1e-8)
     assert table.max().item() == pytest.approx(4.325, abs=5e-4)  # as the docstring says
@@ -87,14 +88,14 @@ def test_a_slice_is_that_of_the_whole(where: tuple[tuple[int, ...], tuple[slice,
     shape, held = where
     expected = whole(*shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(draw, "PART", at_once)
+        patch.setattr(drawing, "PART", at_once)
         assert torch.equal(part(shape, held, dtype=dtype), expected[held].to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_numbers_go_into_any_dtype_and_any_strides(dtype: torch.dtype) -> None:
     own = torch.zeros(30, 8, dtype=dtype).T[:, ::2]
-    draw_normal(own, 0, "weight", 1.0, (8, 20), (slice(0, 8), slice(5, 20)))
+    draw(own, TABLE, 0, "weight", (8, 20), (slice(0, 8), slice(5, 20)))
     assert torch.equal(own, whole(8, 20)[:, 5:].to(dtype))
 
 
@@ -201,14 +202,14 @@ def test_a_gpu_draws_under_any_key(seed: int) -> None:
 def test_a_gpu_writes_nothing_beside_its_part() -> None:
     around = torch.full((1002, 259), math.nan, device="cuda")
     held = slice(0, 1000), slice(259, 518)
-    draw_normal(around[1:1001], 0, "weight", 1.0, (1000, 777), held)
+    draw(around[1:1001], TABLE, 0, "weight", (1000, 777), held)
     assert around[[0, -1]].isnan().all()
     assert torch.equal(around[1:1001].cpu(), part((1000, 777), held))
 
 
 @needs_gpu
 def test_a_gpu_without_a_compiler_gets_the_same_numbers_from_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw, "_drawing_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(drawing, "_drawing_device", lambda device: torch.device("cpu"))
     shape, held = (1000, 777), (slice(0, 1000), slice(259, 518))
     assert torch.equal(part(shape, held, device="cuda").cpu(), part(shape, held))
 
@@ -218,5 +219,5 @@ def test_a_gpu_without_a_compiler_gets_the_same_numbers_from_the_cpu(monkeypatch
 def test_a_gpu_draws_what_a_cpu_keeps(dtype: torch.dtype) -> None:
     shape, held = (1000, 777), (slice(0, 1000), slice(259, 518))
     kept = torch.empty(1000, 259, dtype=dtype)
-    draw_normal(kept, 0, "weight", 1.0, shape, held, torch.device("cuda", 0))
+    draw(kept, TABLE, 0, "weight", shape, held, torch.device("cuda", 0))
     assert torch.equal(kept, part(shape, held, dtype=dtype))
