@@ -1,9 +1,15 @@
-"""Processor seconds from `shardwise train` to its first worker being ready, beside those of `import torch` in the same minute.
+"""What a start takes: until there are workers, and until weights have their first values.
 
     python benchmarks/start.py [repeats]
+    python benchmarks/start.py draw [millions of numbers]
 
-A worker is forked from a server that has imported what workers need, so it is ready about as soon as the server is. What
+The first: processor seconds from `shardwise train` to its first worker being ready, beside those of `import torch` in the same
+minute. A worker is forked from a server that has imported what workers need, so it is ready about as soon as the server is. What
 counts is therefore the time of the host (the command) and of the server, read when a worker opens its log, before it builds.
+
+The second: seconds to draw so many float32 weights (a thousand millions) on this machine's device, a GPU if it has one, beside
+filling the same memory with one number, which nothing that writes it can be quicker than; and beside drawing them on the CPU with
+torch's generator, each parameter whole, as shardwise did before weights were drawn where they are.
 """
 
 from __future__ import annotations
@@ -13,9 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import torch
+
+from shardwise.models.draw import draw, quantiles
 
 ROOT = Path(__file__).parents[1]
 JOB = ["examples/quickstart.toml", "layout.data=2", "train.steps=1", "checkpoint.every=0"]
@@ -24,9 +34,9 @@ JOB = ["examples/quickstart.toml", "layout.data=2", "train.steps=1", "checkpoint
 def main(repeats: int) -> None:
     print(f"{'import torch':>14}{'host':>8}{'server':>8}{'both':>8}{'times torch':>13}")
     for _ in range(repeats):
-        torch = _of_torch()
+        alone = _of_torch()
         host, server = _of_train()
-        print(f"{torch:>14.2f}{host:>8.2f}{server:>8.2f}{host + server:>8.2f}{(host + server) / torch:>13.2f}")
+        print(f"{alone:>14.2f}{host:>8.2f}{server:>8.2f}{host + server:>8.2f}{(host + server) / alone:>13.2f}")
 
 
 def _of_torch() -> float:
@@ -54,5 +64,52 @@ def _own(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
+ROWS = 8192
+"""Of the matrices that weights are drawn in; as many columns, or fewer where there are not as many numbers."""
+
+
+def weights(millions: int) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    numbers = millions * 10**6
+    shape = ROWS, min(ROWS, numbers // ROWS)
+    count = numbers / (shape[0] * shape[1])
+    weight, on_cpu = torch.empty(shape, device=device), torch.empty(shape)
+    held, normal = tuple(slice(0, size) for size in shape), quantiles()
+    ways: dict[str, tuple[Callable[[], object], int]] = {
+        "filled with one number": (lambda: weight.fill_(1.0), 20),
+        "drawn by index": (lambda: draw(weight, normal * 0.02, 0, "weight", shape, held), 20 if device.type == "cuda" else 2),
+        "drawn whole on the CPU": (lambda: weight.copy_(_as_before(on_cpu)), 2),
+    }
+    seconds = {}
+    for name, (way, repeats) in ways.items():
+        first = _seconds(way, 1)
+        seconds[name] = _seconds(way, repeats) * count
+        print(f"{name:>24}{seconds[name]:>12.5f} s a {millions} million on {device.type} (the first matrix: {first:.3f} s)")
+    filled, drawn, before = seconds.values()
+    print(f"drawn by index: {drawn / filled:.2f} times the seconds of filling, {before / drawn:.0f} times quicker than before")
+
+
+def _as_before(full: torch.Tensor) -> torch.Tensor:
+    return full.normal_(0.0, 0.02, generator=torch.Generator("cpu").manual_seed(5))
+
+
+def _seconds(way: Callable[[], object], repeats: int) -> float:
+    """Of one call, on average."""
+    _wait()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        way()
+    _wait()
+    return (time.perf_counter() - begin) / repeats
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+    if sys.argv[1:2] == ["draw"]:
+        weights(int(sys.argv[2]) if len(sys.argv) > 2 else 1000)
+    else:
+        main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)

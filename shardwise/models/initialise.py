@@ -1,21 +1,20 @@
-"""First values of the weights: a function of (seed, parameter name), and of nothing else.
+"""First values of the weights: a function of (seed, parameter name, place in the parameter), and of nothing else.
 
-Each parameter has a random generator of its own, seeded by a hash of the run's seed and the parameter's name. So the values
-do not depend on how many processes there are, in which order modules were built, or which part of the model a process holds:
-any layout starts from the same bits. Values are drawn on the CPU in float32 whatever the dtype and device of the model, so
-that a float64 proof starts from the same numbers as the float32 run that it proves. At most one full-size parameter is in
-memory beside the model. The cost is time on the CPU, some seconds a billion parameters.
+Each number is drawn by its index under a key that is a hash of the run's seed and the parameter's name (models/draw.py). So the
+values do not depend on how many processes there are, in which order modules were built, or which part of the model a process
+holds: any layout starts from the same bits. A process draws what it holds and no more, on the device that holds it; no parameter
+is whole anywhere. Numbers are float32 whatever the dtype of the model, and rounded to it, so that a float64 proof starts from the
+same numbers as the float32 run that it proves. A GPU takes some milliseconds a billion parameters, a CPU some seconds.
 
 The distribution is GPT-2's: normal with deviation 0.02, and the matrices of a block that write to the residual stream
 divided by sqrt(2 · layers), so that the stream's variance does not grow with depth; norms one (zero where one is added), biases
-zero. A router's
-logits begin with variance one at any width, so that tokens spread over the experts from the first step. A user's own module
-(models/own.py) may say otherwise, of all or some weights, in a method `initial_value(name, shape, seed)`.
+zero. A router's logits begin with variance one at any width, so that tokens spread over the experts from the first step. A
+user's own module (models/own.py) may say otherwise, of all or some weights, in a method `initial_value(name, shape, seed)`, which
+gives a parameter whole.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import traceback
 from collections.abc import Callable
@@ -23,7 +22,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from shardwise.config import Model
 from shardwise.errors import UserError
+from shardwise.models.draw import draw, quantiles
 from shardwise.models.transformer import Transformer
 
 DEVIATION = 0.02
@@ -35,8 +36,12 @@ WRITES_TO_STREAM = (
 )
 
 
-def _copy(parameter: Tensor, full: Tensor) -> None:
-    parameter.copy_(full)
+Part = tuple[Tensor, tuple[slice, ...]]
+"""What a process holds of a parameter, and which slice of it that is."""
+
+
+def _all(parameter: Tensor) -> Part:
+    return parameter, tuple(slice(0, size) for size in parameter.shape)
 
 
 def _itself(parameter: Tensor) -> Tensor:
@@ -47,25 +52,34 @@ def _itself(parameter: Tensor) -> Tensor:
 def initialise(
     model: nn.Module,
     seed: int,
-    assign: Callable[[Tensor, Tensor], None] = _copy,
+    part: Callable[[Tensor], Part] = _all,
     known_as: Callable[[str], str] = str,
+    gpu: torch.device | None = None,
 ) -> None:
     """Give every parameter its first value; buffers have theirs from the constructor.
 
-    `assign(parameter, full)` stores a full-size float32 CPU tensor into a parameter; whoever has sharded the parameters
-    passes one that keeps this process's part. `known_as(name)` is the name of a parameter in the whole model, where this is a
-    part of it.
+    `part(parameter)` is what this process holds of a parameter; whoever has sharded them knows. `known_as(name)` is the name of a
+    parameter in the whole model, where this is a part of it. A `gpu` draws also what is kept in the host's memory.
     """
-    for name, parameter in model.named_parameters():
-        assign(parameter, _first_value(model, known_as(name), tuple(parameter.shape), seed))
+    config = model.config if isinstance(model, Transformer) else None
+    normal = quantiles()
+    for local_name, parameter in model.named_parameters():
+        name, shape, (own, held) = known_as(local_name), tuple(parameter.shape), part(parameter)
+        given = _given(model, name, shape, seed)
+        if given is not None:
+            own.copy_(given[held])
+        elif config is not None and _is_offset(config, name):
+            own.zero_()
+        else:
+            _fill(own, held, normal, name, shape, None if config is None else config.layers, seed, gpu)
 
 
-def _first_value(model: nn.Module, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+def _given(model: nn.Module, name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
+    """What a user's own module says of a parameter, in float32; None: nothing."""
     own = getattr(model, "initial_value", None)
     value = None if own is None else own(name, shape, seed)
     if value is None:
-        value = initial_value(name, shape, model.config.layers if isinstance(model, Transformer) else None, seed)
-        return value.zero_() if isinstance(model, Transformer) and _is_offset(model, name) else value
+        return None
     if not isinstance(value, Tensor) or tuple(value.shape) != shape or not bool(value.isfinite().all()):
         given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise UserError(
@@ -79,7 +93,7 @@ def check_first_value(model: nn.Module, seed: int) -> None:
     """Ask a user's module for the smallest of its weights: a file that is not there is then known before anything is made."""
     name, parameter = min(model.named_parameters(), key=lambda named: named[1].numel())
     try:
-        _first_value(model, name, tuple(parameter.shape), seed)
+        _given(model, name, tuple(parameter.shape), seed)
     except (Exception, SystemExit) as error:
         if isinstance(error, UserError):
             raise
@@ -93,29 +107,42 @@ def check_first_value(model: nn.Module, seed: int) -> None:
         ) from error
 
 
-def _is_offset(model: Transformer, name: str) -> bool:
+def _is_offset(config: Model, name: str) -> bool:
     """Whether one is added to this weight of a norm; never to those of queries and keys."""
     of_stream = name.endswith("norm.weight") and not name.endswith(("query_norm.weight", "key_norm.weight"))
-    return model.config.norm == "rms+1" and of_stream
+    return config.norm == "rms+1" and of_stream
 
 
 def initial_value(name: str, shape: tuple[int, ...], layers: int | None, seed: int) -> Tensor:
-    """The full first value of one parameter of a model with so many layers: float32, on the CPU. None: a module not of ours,
+    """The whole first value of one parameter of a model with so many layers: float32, on the CPU. None: a module not of ours,
     whose matrices are all drawn alike.
     """
-    full = torch.empty(shape, dtype=torch.float32, device="cpu")
+    whole, held = _all(torch.empty(shape, dtype=torch.float32, device="cpu"))
+    _fill(whole, held, quantiles(), name, shape, layers, seed)
+    return whole
+
+
+def _fill(
+    own: Tensor,
+    held: tuple[slice, ...],
+    normal: Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    layers: int | None,
+    seed: int,
+    gpu: torch.device | None = None,
+) -> None:
     if len(shape) <= 1:
         bias = "bias" in name.rpartition(".")[2].split("_")  # torch's own modules have in_proj_bias and bias_ih_l0 too
-        return full.zero_() if bias else full.fill_(1.0)  # the weight of a norm
-    deviation = DEVIATION / math.sqrt(2 * layers) if layers and name.endswith(WRITES_TO_STREAM) else DEVIATION
+        own.fill_(0.0 if bias else 1.0)  # the weight of a norm
+    else:
+        draw(own, normal * _deviation(name, shape, layers), seed, name, shape, held, gpu)
+
+
+def _deviation(name: str, shape: tuple[int, ...], layers: int | None) -> float:
     if name.endswith("feed_forward.router.weight"):
-        deviation = 1 / math.sqrt(shape[1])
-    return full.normal_(0.0, deviation, generator=_generator(seed, name))
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+        return 1 / math.sqrt(shape[1])
+    return DEVIATION / math.sqrt(2 * layers) if layers and name.endswith(WRITES_TO_STREAM) else DEVIATION
 
 
 @torch.no_grad()

@@ -5,7 +5,9 @@
 3. split matrices over `tensor`, experts over `expert`, and attention over `context`;
 4. recomputation and compilation, block by block (`_recompute_and_compile` says which goes around which, and why);
 5. sharding or replication over the data axes;
-6. memory for this rank's share, and each parameter's values from (seed, name): the same bits on any layout.
+6. memory for this rank's share.
+
+Values are given to the weights after that: those of a checkpoint, of a Hugging Face folder, or first values (`draw_weights`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from shardwise.parallel.data import DataParallel, SingleDevice, replicate, shard
 from shardwise.parallel.expert import expert_modules, split_over_experts
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.own import LOOKED_UP, check_own, table_of
-from shardwise.parallel.placement import assign
+from shardwise.parallel.placement import own_part
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.seeds import Seeds
 from shardwise.parallel.stages import cut_out, own_stages
@@ -50,7 +52,7 @@ from shardwise.plan.engine import compiles_blocks
 
 
 def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
-    """The job's model, on this rank's devices, ready to train."""
+    """The job's model, on this rank's devices, ready to train but for the values of its weights."""
     layout = comm.mesh.layout
     check_module(config, layout)  # on a model of its own, because it calls forward, which may leave something in a user's module
     plain = build_plain(config)
@@ -199,7 +201,7 @@ def _on_data_axes(config: Config, plan: Plan, model: nn.Module, table: Sharding,
     engine = engine_of(layout, config.model.experts)
     settings = _compression(config, model, table, comm)
     if not engine.sharded:
-        materialise(model, table, comm.device, train.seed)
+        allocate(model, comm.device)
         alone = engine.single or train.driver == "hogwild"  # whose workers share one copy of the weights
         return SingleDevice(model) if alone else replicate(model, comm, settings, plan.bucket_bytes)
     compute, reduce = DTYPES[train.precision], DTYPES[reduce_dtype(train)]
@@ -209,7 +211,7 @@ def _on_data_axes(config: Config, plan: Plan, model: nn.Module, table: Sharding,
     root_is_last = layout.pipeline == 1 and config.model.module is None and _ends_with_head(config.model)
     units = _units(model, table)
     sharded = shard(model, units, routers, experts, comm, compute, reduce, engine, settings, gathers, root_is_last)
-    materialise(model, table, torch.device("cpu") if layout.offload else comm.device, train.seed, comm.device)
+    allocate(model, torch.device("cpu") if layout.offload else comm.device, comm.device)
     return sharded
 
 
@@ -267,14 +269,13 @@ def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
     return [*unshared, *_named_blocks(model, table).values()]
 
 
-def materialise(
-    model: nn.Module, table: Sharding, device: torch.device, seed: int, buffers_on: torch.device | None = None
-) -> None:
-    """Allocate this rank's share and fill it."""
-    allocate(model, device, buffers_on)
-    initialise(model, seed, assign, table.tied_name)
-    if not hasattr(model, "initial_value"):  # which may want zeros
-        check_values(model, local=_local)
+def draw_weights(parallel: ParallelModel, seed: int) -> None:
+    """Give the weights their first values from (seed, name, place in the parameter): the same bits on any layout."""
+    device = parallel.comm.device
+    for part in parallel.parts:
+        initialise(part.model, seed, own_part, parallel.table.tied_name, device if device.type == "cuda" else None)
+        if not hasattr(part.model, "initial_value"):  # which may want zeros
+            check_values(part.model, local=_local)
 
 
 def allocate(model: nn.Module, device: torch.device, buffers_on: torch.device | None = None) -> None:

@@ -32,7 +32,13 @@ def held(parameter: Tensor, whole: bool = False) -> tuple[slice, ...]:
     return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
 
 
+def own_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """What this rank holds of a parameter, and which slice of it that is."""
+    return local(parameter), held(parameter)
+
+
 @torch.no_grad()
 def assign(parameter: Tensor, full: Tensor) -> None:
     """Copy a whole tensor into a parameter, or this rank's slice into its shard. No communication: every rank has the whole."""
-    local(parameter).copy_(full[held(parameter)])
+    own, where = own_part(parameter)
+    own.copy_(full[where])

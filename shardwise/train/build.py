@@ -1,8 +1,8 @@
 """From a job and a plan to everything a step needs, on this rank.
 
 `Training` is the only mutable thing in a run besides the tensors: the step reached, the sequences seen and the loss scale.
-`build` makes it, `restore` moves it to a checkpoint, `save` writes one; `keep_copy` and `recall` do the same with a neighbour's
-memory.
+`build` makes it, `start_from_seed` draws its weights, `restore` moves it to a checkpoint, `save` writes one; `keep_copy` and
+`recall` do the same with a neighbour's memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardwise.data.chat import find_template
 from shardwise.errors import UserError
 from shardwise.mesh import Mesh, Worker, join
 from shardwise.optim import LossScale, OneBitAdam, local, make_optimizer
-from shardwise.parallel import ParallelModel, build_plain, parallelise
+from shardwise.parallel import ParallelModel, build_plain, draw_weights, parallelise
 from shardwise.parallel.placement import assign, held
 from shardwise.plan import Plan
 from shardwise.resilience.copies import Copies
@@ -74,8 +74,9 @@ class Training:
     """How many the run has seen, which is where its data goes on; `step` times the batch, unless the batch was changed."""
 
 
-def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None) -> Training:
-    """Join the peers, open the data, and build the model on the mesh."""
+def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None, draw: bool = True) -> Training:
+    """Join the peers, open the data, and build the model on the mesh. Weights have their first values, unless they are not to be
+    drawn, because others are put in their place: then they have none."""
     dataset = dataset or Dataset.open(config.data, config.train.seed)
     config = settled(config, dataset)
     serves = config.train.driver == "server"  # GPUs are for those who compute gradients
@@ -94,7 +95,7 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
     checkpointer = Checkpointer(mesh, config.checkpoint.background)
     talks = config.train.check_every > 0 or serves or shares  # while a checkpoint may be written, that is
     peers = Peers.meet(mesh) if talks and config.checkpoint.background else checkpointer.peers
-    return Training(
+    training = Training(
         config=config,
         plan=plan,
         mesh=mesh,
@@ -109,6 +110,9 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
         outer=_outer(config, plan, parallel, comm) if config.train.driver == "local" else None,
         shared=SharedState(list(parallel.named_parameters()), optimizer, peers) if shares else None,
     )
+    if draw:
+        start_from_seed(training)
+    return training
 
 
 def _outer(config: Config, plan: Plan, parallel: ParallelModel, comm: Comm) -> Outer:
@@ -140,6 +144,16 @@ def restore(training: Training, folder: str) -> None:
     saved = manifest.loss_scale
     if saved and training.scale.dynamic and manifest.train.get("precision") == "float16":
         training.scale = replace(training.scale, value=float(saved["value"]), clean_steps=int(saved["clean_steps"]))
+
+
+def start_from_seed(training: Training) -> None:
+    """Begin with drawn weights. Of workers that share memory the first draws for all."""
+    if training.shared is None or training.peers.rank == 0:
+        draw_weights(training.parallel, training.config.train.seed)
+    if training.shared is not None:
+        training.peers.from_everyone("has weights")  # nobody changes them before that
+    if training.outer is not None:
+        training.outer.anchor_here()
 
 
 @torch.no_grad()

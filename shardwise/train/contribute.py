@@ -46,7 +46,7 @@ def build_contributor(config: Config, worker: Worker, dataset: Dataset) -> Train
     layout = Layout(data=1)  # type: ignore[call-arg]
     alone = config.model_copy(update={"layout": layout, "train": config.train.model_copy(update={"driver": "synchronous"})})
     own = replace(worker, rank=0, world=1)
-    return build(alone, choose(alone, 1), own, dataset)
+    return build(alone, choose(alone, 1), own, dataset, draw=False)  # weights come from the servers
 
 
 def contribute(training: Training, config: Config, worker: Worker, servers: int, link: NoHost) -> bool:

@@ -30,7 +30,17 @@ from shardwise.observe import Ledger, StepTrace, present_time
 from shardwise.resilience.copies import Copies
 from shardwise.resilience.host_link import NoHost
 from shardwise.resilience.team import Team
-from shardwise.train.build import Training, build, keep_copy, keep_files, recall, restore, save, start_from_pretrained
+from shardwise.train.build import (
+    Training,
+    build,
+    keep_copy,
+    keep_files,
+    recall,
+    restore,
+    save,
+    start_from_pretrained,
+    start_from_seed,
+)
 from shardwise.train.contribute import build_contributor, contribute
 from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.guard import check_joined
@@ -90,7 +100,7 @@ def _in_team(config: Config, worker: Worker, team: Team, dataset: Dataset, link:
     """Train with these peers; None if the team parts before the end and another is to follow."""
     timestamps = {"joining": present_time()}
     link.progress("build", 0)
-    training = build(config, team.plan, worker, dataset)
+    training = build(config, team.plan, worker, dataset, draw=False)  # before it is known whether there is a checkpoint
     _present[:] = [training.comm.ledger]
     _check_same_job(training)
     timestamps["built"] = present_time()
@@ -110,7 +120,7 @@ def _in_team(config: Config, worker: Worker, team: Team, dataset: Dataset, link:
 
 
 def _go_on(training: Training, team: Team, copies: Copies) -> ResumeCheckpoint:
-    """Put the newest state in place: from the workers' memories, or from storage."""
+    """Put the newest state in place: from the workers' memories, or from storage; or begin."""
     config, checkpointer = training.config, training.checkpointer
     chosen = ResumeCheckpoint(None)
     if recall(training, copies):
@@ -125,6 +135,8 @@ def _go_on(training: Training, team: Team, copies: Copies) -> ResumeCheckpoint:
         restore(training, chosen.folder)
     elif config.model.pretrained is not None:
         start_from_pretrained(training, Path(config.model.pretrained))
+    else:
+        start_from_seed(training)
     if training.mesh.is_main:
         keep_files(training, [chosen.folder] if chosen.folder else [])
     return chosen

@@ -76,6 +76,11 @@ def test_a_new_head_on_a_frozen_backbone_is_proven(shardwise: Shardwise, tmp_pat
     for name, value in backbone.items():
         assert torch.equal(contents.read(f"model.{name}"), value), name
         assert f"optimizer.{name}.exp_avg" not in contents.tensors
+    (tmp_path / "backbone.pt").unlink()  # a resume asks for no first values
+    done = shardwise("train", *job, "train.steps=3", "observe.sample_tokens=2", "run.folder=run")
+    assert done.returncode == 0, done.stderr
+    resumed = Contents.open(str(tmp_path / "run" / "checkpoints" / "step-3"))
+    assert all(torch.equal(resumed.read(f"model.{name}"), value) for name, value in backbone.items())
 
 
 OWN = """

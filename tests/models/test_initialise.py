@@ -75,12 +75,24 @@ def test_float64_starts_from_the_float32_numbers_and_bfloat16_from_their_roundin
         assert torch.equal(low[name], value.bfloat16()), name
 
 
-def test_the_caller_decides_how_a_full_value_is_stored() -> None:
-    stored: dict[int, Tensor] = {}
-    module = Transformer(CONFIG)
-    initialise(module, seed=0, assign=lambda parameter, full: stored.update({id(parameter): full}))
-    expected = dict(make().named_parameters())
-    assert all(torch.equal(stored[id(parameter)], expected[name]) for name, parameter in module.named_parameters())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_part_gets_the_values_that_it_has_in_the_whole(dtype: torch.dtype) -> None:
+    """Here the last two thirds of each parameter's last dim; what others hold stays as it was."""
+
+    def part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+        begin, held = parameter.shape[-1] // 3, [slice(0, size) for size in parameter.shape]
+        held[-1] = slice(begin, parameter.shape[-1])
+        return parameter[..., begin:], tuple(held)
+
+    module = Transformer(CONFIG).to(dtype)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(math.nan)
+    initialise(module, seed=0, part=part)
+    for name, value in make(dtype).named_parameters():
+        begin, found = value.shape[-1] // 3, module.get_parameter(name)
+        assert torch.equal(found[..., begin:], value[..., begin:]), name
+        assert found[..., :begin].isnan().all(), name
 
 
 def test_fresh_values_pass_the_check() -> None:

@@ -103,7 +103,7 @@ def build(config: Config, plan: Plan, rank: int) -> dict[str, Slices]:
     def meet(*_: Any) -> None:
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
 
-    with patch("shardwise.mesh.mesh._meet", meet), patch("shardwise.parallel.apply.materialise"), warnings.catch_warnings():
+    with patch("shardwise.mesh.mesh._meet", meet), patch("shardwise.parallel.apply.allocate"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         parallel = parallelise(config, plan, Comm(join(worker, plan.layout)))
     own = own_slices(parallel)
