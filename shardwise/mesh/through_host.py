@@ -316,6 +316,7 @@ class ThroughHost(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._make_lane, self._lanes, self._failure = lane, dict[str, Lane](), _present[0]
+        self._name, self._text = "", ""
         self._messages: dict[str, int] = {}
         """How many have gone each way between this rank and another."""
 
@@ -326,6 +327,22 @@ class ThroughHost(dist.ProcessGroup):
     def name(self) -> str:
         """As torch's Python does."""
         return NAME
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, text: str) -> None:
+        self._text = text
+
+    @property
+    def group_name(self) -> str:
+        """What torch calls this group; it keeps the names of its own in their backends."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch says that it is for."""
+        return self._text
 
     def shutdown(self) -> None:
         """Part from the peers."""
