@@ -113,7 +113,7 @@ ROWS = [
 HEAD = ["layout", "workers", "numbers", "largest difference", "in roundings", "verdict", "seconds"]
 
 
-def prove_rows(rows: list[Row], results: Path) -> None:
+def prove_rows(rows: list[Row], results: Path, seconds: float) -> None:
     """One after the other, with one set of workers for as long as they fit; a line of JSON each."""
     from contextlib import ExitStack
 
@@ -127,7 +127,7 @@ def prove_rows(rows: list[Row], results: Path) -> None:
             needed = (row.workers, row.milliseconds / 1e3)
             if workers is None or (workers.count, workers.longest_delay) != needed:
                 stack.close()
-                workers = stack.enter_context(Workers(row.workers, 240.0, row.milliseconds / 1e3))
+                workers = stack.enter_context(Workers(row.workers, seconds, row.milliseconds / 1e3))
             began = time.monotonic()
             try:
                 proof = prove(read(JOB, row.overrides), dtype=row.dtype, workers=workers)  # type: ignore[arg-type]
@@ -163,18 +163,19 @@ def main() -> None:
     """Deal the rows out to sets of workers, and keep the table up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path)
-    parser.add_argument("--only", default="", help="rows whose name has this")
+    parser.add_argument("--only", default="", help="rows whose name has this, or one of several with semicolons between")
+    parser.add_argument("--seconds", type=float, default=120.0, help="after which workers are taken to be stuck")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    rows = [row for row in ROWS if given.only in row.name]
+    rows = [row for row in ROWS if any(word in row.name for word in given.only.split(";"))]
     ordered = sorted(rows, key=lambda row: (row.milliseconds, row.workers))  # those who can share a set of workers, in a row
     shares = [ordered[part::SETS] for part in range(SETS)]
     if given.part is not None:
-        prove_rows(shares[given.part], given.table)
+        prove_rows(shares[given.part], given.table, given.seconds)
         return
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:
         results = [Path(folder) / f"{part}.jsonl" for part in range(SETS)]
-        command = [sys.executable, __file__, "--only", given.only, "--part"]
+        command = [sys.executable, __file__, "--only", given.only, "--seconds", str(given.seconds), "--part"]
         parts = [subprocess.Popen([*command, str(part), str(path)]) for part, path in enumerate(results) if shares[part]]
         while any(part.poll() is None for part in parts):
             time.sleep(1.0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from shardwise.errors import UserError
-from shardwise.mesh.launched import Worker, let_streams_run_apart, threads_of_worker
+from shardwise.mesh.launched import Worker, threads_of_worker
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +58,6 @@ def pick_device(worker: Worker, asked: Device = "auto") -> torch.device:
     are asked for, workers share them."""
     import torch
 
-    if asked == "cuda":
-        let_streams_run_apart()
     if on_gpus(worker.local_world, asked):
         device = torch.device("cuda", worker.local_rank % local_gpus())
         torch.cuda.set_device(device)

@@ -165,11 +165,6 @@ def worker_environment(workers: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads_of_worker(workers))}
 
 
-def let_streams_run_apart() -> None:
-    """To be called before the GPU is first used: streams then do not share a queue, in which one that waits holds up others."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-
 def cache_folder() -> Path:
     """Where this user's programs keep what they can make again (the XDG base directories)."""
     given = os.environ.get("XDG_CACHE_HOME", "")

@@ -3,17 +3,19 @@
 NCCL refuses two ranks on one device, so a layout of four could be tried only with four GPUs. This group lets any number of
 workers share one. It is for proofs and drills: it brings what NCCL would have brought, and nothing is learnt of speed.
 
-**What must be alike** is when things happen, since that is where faults hide that workers on a CPU never show. As with NCCL, a
-call returns at once; what is sent is what the caller's stream will have computed by then; and `wait` lets the caller's *stream*
-wait, not the host. So whoever forgets a wait reads what was there before, and whoever frees or overwrites too soon sends that.
+**What must be alike** is when things happen on the device, since that is where faults hide that workers on a CPU never show. As
+with NCCL, a call returns at once; what is sent is what the caller's stream will have computed by then; and nothing orders the
+caller's stream after a transfer but `wait`. So whoever forgets a wait reads what was there before, and whoever overwrites too
+soon sends that.
 
-How: each kind of transfer has a lane, which is a stream and a thread. All of a transfer is queued on the stream at once:
+**What is not alike.** `wait` also holds up the host, until the transfer is through. With NCCL the host runs ahead; here a stream
+cannot be made to wait for what has not been sent yet. (The driver has a way to hold up a stream until the host writes a number,
+cuStreamWaitValue32. It was tried, and stood still: what allocates memory may wait for all streams, and then nobody sends.)
 
-    caller's stream ──event──▶ copy to the host ▶ write "read" ▶ wait for "done" ▶ copy to the device ──event──▶ whoever waits
-    thread                                        sees "read", sends and receives by gloo, writes "done"
+Each kind of transfer has a lane, which is a stream and a thread:
 
-The driver holds up the stream (cuStreamWaitValue32) until a number in pinned host memory is written, and the thread looks at
-another. The thread calls nothing of CUDA, which may be busy with waiting for the stream that waits for this thread.
+    caller's stream ──event──▶ copy to the host         copy to the device ──event──▶ the stream of whoever waits
+    thread                                      ▶ gloo ▶
 
 **Lanes.** Collectives of a group go in the order they were asked for. Messages between two ranks have lanes of their own, one
 for each peer and direction, and meet in order, whatever their tags: NCCL knows none. That torch asks for several at once
@@ -23,20 +25,15 @@ before it. NCCL, where such a batch is one kernel and batches follow one another
 **Delays.** With `longest_delay` set, each transfer begins after a random while, before it reads what is to be sent: so a missing
 wait, which goes well on most days, does not.
 
-**Failures.** A peer that died breaks the connection. What the broken transfer should have brought never comes: the next call or
-wait raises, of whichever group, and a host that stands still, because it waits for the GPU, ends after a while with the reason in
-its log, as NCCL's watchdog would have it. Groups that are left let all streams go on.
+**Failures.** A peer that died breaks the connection, and the next call or wait of any group raises. NCCL would stand still.
 
 Costs: a copy of everything that is sent in pinned memory, both ways through PCIe, and gloo between processes.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import queue
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -49,10 +46,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+ProcessGroup: Any = dist.ProcessGroup
+"""Whose methods have other types from release to release."""
 NAME = "through_host"
-POLL_SECONDS = 5e-5
-NOTICE_SECONDS = 10.0
-"""How long a process may take to notice that a transfer failed, before it is ended."""
+POLL_SECONDS = 0.05
+"""How often who waits for a transfer asks whether another has failed."""
 LAST_SECONDS = 2.0
 """How long a group that is left may take to send what others are waiting for."""
 NO_TIMEOUT = timedelta(0)
@@ -67,61 +65,48 @@ def _begins(numbers: Tensor) -> None:
     """A sum of these begins. Of its own groups' collectives torch tells those who watch operators, and of this one's nothing."""
 
 
-for _name in ("allreduce_", "_reduce_scatter_base_"):  # as torch calls its own
+for _name in ("allreduce_", "reduce_scatter_"):  # as torch calls its own
     torch.library.define(f"shardwise::{_name}", "(Tensor numbers) -> ()")
     torch.library.impl(f"shardwise::{_name}", "default", _begins)
 
 
 class Failure:
-    """What broke the groups of this process, and whether it has been heard of."""
+    """What broke the groups of this process: where one peer is gone, none goes on."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        self._noticed = threading.Event()
 
     def check(self) -> None:
-        """Raise what broke a group, if something did: to whichever is asked, for where one peer is gone none goes on."""
+        """Raise it, if there was one."""
         if self.error is not None:
-            self._noticed.set()
             raise RuntimeError(f"{NAME}: {self.error}") from self.error
-
-    def happened(self, error: BaseException) -> None:
-        """Keep the first, and end this process unless it is noticed soon. Called by the thread of a lane."""
-        if self.error is None:
-            self.error = error
-        if not self._noticed.wait(NOTICE_SECONDS):
-            print(f"a transfer between workers failed, and the GPU waits for it: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
-
-    def leave(self) -> None:
-        """Nobody is interested any more."""
-        self._noticed.set()
 
 
 @dataclass
 class Transfer:
-    """What goes from and to this rank at once, as its lane knows it."""
+    """What goes from and to this rank at once."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
     send: Callable[[list[Tensor], list[Tensor]], None]
     """Sends copies of the inputs, and fills copies of the outputs, all in host memory. Outputs that are inputs share a copy."""
     delay: float = field(default_factory=lambda: random.uniform(0.0, longest_delay))
-    number: int = 0
-    """In its lane, from 1."""
-    copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+    asked: Any = None
+    """When its inputs are there: an event of the caller's stream; on the CPU, copies of them."""
+    end: torch.cuda.Event | None = None
+    """When its outputs are there, or its inputs were read if there are none; to be asked for once it is done."""
     done: threading.Event = field(default_factory=threading.Event)
-    future: Future[list[Tensor]] = field(init=False)
+    future: Future[list[Tensor]] = field(default_factory=Future)
 
 
 class Lane:
-    """Transfers that follow one another, each carried out by a thread. This one is for tensors in host memory, where waiting is
-    the host's: it has all but the streams, and can be tried on any machine."""
+    """Transfers that follow one another, each carried out by a thread. This one is for tensors in host memory: it has all but the
+    streams, and can be tried on any machine."""
 
     device = torch.device("cpu")
 
     def __init__(self, name: str, failure: Failure) -> None:
-        self._failure, self._asked, self._closed = failure, 0, False
+        self._failure, self._closed = failure, False
         self._waiting: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # backward calls from threads of its own
         self._thread = threading.Thread(target=self._work, name=f"{NAME} {name}", daemon=True)
@@ -134,11 +119,9 @@ class Lane:
             _check(tensor, self.device)
         with self._lock:
             self._failure.check()
-            self._asked += 1
-            transfer.number = self._asked
-            work = self._queue(transfer)
+            self._ask(transfer)
             self._waiting.put(transfer)
-        return work
+        return Work(self._failure, transfer)
 
     def close(self) -> None:
         """End the thread. What was asked for may end, for a while, unless something is broken."""
@@ -147,100 +130,70 @@ class Lane:
             self._thread.join(LAST_SECONDS)
         self._closed = True
 
-    def _queue(self, transfer: Transfer) -> Work:
-        transfer.future = Future()
-        inputs = [tensor.clone() for tensor in transfer.inputs]
-        transfer.copies = inputs, _copies(transfer, inputs, torch.empty_like)
-        return Work(self._failure, transfer)
+    def _ask(self, transfer: Transfer) -> None:
+        """Remember what is to be sent."""
+        transfer.asked = [tensor.clone() for tensor in transfer.inputs]
 
-    def _let_it_read(self, transfer: Transfer) -> None:
-        """Inputs may be read from now on; returns once they are."""
-
-    def _let_it_end(self, transfer: Transfer) -> None:
-        """What was received is in the copies of the outputs."""
-        for tensor, copy in zip(transfer.outputs, transfer.copies[1], strict=True):
+    def _carry_out(self, transfer: Transfer) -> None:
+        """From beginning to end."""
+        inputs = transfer.asked
+        outputs = _copies(transfer, inputs, torch.empty_like)
+        transfer.send(inputs, outputs)
+        for tensor, copy in zip(transfer.outputs, outputs, strict=True):
             tensor.data.copy_(copy)
         transfer.future.set_result(transfer.outputs)
 
     def _work(self) -> None:
-        """Between two transfers nothing is held of the last."""
-        while (transfer := self._waiting.get()) is not None:
-            if self._closed:
-                return
+        """Until the lane is closed. Between two transfers nothing is held of the last."""
+        while (transfer := self._waiting.get()) is not None and not self._closed:
             try:
+                self._failure.check()
                 time.sleep(transfer.delay)
-                self._let_it_read(transfer)
-                transfer.send(*transfer.copies)
-                self._let_it_end(transfer)
-            except BaseException as error:
-                if not self._closed:
-                    self._failure.happened(error)
-                return
-            finally:
-                transfer.done.set()
+                with torch.no_grad():
+                    self._carry_out(transfer)
+            except Exception as error:
+                if self._failure.error is None and not self._closed:
+                    self._failure.error = error
+                if not transfer.future.done():
+                    transfer.future.set_exception(error)  # type: ignore[arg-type]
+            transfer.done.set()
             del transfer
 
 
 class GpuLane(Lane):
-    """Transfers on a stream, in the order of the file's drawing."""
-
-    _START, _READ, _DONE = range(3)
-    """Numbers in pinned memory: the last transfer that may read, that has read, and whose results are there."""
+    """Transfers from and to a GPU, on a stream of their own."""
 
     def __init__(self, name: str, failure: Failure) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._pinned = torch.zeros(3, dtype=torch.int32, pin_memory=True)
-        self._numbers = (ctypes.c_int32 * 3).from_address(self._pinned.data_ptr())
-        self._driver = ctypes.CDLL("libcuda.so.1")
         super().__init__(name, failure)
 
-    def close(self) -> None:
-        super().close()
-        for which in (self._START, self._DONE):  # streams that wait go on; nobody uses what they bring
-            self._numbers[which] = self._asked
+    def _ask(self, transfer: Transfer) -> None:
+        transfer.asked = torch.cuda.current_stream(self.device).record_event()
+        transfer.future = Future(devices=[self.device])
+        for tensor in (*transfer.inputs, *transfer.outputs):
+            tensor.record_stream(self._stream)  # whoever lets go of it, its memory stays until the stream is through
 
-    def _queue(self, transfer: Transfer) -> Work:
-        caller = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(caller)
+    def _carry_out(self, transfer: Transfer) -> None:
         with torch.cuda.stream(self._stream):
-            if transfer.delay:
-                self._hold(self._START, transfer.number)
+            self._stream.wait_event(transfer.asked)
             inputs = [_pinned(tensor).copy_(tensor.data, non_blocking=True) for tensor in transfer.inputs]
+            read = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            read.record(self._stream)
+            read.synchronize()
+            if transfer.inputs and not transfer.outputs:  # a message to a peer: who sent it may go on
+                self._ended(transfer, read)
             outputs = _copies(transfer, inputs, _pinned)
-            transfer.copies = inputs, outputs
-            self._tell(self._READ, transfer.number)
-            if transfer.outputs:
-                self._hold(self._DONE, transfer.number)
+            transfer.send(inputs, outputs)
             for tensor, copy in zip(transfer.outputs, outputs, strict=True):
                 tensor.data.copy_(copy, non_blocking=True)  # `data`: as NCCL, it is no change that autograd minds
-            for tensor in (*transfer.inputs, *transfer.outputs):
-                tensor.record_stream(self._stream)
-            transfer.future = Future(devices=[self.device])
-            transfer.future.set_result(transfer.outputs)
-        return GpuWork(self._failure, transfer, self._stream)
+            if not transfer.done.is_set():
+                self._ended(transfer, self._stream.record_event())
 
-    def _let_it_read(self, transfer: Transfer) -> None:
-        self._numbers[self._START] = transfer.number
-        while self._numbers[self._READ] < transfer.number and not self._closed:
-            time.sleep(POLL_SECONDS)
-
-    def _let_it_end(self, transfer: Transfer) -> None:
-        self._numbers[self._DONE] = transfer.number
-
-    def _hold(self, which: int, number: int) -> None:
-        """The stream waits until a number is at least this."""
-        self._call("cuStreamWaitValue32_v2", which, number)
-
-    def _tell(self, which: int, number: int) -> None:
-        """The stream writes a number."""
-        self._call("cuStreamWriteValue32_v2", which, number)
-
-    def _call(self, name: str, which: int, number: int) -> None:
-        address, at_least = self._pinned.data_ptr() + 4 * which, 0  # `at_least` is the driver's flag for a wait
-        arguments = (ctypes.c_void_p(self._stream.cuda_stream), ctypes.c_uint64(address), ctypes.c_uint32(number))
-        if status := getattr(self._driver, name)(*arguments, ctypes.c_uint(at_least)):
-            raise RuntimeError(f"{NAME}: the driver's {name} failed with status {status}; workers cannot share this GPU")
+    def _ended(self, transfer: Transfer, end: torch.cuda.Event) -> None:
+        transfer.end = end
+        transfer.future.set_result(transfer.outputs)
+        transfer.done.set()
 
 
 def _pinned(like: Tensor) -> Tensor:
@@ -262,59 +215,39 @@ def _check(tensor: Tensor, device: torch.device) -> None:
 
 
 class Work(dist.Work):
-    """A transfer under way, of tensors in host memory."""
+    """A transfer under way."""
 
     def __init__(self, failure: Failure, transfer: Transfer) -> None:
         super().__init__()
-        self._failure, self._future, self._done = failure, transfer.future, transfer.done
+        self._failure, self._transfer = failure, transfer
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Until it is over."""
-        while not self._done.wait(POLL_SECONDS):
+        """Until it is through; on a GPU, the current stream then goes on after it."""
+        while not self._transfer.done.wait(POLL_SECONDS):
             self._failure.check()
         self._failure.check()
+        if self._transfer.end is not None:
+            torch.cuda.current_stream().wait_event(self._transfer.end)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
-        return self._done.is_set()
+        """Whether it is through."""
+        return self._transfer.done.is_set()
 
     def get_future(self) -> Future[list[Tensor]]:
         """Of what it brings."""
-        return self._future
+        return self._transfer.future
 
 
-class GpuWork(Work):
-    """A transfer under way, of tensors on the GPU."""
-
-    def __init__(self, failure: Failure, transfer: Transfer, stream: torch.cuda.Stream) -> None:
-        super().__init__(failure, transfer)
-        self._end = stream.record_event()
-        self._is_barrier = not (transfer.inputs or transfer.outputs)
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Let the current stream wait for it; a barrier is for the host, which does."""
-        if self._is_barrier:
-            return super().wait(timeout)
-        self._failure.check()
-        torch.cuda.current_stream().wait_event(self._end)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._end.query()
-
-
-class ThroughHost(dist.ProcessGroup):
+class ThroughHost(ProcessGroup):  # type: ignore[misc]
     """The group. torch finds it by name (`register`), and calls it where it would call NCCL's.
 
     torch 2.13 has new names for some collectives; a group answers to both.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, lane: Callable[[str, Failure], Lane] = Lane
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, lane: Callable[[str, Failure], Lane] = Lane) -> None:
         super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._make_lane, self._lanes, self._failure = lane, dict[str, Lane](), _present[0]
         self._name, self._text = "", ""
         self._messages: dict[str, int] = {}
@@ -348,7 +281,6 @@ class ThroughHost(dist.ProcessGroup):
         """Part from the peers."""
         for lane in self._lanes.values():
             lane.close()
-        self._failure.leave()
         self._lanes, self._gloo = {}, None
 
     abort = shutdown
@@ -417,7 +349,7 @@ class ThroughHost(dist.ProcessGroup):
         if not _operation(opts) == dist.ReduceOp.SUM:  # torch's knows no `!=`
             raise NotImplementedError(f"{NAME}: reduce_scatter with {_operation(opts)}")
         for tensor in inputs:
-            torch.ops.shardwise._reduce_scatter_base_(tensor.detach())
+            torch.ops.shardwise.reduce_scatter_(tensor.detach())
 
         def send(leaving: list[Tensor], arriving: list[Tensor]) -> None:
             for parts, total in zip(leaving, arriving, strict=True):
@@ -461,7 +393,7 @@ class ThroughHost(dist.ProcessGroup):
     # Messages
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
-        """To one rank. Nothing waits on the GPU but the copying: what was read may be overwritten."""
+        """To one rank. Who sends need not wait until it has come."""
         return self._message(f"to {to}", tensors, [], lambda leaving, number: self._gloo.send(leaving, to, number).wait())
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
@@ -506,7 +438,7 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, devices=["cuda"])
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ThroughHost:
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> ThroughHost:
     return ThroughHost(store, rank, size, timeout, GpuLane)
 
 

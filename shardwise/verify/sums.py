@@ -35,7 +35,9 @@ _COLLECTIVES = ("allreduce_", "reduce_scatter_", "_reduce_scatter_base_", "reduc
 SUMMING = frozenset((*_IN_PLACE, *_REDUCTIONS, *_COLLECTIVES))
 """Operators that add up, by their names without overload."""
 SHORT = (torch.bfloat16, torch.float16)
-ACTIVATIONS = frozenset((name, "shardwise/comm/comm.py reduce_scatter") for name in ("_reduce_scatter_base_", "add_"))
+ACTIVATIONS = frozenset(
+    (name, "shardwise/comm/comm.py reduce_scatter") for name in ("_reduce_scatter_base_", "reduce_scatter_", "add_")
+)
 """By design in the dtype of the activations: the partial products of a matrix that tensor devices split by its inputs."""
 AUTOGRAD = "autograd"
 
