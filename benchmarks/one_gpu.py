@@ -24,7 +24,7 @@ from pathlib import Path
 
 JOB = Path(__file__).parents[1] / "examples" / "verify.toml"
 DENSE = ("model.preset=bytes-400k", "model.layers=4", "model.kv_heads=4")
-SETS = 4
+SETS = 5
 """Of workers at a time, each in a process of its own."""
 
 

@@ -51,6 +51,13 @@ def test_a_layout_is_on_gpus_where_that_is_asked_for_and_the_truth_never_is(
     assert (one_device["float64"].run.device, one_device["float64"].train.compile) == ("cpu", False)
 
 
+def test_halves_of_backwards_that_follow_one_another_are_summed_in_float32(corpus: str) -> None:
+    """At the end of a V the weights' halves of several micro-batches come in a row, without a backward between."""
+    layout = {"pipeline": 2, "data": 2, "schedule": "zbv", "zero": 2}
+    found = shown(prove(job(corpus, layout, DEEP, micro_batch=1), steps=1))
+    assert found["pass"], found["faults"]
+
+
 def shown(result: ProofResult) -> dict[str, Any]:
     """As a reader of --json gets it."""
     read: dict[str, Any] = json.loads(json.dumps(result.to_json(), allow_nan=False))
