@@ -156,8 +156,9 @@ def _groups(unit: FSDPModule) -> list[Any]:
 
 
 def reduce_gathered(unit: FSDPModule) -> None:
-    """Reduce the gradients that FSDP2 holds whole, now. It does so by itself when a backward ends; after the halves of a split
-    backward, which autograd's hooks do not see, it has to be told, as torch's own pipeline stages do.
+    """Reduce the gradients that FSDP2 holds whole, now; where it is told not to, add to them what has come, in the dtype of sums.
+    It does so by itself when a backward ends; after the halves of a split backward, which autograd's hooks do not see, it has to
+    be told, as torch's own pipeline stages do.
     """
     for group in _groups(unit):
         group.post_backward()

@@ -36,7 +36,7 @@ def checks_of_run(crew_of: Callable[[Config], Crew]) -> Sequence[Check]:
 
 def checks_of_proof() -> Sequence[Check]:
     """For a job that is to be computed here at all."""
-    return [_torch, _data, _module]
+    return [_torch, _device, _data, _module]
 
 
 def _torch(sections: Sections) -> Iterator[str]:
@@ -44,6 +44,16 @@ def _torch(sections: Sections) -> Iterator[str]:
 
     if problem := torch_problem():
         yield problem
+
+
+def _device(sections: Sections) -> Iterator[str]:
+    """GPUs that are asked for must be there."""
+    from shardwise.config import Run
+    from shardwise.mesh import on_gpus
+
+    if isinstance(run := sections.get("run"), Run) and run.device == "cuda":
+        on_gpus(1, run.device)
+    yield from ()
 
 
 def _extras(sections: Sections) -> Iterator[str]:
@@ -150,7 +160,7 @@ def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str
     if plain and left_to_the_planner(config, crew.most, cluster_is_named=named):
         yield from _no_layout(config, crew)
     elif plain:
-        choose(config, crew.most, device_memory(crew.here))
+        choose(config, crew.most, device_memory(crew.here, config.run.device))
 
 
 def _no_layout(config: Config, crew: Crew) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from shardwise.cli.machine import sharing, with_device
 from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.words import counted
 
@@ -29,12 +30,16 @@ def drill(
         int | None,
         typer.Option("--workers", min=1, help="Local workers; left out: one a GPU, or as many as the layout needs."),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="cuda: compute on this machine's GPUs, shared where there are too few (run.device)."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Train a job undisturbed, then again while killing, freezing and corrupting, and prove that nothing was lost."""
     try:
         with stopped_as_interrupted():
-            result = _drill(job, overrides or [], faults, count, seed, workers)
+            result = _drill(job, with_device(overrides, device), faults, count, seed, workers)
     except KeyboardInterrupt:
         typer.echo("stopped; nothing is left running", err=True)
         raise typer.Exit(130) from None
@@ -62,6 +67,8 @@ def _drill(job: Path, overrides: list[str], faults: str, count: int, seed: int, 
 
     kinds, devices = _kinds(faults), _workers(config, workers)
     choose(config, devices)
+    for line in sharing(devices) if config.run.device == "cuda" else ():
+        typer.echo(line, err=True)
     with _DrillBar(config.train.steps, count) as progress:
         return run(config, devices, kinds, count, seed, progress)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 if TYPE_CHECKING:
+    from shardwise.config import Device
     from shardwise.cost.cluster import Cluster
 
 
@@ -30,18 +31,37 @@ def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
     return cluster, remembered(count)
 
 
-def doubts(workers: int, named: Cluster | None) -> Iterator[str]:
-    """What to know before so many workers start here: that they share cores, or that the job names another machine than this."""
-    from shardwise.mesh import cores, local_gpus
+def doubts(workers: int, named: Cluster | None, device: Device = "auto") -> Iterator[str]:
+    """What to know before so many workers start here: that they share cores or GPUs, or that the job names another machine."""
+    from shardwise.mesh import cores, on_gpus
     from shardwise.words import counted
 
-    on_gpus = local_gpus() >= workers  # as each of them will decide
-    if not on_gpus and workers > cores():
+    have_gpus = on_gpus(workers, device)  # as each of them will decide
+    if have_gpus:
+        yield from sharing(workers)
+    elif workers > cores():
         share = f"{counted(workers, 'worker')} on {counted(cores(), 'core')} take turns"
         yield f"{share}: starting them and every step take that much longer. It shows that a layout works, not how fast it is"
-    if named is not None and (here := _unlike(named, on_gpus)):
+    if named is not None and (here := _unlike(named, have_gpus)):
         cluster = f"the cluster {named.name} ({named.devices:,} x {named.device.name}) is not this machine"
         yield f"{cluster}, which {here}: what is predicted is for that cluster, and the training is here"
+
+
+def with_device(overrides: Sequence[str] | None, device: str | None) -> list[str]:
+    """Overrides of a job, with what --device stands for."""
+    return [*(overrides or ()), *([f"run.device={device}"] if device is not None else ())]
+
+
+def sharing(workers: int) -> Iterator[str]:
+    """What to know of more workers than GPUs, where they compute on these."""
+    from shardwise.mesh import local_gpus, share_gpus
+    from shardwise.words import counted
+
+    if share_gpus(workers):
+        yield (
+            f"{counted(workers, 'worker')} share {counted(local_gpus(), 'GPU')}: what they send to each other goes through host "
+            "memory, so this shows what a layout computes, not how fast it is"
+        )
 
 
 def _unlike(named: Cluster, on_gpus: bool) -> str | None:

@@ -201,7 +201,7 @@ def _warn(config: Config, workers: int) -> None:
     from shardwise.cli.machine import doubts
     from shardwise.cost.clusters import asked_for
 
-    for doubt in doubts(workers, asked_for(config) if config.model.module is None else None):
+    for doubt in doubts(workers, asked_for(config) if config.model.module is None else None, config.run.device):
         typer.echo(f"warning: {doubt}", err=True)
 
 
@@ -216,7 +216,7 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
     from shardwise.train.planner import Planner, left_to_the_planner
 
     if config.model.module is not None:
-        return Planner(config, devices, device_memory(local_workers), _parameters(config))
+        return Planner(config, devices, device_memory(local_workers, config.run.device), _parameters(config))
     cluster, file = asked_for(config), config.cluster.file
     searches = left_to_the_planner(config, devices, cluster_is_named=cluster is not None)
     if cluster is None and nodes == 1:
@@ -230,7 +230,7 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
     return Planner(
         config,
         devices,
-        device_memory(local_workers),
+        device_memory(local_workers, config.run.device),
         cluster=cluster,
         cluster_file=file,
         searches=searches and cluster is not None,

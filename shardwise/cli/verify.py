@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
+from shardwise.cli.machine import with_device
 from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.words import counted
 
@@ -39,12 +40,16 @@ def verify(
             help="Break one of drop-all-reduce, scale-gradient, swap-chunks, misroute-token; status 0: found.",
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="cuda: compute on this machine's GPUs, shared where there are too few (run.device)."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Prove that a layout computes what one device computes: loss, gradients, their norm, and weights after a few steps."""
     try:
         with stopped_as_interrupted():
-            result = _prove(job, overrides or [], steps, dtype, sabotage, against)
+            result = _prove(job, with_device(overrides, device), steps, dtype, sabotage, against)
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None
@@ -97,12 +102,22 @@ def _show(result: ProofResult) -> None:
     for compressed in result.compressed:
         print(compressed.sentence())
     steps = f"{counted(proof.steps, 'step')} in {proof.dtype}"
-    run = f"{layout}, zero {proof.plan.layout.zero}, on {counted(proof.world, 'process')}, {steps}"
+    run = f"{layout}, zero {proof.plan.layout.zero}, on {counted(proof.world, 'process')}{_on_gpus(result)}, {steps}"
     reference = "plain torch" if result.against == "plain" else "one device"
     meaning = f"{'computes' if verdict.passes else 'does not compute'} what {reference} computes"
     worst, rounded = verdict.errors[0], "" if proof.dtype == "float64" else ", but for rounding"
     print(f"{'PASS' if verdict.passes else 'FAIL'}: {run}: {meaning}{rounded}.")
     print(f"worst relative error {worst.relative_error:.2g}, limit {worst.limit:.2g}; {result.seconds:.1f} s")
+
+
+def _on_gpus(result: ProofResult) -> str:
+    """Of the processes of the layout; one device's are on the CPU."""
+    if result.proof.config.run.device != "cuda":
+        return ""
+    from shardwise.mesh import local_gpus, share_gpus
+
+    gpus = counted(local_gpus(), "GPU")
+    return f" that share {gpus} (transfers through host memory)" if share_gpus(result.proof.world) else f" on {gpus}"
 
 
 def _short_list(value: Any) -> str:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from shardwise.config.compression import AUTO, Compression
 
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
+Device = Literal["auto", "cpu", "cuda"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
 AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
 """Mesh axes, outermost first: the order in which ranks are laid out. `expert` borrows ranks, it adds none."""
@@ -506,12 +507,17 @@ class Observe(Section):
 
 
 class Run(Section):
-    """Where results go."""
+    """Where it runs, and where results go."""
 
     folder: str = Field(
         "runs/default",
         min_length=1,
         description="config, plan, metrics, logs and checkpoints of the run; left out: `runs/NAME` for a job file NAME.toml",
+    )
+    device: Device = Field(
+        "auto",
+        description="what workers compute on; auto: a GPU each where there are as many, else the CPU; "
+        "cuda: GPUs, shared where there are fewer",
     )
 
 
@@ -529,4 +535,4 @@ class Config(Section):
     local: Local = Field(default_factory=Local, description="groups that train by themselves")  # type: ignore[arg-type]
     hogwild: Hogwild = Field(default_factory=Hogwild, description="updates without a lock")  # type: ignore[arg-type]
     observe: Observe = Field(default_factory=Observe, description="what to show and keep")  # type: ignore[arg-type]
-    run: Run = Field(default_factory=Run, description="where results go")  # type: ignore[arg-type]
+    run: Run = Field(default_factory=Run, description="on what it runs, and where results go")  # type: ignore[arg-type]

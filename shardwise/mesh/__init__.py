@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.mesh.launched import ALONE, Launched, Node, Worker, cache_folder, cores, launched, worker_environment
 
 if TYPE_CHECKING:
-    from shardwise.mesh.devices import device_memory, device_name, local_gpus
+    from shardwise.mesh.devices import device_memory, device_name, local_gpus, on_gpus, share_gpus
     from shardwise.mesh.mesh import Mesh, abandon, join, leave, meeting_place, open_rendezvous_store, peer_is_gone
 
 __all__ = [
@@ -27,12 +27,14 @@ __all__ = [
     "leave",
     "local_gpus",
     "meeting_place",
+    "on_gpus",
     "open_rendezvous_store",
     "peer_is_gone",
+    "share_gpus",
     "worker_environment",
 ]
 
-_DEVICES = ("device_memory", "device_name", "local_gpus")
+_DEVICES = ("device_memory", "device_name", "local_gpus", "on_gpus", "share_gpus")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from shardwise.errors import UserError
 from shardwise.mesh.launched import Worker, threads_of_worker
 
 if TYPE_CHECKING:
     import torch
+
+    from shardwise.config import Device
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Options of glibc's mallopt (malloc.h)."""
@@ -36,12 +39,27 @@ def _has_gpu_driver() -> bool:
     return any(True for pattern in GPU_FILES for _ in Path("/dev").glob(pattern))
 
 
-def pick_device(worker: Worker, on_cpu: bool = False) -> torch.device:
-    """The GPU with this worker's local number, or the CPU where there are fewer GPUs than workers or it is asked for."""
+def on_gpus(workers: int, asked: Device = "auto") -> bool:
+    """Whether so many workers of this machine compute on GPUs: where each has one, or where that is asked for (`run.device`)."""
+    if asked == "cuda" and not local_gpus():
+        raise UserError(
+            "run.device = 'cuda': this machine has no GPU that torch can use; leave it out, or see `shardwise doctor`"
+        )
+    return asked == "cuda" or (asked == "auto" and local_gpus() >= workers)
+
+
+def share_gpus(workers: int) -> bool:
+    """Whether there are more workers of this machine than GPUs; what they send to each other then goes through host memory."""
+    return workers > local_gpus()
+
+
+def pick_device(worker: Worker, asked: Device = "auto") -> torch.device:
+    """The GPU with this worker's local number, or the CPU where there are fewer GPUs than workers or it is asked for. Where GPUs
+    are asked for, workers share them."""
     import torch
 
-    if not on_cpu and local_gpus() >= worker.local_world:
-        device = torch.device("cuda", worker.local_rank)
+    if on_gpus(worker.local_world, asked):
+        device = torch.device("cuda", worker.local_rank % local_gpus())
         torch.cuda.set_device(device)
         return device
     torch.set_num_threads(threads_of_worker(worker.local_world))
@@ -68,10 +86,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def device_memory(workers_here: int) -> float:
-    """Bytes of memory one worker may count on: its GPU's, or its share of the machine's."""
-    if local_gpus() >= workers_here:
+def device_memory(workers_here: int, asked: Device = "auto") -> float:
+    """Bytes of memory one worker may count on: its GPU's, or its share of a GPU's or of the machine's."""
+    if on_gpus(workers_here, asked):
         import torch
 
-        return float(torch.cuda.get_device_properties(0).total_memory)
+        sharing = -(-workers_here // local_gpus())
+        return float(torch.cuda.get_device_properties(0).total_memory) / sharing
     return float(psutil.virtual_memory().total) / workers_here

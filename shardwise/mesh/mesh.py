@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise._torch import count_groups_anew, flatten, forget_meshes, part_of
-from shardwise.config import Layout
-from shardwise.mesh.devices import pick_device
+from shardwise.config import Device, Layout
+from shardwise.mesh.devices import pick_device, share_gpus
 from shardwise.mesh.launched import Worker, agent_has_store
 from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines, listen, use_network_towards
 from shardwise.plan.grid import JOINED_AXES, devices, grid_dims, joined_name, label, members
@@ -118,9 +118,9 @@ def _dims(layout: Layout, groups: int) -> dict[str, int]:
     return {**({"group": groups} if groups > 1 else {}), **grid_dims(layout)}
 
 
-def join(worker: Worker, layout: Layout, on_cpu: bool = False, groups: int = 1) -> Mesh:
+def join(worker: Worker, layout: Layout, asked: Device = "auto", groups: int = 1) -> Mesh:
     """Meet the peers and lay out the grid. A world of one needs none, unless states are offloaded: FSDP2 does that, on a mesh."""
-    device = pick_device(worker, on_cpu)
+    device = pick_device(worker, asked)
     assert groups * layout.world == worker.world, "the plan was made for this world"
     if worker.world == 1 and not layout.offload:
         return Mesh(worker, layout, device, None)
@@ -134,14 +134,27 @@ def join(worker: Worker, layout: Layout, on_cpu: bool = False, groups: int = 1) 
 
 
 def _meet(worker: Worker, device: torch.device) -> None:
+    backend = _backend(worker, device)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend,
         rank=worker.rank,
         world_size=worker.world,
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if backend == "nccl" else None,
         **_rendezvous(worker),
     )
+
+
+def _backend(worker: Worker, device: torch.device) -> str:
+    """What carries tensors between workers. NCCL refuses two of them on one GPU."""
+    if device.type == "cpu":
+        return "gloo"
+    if not share_gpus(min(worker.local_world, worker.world)):
+        return "nccl"
+    from shardwise.mesh import through_host
+
+    through_host.register()
+    return through_host.NAME
 
 
 def _rendezvous(worker: Worker) -> dict[str, Any]:

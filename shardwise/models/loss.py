@@ -102,7 +102,7 @@ def _with_gradient(loss: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
     """The loss, whose gradient for the weight is known. A split backward looks for the place where the paths of inputs and
     weights meet and starts its second half there, which must not be inside a function of ours: here it is a plain sum.
     """
-    product = (weight * gradient.to(weight.dtype)).sum()
+    product = (weight.to(gradient.dtype) * gradient).sum()  # in 16 bits the loss's factor would be rounded before its use
     return loss + (product - product.detach())
 
 

@@ -106,6 +106,9 @@ class DataParallel:
     def hold(self) -> None:
         """Before half a backward: gradients stay whole, until `release`."""
 
+    def add_up(self) -> None:
+        """After half a backward that gave gradients of weights: add them to those that are held."""
+
     def release(self) -> None:
         """After the last half: reduce the gradients that were held, and let go of the gathered weights."""
 
@@ -224,6 +227,11 @@ class Sharded(DataParallel):
             unit.set_requires_gradient_sync(False, recurse=False)
             unit.set_reshard_after_backward(False, recurse=False)
             unit.set_is_last_backward(False)
+
+    def add_up(self) -> None:
+        """In the dtype of sums. The next half would be added in that of the weights, which may have 16 bits."""
+        for unit in self.units:
+            reduce_gathered(unit)
 
     def release(self) -> None:
         """Reduce every unit, and let go."""

@@ -101,6 +101,7 @@ class _Stage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
         with self.comm.working():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            self.part.add_up()
         self._let_go(bwd_chunk_id)
 
     def _let_go(self, micro_batch: int) -> None:

@@ -81,7 +81,7 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
     config = settled(config, dataset)
     serves = config.train.driver == "server"  # GPUs are for those who compute gradients
     shares = config.train.driver == "hogwild"  # the memory of this machine
-    mesh = join(worker, plan.layout, on_cpu=serves or shares, groups=plan.groups)
+    mesh = join(worker, plan.layout, "cpu" if serves or shares else config.run.device, plan.groups)
     if config.train.deterministic and mesh.device.type == "cuda":
         compute_deterministically()
     torch.manual_seed(config.train.seed)  # what a module draws is seeded apart (models/unfilled.py, parallel/seeds.py)

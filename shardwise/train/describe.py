@@ -155,7 +155,10 @@ def _without_effect(training: Training) -> dict[str, str]:
         "layout.stages: there is no pipeline": layout.pipeline == 1 and bool(layout.stages or layout.stages_per_rank),
         f"layout.attention = {layout.attention!r}: no devices share a sequence": layout.context == 1
         and layout.attention != "auto",
-        "GPUs: there are more workers than GPUs, so all compute on the CPU": on_cpu and local_gpus() > 0 and not on_host,
+        "GPUs: there are more workers than GPUs, so all compute on the CPU; with run.device=cuda they share": on_cpu
+        and local_gpus() > 0
+        and config.run.device == "auto"
+        and not on_host,
         "GPUs: workers share the memory of the host, and compute on its CPUs": train.driver == "hogwild" and local_gpus() > 0,
         "train.shares: on GPUs only with data alone and zero = 0 can a device's work be told from its waiting": not on_cpu
         and train.shares == "by speed"

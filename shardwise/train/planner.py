@@ -158,5 +158,10 @@ def planner_of_worker(config: Config, worker: Worker) -> Planner:
     with suppress(UserError):  # only a prediction is lost
         cluster = asked_for(config)
     return Planner(
-        config, worker.world, device_memory(worker.local_world), count_parameters(config), cluster, config.cluster.file
+        config,
+        worker.world,
+        device_memory(worker.local_world, config.run.device),
+        count_parameters(config),
+        cluster,
+        config.cluster.file,
     )

@@ -35,7 +35,7 @@ def measure_compressed(worker: Worker, proof: ProofJob, path: Path, reference: R
             if not parameter.requires_grad:
                 continue
             assert parameter.grad is not None, "the layout was proven without compression"
-            gradients[name] = held(parameter), local(parameter.grad).clone()
+            gradients[name] = held(parameter), local(parameter.grad).cpu().clone()
 
     watch(training, 1, keep)
     truth = torch.load(path, mmap=True)
@@ -57,14 +57,14 @@ def measure_compressed(worker: Worker, proof: ProofJob, path: Path, reference: R
 
 def _kept_by_all(training: Training, parameter: str, shape: tuple[int, ...]) -> Tensor:
     """The sum over all devices of what they keep of a parameter's gradient."""
-    total = torch.zeros(shape, dtype=torch.float64)
+    total = torch.zeros(shape, dtype=torch.float64, device=training.mesh.device)
     for name, residual in training.parallel.residuals():
         said = ResidualName.parse(name)
         if said is not None and said.parameter == parameter:
             total[tuple(slice(*part) for part in said.box)] += residual
     if training.mesh.worker.world > 1:
         dist.all_reduce(total)
-    return total
+    return total.cpu()
 
 
 def _box(where: tuple[slice, ...]) -> list[tuple[int, int]]:

@@ -3,9 +3,10 @@
 Left as in training: model, layout, data order, micro-batches, recomputation, optimizer, clipping. Changed, because it would only
 make the proof weaker or slower: the schedule is that of a run which ends just after the proof's steps (in a long warm-up the
 learning rate is near zero, so that no weight would move and a wrong update would go unseen; here it rises and falls), blocks are
-not compiled, and everything runs on CPU processes. Between the rows of the job's data are others, made to reach what its text may
-never (verify/rows.py); the loss is cut into a few chunks of tokens, as only large jobs have it, and on one device into none;
-and a global batch and one row more are evaluated on.
+not compiled, and everything runs on CPU processes. On GPUs, where that is asked for (`run.device`), blocks are compiled if the
+job says so; the reference is one CPU process all the same. Between the rows of the job's data are others, made to reach what its
+text may never (verify/rows.py); the loss is cut into a few chunks of tokens, as only large jobs have it, and on one device into
+none; and a global batch and one row more are evaluated on.
 """
 
 from __future__ import annotations
@@ -59,8 +60,11 @@ class ProofJob:
         """The reference: no layout, and each global batch in one piece, so that accumulation is proven too."""
         layout = Layout(data=1)  # type: ignore[call-arg]
         train = {**_train(self.config, self.steps, dtype), "micro_batch": None}
+        run = self.config.run
+        if dtype == "float64":  # the truth, which owes nothing to a GPU
+            train["compile"], run = False, run.model_copy(update={"device": "cpu"})
         config = self.config.model_copy(
-            update={"layout": layout, "train": self.config.train.model_copy(update=train)},
+            update={"layout": layout, "train": self.config.train.model_copy(update=train), "run": run},
         )
         return replace(self, config=config, plan=choose(config, 1), dtype=dtype, chunk=None)
 
@@ -71,8 +75,8 @@ class ProofJob:
         return replace(job, config=config, plan=choose(config, self.world))
 
     def in_dtype(self, dtype: Dtype) -> ProofJob:
-        """The same layout in another dtype."""
-        train = self.config.train.model_copy(update=_train(self.config, self.steps, dtype))
+        """The same layout in another dtype, module by module: not compiled."""
+        train = self.config.train.model_copy(update={**_train(self.config, self.steps, dtype), "compile": False})
         return replace(self, config=self.config.model_copy(update={"train": train}), dtype=dtype)
 
 
@@ -96,7 +100,10 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
         for name, fields in (("compression", SETTINGS), ("weight_compression", _WEIGHTS))
         if getattr(asked, name) not in (None, AUTO)
     )
-    small = small.model_copy(update={"layout": layout, "train": small.train.model_copy(update=_train(small, steps, dtype))})
+    run = small.run.model_copy(update={"device": "cuda" if small.run.device == "cuda" else "cpu"})
+    small = small.model_copy(
+        update={"layout": layout, "train": small.train.model_copy(update=_train(small, steps, dtype)), "run": run}
+    )
     plan, uneven = choose(small, layout.world), config.train.shares == "by speed"
     chunk = plan.micro_batch * small.data.sequence_length // layout.context // CHUNKS + 1
     return ProofJob(small, plan, steps, dtype, small.model.vocabulary, layout.tensor, chunk, compressed, uneven), shrunk
@@ -117,7 +124,7 @@ def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
         "steps": steps + 1,
         "warmup": min(train.warmup, 2 if steps > 2 else 0),
         "decay": 2,
-        "compile": False,
+        "compile": train.compile is True and config.run.device == "cuda",
         "check_every": 0,
         "optimizer": "adamw",
         "shares": "even",

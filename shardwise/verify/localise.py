@@ -155,7 +155,7 @@ def _trace(training: Training, step: int) -> _TracedStep:
     def begin(number: int) -> None:
         if number == step:
             state = dict((*parallel.named_parameters(), *parallel.named_buffers()))
-            before = {name: local(tensor.detach()).clone() for name, tensor in state.items()}
+            before = {name: local(tensor.detach()).cpu().clone() for name, tensor in state.items()}
             where = {name: held(tensor) for name, tensor in state.items()}
             traced.append(_TracedStep(Recorder(part.model for part in parallel.parts), before, where, {}))
 
@@ -293,7 +293,7 @@ def _compare_call(
         pair = slicer.match(path, call, reference, output) if reference.numel() and output.numel() else None
         if pair is None or (backward and not pair[2]):
             continue
-        part, mine = pair[0].double(), pair[1].double()
+        part, mine = pair[0].double(), pair[1].cpu().double()
         scale = float(reference.double().norm()) * math.sqrt(part.numel() / reference.numel())
         error = float((mine - part).norm()) / (scale or 1.0)
         errors.append(math.inf if math.isnan(error) else error)
@@ -306,7 +306,7 @@ def _compare_call(
 def _is_left_over(name: str, parameter: nn.Parameter, own: Tensor, tensors: dict[Key, Tensor], step: int) -> bool:
     """Whether what a gradient has too much is a multiple of the gradient of the step before, which an update may have divided."""
     reference, earlier = (tensors[name, "gradient", number][held(parameter)].double() for number in (step, step - 1))
-    excess = own.double() - reference
+    excess = own.cpu().double() - reference
     ratio = float((excess * earlier).sum()) / max(float(earlier.square().sum()), 1e-300)
     return float((excess - ratio * earlier).norm()) <= EXACT * float(excess.norm())
 
@@ -324,7 +324,7 @@ def _sums(
             added = gradient.clone()
             dist.all_reduce(added, group=group)
             reference = tensors[name, "gradient", step][held(parameter)]
-            if added.numel() and float((added - reference).norm()) <= LIMIT * float(reference.norm()):
+            if added.numel() and float((added.cpu() - reference).norm()) <= LIMIT * float(reference.norm()):
                 axes_of[name].append(mesh.label(axis))
     return dict(axes_of)
 

@@ -309,7 +309,7 @@ def _compare_number(key: Key, own: float, reference: float) -> SliceComparison:
 
 def _compare_slice(key: Key, holder: Tensor, own: Tensor, tensors: dict[Key, Tensor]) -> SliceComparison:
     where = held(holder)
-    reference, own = tensors[key][where].double(), own.detach().double()
+    reference, own = tensors[key][where].double(), own.detach().cpu().double()
     assert own.shape == reference.shape, f"{key[0]}: this rank holds {tuple(own.shape)}, not {tuple(reference.shape)}"
     box = tuple((part.start, part.stop) for part in where)
     return SliceComparison(

@@ -3,8 +3,8 @@
     reference (one process of ours, or plain torch) → file → every rank compares → verdict
                                                                                ↘ fails: once more, module by module → diagnosis
 
-Costs: K steps on one device and K on the layout, all on this machine's cores; memory for the model as often as there are
-processes; on disk, for a while, K + 1 copies of the model in float64.
+Costs: K steps on one device and K on the layout, all on this machine's cores (or the layout's on its GPUs, where that is asked
+for); memory for the model as often as there are processes; on disk, for a while, K + 1 copies of the model in float64.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class ProofResult:
             "layout": proof.plan.layout.model_dump(),
             "world": proof.world,
             "dtype": proof.dtype,
+            "device": proof.config.run.device,
             "against": self.against,
             "steps": proof.steps,
             "loss": {
@@ -113,9 +114,10 @@ def prove(
     preparing: Callable[[], AbstractContextManager[Callable[[int, int], None] | None]] = nullcontext,
     say: Callable[[str], None] = lambda message: None,
     against: Against = "one-device",
+    workers: Workers | None = None,
 ) -> ProofResult:
     """Run a job on its layout and on one device, or in plain torch, and compare. While text is tokenised, `preparing()` gives
-    what hears of it; `say` hears of the stages."""
+    what hears of it; `say` hears of the stages. `workers`: as many as the layout needs or more, where there are some already."""
     started = time.monotonic()
     if against == "plain":
         _check_plain(config, dtype)
@@ -128,7 +130,7 @@ def prove(
     check_vocabulary(dataset, proof.config.model.vocabulary)
     if proof.config.model.module is not None:
         proof = replace(proof, ids=min(embedded or dataset.vocabulary, proof.ids))
-    with Workers(proof.world) as workers:
+    with Workers(proof.world) if workers is None else nullcontext(workers) as workers:
         say(f"{steps} steps {'in plain torch' if against == 'plain' else 'on one device'}")
         path = workers.folder / (PLAIN_FILE if against == "plain" else REFERENCE_FILE)
         refer = REFER_PLAIN if against == "plain" else REFER
@@ -138,7 +140,7 @@ def prove(
             say(f"{steps} steps on one device in {dtype}, for the cost of rounding")
             (cost,) = workers.run(COMPARE, proof.on_one_device(dtype), path, reference, on=1)
         say(f"{steps} steps on {proof.world} processes")
-        reports = workers.run(COMPARE, proof, path, reference, sabotage)
+        reports = workers.run(COMPARE, proof, path, reference, sabotage, on=proof.world)
         verdict = judge(reports, reference, cost, dtype)
         diagnosis = None
         if not verdict.passes:
@@ -151,7 +153,8 @@ def prove(
         for layout in proof.compressed if verdict.passes and sabotage is None else ():
             what = what_is_compressed(layout)
             say(f"one step with {what}, for what it leaves out")
-            compressed.append(judge_compressed(what, workers.run(COMPRESSED, proof.with_compression(layout), path, reference)))
+            reports_of_step = workers.run(COMPRESSED, proof.with_compression(layout), path, reference, on=proof.world)
+            compressed.append(judge_compressed(what, reports_of_step))
             verdict = replace(verdict, faults=(*verdict.faults, *compressed[-1].faults))
     reached = what_is_reached(proof, ProofDataset.of(proof, dataset), reference.idle_experts)
     seconds = time.monotonic() - started
@@ -163,7 +166,7 @@ def _wrong_sums(workers: Workers, proof: ProofJob, say: Callable[[str], None]) -
     say("one step in bfloat16, for the dtype of sums")
     allowed: list[list[ShortSum]] = workers.run(REFER_SUMS, proof.on_one_device("bfloat16"), on=1)
     ranks: dict[ShortSum, list[str]] = defaultdict(list)
-    for rank, sums in enumerate(workers.run(COMPARE_SUMS, proof.in_dtype("bfloat16"))):
+    for rank, sums in enumerate(workers.run(COMPARE_SUMS, proof.in_dtype("bfloat16"), on=proof.world)):
         for found in sums:
             ranks[found].append(str(rank))
     for (operator, function), on in ranks.items():
@@ -208,7 +211,8 @@ class _Search:
         path, tensors = workers.folder / "trace.pt", workers.folder / REFERENCE_FILE
         suspects = [error.parameter for error in verdict.failing("gradient") if error.step == step]
         workers.run(REFER_TRACE, proof.on_one_device("float64"), path, step, on=1)
-        traces = workers.run(COMPARE_TRACE, proof.in_dtype("float64"), path, tensors, step, suspects, self.sabotage)
+        job = proof.in_dtype("float64")
+        traces = workers.run(COMPARE_TRACE, job, path, tensors, step, suspects, self.sabotage, on=proof.world)
         layout = proof.plan.layout
         micro_batches = proof.config.train.global_batch // layout.data_parallel // proof.plan.micro_batch
         sizes = {axis: getattr(layout, axis) for axis in AXES} | {MICRO_BATCHES: micro_batches}
@@ -219,7 +223,7 @@ class _Search:
         self.say(f"it fails: {self.proof.steps} steps on one device, to tell a fault of the layout from one that all share")
         path = self.workers.folder / REFERENCE_FILE
         (one_device,) = self.workers.run(REFER, self.proof.on_one_device("float64"), path, on=1)
-        again = self.workers.run(COMPARE, self.proof, path, one_device, self.sabotage)
+        again = self.workers.run(COMPARE, self.proof, path, one_device, self.sabotage, on=self.proof.world)
         layout = judge(again, one_device, None, "float64")
         if layout.passes:
             return diagnose_shared(verdict, reports, reference.data)

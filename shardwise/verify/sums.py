@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise._torch import DispatchMode
 from shardwise.comm import gloo
-from shardwise.mesh import Worker
+from shardwise.mesh import Worker, through_host
 from shardwise.parallel import ring
 from shardwise.verify.job import ProofJob
 from shardwise.verify.measure import build_proof, watch
@@ -35,7 +35,9 @@ _COLLECTIVES = ("allreduce_", "reduce_scatter_", "_reduce_scatter_base_", "reduc
 SUMMING = frozenset((*_IN_PLACE, *_REDUCTIONS, *_COLLECTIVES))
 """Operators that add up, by their names without overload."""
 SHORT = (torch.bfloat16, torch.float16)
-ACTIVATIONS = frozenset((name, "shardwise/comm/comm.py reduce_scatter") for name in ("_reduce_scatter_base_", "add_"))
+ACTIVATIONS = frozenset(
+    (name, "shardwise/comm/comm.py reduce_scatter") for name in ("_reduce_scatter_base_", "reduce_scatter_", "add_")
+)
 """By design in the dtype of the activations: the partial products of a matrix that tensor devices split by its inputs."""
 AUTOGRAD = "autograd"
 
@@ -69,12 +71,13 @@ def _first_dtype(*values: Any) -> torch.dtype | None:
 
 
 def _caller(frame: FrameType | None) -> str:
-    """The innermost function outside of torch and our reduce-scatter, as "file function", unless autograd's engine calls from
-    within."""
+    """The innermost function outside of torch, our reduce-scatter and our group, as "file function", unless autograd's engine
+    calls from within."""
     here = Path(torch.__file__).parent
+    ours = (Path(gloo.__file__), Path(through_host.__file__))
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if here not in path.parents and path != Path(gloo.__file__):
+        if here not in path.parents and path not in ours:
             return f"{'/'.join(path.parts[-3:])} {frame.f_code.co_name}"
         if frame.f_code.co_name == "_engine_run_backward":
             break

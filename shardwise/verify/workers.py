@@ -48,8 +48,9 @@ class _TaskFailed:
 class Workers:
     """So many local processes, for as long as the `with` block lasts."""
 
-    def __init__(self, count: int, seconds: float = SECONDS) -> None:
-        self.count, self.seconds = count, seconds
+    def __init__(self, count: int, seconds: float = SECONDS, longest_delay: float = 0.0) -> None:
+        """`longest_delay`: seconds, of transfers between workers that share a GPU (mesh/through_host.py)."""
+        self.count, self.seconds, self.longest_delay = count, seconds, longest_delay
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-verify-")
         self._started: list[Forked] = []
 
@@ -62,7 +63,7 @@ class Workers:
         start_server(PRELOAD)
         try:
             for rank in range(self.count):
-                self._started.append(fork(rank, _serve, (rank,), self.folder))
+                self._started.append(fork(rank, _serve, (rank, self.longest_delay), self.folder))
         except BaseException:
             self._end()
             raise
@@ -114,11 +115,14 @@ class Workers:
         return f"{waited}. Rank {ranks[0]} is here:\n{stack}"
 
 
-def _serve(pipe: Connection, rank: int) -> None:
+def _serve(pipe: Connection, rank: int, longest_delay: float) -> None:
     """What a worker does: task after task, until the pipe closes."""
     import torch
 
+    from shardwise.mesh import through_host
+
     torch.set_num_threads(1)
+    through_host.longest_delay = longest_delay
     while True:
         try:
             task, arguments, world, port, seconds = pipe.recv()
@@ -147,5 +151,5 @@ def _answer(rank: int, world: int, port: int, task: str, arguments: Sequence[Any
 def _worker(rank: int, world: int, port: int) -> Any:
     from shardwise.mesh import Worker
 
-    # As if it shared its machine with very many: then it gets no GPU and one thread.
+    # As if it shared its machine with very many: then it gets one thread, and a GPU only where it is asked to share one.
     return Worker(rank, world, rank, 2**20, "127.0.0.1", port, "verify")

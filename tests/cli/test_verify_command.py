@@ -12,6 +12,7 @@ import pytest
 from warm import Command
 
 from shardwise.config import AXES
+from shardwise.mesh import local_gpus
 
 Started = Callable[..., Command]
 JOB = "examples/verify.toml"
@@ -47,6 +48,16 @@ def test_a_sabotage_that_is_found_is_status_0_and_says_what_and_where(shardwise)
     assert "attention_norm.weight" in done.stdout
 
 
+@pytest.mark.skipif(local_gpus() == 0, reason="needs a GPU")
+def test_processes_share_a_gpu_and_the_output_says_so(shardwise) -> None:
+    workers = 2 * local_gpus()
+    done = shardwise(
+        "verify", JOB, f"layout.data={workers}", "layout.zero=3", f"train.global_batch={4 * workers}", "--device", "cuda"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"on {workers} processes that share {local_gpus()} GPU" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -56,6 +67,10 @@ def test_a_sabotage_that_is_found_is_status_0_and_says_what_and_where(shardwise)
         (["--against", "plain", "--dtype", "bfloat16"], "computes in float64 only"),
         (["layout.data=1", "--sabotage", "drop-all-reduce"], "layout.data=2"),
         (["layout.data=3"], "train.global_batch = 8"),
+        (["--device", "gpu"], "run.device = 'gpu'"),
+        pytest.param(
+            ["--device", "cuda"], "no GPU that torch can use", marks=pytest.mark.skipif(local_gpus() > 0, reason="there is a GPU")
+        ),
     ],
 )
 def test_a_mistake_is_status_2_and_one_message(shardwise, arguments: list[str], says: str) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from shardwise.mesh import Worker, device_memory
+from shardwise.errors import UserError
+from shardwise.mesh import Worker, device_memory, on_gpus, through_host
 from shardwise.mesh.devices import pick_device
+from shardwise.mesh.mesh import _backend
 
 
 @pytest.fixture
@@ -33,6 +36,28 @@ def test_workers_for_which_there_are_too_few_gpus_all_compute_on_the_cpu(
     first_of_three = Worker(rank=0, world=3, local_rank=0, local_world=3, address="", port=0, launcher="test")
     assert pick_device(first_of_three) == torch.device("cpu")
     assert not gpus
+
+
+def test_workers_that_are_asked_to_share_gpus_take_turns_with_them(gpus: list[torch.device]) -> None:
+    five = [Worker(rank, world=5, local_rank=rank, local_world=5, address="", port=0, launcher="test") for rank in range(5)]
+    assert [pick_device(worker, "cuda").index for worker in five] == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(("workers", "backend"), [(2, "nccl"), (3, through_host.NAME)])
+def test_nccl_carries_what_workers_send_unless_two_share_a_gpu(gpus: list[torch.device], workers: int, backend: str) -> None:
+    worker = Worker(rank=0, world=workers, local_rank=0, local_world=2**20, address="", port=0, launcher="test")
+    assert _backend(worker, torch.device("cuda", 0)) == backend
+
+
+def test_workers_that_share_a_gpu_have_its_memory_together(gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=120))
+    assert [device_memory(workers, "cuda") for workers in (1, 2, 3, 6)] == [120, 120, 60, 40]
+
+
+def test_gpus_that_are_asked_for_and_not_there_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.mesh.devices.local_gpus", lambda: 0)
+    with pytest.raises(UserError, match="this machine has no GPU"):
+        on_gpus(1, "cuda")
 
 
 @pytest.mark.parametrize("workers", [1, 4])

@@ -132,6 +132,18 @@ def test_the_traced_chunk_function_gives_the_same_numbers() -> None:
     torch.testing.assert_close(traced, eager)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_backward_in_halves_gives_the_bits_of_one_in_one_piece(dtype: torch.dtype) -> None:
+    """Also where the loss's factor has no short binary fraction, as one over a number of tokens."""
+    found = []
+    for split in (False, True):
+        hidden, weight, targets = problem(dtype)
+        (linear_cross_entropy(hidden, weight, targets, 8, split_backward=split) / 1021).backward()
+        found.append((hidden.grad, weight.grad))
+    for whole, halves in zip(*found, strict=True):
+        assert torch.equal(whole, halves)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_chunk_of_logits_stays_within_its_budget_and_chunks_are_even(dtype: torch.dtype) -> None:
     rows = chunk_tokens(32768, 128256, dtype.itemsize, "cuda")

@@ -12,6 +12,7 @@ from ranks.jobs import GPT, LLAMA
 from shardwise.config import Config, from_tables
 from shardwise.errors import RunFailed, UserError
 from shardwise.verify import prove as proving
+from shardwise.verify.job import prepare_proof
 from shardwise.verify.prove import ProofResult, prove
 
 MODEL = {**LLAMA, "heads": 4, "kv_heads": 2, "hidden": 24}
@@ -34,6 +35,27 @@ def job(source: str, layout: dict[str, Any], model: dict[str, Any] = MODEL, **tr
             "layout": layout,
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "layout", "rounding"), [("auto", "cpu", "cpu"), ("cpu", "cpu", "cpu"), ("cuda", "cuda", "cuda")]
+)
+def test_a_layout_is_on_gpus_where_that_is_asked_for_and_the_truth_never_is(
+    corpus: str, device: str, layout: str, rounding: str
+) -> None:
+    asked = job(corpus, {"data": 2}, compile=True)
+    proof, _ = prepare_proof(asked.model_copy(update={"run": asked.run.model_copy(update={"device": device})}), 2, "bfloat16")
+    one_device = {dtype: proof.on_one_device(dtype).config for dtype in ("bfloat16", "float64")}
+    assert (proof.config.run.device, proof.config.train.compile) == (layout, layout == "cuda")
+    assert (one_device["bfloat16"].run.device, one_device["bfloat16"].train.compile) == (rounding, rounding == "cuda")
+    assert (one_device["float64"].run.device, one_device["float64"].train.compile) == ("cpu", False)
+
+
+def test_halves_of_backwards_that_follow_one_another_are_summed_in_float32(corpus: str) -> None:
+    """At the end of a V the weights' halves of several micro-batches come in a row, without a backward between."""
+    layout = {"pipeline": 2, "data": 2, "schedule": "zbv", "zero": 2}
+    found = shown(prove(job(corpus, layout, DEEP, micro_batch=1), steps=1))
+    assert found["pass"], found["faults"]
 
 
 def shown(result: ProofResult) -> dict[str, Any]:
