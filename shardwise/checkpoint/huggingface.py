@@ -32,6 +32,7 @@ from shardwise.checkpoint.families import TensorMatch, tensor_matches, their_sha
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
 from shardwise.checkpoint.pretrained import DTYPES, INDEX, PREFIX, WEIGHTS, Progress, listed, no_progress
 from shardwise.config import Model
+from shardwise.config.check import problems_across
 from shardwise.config.families import Family
 from shardwise.config.model_config import to_config, to_model
 from shardwise.config.pretrained import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
@@ -104,10 +105,13 @@ def export_checkpoint(
 def held_model(contents: Contents) -> Model:
     """The model that a checkpoint says it holds."""
     try:
-        return Model.model_validate(contents.manifest.model)
+        model = Model.model_validate(contents.manifest.model)
     except ValidationError as error:
         wrong = ", ".join(f"model.{detail['loc'][0]} = {shown(detail['input'])}" for detail in error.errors())
         raise UserError(f"{contents.address} holds a model that this version of shardwise does not know: {wrong}") from None
+    if problems := problems_across({"model": model}):
+        raise UserError(f"{contents.address} holds a model that cannot be: {problems[0]}")
+    return model
 
 
 def _check_shapes(contents: Contents, model: Model) -> None:
