@@ -44,6 +44,7 @@ class RoundedAdamW(LocalAdamW):
         **more: Any,
     ) -> None:
         super().__init__(groups, **more)
+        self._rows = {parameter: _row(parameter, held[parameter]) for parameter in names}
         self._places = {parameter: _place(parameter, held[parameter], _key(seed, name)) for parameter, name in names.items()}
         self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
 
@@ -58,9 +59,11 @@ class RoundedAdamW(LocalAdamW):
                 skip, divide_by = getattr(self, "found_inf", 0 * number), getattr(self, "grad_scale", number)
                 steps += 1 - skip
                 numbers = torch.stack((group["lr"] * number, divide_by, skip, steps.clamp(min=1)))
-                flat = weight.view(-1), gradient.reshape(-1), first.view(-1), second.view(-1)
-                for start in range(0, weight.numel(), CHUNK):
-                    chunk = (tensor[start : start + CHUNK] for tensor in flat)
+                length = self._rows[parameter]
+                rows = (weight.view(-1, length), gradient.reshape(-1, length), first.view(-1, length), second.view(-1, length))
+                at_once = max(1, CHUNK // length)
+                for start in range(0, len(rows[0]), at_once):
+                    chunk = (tensor[start : start + at_once] for tensor in rows)
                     self._update(*chunk, start, numbers, self._places[parameter], *constants)
 
 
@@ -77,7 +80,7 @@ def _update(
     epsilon: float,
     decay: float,
 ) -> None:
-    """AdamW on one chunk, in float32, and back to bfloat16. What changes from step to step is in `numbers`, what differs between
+    """AdamW on some rows, in float32, and back to bfloat16. What changes from step to step is in `numbers`, what differs between
     parameters in `place`, as tensors: so there is one compiled kernel."""
     lr, divide_by, skip, steps = numbers.unbind()
     g = gradient.float() / divide_by
@@ -85,7 +88,7 @@ def _update(
     v = beta2 * second.float() + (1 - beta2) * g * g
     size = m / (1 - beta1**steps) / ((v / (1 - beta2**steps)).sqrt() + epsilon)
     w = weight.float() * (1 - lr * decay) - lr * size
-    drawn = _draw(range(start, start + weight.numel()), steps, place)
+    drawn = _draw(start, weight.shape[0], weight.shape[1], steps, place)
     for state, number, chance in ((weight, w, drawn & 0xFFFF), (first, m, drawn >> 16), (second, v, drawn >> 16)):
         state.copy_(torch.where(skip > 0, state, round_by_chance(number, chance)))
 
@@ -96,11 +99,12 @@ def round_by_chance(numbers: Tensor, chance: Tensor) -> Tensor:
     return ((numbers.view(torch.int32) + chance.to(torch.int32)) & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
-def _draw(own: range, steps: Tensor, place: Tensor) -> Tensor:
-    """32 bits for each of these elements of this rank, by their places in the whole parameter and the step."""
-    key, own_row, offset, whole_row = place.unbind()
-    here = torch.arange(own.start, own.stop, device=place.device)
-    there = here // own_row * whole_row + here % own_row + offset
+def _draw(start: int, rows: int, length: int, steps: Tensor, place: Tensor) -> Tensor:
+    """32 bits for each element of some rows of this rank, from row `start` on, by their places in the whole parameter and the
+    step. By rows and columns: to divide a place by the length of a row would cost a GPU more than all the rest."""
+    key, offset, whole_row = place.unbind()
+    row, column = (torch.arange(count, device=place.device) for count in (rows, length))
+    there = ((row + start) * whole_row + offset)[:, None] + column
     return _hash((there & _WORD) ^ _hash((steps.long() * 0x9E3779B1 + key) & _WORD))
 
 
@@ -111,13 +115,17 @@ def _hash(words: Tensor) -> Tensor:
     return (words >> 16) ^ words
 
 
+def _row(parameter: Tensor, held: Slices) -> int:
+    """How many elements a row has here: all dims but the first, of which only the second is ever split."""
+    columns = (*held, slice(0, 1), slice(0, 1))[1]
+    return max(1, int(columns.stop - columns.start) * prod(parameter.shape[2:]))
+
+
 def _place(parameter: Tensor, held: Slices, key: int) -> Tensor:
-    """Where this rank's elements are in the whole parameter: (key, length of a row here, place of the first element, length of a
-    row of the whole). A row is all but the first dim; of the others only the second is ever split."""
+    """Where this rank's elements are in the whole parameter: (key, place of the first element, length of a row of the whole)."""
     rows, columns = (*held, slice(0, 1), slice(0, 1))[:2]
     width, inner = (*parameter.shape, 1, 1)[1], prod(parameter.shape[2:])
-    own_row, whole_row = (columns.stop - columns.start) * inner, width * inner
-    numbers = [key, max(1, own_row), rows.start * whole_row + columns.start * inner, whole_row]
+    numbers = [key, rows.start * width * inner + columns.start * inner, width * inner]
     return torch.tensor(numbers, device=parameter.device)
 
 
