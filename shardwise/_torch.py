@@ -35,6 +35,12 @@ def set_activation_memory_budget(share: float) -> None:
     _functorch.activation_memory_budget = share
 
 
+def recompute_casts() -> None:
+    """Let the compiler make 8-bit copies of what backward has anyway once more, instead of keeping them: it does not by itself
+    where a product reads them. It has no public setting."""
+    _functorch.ban_recompute_materialized_backward = False
+
+
 def compute_deterministically() -> None:
     """From now on this process's GPU runs only kernels that give the same bits again. Others add as threads arrive; and the
     compiler chooses among kernels by timing them, which only a private setting stops.
@@ -202,8 +208,9 @@ def end_backward(root: FSDPModule) -> None:
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
-def float8_product(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """A product `x @ weight.T` in float8 with one scale each, to be repeated; torch has no public name for it yet."""
-    left, right = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).t()
-    scale = torch.ones((), device=x.device)
-    return lambda: torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+def float8_mm(
+    left: torch.Tensor, right: torch.Tensor, of_left: torch.Tensor, of_right: torch.Tensor, dtype: torch.dtype, fast: bool
+) -> torch.Tensor:
+    """`left @ right` of float8 numbers, times a factor for each; torch has no public name for it yet. `right` lies column by
+    column."""
+    return torch._scaled_mm(left, right, scale_a=of_left, scale_b=of_right, out_dtype=dtype, use_fast_accum=fast)

@@ -101,7 +101,8 @@ def _show(result: ProofResult) -> None:
     print(result.reached.sentence())
     for compressed in result.compressed:
         print(compressed.sentence())
-    steps = f"{counted(proof.steps, 'step')} in {proof.dtype}"
+    products = " with products in float8, delayed scales" if proof.config.train.precision == "float8" else ""
+    steps = f"{counted(proof.steps, 'step')} in {proof.dtype}{products}"
     run = f"{layout}, zero {proof.plan.layout.zero}, on {counted(proof.world, 'process')}{_on_gpus(result)}, {steps}"
     reference = "plain torch" if result.against == "plain" else "one device"
     meaning = f"{'computes' if verdict.passes else 'does not compute'} what {reference} computes"

@@ -48,6 +48,11 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
         problems.append("cluster.preset and cluster.file are both given; keep one (a file may itself start from a preset)")
     if isinstance(model, Model) and isinstance(data, Data):
         problems += _positions(model, data)
+    if isinstance(model, Model) and isinstance(train, Train) and model.module is not None and train.precision == "float8":
+        problems.append(
+            "train.precision = 'float8': is for the transformer of [model], whose products are known; use 'bfloat16' where "
+            "model.module is given"
+        )
     return problems
 
 
@@ -115,7 +120,10 @@ def _train(train: Train) -> Iterator[str]:
     if train.precision != "float64" and train.state_dtype == "float64":
         yield f"train.state_dtype = 'float64': only with train.precision = 'float64' (given {train.precision!r})"
     if train.precision in ("float32", "float16") and train.state_dtype == "bfloat16":
-        yield f"train.state_dtype = 'bfloat16': needs train.precision = 'bfloat16' (given {train.precision!r})"
+        yield f"train.state_dtype = 'bfloat16': needs train.precision = 'bfloat16' or 'float8' (given {train.precision!r})"
+    given = [name for name in ("float8_scaling", "float8_head", "float8_leave_out") if name in train.model_fields_set]
+    if given and train.precision != "float8":
+        yield f"train.{given[0]}: has no effect without train.precision = 'float8'; leave it out, or set that"
     if not all(0 <= beta < 1 for beta in train.betas):
         yield f"train.betas = {list(train.betas)}: both must be at least 0 and below 1"
 
@@ -267,8 +275,8 @@ def _whole_models(model: Model, train: Train, layout: Layout) -> Iterator[str]:
     usual |= {"zero"} if train.driver == "hogwild" and layout.zero == 0 else set()
     if given := sorted(layout.model_fields_set - usual - {"data"}):
         yield f"{what}: each of layout.data workers has a whole model; leave layout.{', layout.'.join(given)} out"
-    if train.precision == "float16":
-        yield f"{what}: float16 needs a loss scale that all gradients of a step agree on; use bfloat16 or float32"
+    if train.precision in ("float16", "float8"):
+        yield f"{what}: {train.precision} needs scales that all gradients of a step agree on; use bfloat16 or float32"
     if train.driver == "hogwild" and train.state_dtype == "bfloat16":
         yield f"{what}: updates of single rows are smaller than bfloat16 can tell; leave train.state_dtype out"
     if train.optimizer != "adamw" or train.shares != "even":

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from shardwise.config.compression import AUTO, Compression
 
-Precision = Literal["float32", "bfloat16", "float16", "float64"]
+Precision = Literal["float32", "bfloat16", "float16", "float8", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
 AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
@@ -222,7 +222,19 @@ class Train(Section):
     epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled decay, on matrices only (no norms, biases, embeddings)")
     clip: float | None = Field(1.0, gt=0, description="largest global gradient norm; `false` for none")
-    precision: Precision = Field("float32", description="dtype of the computation; weights stay in `state_dtype`")
+    precision: Precision = Field(
+        "float32",
+        description="dtype of the computation; weights stay in `state_dtype`. float8: products in 8 bits, the rest as in "
+        "bfloat16; see docs/precision.md",
+    )
+    float8_scaling: Literal["delayed", "dynamic"] = Field(
+        "delayed",
+        description="scales of float8 tensors: from the steps before, the same on every layout, or from the tensor itself",
+    )
+    float8_head: bool = Field(True, description="in float8, the products of the output head too")
+    float8_leave_out: tuple[str, ...] = Field(
+        (), description='modules whose products stay in bfloat16, with * for any text: `["blocks.0.*", "*.attention.*"]`'
+    )
     state_dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field(
         "auto",
         description="dtype of weights and optimizer state; auto: float32, or float64 with float64 precision; bfloat16 is half "
@@ -253,8 +265,8 @@ class Train(Section):
             values = dict(values)
             if values.get("clip") is False:
                 values["clip"] = None
-            if isinstance(values.get("betas"), list):
-                values["betas"] = tuple(values["betas"])
+            lists = {name: tuple(values[name]) for name in ("betas", "float8_leave_out") if isinstance(values.get(name), list)}
+            values |= lists
         return values
 
 

@@ -87,8 +87,10 @@ class FirstRank:
 
     @cached_property
     def gathers_again(self) -> Bools:
-        """Where backward gathers the inputs of a pair of matrices again: a program's own way, or a block that is not compiled."""
-        eager = ~(self.selective | self.full) & np.bool_(not compiles_blocks(self.work.compile, self.device))
+        """Where backward gathers the inputs of a pair of matrices again: a program's own way, or a block that is not compiled,
+        unless they are kept in 8 bits."""
+        kept = compiles_blocks(self.work.compile, self.device) or self.work.scales > 0
+        eager = ~(self.selective | self.full) & np.bool_(not kept)
         return eager | np.bool_(self.stack.gathers_again)
 
     @cached_property

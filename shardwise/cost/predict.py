@@ -36,7 +36,7 @@ devices is in `cost/clusters.py`, what differs between programs in `cost/stack.p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import get_args
 
@@ -114,6 +114,7 @@ class Prediction:
 
 def predict(work: Work, space: Space, cluster: Cluster, stack: Stack = SHARDWISE) -> Prediction:
     """Seconds and bytes of every candidate, worked out for as many at once as lie in a processor's cache."""
+    cluster = _emulating(work, cluster)
     _check_precision(work, cluster)
     parts = [_predict(work, part, cluster, stack) for part in space.parts()]
     return concatenate(parts) if len(parts) > 1 else parts[0]
@@ -186,6 +187,15 @@ def with_links(seconds: Mapping[str, Array], busiest: Array, cluster: Cluster) -
 def _sum(terms: Mapping[str, Array]) -> Array:
     first, *others = terms.values()
     return sum(others, first)
+
+
+def _emulating(work: Work, cluster: Cluster) -> Cluster:
+    """CPUs have no float8: its numbers are multiplied in float32 there."""
+    device = cluster.device
+    if work.precision != "float8" or cluster.device_type != "cpu" or "float8" in device.peak:
+        return cluster
+    peak = {**device.peak, "float8": device.peak["float32"]}
+    return replace(cluster, device=replace(device, peak=peak, matmul_float8=device.matmul))
 
 
 def _check_precision(work: Work, cluster: Cluster) -> None:

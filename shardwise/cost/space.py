@@ -56,6 +56,8 @@ class Work:
     """Of weights, where not plainly."""
     bucket_bytes: int | None = None
     """As `Plan.bucket_bytes`."""
+    scales: int = 0
+    """Of tensors in float8, whose maxima all devices share; none for what other programs do."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:
         """Blocks of each of so many stages: by hand, or as they are cut by cost."""

@@ -1,5 +1,5 @@
 """What moves once a step, when all micro-batches are through: the gradients of weights that are whole on every tensor device, the
-sums of squares of a global norm, and the numbers that all ranks share."""
+sums of squares of a global norm, the numbers that all ranks share, and in float8 the maxima of scaled tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.config import Layout
 from shardwise.cost.first_rank import FirstRank
 from shardwise.cost.flow import Flow, calls
 from shardwise.cost.space import distinct
-from shardwise.plan.grid import EXPERT_SHARDS, SHARDS, joined_name
+from shardwise.plan.grid import EXPERT_SHARDS, RANK_AXES, SHARDS, joined_name
 
 _SHARING = ("data", "context", "tensor", "expert")
 """Degrees that decide how gradients are sharded."""
@@ -29,6 +29,9 @@ def step_flows(rank: FirstRank) -> Iterator[Flow]:
     yield from _norm(rank)
     for axis in ("context", "pipeline", "data", "replica", "tensor"):
         yield calls("all_reduce", axis, "step", getattr(space, axis) > 1, 8 * (4 + 2 * space.world))
+    if rank.work.scales:
+        for axis in RANK_AXES:
+            yield calls("all_reduce", axis, "step", getattr(space, axis) > 1, 12 * rank.work.scales)
     if model.experts:
         for axis in ("replica", "data", "context", "tensor"):
             yield calls("all_reduce", axis, "step", getattr(space, axis) > 1, 8 * rank.cut.first * model.experts)

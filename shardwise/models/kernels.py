@@ -1,9 +1,10 @@
-"""Normal numbers on a GPU, by one kernel that writes them where they are needed. The bits are those of models/draw.py, and tests
-compare them.
+"""Kernels of GPUs. Imported where there is one alone: Triton comes with torch for GPUs.
 
-Imported where there is a GPU alone: Triton comes with torch for GPUs.
+`draw` writes normal numbers where they are needed. The bits are those of models/draw.py, and tests compare them. A thread makes
+the 16 numbers of a count, which lie together in the array. What bounds the speed is the reading of the table.
 
-A thread makes the 16 numbers of a count, which lie together in the array. What bounds the speed is the reading of the table.
+`transpose8` transposes a matrix of bytes. Left to the compiler, a transposed copy is written by whatever kernel makes the matrix:
+where that goes along rows, to sum or to find a maximum, it writes single bytes a whole column apart, and takes ten times as long.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import triton_op, wrap_triton
 
 COUNTS = 128
 """That one program makes numbers from."""
+TILE = 128
+"""Rows and columns that one program transposes."""
 
 
 @triton.jit
@@ -46,3 +50,22 @@ def draw(
     task = torch.tensor([signed, first, outer, rows, length, outer_stride, row_stride, counts], device=target.device)
     with torch.cuda.device(target.device):
         _draw[triton.cdiv(outer * rows * counts, COUNTS),](target, table, task, COUNTS=COUNTS)
+
+
+@triton.jit
+def _transpose(source, target, rows, columns, TILE: tl.constexpr):
+    across = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    down = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (down[:, None] < rows) & (across[None, :] < columns)
+    tile = tl.load(source + down[:, None].to(tl.int64) * columns + across[None, :], mask=inside)
+    tl.store(target + across[:, None].to(tl.int64) * rows + down[None, :], tl.trans(tile), mask=tl.trans(inside))
+
+
+@triton_op("shardwise::transpose8", mutates_args={})
+def transpose8(matrix: Tensor) -> Tensor:
+    """(rows, columns) of any dtype of one byte to (columns, rows), both contiguous."""
+    rows, columns = matrix.shape
+    turned = torch.empty(columns, rows, dtype=matrix.dtype, device=matrix.device)
+    grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, TILE))
+    wrap_triton(_transpose)[grid](matrix.view(torch.uint8), turned.view(torch.uint8), rows, columns, TILE=TILE)
+    return turned

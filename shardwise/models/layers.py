@@ -23,12 +23,21 @@ from torch import Tensor, nn
 
 from shardwise.config import Model
 from shardwise.models.dtypes import wide
+from shardwise.models.float8 import Float8
 
 
 class Linear(nn.Linear):
     """`nn.Linear` whose weights follow the input's dtype."""
 
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.float8: Float8 | None = None
+        """How its product is made in 8 bits, if it is."""
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.float8 is not None:
+            product: Tensor = self.float8(x, self.weight)
+            return product if self.bias is None else product + self.bias.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
 

@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.models.dtypes import wide
+from shardwise.models.float8 import E4M3, E5M2, Float8, multiply, quantise, transposed
 from shardwise.plan.chunks import chunk_tokens
 
 IGNORED = -100
@@ -71,6 +72,7 @@ def linear_cross_entropy(
     part: VocabularyPart | None = None,
     split_backward: bool = False,
     softcap: float | None = None,
+    float8: Float8 | None = None,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of `hidden @ weight.T`, exact, at most `chunk` rows of logits at a time.
 
@@ -79,18 +81,18 @@ def linear_cross_entropy(
     `split_backward` in two halves, for the hidden states and for the weight, as zero-bubble pipelines do.
 
     With a `softcap`, logits are kept within ± it by a tanh. With a `part` of the vocabulary, the loss is that of all parts, and
-    the gradient of `hidden` is this part's share of it.
+    the gradient of `hidden` is this part's share of it. With `float8` the three products are made in 8 bits.
     """
     rows = weight.shape[0] if part is None else part.most_rows
-    chunk = chunk or chunk_tokens(hidden.shape[0], rows, hidden.dtype.itemsize, hidden.device.type)
+    chunk = chunk or chunk_tokens(hidden.shape[0], rows, hidden.dtype.itemsize, hidden.device.type, float8 is not None)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        chosen = (targets, chunk, compiled, part, softcap)
+        chosen = (targets, chunk, compiled, part, softcap, float8)
         if split_backward:
             loss, gradient = _LinearCrossEntropy.apply(hidden, weight.detach(), *chosen, True)  # type: ignore[no-untyped-call]
             return _with_gradient(loss, weight, gradient)
         whole: Tensor = _LinearCrossEntropy.apply(hidden, weight, *chosen, False)  # type: ignore[no-untyped-call]
         return whole
-    return _loss_alone(hidden, weight, targets, chunk, part, softcap)
+    return _loss_alone(hidden, weight, targets, chunk, part, softcap, float8)
 
 
 def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
@@ -119,27 +121,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         compiled: bool,
         part: VocabularyPart | None,
         softcap: float | None,
+        float8: Float8 | None,
         gives_weight: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        scale = FLOAT16_GRADIENT_SCALE if hidden.dtype == torch.float16 else 1.0
         wants_hidden, wants_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or gives_weight
         hidden_gradient = torch.empty_like(hidden, dtype=_kept(hidden.dtype)) if wants_hidden else None
         used_weight = _padded(weight, hidden.dtype)
+        products = _products(hidden, used_weight, weight.shape[0], chunk, float8, compiled)
+        if float8 is not None and isinstance(products, _Float8Products):
+            float8.noted.append(products.seen)
         weight_gradient = torch.zeros_like(used_weight, dtype=wide(hidden.dtype)) if wants_weight else None
         loss_and_gradient = _chooser(compiled, part)
         loss = hidden.new_zeros((), dtype=wide(hidden.dtype))
-        buffer = hidden.new_empty(min(chunk, hidden.shape[0]), used_weight.shape[0])
         for start in range(0, hidden.shape[0], chunk):
-            rows = hidden[start : start + chunk]
-            logits = torch.mm(rows, used_weight.t(), out=buffer[: rows.shape[0]])
-            real = logits[:, : weight.shape[0]]
-            loss += loss_and_gradient(real, targets[start : start + chunk], scale, softcap)  # logits now hold their gradient
-            if hidden_gradient is not None:
-                _multiply(logits, used_weight, into=hidden_gradient[start : start + chunk])
-            if weight_gradient is not None:
-                _multiply_add(logits.t(), rows, into=weight_gradient)
+            rows = slice(start, start + chunk)
+            logits = products.logits(rows)
+            gradient = products.room_for_gradient(logits)
+            real, into = (tensor[:, : weight.shape[0]] for tensor in (logits, gradient))
+            loss += loss_and_gradient(real, targets[rows], into, products.scale, softcap)
+            products.add_gradients(gradient, rows, hidden_gradient, weight_gradient)
         if weight_gradient is not None:
             weight_gradient = weight_gradient[: weight.shape[0]]
+        scale = 1.0 if float8 is not None else products.scale
         ctx.scale, ctx.dtypes = scale, (hidden.dtype, weight.dtype)
         if gives_weight:
             assert weight_gradient is not None
@@ -158,17 +161,89 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if kept is None else kept.mul_(factor).to(dtype)
             for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return hidden, weight, None, None, None, None, None, None
+        return hidden, weight, None, None, None, None, None, None, None
 
 
-def _chooser(compiled: bool, part: VocabularyPart | None) -> Callable[[Tensor, Tensor, float, float | None], Tensor]:
+class _Products:
+    """Logits, and what their gradient comes to, in the dtype of the hidden states."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, chunk: int) -> None:
+        self.hidden, self.weight = hidden, weight
+        self.scale = FLOAT16_GRADIENT_SCALE if hidden.dtype == torch.float16 else 1.0
+        self.buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
+
+    def logits(self, rows: slice) -> Tensor:
+        hidden = self.hidden[rows]
+        return torch.mm(hidden, self.weight.t(), out=self.buffer[: hidden.shape[0]])
+
+    def room_for_gradient(self, logits: Tensor) -> Tensor:
+        """Where to write `scale` times the gradient of the logits: over them."""
+        return logits
+
+    def add_gradients(self, gradient: Tensor, rows: slice, of_hidden: Tensor | None, of_weight: Tensor | None) -> None:
+        """Of these rows: written to the first, added to the second."""
+        if of_hidden is not None:
+            _multiply(gradient, self.weight, into=of_hidden[rows])
+        if of_weight is not None:
+            _multiply_add(gradient.t(), self.hidden[rows], into=of_weight)
+
+
+class _Float8Products:
+    """The same in 8 bits. The gradient of a logit is at most one, so its scale is known; all chunks have one scale of the hidden
+    states."""
+
+    scale = 2.0**15
+    """What the gradient is written larger by: as much as e5m2 has room for."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, real: int, float8: Float8, compiled: bool) -> None:
+        self.dtype, self.real = hidden.dtype, real
+        make = _compiled_quantise() if compiled else quantise
+        how = (E4M3, float8.dynamic, float8.plain)
+        self.hidden, self.of_hidden, seen = make(hidden, float8.input.value, *how)
+        self.weight, self.of_weight, seen_of_weight = make(weight, float8.weight.value, *how)
+        self.gradient_dtype = hidden.dtype if float8.plain else E5M2
+        self.of_gradient = torch.full_like(self.of_weight, self.scale)
+        self.turned: Tensor | None = None
+        self.seen = torch.stack((seen, seen_of_weight, torch.zeros_like(seen)))
+
+    def logits(self, rows: slice) -> Tensor:
+        return multiply(self.hidden[rows], self.weight.t(), self.of_hidden, self.of_weight, self.dtype)
+
+    def room_for_gradient(self, logits: Tensor) -> Tensor:
+        """Beside them, with zeros where the padding is."""
+        room = torch.empty_like(logits, dtype=self.gradient_dtype)
+        room[:, self.real :].zero_()
+        return room
+
+    def add_gradients(self, gradient: Tensor, rows: slice, of_hidden: Tensor | None, of_weight: Tensor | None) -> None:
+        """Of these rows: written to the first, added to the second."""
+        if of_hidden is not None:
+            if self.turned is None:
+                self.turned = transposed(self.weight)
+            of_hidden[rows] = multiply(gradient, self.turned.t(), self.of_gradient, self.of_weight, of_hidden.dtype)
+        if of_weight is not None:
+            hidden = transposed(self.hidden[rows])
+            of_weight += multiply(transposed(gradient), hidden.t(), self.of_gradient, self.of_hidden, of_weight.dtype)
+
+
+def _products(
+    hidden: Tensor, weight: Tensor, real: int, chunk: int, float8: Float8 | None, compiled: bool = False
+) -> _Products | _Float8Products:
+    """Of a weight whose first `real` rows are no padding."""
+    return _Products(hidden, weight, chunk) if float8 is None else _Float8Products(hidden, weight, real, float8, compiled)
+
+
+_ChunkLoss = Callable[[Tensor, Tensor, Tensor, float, float | None], Tensor]
+
+
+def _chooser(compiled: bool, part: VocabularyPart | None) -> _ChunkLoss:
     if part is not None:
         return functools.partial(_chunk_loss_and_gradient_of_part, part=part)
     return _compiled() if compiled else _chunk_loss_and_gradient
 
 
-def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-    """Summed loss of one chunk; the logits are overwritten by `scale` times their gradient.
+def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, into: Tensor, scale: float, softcap: float | None = None) -> Tensor:
+    """Summed loss of one chunk; `scale` times the gradient of the logits is written to `into`, which may be the logits.
 
     Written for a compiler: one-hot is a comparison of indices, so everything fuses into a pass for the softmax statistics
     and a pass that writes the gradient.
@@ -181,7 +256,7 @@ def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, scale: float, soft
     gradient = log_probabilities.exp_().sub_(one_hot.to(log_probabilities.dtype))
     if softcap is not None:
         gradient = gradient * _slope(scores, softcap)
-    logits.copy_(gradient.mul_(scale).masked_fill_(~valid.unsqueeze(1), 0.0))
+    into.copy_(gradient.mul_(scale).masked_fill_(~valid.unsqueeze(1), 0.0))
     return -torch.where(valid, chosen, 0.0).sum()
 
 
@@ -191,7 +266,7 @@ def _slope(capped: Tensor, softcap: float) -> Tensor:
 
 
 def _chunk_loss_and_gradient_of_part(
-    logits: Tensor, targets: Tensor, scale: float, softcap: float | None, part: VocabularyPart
+    logits: Tensor, targets: Tensor, into: Tensor, scale: float, softcap: float | None, part: VocabularyPart
 ) -> Tensor:
     """The same where these logits are those of a part of the vocabulary."""
     valid = targets != IGNORED
@@ -206,24 +281,36 @@ def _chunk_loss_and_gradient_of_part(
     sums, chosen = part.total(torch.stack((exponentials.sum(1), own)))
     gradient = exponentials.div_(sums.unsqueeze(1)).sub_(one_hot.to(scores.dtype))
     gradient = gradient if slope is None else gradient.mul_(slope)
-    logits.copy_(gradient.mul_(scale).masked_fill_(~valid.unsqueeze(1), 0.0))
+    into.copy_(gradient.mul_(scale).masked_fill_(~valid.unsqueeze(1), 0.0))
     return torch.where(valid, sums.log() - chosen, 0.0).sum()
 
 
 @functools.cache
-def _compiled() -> Callable[[Tensor, Tensor, float, float | None], Tensor]:
+def _compiled() -> _ChunkLoss:
     return torch.compile(_chunk_loss_and_gradient, fullgraph=True)
 
 
+@functools.cache
+def _compiled_quantise() -> Callable[[Tensor, Tensor, torch.dtype, bool, bool], tuple[Tensor, Tensor, Tensor]]:
+    return torch.compile(quantise, fullgraph=True)
+
+
 def _loss_alone(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, part: VocabularyPart | None, softcap: float | None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    part: VocabularyPart | None,
+    softcap: float | None,
+    float8: Float8 | None,
 ) -> Tensor:
     loss, used_weight = hidden.new_zeros((), dtype=wide(hidden.dtype)), _padded(weight, hidden.dtype)
+    products = _products(hidden, used_weight, weight.shape[0], chunk, float8)
     for start in range(0, hidden.shape[0], chunk):
-        logits = (hidden[start : start + chunk] @ used_weight.t())[:, : weight.shape[0]]
+        logits = products.logits(slice(start, start + chunk))[:, : weight.shape[0]]
         goals = targets[start : start + chunk]
         if part is not None:
-            loss = loss + _chunk_loss_and_gradient_of_part(logits, goals, 1.0, softcap, part)
+            loss = loss + _chunk_loss_and_gradient_of_part(logits, goals, logits, 1.0, softcap, part)
         else:
             loss = loss + F.cross_entropy(
                 cap_logits(logits.to(loss.dtype), softcap), goals, ignore_index=IGNORED, reduction="sum"

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from shardwise.config import Model
 from shardwise.models.attention import Attention, AttentionMask
 from shardwise.models.experts import MixtureOfExperts
+from shardwise.models.float8 import Float8
 from shardwise.models.layers import Embedding, make_feed_forward, make_norm
 from shardwise.models.loss import cap_logits, linear_cross_entropy
 from shardwise.models.rotary import Angles, Rotary
@@ -68,6 +69,8 @@ class Head(nn.Module):
         """allow backward in two halves, as zero-bubble pipelines run it."""
         self.chunk: int | None = None
         """tokens whose logits exist at once; None: as many as the budget allows (plan/chunks.py)."""
+        self.float8: Float8 | None = None
+        """How its products are made in 8 bits, if they are."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
         """Of (batch, sequence, hidden): the loss summed over targets, or the logits at one position, or at all."""
@@ -80,6 +83,7 @@ class Head(nn.Module):
                 compiled=self.compiled,
                 split_backward=self.split_backward,
                 softcap=self.softcap,
+                float8=self.float8,
             )
         chosen = hidden if at is None else hidden[:, at]
         return cap_logits(nn.functional.linear(chosen, self.weight.to(hidden.dtype)), self.softcap)

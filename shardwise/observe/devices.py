@@ -17,8 +17,8 @@ import re
 _T = 1e12
 
 
-def _peaks(half: float, float32: float | None, bfloat16: bool = True) -> dict[str, float]:
-    peaks = {"float16": half * _T}
+def _peaks(half: float, float32: float | None, bfloat16: bool = True, float8: bool = False) -> dict[str, float]:
+    peaks = {"float16": half * _T, **({"float8": 2 * half * _T} if float8 else {})}
     if bfloat16:
         peaks["bfloat16"] = half * _T
     if float32 is not None:
@@ -30,24 +30,24 @@ _SIZE = r"(?:[- ]\d+ ?GB)?"
 
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     # name as the driver gives it, without the maker; TFLOP/s in 16 bits; in float32
-    (r"GB200", _peaks(2500, None)),
-    (r"B200", _peaks(2250, None)),
-    (rf"GH200{_SIZE}", _peaks(989.5, 67)),
-    (r"H200 NVL", _peaks(835.5, 60)),
-    (r"H200", _peaks(989.5, 67)),
-    (r"H100 NVL", _peaks(835.5, 60)),
-    (rf"H100{_SIZE} PCIe{_SIZE}", _peaks(756, 51)),
-    (r"H100(?: 80GB HBM3|[- ]SXM5?(?:[- ]80GB)?)", _peaks(989.5, 67)),
-    (r"H20", _peaks(148, 44)),
+    (r"GB200", _peaks(2500, None, float8=True)),
+    (r"B200", _peaks(2250, None, float8=True)),
+    (rf"GH200{_SIZE}", _peaks(989.5, 67, float8=True)),
+    (r"H200 NVL", _peaks(835.5, 60, float8=True)),
+    (r"H200", _peaks(989.5, 67, float8=True)),
+    (r"H100 NVL", _peaks(835.5, 60, float8=True)),
+    (rf"H100{_SIZE} PCIe{_SIZE}", _peaks(756, 51, float8=True)),
+    (r"H100(?: 80GB HBM3|[- ]SXM5?(?:[- ]80GB)?)", _peaks(989.5, 67, float8=True)),
+    (r"H20", _peaks(148, 44, float8=True)),
     (rf"A[18]00(?:[- ](?:SXM4?|PCIE))?{_SIZE}(?: PCIe)?", _peaks(312, 19.5)),
     (r"A30", _peaks(165, 10.3)),
     (r"A40", _peaks(149.7, 37.4)),
     (r"A10G", _peaks(70, 35)),
     (r"A10", _peaks(125, 31.2)),
     (r"RTX A6000", _peaks(154.8, 38.7)),
-    (r"L40S", _peaks(362, 91.6)),
-    (r"L40", _peaks(181, 90.5)),
-    (r"L4", _peaks(121, 30.3)),
+    (r"L40S", _peaks(362, 91.6, float8=True)),
+    (r"L40", _peaks(181, 90.5, float8=True)),
+    (r"L4", _peaks(121, 30.3, float8=True)),
     (r"RTX 5090", _peaks(209.5, 104.8)),
     (r"RTX 4090", _peaks(165.2, 82.6)),
     (r"RTX 3090", _peaks(71, 35.6)),

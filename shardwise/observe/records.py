@@ -133,6 +133,8 @@ class _Step(TypedDict, total=False):
     updates: _Updates
     loss_scale: Number
     skipped: bool
+    float8: dict[str, tuple[Number, Number]]
+    again: Count
     expert_imbalance: Number
     expert_load: list[Number]
     held_out_loss: Loss

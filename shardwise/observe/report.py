@@ -20,10 +20,13 @@ from shardwise.observe import predicted
 from shardwise.observe.draw import bar, line_plot
 from shardwise.observe.format import format_bytes, format_count, format_duration, format_percent
 from shardwise.observe.summary import Summary, summarise
+from shardwise.words import counted
 
 __all__ = ["render", "summarise"]
 
 _BAR = 40
+_LOST = 0.1
+"""Of a tensor in float8, below its range: more than that is worth a warning."""
 _EXPERTS = 32
 """More experts than this are not drawn one by one: the busiest and the idlest half of so many."""
 _CROP: OverflowMethod = "crop"  # rich would end a cell that does not fit with a character that ASCII lacks
@@ -77,6 +80,7 @@ def render(summary: Summary, console: Console) -> None:
     _time(summary, console)
     _goodput(summary["goodput"], console)
     _faults(summary["goodput"], console)
+    _float8(summary["float8"], console)
     _experts(summary["experts"], console)
     _collectives(summary["collectives"], console)
     if summary["predicted_and_measured"]:
@@ -118,6 +122,8 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "staleness", _staleness(summary["staleness"]) + dropped
     if summary["updates"]:
         yield "updates", _updates(summary["updates"])
+    if summary["float8"]:
+        yield "float8", _fit(summary["float8"])
     if summary["experts"]:
         imbalance = summary["experts"]["imbalance"]
         worst = f"worst {imbalance['worst']:.2f} at step {imbalance['worst_step']}"
@@ -322,6 +328,34 @@ def _fault(fault: Summary, recovery: Summary | None) -> list[Text]:
 def _seconds(value: float) -> str:
     """A short time to a tenth of a second, a long one as on a clock."""
     return f"{value:.1f} s" if value < 60 else format_duration(value)
+
+
+def _fit(float8: Summary) -> str:
+    """How tensors fitted into 8 bits, in a line, with a warning where they do not."""
+    layer, worst = max(float8["layers"].items(), key=lambda item: item[1]["most_lost"])
+    text = f"at most {format_percent(worst['most_lost'])} of a tensor lost below the range ({layer}); "
+    text += f"{counted(float8['made_again'], 'step')} made again because a tensor had outgrown its scale"
+    if worst["most_lost"] > _LOST:
+        text += f". WARNING: leave {layer} out of float8 (train.float8_leave_out)"
+    return text
+
+
+def _float8(float8: Summary | None, console: Console) -> None:
+    """A bar for each layer, or for those that lose most."""
+    if not float8:
+        return
+    layers = sorted(float8["layers"].items(), key=lambda item: -item[1]["lost"])[:_EXPERTS]
+    left_out = len(float8["layers"]) - len(layers)
+    note = "numbers below the range, last step, worst tensor of each layer" + (f"; the {len(layers)} worst" if left_out else "")
+    _heading(console, "lost in float8", note)
+    most = max(1e-9, *(layer["lost"] for _, layer in layers))
+    grid = Table.grid(padding=(0, 2))
+    for justify in _EXPERT_COLUMNS:
+        grid.add_column(justify=justify, no_wrap=True, overflow=_CROP)
+    for name, layer in layers:
+        drawn = bar(layer["lost"] / most, min(_BAR, max(10, console.width - 40)), console.options.ascii_only)
+        grid.add_row(Text(name), Text(f"{layer['lost']:.2%}"), Text(drawn, style="magenta"))
+    console.print(Padding(grid, (0, 0, 0, 2), expand=False))
 
 
 def _experts(experts: Summary | None, console: Console) -> None:

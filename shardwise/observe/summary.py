@@ -71,6 +71,7 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
         "time": _time(steady),
         "communication": _communication(steady) | {"axes": _axes(steady)},
         "collectives": _collectives(run, steady),
+        "float8": _float8(run),
         "experts": _experts(run),
         "staleness": {str(updates): count for updates, count in sorted(run.staleness.items())} or None,
         "dropped": run.dropped,
@@ -225,6 +226,17 @@ def _collectives(run: RunTotals, steady: Sequence[Record]) -> Summary:
         table[key] = {what: statistics.median(counts[what] for counts in typical) for what in nothing}
         table[key] |= {f"total_{what}": total[what] for what in nothing}
     return table
+
+
+def _float8(run: RunTotals) -> Summary | None:
+    """How tensors fitted into 8 bits, by layer; null where there are none."""
+    if not run.last_float8:
+        return None
+    layers = {
+        layer: {"lost": lost, "most_lost": run.float8_lost.get(layer, lost), "of_range": relative}
+        for layer, (lost, relative) in run.last_float8.items()
+    }
+    return {"layers": layers, "made_again": run.again}
 
 
 def _experts(run: RunTotals) -> Summary | None:

@@ -93,6 +93,11 @@ class RunTotals:
         """Of them, those that came after another of the same portion."""
         self.updates: Counter[str] = Counter()
         """Those without a lock, the rows that they wrote, and the conflicts among both."""
+        self.again = 0
+        """Steps that were made again, because a tensor in float8 had outgrown its scale."""
+        self.float8_lost: dict[str, float] = {}
+        """By layer, the largest share of numbers that fell below the range of float8."""
+        self.last_float8: dict[str, tuple[float, float]] = {}
         self.last_with_experts: Record = {}
         self.worst_with_experts: Record = {}
 
@@ -134,6 +139,10 @@ class RunTotals:
         self.staleness.update(step.get("staleness", ()))
         self.dropped += step.get("dropped", 0)
         self.updates.update(step.get("updates", {}))
+        self.again += step.get("again", 0)
+        for layer, (lost, _) in step.get("float8", {}).items():
+            self.float8_lost[layer] = max(lost, self.float8_lost.get(layer, 0.0))
+        self.last_float8 = step.get("float8", self.last_float8)
         if step.get("expert_load") and "expert_imbalance" in step:
             self.last_with_experts, worst = step, self.worst_with_experts
             if not worst or step["expert_imbalance"] > worst["expert_imbalance"]:

@@ -19,6 +19,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch import recompute_casts
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
 from shardwise.config import Config, Layout, Model, sequence_multiple
 from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
@@ -35,11 +36,13 @@ from shardwise.models import (
 )
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.experts import Router
+from shardwise.models.float8 import Scale
 from shardwise.models.layers import Embedding
 from shardwise.optim import local
 from shardwise.parallel.context import own_positions, split_over_context
 from shardwise.parallel.data import DataParallel, SingleDevice, replicate, shard
 from shardwise.parallel.expert import expert_modules, split_over_experts
+from shardwise.parallel.float8 import Scales, use_float8
 from shardwise.parallel.model import ParallelModel
 from shardwise.parallel.own import LOOKED_UP, check_own, table_of
 from shardwise.parallel.placement import own_part
@@ -47,7 +50,7 @@ from shardwise.parallel.recompute import recompute
 from shardwise.parallel.seeds import Seeds
 from shardwise.parallel.stages import cut_out, own_stages
 from shardwise.parallel.tensor import is_whole, split_over_tensor
-from shardwise.plan import OwnParameters, Plan, engine_of, reduce_dtype, state_dtype
+from shardwise.plan import OwnParameters, Plan, compute_dtype, engine_of, reduce_dtype, state_dtype
 from shardwise.plan.engine import compiles_blocks
 
 
@@ -60,9 +63,11 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
     positions = lru_cache(maxsize=8)(partial(own_positions, config.model, comm)) if layout.context > 1 else None
     multiple = sequence_multiple(config.model, layout)
     seeds = None if config.model.module is None else Seeds(config.train.seed, comm)
+    scaled = [name for name, module in plain.named_modules() if isinstance(module, Scale)]
     if layout.pipeline == 1:
         part = _part(config, plan, plain, table, comm, seeds)
-        return ParallelModel(comm, [part], table, positions, multiple, embeddings, seeds)
+        scales = _scales(config, [part], scaled, comm)
+        return ParallelModel(comm, [part], table, positions, multiple, embeddings, seeds, scales)
     from shardwise.parallel.pipeline import Pipelined  # torch's pipelines take a second to import
 
     stages = own_stages(config, plan, comm)
@@ -71,7 +76,15 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
         model = build_plain(config) if index else plain
         cut_out(model, table, stage, stages)
         parts.append(_part(config, plan, model, table, comm, seeds))
-    return Pipelined(comm, parts, table, positions, multiple, embeddings, seeds, stages=stages)
+    scales = _scales(config, parts, scaled, comm)
+    return Pipelined(comm, parts, table, positions, multiple, embeddings, seeds, scales, stages=stages)
+
+
+def _scales(config: Config, parts: list[DataParallel], names: list[str], comm: Comm) -> Scales | None:
+    if config.train.precision != "float8":
+        return None
+    exact = compute_dtype(config.train) == "float64"
+    return Scales([part.model for part in parts], names, comm, config.train.float8_scaling == "delayed", exact)
 
 
 def build_plain(config: Config) -> nn.Module:
@@ -81,10 +94,12 @@ def build_plain(config: Config) -> nn.Module:
         model = (build_own if config.model.module is not None else Transformer)(config.model)
     _store_weights_in(model, DTYPES[state_dtype(train)])
     if config.model.module is not None:
-        adapt(model, DTYPES[train.precision])
+        adapt(model, DTYPES[compute_dtype(train)])
     for module in model.modules():
         if isinstance(module, Embedding):
-            module.compute_dtype = DTYPES[train.precision]
+            module.compute_dtype = DTYPES[compute_dtype(train)]
+    if train.precision == "float8" and isinstance(model, Transformer):
+        use_float8(model, train)
     return model
 
 
@@ -152,7 +167,8 @@ def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: C
     """Steps 3 to 6, for the whole model or one stage of it."""
     layout = comm.mesh.layout
     if layout.tensor > 1:
-        split_over_tensor(model, table, comm, gather_again=plan.recompute == "none" and not is_compiled(config, comm.device))
+        kept = is_compiled(config, comm.device) or config.train.precision == "float8"  # in 8 bits, where it is cast
+        split_over_tensor(model, table, comm, gather_again=plan.recompute == "none" and not kept)
     if config.model.experts:
         split_over_experts(model, table, comm)
     if layout.context > 1:
@@ -184,6 +200,8 @@ def _recompute_and_compile(config: Config, plan: Plan, blocks: list[nn.Module], 
     around = compiled and not whole_graph and mode == "full"
     if not around:
         recompute(blocks, mode, compiled, draws=config.model.module is not None)
+    if compiled and config.train.precision == "float8":
+        recompute_casts()
     if compiled:
         for block in blocks:
             block.forward = torch.compile(block.forward, fullgraph=whole_graph, dynamic=config.train.shares == "by speed")
@@ -204,7 +222,7 @@ def _on_data_axes(config: Config, plan: Plan, model: nn.Module, table: Sharding,
         allocate(model, comm.device)
         alone = engine.single or train.driver == "hogwild"  # whose workers share one copy of the weights
         return SingleDevice(model) if alone else replicate(model, comm, settings, plan.bucket_bytes)
-    compute, reduce = DTYPES[train.precision], DTYPES[reduce_dtype(train)]
+    compute, reduce = DTYPES[compute_dtype(train)], DTYPES[reduce_dtype(train)]
     routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]
     gathers = _gathers(model, table, comm)
     experts = expert_modules(model, table)

@@ -17,6 +17,7 @@ from shardwise.comm import Comm
 from shardwise.data.batches import Batch
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items
 from shardwise.parallel.data import DataParallel
+from shardwise.parallel.float8 import Scales
 from shardwise.parallel.residuals import residual_state
 from shardwise.parallel.seeds import Seeds
 from shardwise.parallel.stages import Stages
@@ -38,6 +39,8 @@ class ParallelModel:
     """Names of the weights that are looked up, not multiplied by: they are not decayed."""
     seeds: Seeds | None = None
     """Of what a user's module draws; None: nothing is drawn."""
+    scales: Scales | None = None
+    """Of products in float8; None: there are none."""
     mixtures: list[MixtureOfExperts] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from shardwise.config import Config
 from shardwise.errors import UserError
 from shardwise.models import Sharding
 from shardwise.models.dtypes import DTYPES
-from shardwise.plan import Plan, Schedule, make_schedule
+from shardwise.plan import Plan, Schedule, compute_dtype, make_schedule
 
 AXIS = "pipeline"
 
@@ -61,7 +61,7 @@ def own_stages(config: Config, plan: Plan, comm: Comm) -> Stages:
         micro_batch=plan.micro_batch,
         length=config.data.sequence_length // layout.context,
         hidden=config.model.hidden,
-        dtype=DTYPES[config.train.precision],
+        dtype=DTYPES[compute_dtype(config.train)],
     )
 
 

@@ -38,6 +38,7 @@ from shardwise.comm import Comm
 from shardwise.comm.autograd import collect, eager, gather, scatter_sum
 from shardwise.errors import UserError
 from shardwise.models import Head, Role, Sharding, VocabularyPart, linear_cross_entropy
+from shardwise.models.float8 import Float8
 from shardwise.models.layers import lookup
 from shardwise.models.loss import cap_logits
 from shardwise.optim import local
@@ -337,6 +338,7 @@ class VocabularyLoss(ParallelModule):
     split_backward: bool
     softcap: float | None
     chunk: int | None
+    float8: Float8 | None
 
     @eager
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
@@ -344,8 +346,10 @@ class VocabularyLoss(ParallelModule):
         hidden, weight = gather(hidden, self.parallel_share.comm, AXIS, SEQUENCE), self.weight  # (batch, sequence, hidden)
         if targets is not None:
             flat, goals, part = hidden.flatten(0, 1), targets.flatten(), self._part_of_vocabulary()
-            split, softcap = self.split_backward, self.softcap
-            return linear_cross_entropy(flat, weight, goals, self.chunk, part=part, split_backward=split, softcap=softcap)
+            split, softcap, float8 = self.split_backward, self.softcap, self.float8
+            return linear_cross_entropy(
+                flat, weight, goals, self.chunk, part=part, split_backward=split, softcap=softcap, float8=float8
+            )
         chosen = hidden if at is None else hidden[:, at]
         logits = cap_logits(F.linear(chosen, weight.to(hidden.dtype)), self.softcap)
         return _put_together(logits, _rows_of(self), self.parallel_share, logits.ndim - 1)

@@ -1,7 +1,7 @@
 """What we decide: parameters, FLOPs and memory in closed form, and the layout they lead to. No torch."""
 
 from shardwise.plan.choose import Asked, choose, fit, micro_batch_size
-from shardwise.plan.dtypes import reduce_dtype, state_dtype
+from shardwise.plan.dtypes import compute_dtype, reduce_dtype, state_dtype
 from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.plan.grid import COPIES, RANK_AXES
@@ -31,6 +31,7 @@ __all__ = [
     "active_count",
     "block_costs",
     "choose",
+    "compute_dtype",
     "count",
     "cut",
     "engine_of",

@@ -29,6 +29,7 @@ from shardwise.config import (
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.errors import ConfigError
 from shardwise.plan.engine import shares_weights
+from shardwise.plan.float8 import check_left_out
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token, own_flops_per_token
 from shardwise.plan.memory import state_bytes
 from shardwise.plan.parameters import OwnParameters, count
@@ -63,6 +64,7 @@ def choose(
     """The plan for this job on this many devices, each with this much memory (None: unknown). `parameters`: as counted in a
     user's own module; None: as the configuration says. `asked`: the job before something else decided some of it.
     """
+    check_left_out(config.model, config.train)
     layout = _with_data(config, devices)
     problems = problems_of_layout(config.model, config.data, config.train, layout)
     if problems:

@@ -2,7 +2,7 @@
 
 | number                                   | dtype                                                          |
 | ---------------------------------------- | -------------------------------------------------------------- |
-| activations, weights computed with       | `train.precision`                                              |
+| activations, weights computed with       | `train.precision`; bfloat16 around products in float8          |
 | weights and moments between steps        | `train.state_dtype`; left open, the wide dtype of the precision |
 | sums (losses, statistics, norms, scores) | the wide dtype of what is summed: float32, or float64 for float64 |
 | routers of experts, computed with        | the wide dtype of the precision: a rounded score would send tokens elsewhere |
@@ -23,14 +23,22 @@ def wide(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
+def compute_dtype(train: Train) -> str:
+    """The dtype of activations and of the weights they meet. Products in float8 are between values in bfloat16, or in float64
+    where weights are: so a proof of them has no other rounding than theirs."""
+    if train.precision == "float8":
+        return "float64" if train.state_dtype == "float64" else "bfloat16"
+    return train.precision
+
+
 def state_dtype(train: Train) -> str:
     """The dtype weights and optimizer state are stored in."""
-    return wide(train.precision) if train.state_dtype == "auto" else train.state_dtype
+    return wide(compute_dtype(train)) if train.state_dtype == "auto" else train.state_dtype
 
 
 def reduce_dtype(train: Train) -> str:
     """The dtype FSDP2 sums gradients in, over micro-batches and over devices."""
-    return wide(train.precision)
+    return wide(compute_dtype(train))
 
 
 def computes_wide(parameter: str) -> bool:

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 from shardwise.config import Config, Layout, Train
 from shardwise.config.compression import SumCompression
-from shardwise.plan.dtypes import BYTES, reduce_dtype, state_dtype, wide
+from shardwise.plan.dtypes import BYTES, compute_dtype, reduce_dtype, state_dtype
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.parameters import OwnParameters
@@ -83,8 +83,8 @@ class _Whole:
 
 
 def _states(part: Part, trained: Part, train: Train, layout: Layout, whole: _Whole) -> StateBytes:
-    stored, computed, reduced = BYTES[state_dtype(train)], BYTES[train.precision], BYTES[reduce_dtype(train)]
-    wider = BYTES[wide(train.precision)] - computed
+    stored, computed, reduced = BYTES[state_dtype(train)], BYTES[compute_dtype(train)], BYTES[reduce_dtype(train)]
+    wider = reduced - computed
     weights = stored * part.shard + (computed * part.gathered + wider * part.wide if whole.weights else 0)
     if layout.zero == 3 and layout.backward_shards is not None:
         weights += computed * part.gathered / layout.backward_shards  # the copy that neighbours keep for backward

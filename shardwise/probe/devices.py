@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise._torch import float8_product
+from shardwise._torch import float8_mm
 from shardwise.cost.cluster import Cluster, Device
 from shardwise.cost.clusters import CLUSTERS
 from shardwise.mesh import Worker, device_memory, device_name
@@ -219,7 +219,9 @@ def _product_times(bench: Bench, precision: str, shapes: Sequence[Shape], progre
 def _product(shape: Shape, precision: str, device: torch.device) -> Callable[[], object]:
     m, n, k = shape
     if precision == "float8":
-        return float8_product(_random(m, k, "bfloat16", device), _random(n, k, "bfloat16", device))
+        left, right = (_random(rows, k, "bfloat16", device).to(torch.float8_e4m3fn) for rows in (m, n))
+        one = torch.ones((), device=device)
+        return lambda: float8_mm(left, right.t(), one, one, torch.bfloat16, fast=True)
     x, weight = _random(m, k, precision, device), _random(n, k, precision, device)
     return lambda: F.linear(x, weight)
 

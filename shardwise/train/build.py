@@ -84,6 +84,8 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
     mesh = join(worker, plan.layout, "cpu" if serves or shares else config.run.device, plan.groups)
     if config.train.deterministic and mesh.device.type == "cuda":
         compute_deterministically()
+    if config.train.precision == "float8" and mesh.device.type == "cuda":
+        check_float8(mesh.device)
     torch.manual_seed(config.train.seed)  # what a module draws is seeded apart (models/unfilled.py, parallel/seeds.py)
     comm = Comm(mesh)
     parallel = parallelise(config, plan, comm)
@@ -113,6 +115,15 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
     if draw:
         start_from_seed(training)
     return training
+
+
+def check_float8(device: torch.device) -> None:
+    """Refuse a GPU that does not multiply in float8."""
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        raise UserError(
+            f"train.precision = 'float8': {torch.cuda.get_device_name(device)} has no float8 products, which come with Ada and "
+            "Hopper GPUs; use train.precision = 'bfloat16'"
+        )
 
 
 def _outer(config: Config, plan: Plan, parallel: ParallelModel, comm: Comm) -> Outer:

@@ -11,7 +11,8 @@ from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
 from shardwise.observe import peak_flops
 from shardwise.parallel import is_compiled
-from shardwise.plan import engine_of, reduce_dtype, simulate, state_dtype
+from shardwise.plan import compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
+from shardwise.plan.float8 import unfit
 from shardwise.plan.grid import describe_degrees
 from shardwise.train.build import Training
 from shardwise.words import counted
@@ -27,7 +28,7 @@ def describe_run(training: Training) -> dict[str, str]:
         "data": f"{counted(data.tokens, 'token')}, {counted(data.documents, 'document')}, "
         f"{counted(data.held_out, 'sequence')} held out" + (f", {data.cut:,} longer than a sequence and cut" if data.cut else ""),
         **_devices(training),
-        "precision": f"{train.precision} computation, {_stored(train)} weights and optimizer state, gradients summed in "
+        "precision": f"{_computed(config)} computation, {_stored(train)} weights and optimizer state, gradients summed in "
         f"{reduce_dtype(train) if engine_of(plan.layout, config.model.experts).sharded else state_dtype(train)}",
         **_pipeline(training),
         "attention": _attention(training),
@@ -39,6 +40,15 @@ def describe_run(training: Training) -> dict[str, str]:
         "saving": _saving(config.checkpoint),
         **_without_effect(training),
     }
+
+
+def _computed(config: Config) -> str:
+    train = config.train
+    if train.precision != "float8":
+        return train.precision
+    left = unfit(config.model, train)
+    some = f", but for {counted(len(left), 'product')} of sizes that are no multiples of 16 ({left[0]}, …)" if left else ""
+    return f"float8 products ({train.float8_scaling} scales{some}) in bfloat16"
 
 
 def peak_of_device(training: Training) -> float | None:
@@ -105,7 +115,7 @@ def _attention(training: Training) -> str:
     config = training.config
     if config.model.module is not None:
         return "the module's own"
-    dtype, length, documents = DTYPES[config.train.precision], config.data.sequence_length, config.data.reset_attention
+    dtype, length, documents = DTYPES[compute_dtype(config.train)], config.data.sequence_length, config.data.reset_attention
     windowed = ring_lacks(config.model, length) is not None
     kernel = describe_attention(config.model, training.mesh.device.type, dtype, length, masked=documents or windowed)
     parts = [kernel, *(["within documents"] if documents else []), *([f"windows of {config.model.window}"] if windowed else [])]

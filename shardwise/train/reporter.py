@@ -237,6 +237,7 @@ class RunReporter(Reporter):
             **({"updates": asdict(done.updates)} if done.updates else {}),
             **({"loss_scale": done.loss_scale} if training.scale.dynamic else {}),
             **({"skipped": True} if done.skipped else {}),
+            **({"float8": done.float8, "again": done.again} if done.float8 else {}),
             **({"expert_imbalance": done.expert_imbalance, "expert_load": done.expert_load} if done.expert_load else {}),
         }
 

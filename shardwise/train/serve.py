@@ -95,6 +95,9 @@ class Contributions:
     def ahead(self) -> None:
         pass
 
+    def again(self) -> None:
+        raise AssertionError("gradients that workers brought are not theirs to bring again")
+
     def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
         """The step is done: its weights are the newest."""
         self._publish()

@@ -65,6 +65,9 @@ class Source(Protocol):
     def ahead(self) -> None:
         """The step's work is queued on the device: what can be done for the next one, is."""
 
+    def again(self) -> None:
+        """The step just drawn is to be drawn once more."""
+
     def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
         """A step is done; each rank took (compute, data) seconds for its own work in the one before, where that is known."""
 
@@ -89,10 +92,13 @@ class OwnRows:
             seen=training.sequences,
         )
         self._batch: list[Batch] | None = None
+        self._drawn: list[Batch] | None = None
+        self._after: list[Batch] | None = None
+        """The batch after a step that is made again."""
 
     def draw(self) -> Drawn:
         training = self.training
-        batch = self.next_batch()
+        batch = self._drawn = self.next_batch()
         tokens = count_tokens(training, batch)
         items = count_items(training, batch, tokens)
         with training.comm.clock.span("forward_backward"):
@@ -105,7 +111,11 @@ class OwnRows:
         return self._batch or self._fetch()
 
     def ahead(self) -> None:
-        self._batch = self._fetch() if self.training.step + 1 < self.training.config.train.steps else None
+        more = self.training.step + 1 < self.training.config.train.steps
+        self._batch, self._after = self._after or (self._fetch() if more else None), None
+
+    def again(self) -> None:
+        self._batch, self._after = self._drawn, self._batch
 
     def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
         self._dealer.hear(step - 1, seconds)

@@ -73,6 +73,11 @@ class Step:
     """That workers made without a lock; None: the step is one update."""
     stragglers: StragglerChange = field(default_factory=StragglerChange)
     """Who began or ceased to be slow, by the step before; on the main rank only."""
+    float8: dict[str, tuple[float, float]] | None = None
+    """Of each block and the head, the worst of its tensors in float8: the share of numbers lost below the range, and the largest
+    number relative to the range's end."""
+    again: int = 0
+    """How often it was made again, because a tensor had outgrown its scale."""
     expert_imbalance: float | None = None
     """Load of the busiest expert of any layer, relative to an even load."""
     expert_load: list[float] | None = None
@@ -88,10 +93,11 @@ class Step:
 @dataclass(frozen=True)
 class _Queued:
     """A step whose work is queued on the device: (what is shared, gradient norm, tokens, then for models with experts the worst
-    imbalance and every expert's load), not yet read."""
+    imbalance and every expert's load, then in float8 what was seen of every scaled tensor), not yet read."""
 
     numbers: Tensor
     shared: int
+    loads: int
     learning_rate: float
     drawn: Drawn
 
@@ -116,6 +122,7 @@ def steps(
     try:
         training.comm.clock.restart()
         before: Step | None = None
+        again = 0
         while training.step < training.config.train.steps:
             vote = 0.0
             if training.outer is None or training.outer.meets(training.step + 1):  # else not all are here to hear it
@@ -124,7 +131,12 @@ def steps(
             if queued is None:
                 return
             source.ahead()  # while the device is busy
-            done = _watched(watch, before, _read(training, queued, before))
+            read = _read(training, queued, before)
+            if read is None:
+                again += knew_scales(training)
+                source.again()
+                continue
+            done, again = replace(_watched(watch, before, read), again=again), 0
             source.hear(done.step, done.rank_seconds)
             yield done
             if done.stop:
@@ -154,9 +166,16 @@ def _queue(training: Training, source: Source, vote: float, before: Step | None)
     """Hand all of a step's work to the device; None: the source has no more."""
     comm, clock = training.comm, training.comm.clock
     comm.step, comm.loss_scale = training.step + 1, training.scale.value
+    scales = training.parallel.scales
+    if scales is not None:
+        scales.begin()
     drawn = source.draw()
     if drawn is None:
         return None
+    seen = None
+    if scales is not None:
+        seen = scales.see()
+        scales.remember(seen)
     message = _message_to_all(training, drawn.checksum, vote, before)
     with clock.span("forward_backward"):
         norm = gradient_norm(training) if drawn.norm is None else drawn.norm
@@ -168,6 +187,8 @@ def _queue(training: Training, source: Source, vote: float, before: Step | None)
     lr = learning_rate(train, training.step + 1) * drawn.rate
     with clock.span("optimizer"):
         finite = torch.isfinite(norm) & torch.isfinite(shared[0])
+        if seen is not None:
+            finite &= ~seen.outgrown & seen.finite
         if drawn.updates is None:
             update(training.optimizer, lr, divisor(training, norm), (~finite).float())
         loads = _balance(training, finite)
@@ -175,8 +196,9 @@ def _queue(training: Training, source: Source, vote: float, before: Step | None)
             training.outer.after(training.step + 1)
     if checked:
         check_copies(training)
-    numbers = torch.cat((shared, norm.to(shared).reshape(1), drawn.tokens.to(shared).reshape(1), loads.to(shared)))
-    return _Queued(numbers, len(shared), lr, drawn)
+    own = (shared, norm.to(shared).reshape(1), drawn.tokens.to(shared).reshape(1), loads.to(shared))
+    scaled = torch.empty(0, device=comm.device) if seen is None else seen.numbers.flatten()
+    return _Queued(torch.cat((*own, scaled.to(shared))), len(shared), len(loads), lr, drawn)
 
 
 def _message_to_all(training: Training, checksum: int, vote: float, before: Step | None) -> Tensor:
@@ -219,16 +241,21 @@ def _balance(training: Training, finite: Tensor) -> Tensor:
     return torch.cat((worst.unsqueeze(0), sums / sums.mean()))
 
 
-def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
-    """Wait for the device, once, and take stock."""
+def _read(training: Training, queued: _Queued, before: Step | None) -> Step | None:
+    """Wait for the device, once, and take stock; None: the step has to be made again, because a tensor outgrew its scale."""
     numbers = queued.numbers.tolist()
     loss, votes, high, low, *times = numbers[: queued.shared]
-    norm, tokens, *loads = numbers[queued.shared :]
+    norm, tokens, *rest = numbers[queued.shared :]
+    loads, scaled = rest[: queued.loads], rest[queued.loads :]
     number, scale = training.step + 1, training.scale.value
-    overflowed = not (math.isfinite(norm) and math.isfinite(loss))
+    if math.isfinite(loss) and all(map(math.isfinite, scaled[::3])) and max(scaled[2::3], default=0.0) > 1:
+        training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
+        return None
+    unseen = [index for index, largest in enumerate(scaled[::3]) if not math.isfinite(largest)]  # which a cast would hide
+    overflowed = not (math.isfinite(norm) and math.isfinite(loss)) or bool(unseen)
     hopeless = not math.isfinite(loss) or scale <= 1  # the loss itself is not scaled, and below 1 there is nothing to gain
     if overflowed and (hopeless or not training.scale.dynamic):
-        _stop_non_finite(training, number, loss)
+        _stop_non_finite(training, number, loss, unseen)
     training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
     training.scale = training.scale.after(overflowed)
     training.step, training.sequences = number, training.sequences + training.config.train.global_batch
@@ -257,9 +284,25 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step:
         staleness=queued.drawn.staleness,
         dropped=queued.drawn.dropped,
         updates=queued.drawn.updates,
+        float8=_by_layer(training, scaled) if scaled else None,
         expert_imbalance=loads[0] if loads else None,
         expert_load=loads[1:] if loads else None,
     )
+
+
+def knew_scales(training: Training) -> bool:
+    """Whether the step just made had scales from steps before; else it was only to look."""
+    return training.parallel.scales is not None and training.parallel.scales.known
+
+
+def _by_layer(training: Training, scaled: list[float]) -> dict[str, tuple[float, float]]:
+    assert training.parallel.scales is not None, "numbers of them are there"
+    layers: dict[str, tuple[float, float]] = {}
+    for name, lost, relative in zip(training.parallel.scales.names, scaled[1::3], scaled[2::3], strict=True):
+        layer = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
+        most = layers.get(layer, (0.0, 0.0))
+        layers[layer] = max(most[0], lost), max(most[1], relative)
+    return layers
 
 
 def share(training: Training, numbers: Tensor) -> Tensor:
@@ -287,7 +330,7 @@ def divisor(training: Training, norm: Tensor) -> Tensor:
     return excess * training.scale.value
 
 
-def _stop_non_finite(training: Training, step: int, loss: float) -> None:
+def _stop_non_finite(training: Training, step: int, loss: float, unseen: list[int]) -> None:
     """Say where the first non-finite number is, over all ranks, and end the run with the weights as they were."""
     names = [name for name, _ in build_plain(training.config).named_parameters()]
     mine = first_non_finite(training.parallel.named_parameters())
@@ -296,6 +339,9 @@ def _stop_non_finite(training: Training, step: int, loss: float) -> None:
         training.comm.all_reduce(index, axis, op=torch.distributed.ReduceOp.MIN)
     name = names[int(index)] if int(index) < len(names) else None
     gradient = f"the gradient of {name} is the first that is not finite" if name else "all gradients are finite"
+    if unseen and training.parallel.scales is not None:
+        module, _, kind = training.parallel.scales.names[unseen[0]].partition(".float8.")
+        gradient += f", but not the {kind} of the float8 product of {module}"
     raise RunFailed(
         f"step {step}: the loss is {loss} and {gradient}. The weights were not touched, and checkpoints "
         "are kept. Lower train.learning_rate, add warm-up, or look at the data of this step, and run the command again."

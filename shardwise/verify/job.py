@@ -87,6 +87,8 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
             f"train.driver = {config.train.driver!r}: a proof is of a layout whose devices compute in lockstep; "
             "add train.driver=synchronous, and leave the driver's own table out"
         )
+    if config.train.precision == "float8" and dtype == "float32":
+        raise UserError("--dtype float32: products in float8 are between numbers in bfloat16, or in float64; use one of these")
     model = config.model.model_copy(
         update={"pretrained": None}
     )  # weights are drawn: a proof is of computing, not of what they know
@@ -118,9 +120,12 @@ def smallest_data(layout: Layout) -> int:
 
 def _train(config: Config, steps: int, dtype: Dtype) -> dict[str, Any]:
     train = config.train
+    float8 = train.precision == "float8"
+    state = train.state_dtype if dtype == "bfloat16" and train.state_dtype == "bfloat16" else "auto"
     return {
-        "precision": dtype,
-        "state_dtype": train.state_dtype if dtype == "bfloat16" and train.state_dtype == "bfloat16" else "auto",
+        "precision": "float8" if float8 else dtype,  # between values in the dtype of the proof
+        "state_dtype": "float64" if float8 and dtype == "float64" else state,
+        "float8_scaling": "delayed",  # dynamic scales depend on who has which tokens
         "steps": steps + 1,
         "warmup": min(train.warmup, 2 if steps > 2 else 0),
         "decay": 2,

@@ -223,7 +223,8 @@ def watch(
     def watched(batch: Sequence[Any], factor: Tensor) -> Tensor:
         begin(training.step + 1)
         loss = original(batch, factor)
-        look(training.step + 1)
+        if parallel.scales is None or not bool(parallel.scales.see().outgrown):  # else the step is made again
+            look(training.step + 1)
         return loss
 
     parallel.forward_backward = watched  # type: ignore[method-assign]

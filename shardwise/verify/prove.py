@@ -178,6 +178,8 @@ def _check_plain(config: Config, dtype: Dtype) -> None:
     """Before any process starts; only here does this one import torch."""
     if dtype != "float64":
         raise UserError(f"--against plain: computes in float64 only; leave out --dtype {dtype}")
+    if config.train.precision == "float8":
+        raise UserError("--against plain: plain torch has no products in float8; add train.precision=bfloat16 to prove the rest")
     from shardwise.verify.plain import check_known
 
     check_known(config)

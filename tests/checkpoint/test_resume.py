@@ -71,7 +71,11 @@ LAYOUTS = [
     ({"replica": 2, "data": 2, "zero": 2}, "bfloat16"),
     ({"data": 2, "zero": 3}, "float16"),
     ({}, "float16"),
+    ({"data": 2, "zero": 3}, "float8"),
+    pytest.param({"tensor": 2}, "float8", marks=pytest.mark.full),
 ]
+FITTING = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn": 48, "vocabulary": 259}
+"""A model whose products fit into float8."""
 
 
 @pytest.mark.parametrize(("layout", "precision"), LAYOUTS, ids=str)
@@ -80,7 +84,8 @@ def test_three_steps_and_three_more_are_six_to_the_last_bit(
 ) -> None:
     # The scale doubles after two clean steps: at the third, one is counted and must not be forgotten.
     train = {"steps": 6, "precision": precision, "micro_batch": 2, "scale_every": 2, "initial_scale": 256.0}
-    tables = job(corpus, train=train, layout=layout, run={"folder": str(tmp_path)})
+    model = {"model": FITTING} if precision == "float8" else {}
+    tables = job(corpus, train=train, layout=layout, run={"folder": str(tmp_path)}, **model)
     whole_run = run(ranks, tables, train_and_save, 3)
     resumed = run(ranks, tables, resume)
     for (uninterrupted, saved), (continued, loaded) in zip(whole_run, resumed, strict=True):

@@ -25,6 +25,7 @@ MODELS: Tables = {
     "deep": {**FAMILIES["llama"], "layers": 9},
     "deep experts": {**FAMILIES["experts"], "experts_per_token": 4, "layers": 9},
     "wide": {**FAMILIES["llama"], "layers": 2, "hidden": 128, "vocabulary": 4096},  # gradients fill several buckets
+    "fitting": {**FAMILIES["llama"], "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 64},  # into float8
     "many ids": {**FAMILIES["llama"], "layers": 1, "vocabulary": 100_001},  # a chunk of the loss is not all of it
 }
 
@@ -68,6 +69,7 @@ ALONE = [
     row("wide", data=2, zero=0),
     row("llama", {"state_dtype": "bfloat16"}, data=2, zero=2),
     row("experts", FULL, data=2, expert=2, zero=3),
+    row("fitting", {"precision": "float8"}, data=2, tensor=2, zero=3),
 ]
 PIPELINES = [
     *(row("tied", SINGLES, pipeline=2, schedule=schedule) for schedule in ("interleaved", "zb1p")),
@@ -139,6 +141,7 @@ MATRIX = [
         and not (model == "gpt" and layout.get("schedule") in ("interleaved", "zbv", "dualpipev"))
     )
 ]
+MORE.append(row("fitting", {**SINGLES, "precision": "float8"}, pipeline=2, context=2))
 REST = [one for one in [*MORE, *MATRIX] if one not in ROWS]
 
 

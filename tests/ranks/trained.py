@@ -165,11 +165,12 @@ def check_sent(found: list[Ran], tables: Tables) -> None:
     expected, priced = predicted(tables, len(found))
     assert priced == sum(entry["bytes"] for entry in expected.values())
     routed = tables["model"].get("experts", 0) > tables["model"].get("experts_per_token", 0)
-    for step in found[0].steps:
+    once = found[0].steps[1:] if tables["train"].get("precision") == "float8" else found[0].steps  # the first is made twice there
+    for step in once:
         sent = {name: {"count": entry["count"], "bytes": entry["bytes"]} for name, entry in step.collectives.items()}
         if routed and "all_to_all/expert" in expected:
             sent["all_to_all/expert"]["bytes"] = expected["all_to_all/expert"]["bytes"]
-        assert sent == expected
+        assert sent == expected, {name: (sent.get(name), expected.get(name)) for name in sent | expected}
 
 
 def predicted(tables: Tables, world: int) -> tuple[Ledger, float]:

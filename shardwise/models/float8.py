@@ -1,0 +1,175 @@
+"""Products in float8: both factors in 8 bits, sums in float32, the result as in bfloat16.
+
+    y  = x8 · w8ᵀ      x, w in e4m3 (3 bits of fraction, up to 448)
+    dx = g8 · w8       g    in e5m2 (2 bits of fraction, up to 57,344)
+    dw = g8ᵀ · x8
+
+Every tensor is multiplied by a scale before it is cast, so that its largest number lies near the end of the format's range, and
+divided by it in the product. Scales are powers of two: then a scale moves the range and rounds nothing, so that two devices whose
+scales differ still agree on all numbers that neither of them loses below the range.
+
+Where a scale comes from:
+
+- delayed: from the largest magnitudes of the last steps, over all devices and micro-batches, with room for growth. It is known
+  before the tensor is, so casting is one more number to write for whatever kernel makes the tensor; and it is the same on every
+  layout. A tensor that outgrows its scale is noticed at the end of the step, before the weights are touched, and the step is made
+  again with scales that fit (train/steps.py); so is the first step of a run, which is only to look at the magnitudes.
+- dynamic: from this tensor, on this device, now. One more pass over each tensor.
+
+Backward needs `x`, kept in 8 bits: half of what bfloat16 keeps. A GPU multiplies in float8 only what lies along the summed
+dimension, so each tensor is transposed once; where a size is no multiple of 16, on GPUs without float8 and on CPUs the product
+is made of the same 8-bit numbers in the computing dtype.
+
+What was seen (largest magnitudes, and how many numbers fell below the range) comes out of backward. In eager code it is noted
+right there. A compiled block must not write to anything, so there it leaves as the gradient of a `probe`, whose hook notes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise._torch import float8_mm
+from shardwise.models.dtypes import wide
+from shardwise.models.unfilled import ExactBuffers
+from shardwise.plan.float8 import MULTIPLE
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
+ROOM = {E4M3: 2.0, E5M2: 8.0}
+"""By how much a tensor may outgrow the largest that was seen of it before a step has to be made again. e5m2 has room."""
+HISTORY = 16
+"""Steps whose largest magnitudes are remembered."""
+
+
+class Scale(ExactBuffers):
+    """Of one kind of tensor: an input, a weight or a gradient."""
+
+    maxima: Tensor
+    value: Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.register_buffer("maxima", torch.zeros(HISTORY))
+        self.register_buffer("value", torch.ones(()), persistent=False)
+
+
+class Float8(nn.Module):
+    """How a product `x · weightᵀ` is made in float8. Products of one input share its scale."""
+
+    def __init__(self, source: Scale | None = None) -> None:
+        super().__init__()
+        self.input, self.weight, self.gradient = source or Scale(E4M3), Scale(E4M3), Scale(E5M2)
+        self.dynamic = True
+        """Whether scales are taken from the tensors themselves."""
+        self.plain = False
+        """Whether nothing is cast: to look at the magnitudes alone."""
+        self.noted: list[Tensor] = []
+        """What was seen in this step: of each backward, for input, weight and gradient, (3, 2)."""
+        self.probe = self._new_probe(torch.device("cpu"))
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """(..., inputs) and (outputs, inputs) to (..., outputs)."""
+        probe, note = (self.probe, None) if torch.compiler.is_compiling() else (None, self.noted.append)
+        scales = (self.input.value, self.weight.value, self.gradient.value)
+        rows: Tensor = _Product.apply(x.flatten(0, -2), weight, probe, *scales, self.dynamic, self.plain, note)  # type: ignore[no-untyped-call]
+        return rows.view(*x.shape[:-1], -1)
+
+    def scales(self) -> list[Scale]:
+        """Of input, weight and gradient."""
+        return [self.input, self.weight, self.gradient]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Float8:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = self.weight.value.device
+        if self.probe.device != device and device.type != "meta":
+            self.probe = self._new_probe(device)
+        return self
+
+    def _new_probe(self, device: torch.device) -> Tensor:
+        probe = torch.zeros(3, 2, device=device, requires_grad=True)
+        probe.register_hook(self.noted.append)  # type: ignore[no-untyped-call]
+        return probe
+
+
+class _Product(torch.autograd.Function):
+    """Rows (n, inputs) times weight (outputs, inputs) transposed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        probe: Tensor | None,
+        of_input: Tensor,
+        of_weight: Tensor,
+        of_gradient: Tensor,
+        dynamic: bool,
+        plain: bool,
+        note: Callable[[Tensor], None] | None,
+    ) -> Tensor:
+        x8, of_input, seen = quantise(x, of_input, E4M3, dynamic, plain)
+        w8, of_weight, seen_of_weight = quantise(weight.to(x.dtype), of_weight, E4M3, dynamic, plain)
+        ctx.save_for_backward(x8, weight, of_input, of_weight, of_gradient, seen, seen_of_weight)
+        ctx.dynamic, ctx.plain, ctx.note, ctx.dtype = dynamic, plain, note, x.dtype
+        return multiply(x8, w8.t(), of_input, of_weight, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x8, weight, of_input, of_weight, of_gradient, seen, seen_of_weight = ctx.saved_tensors
+        g8, of_gradient, seen_of_gradient = quantise(gradient, of_gradient, E5M2, ctx.dynamic, ctx.plain)
+        w8t = transposed(cast(weight.to(ctx.dtype), of_weight, None if ctx.plain else E4M3))
+        x_gradient = multiply(g8, w8t.t(), of_gradient, of_weight, ctx.dtype)
+        weight_gradient = multiply(transposed(g8), transposed(x8).t(), of_gradient, of_input, ctx.dtype).to(weight.dtype)
+        all_seen = torch.stack((seen, seen_of_weight, seen_of_gradient))
+        if ctx.note is not None:
+            ctx.note(all_seen)
+        return x_gradient, weight_gradient, all_seen if ctx.note is None else None, None, None, None, None, None, None
+
+
+def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype, dynamic: bool, plain: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows in 8 bits, the scale they were multiplied by, and what was seen: (largest magnitude, share of numbers lost)."""
+    magnitudes = x.abs().to(wide(x.dtype))
+    largest = magnitudes.amax(-1).amax()
+    if dynamic:
+        scale = scale_for(largest, LARGEST[dtype])
+    lost = ((magnitudes * scale <= SMALLEST[dtype] / 2) & (magnitudes > 0)).sum(-1, dtype=torch.float32).sum()
+    seen = torch.stack((largest.float(), lost / max(1, x.numel())))
+    return cast(x, scale, None if plain else dtype), scale, seen
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """x times the scale in 8 bits, where what is above the range becomes its end; None: not cast."""
+    if dtype is None:
+        return x * scale
+    return (x.to(wide(x.dtype)) * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+
+
+def transposed(matrix: Tensor) -> Tensor:
+    """(rows, columns) in 8 bits to (columns, rows), contiguous."""
+    if not matrix.is_cuda or matrix.dtype.itemsize > 1:
+        return matrix.t().contiguous()
+    from shardwise.models.kernels import transpose8
+
+    turned: Tensor = transpose8(matrix)
+    return turned
+
+
+def scale_for(largest: Tensor, end: Tensor | float) -> Tensor:
+    """The largest power of two by which such numbers stay within ± end; one where nothing but zeros was seen."""
+    exponent_alone = (end / largest.float()).view(torch.int32) & 0x7F800000
+    return torch.where(largest > 0, exponent_alone.view(torch.float32), 1.0).clamp(2.0**-100, 2.0**100)
+
+
+def multiply(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, dtype: torch.dtype, fast: bool = True) -> Tensor:
+    """left (n, k) row by row times right (k, m) column by column, without their scales. `fast` sums are rounded in between."""
+    fits = not any(size % MULTIPLE for size in (*left.shape, right.shape[1]))
+    if left.is_cuda and left.dtype.itemsize == 1 and dtype != torch.float64 and fits:
+        return float8_mm(left, right, 1 / of_left, 1 / of_right, dtype, fast)
+    exact = wide(dtype)
+    return ((left.to(exact) @ right.to(exact)) * (1 / (of_left * of_right))).to(dtype)

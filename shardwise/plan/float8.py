@@ -1,0 +1,73 @@
+"""Which products of the transformer are made in float8, by the names of their modules.
+
+All that multiply by a matrix in a block, and the head; not routers, whose scores are never rounded, and not experts, whose
+grouped products are left in bfloat16. Sizes must be multiples of 16, which is what a GPU's float8 products take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from shardwise.config import Model, Train
+from shardwise.errors import UserError
+
+MULTIPLE = 16
+"""Of every size of a GPU's float8 products."""
+
+
+def products(model: Model) -> Iterator[tuple[str, str, tuple[int, int]]]:
+    """Of every product: its module, the first module with the same input, and its sizes (outputs, inputs)."""
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    width = model.shared_experts * model.expert_width if model.experts else model.ffn
+    for layer in range(model.layers):
+        attention = f"blocks.{layer}.attention."
+        for name, outputs in (("query", queries), ("key", keys), ("value", keys)):
+            yield attention + name, attention + "query", (outputs, model.hidden)
+        yield attention + "output", attention + "output", (model.hidden, queries)
+        inside = f"blocks.{layer}.feed_forward." + ("shared." if model.experts else "")
+        if not width:
+            continue
+        first = "gate" if model.gated or model.experts else "up"
+        for name in ("gate", "up") if first == "gate" else ("up",):
+            yield inside + name, inside + first, (width, model.hidden)
+        yield inside + "down", inside + "down", (model.hidden, width)
+    yield "head", "head", (MULTIPLE, model.hidden)  # its rows are padded
+
+
+def check_left_out(model: Model, train: Train) -> None:
+    """Refuse a pattern that leaves nothing out."""
+    names = [name for name, _, _ in products(model)]
+    for pattern in train.float8_leave_out:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"train.float8_leave_out: {pattern!r} is the name of no product; there are {', '.join(names[:7])}, … and head"
+            )
+
+
+def in_float8(model: Model, train: Train) -> list[str]:
+    """The modules whose products a job makes in float8."""
+    return [name for name, _, sizes in products(model) if _asked(name, train) and _fits(sizes)]
+
+
+def unfit(model: Model, train: Train) -> list[str]:
+    """Those that are left out because of their sizes."""
+    return [name for name, _, sizes in products(model) if _asked(name, train) and not _fits(sizes)]
+
+
+def scale_count(model: Model, train: Train) -> int:
+    """Scales of the whole model: of every weight and every gradient, and of each input that several products share."""
+    if train.precision != "float8":
+        return 0
+    chosen = set(in_float8(model, train))
+    return 2 * len(chosen) + len({source for name, source, _ in products(model) if name in chosen})
+
+
+def _asked(name: str, train: Train) -> bool:
+    if name == "head" and not train.float8_head:
+        return False
+    return not any(fnmatchcase(name, pattern) for pattern in train.float8_leave_out)
+
+
+def _fits(sizes: tuple[int, int]) -> bool:
+    return not any(size % MULTIPLE for size in sizes)

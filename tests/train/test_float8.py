@@ -1,0 +1,132 @@
+"""A run in float8: steps that are made again, what is told of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks.jobs import ALONE, job, start
+from rich.console import Console
+
+from shardwise.config import from_tables
+from shardwise.errors import ConfigError, RunFailed, UserError
+from shardwise.models.float8 import Float8, Scale
+from shardwise.observe.report import render
+from shardwise.observe.summary import summarise
+from shardwise.plan import choose
+from shardwise.plan.float8 import in_float8, scale_count, unfit
+from shardwise.train.build import Training
+from shardwise.train.steps import steps
+
+MODEL = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn": 48, "vocabulary": 259}
+
+
+def training(corpus: str, **train: Any) -> Training:
+    return start(ALONE, job(corpus, model=MODEL, train={"precision": "float8", "steps": 4, "micro_batch": 2, **train}))
+
+
+def scale(built: Training, name: str) -> Scale:
+    module = built.parallel.model.get_submodule(name)
+    assert isinstance(module, Scale)
+    return module
+
+
+def test_a_tensor_that_outgrows_its_scale_has_its_step_made_again_on_the_same_data(corpus: str) -> None:
+    built, usual = training(corpus), training(corpus)
+    undisturbed = list(steps(usual))
+    assert [step.again for step in undisturbed] == [0, 0, 0, 0]
+    done = []
+    for step in steps(built):
+        done.append(step)
+        if step.step == 2:  # as if far smaller numbers had been seen
+            scale(built, "blocks.1.feed_forward.down.float8.input").maxima.mul_(2.0**-10)
+    assert [step.again for step in done] == [0, 0, 1, 0]
+    assert [step.data for step in done] == [step.data for step in undisturbed]
+    assert [step.loss for step in done] == [step.loss for step in undisturbed], "with scales that fit it is the same step"
+    assert done[2].float8 is not None
+    assert set(done[2].float8) == {"blocks.0", "blocks.1", "head"}
+
+
+def test_the_first_step_is_made_with_the_scales_that_it_shows_to_be_needed(corpus: str) -> None:
+    built = training(corpus)
+    next(iter(steps(built)))
+    of_input = scale(built, "head.float8.input")
+    assert of_input.maxima[0] > 0
+    assert of_input.value.item() == 2.0 ** torch.floor(torch.log2(448 / 2 / of_input.maxima[0])).item()
+
+
+def test_dynamic_scales_need_no_former_step(corpus: str) -> None:
+    built = training(corpus, float8_scaling="dynamic")
+    assert [step.again for step in steps(built)] == [0] * 4
+    assert all(module.dynamic for module in built.parallel.model.modules() if isinstance(module, Float8))
+
+
+def test_a_number_that_is_not_finite_stops_the_run(corpus: str) -> None:
+    built = training(corpus)
+    going = steps(built)
+    next(going)
+    with torch.no_grad():
+        built.parallel.model.get_parameter("blocks.1.attention.value.weight")[0, 0] = torch.inf
+    with pytest.raises(RunFailed, match=r"but not the weight of the float8 product of blocks\.1\.attention\.value"):
+        list(going)
+
+
+def test_products_are_those_of_the_model_but_what_is_left_out(corpus: str) -> None:
+    built = training(corpus, float8_leave_out=["blocks.0.*", "*.value"], float8_head=False)
+    own = [name.removesuffix(".float8") for name, module in built.parallel.model.named_modules() if isinstance(module, Float8)]
+    assert own == [f"blocks.1.{name}" for name in ("attention.query", "attention.key", "attention.output",
+                                                   "feed_forward.gate", "feed_forward.up", "feed_forward.down")]  # fmt: skip
+    assert own == in_float8(built.config.model, built.config.train)
+    scales = {id(module) for module in built.parallel.model.modules() if isinstance(module, Scale)}
+    assert len(scales) == scale_count(built.config.model, built.config.train)
+
+
+def test_sizes_that_do_not_fit_are_left_out(corpus: str) -> None:
+    config = from_tables(job(corpus, model={**MODEL, "ffn": 50}, train={"precision": "float8"}))
+    assert unfit(config.model, config.train) == [
+        f"blocks.{layer}.feed_forward.{name}" for layer in (0, 1) for name in ("gate", "up", "down")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"train": {"precision": "bfloat16", "float8_head": False}}, "has no effect without train.precision = 'float8'"),
+        ({"train": {"driver": "server"}, "layout": {"data": 2}}, "float8 needs scales that all gradients of a step agree on"),
+        ({"model": {"module": "own.py:Own"}}, "is for the transformer of"),
+    ],
+    ids=["without", "server", "own module"],
+)
+def test_what_cannot_be_is_refused(corpus: str, tables: dict[str, Any], message: str) -> None:
+    whole = job(corpus, **{"model": MODEL, **tables, "train": {"precision": "float8", **tables.get("train", {})}})
+    with pytest.raises(ConfigError, match=message):
+        from_tables(whole)
+
+
+def test_a_pattern_that_names_nothing_is_refused(corpus: str) -> None:
+    config = from_tables(job(corpus, model=MODEL, train={"precision": "float8", "float8_leave_out": ["blocks.9.*"]}))
+    with pytest.raises(UserError, match=r"'blocks\.9\.\*' is the name of no product"):
+        choose(config, 1)
+
+
+def test_the_report_shows_what_was_lost_and_warns(tmp_path: Path) -> None:
+    step = {"loss": 2.0, "tokens": 8, "seconds": 1.0, "again": 1}
+    lost = {"blocks.0": 0.3, "head": 0.0}, {"blocks.0": 0.01, "head": 0.0}
+    lines = [{**step, "step": n, "float8": {layer: [share, 0.5] for layer, share in of.items()}} for n, of in enumerate(lost, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = summarise(tmp_path)
+    assert summary["float8"] == {
+        "layers": {
+            "blocks.0": {"lost": 0.01, "most_lost": 0.3, "of_range": 0.5},
+            "head": {"lost": 0.0, "most_lost": 0.0, "of_range": 0.5},
+        },
+        "made_again": 2,
+    }
+    console = Console(width=120, record=True, file=(tmp_path / "out").open("w"))
+    render(summary, console)
+    text = console.export_text()
+    assert "30.0 % of a tensor lost below the range (blocks.0); 2 steps made again" in text.replace("\n", " ").replace("│", "")
+    assert "train.float8_leave_out" in text
