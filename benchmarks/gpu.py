@@ -41,18 +41,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def job(shape: str, folder: Path, step_count: int) -> Config:
+def job(shape: str, folder: Path, step_count: int, precision: str, more: dict[str, Any]) -> Config:
     vocabulary = 128_256
     random_tokens.write(folder, 8192 * 64, vocabulary)
     tables = SHAPES[shape]
-    train = {"steps": step_count, "precision": "bfloat16", "learning_rate": 1e-4, **tables["train"]}
+    train = {"steps": step_count, "precision": precision, "learning_rate": 1e-4, **tables["train"], **more}
     data = {"source": str(folder), "sequence_length": 8192, "held_out": 0.0}
     return from_tables({"model": tables["model"], "data": data, "train": train, "run": {"folder": str(folder / "run")}})
 
 
-def ours(shape: str, step_count: int, trace: Path | None) -> dict[str, Any]:
+def ours(shape: str, step_count: int, trace: Path | None, precision: str, more: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        config = job(shape, Path(folder), step_count)
+        config = job(shape, Path(folder), step_count, precision, more)
         training = build(config, choose(config, 1), Worker(0, 1, 0, 1, "localhost", 0, "benchmark"))
         print(json.dumps(describe_run(training), indent=1), flush=True)
         torch.cuda.reset_peak_memory_stats()
@@ -75,6 +75,7 @@ def ours(shape: str, step_count: int, trace: Path | None) -> dict[str, Any]:
         "spans": spans,
         "first_loss": done[0].loss,
         "last_loss": done[-1].loss,
+        "losses": [round(step.loss, 4) for step in done],
     }
 
 
@@ -126,11 +127,13 @@ def main() -> None:
     parser.add_argument("shapes", nargs="*", default=["1b"], choices=[*SHAPES, []])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--baseline", action="store_true")
+    parser.add_argument("--precision", default="bfloat16")
+    parser.add_argument("--train", type=json.loads, default={}, help="more settings of [train]")
     parser.add_argument("--trace", type=Path)
     options = parser.parse_args()
     for shape in options.shapes or ["1b"]:
         result: dict[str, Any] = {"shape": shape, "gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__)}
-        result["shardwise"] = ours(shape, options.steps, options.trace)
+        result["shardwise"] = ours(shape, options.steps, options.trace, options.precision, options.train)
         result["ratio_to_torchtitan"] = result["shardwise"]["tokens_per_second"] / TORCHTITAN[shape]
         gc.collect()
         torch.cuda.empty_cache()

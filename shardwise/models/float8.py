@@ -84,12 +84,9 @@ class Float8(nn.Module):
         """Of input, weight and gradient."""
         return [self.input, self.weight, self.gradient]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Float8:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        device = self.weight.value.device
-        if self.probe.device != device and device.type != "meta":
-            self.probe = self._new_probe(device)
-        return self
+    def note_on(self, device: torch.device) -> None:
+        """Where compiled code will run."""
+        self.probe = self._new_probe(device)
 
     def _new_probe(self, device: torch.device) -> Tensor:
         probe = torch.zeros(3, 2, device=device, requires_grad=True)

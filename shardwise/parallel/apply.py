@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwise._torch import recompute_casts
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
-from shardwise.config import Config, Layout, Model, sequence_multiple
+from shardwise.config import SPLIT_BACKWARD, Config, Layout, Model, sequence_multiple
 from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
 from shardwise.models import (
     Head,
@@ -275,8 +275,11 @@ def _compressed(model: nn.Module, table: Sharding, comm: Comm) -> frozenset[str]
 
 
 def is_compiled(config: Config, device: torch.device) -> bool:
-    """Whether blocks go through torch.compile."""
-    return compiles_blocks(config.train.compile, device.type)
+    """Whether blocks go through torch.compile. Not in float8 where backward comes in halves: none of them asks for what compiled
+    code has seen (models/float8.py)."""
+    layout = config.layout
+    halves = config.train.precision == "float8" and layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD
+    return compiles_blocks(config.train.compile, device.type) and not halves
 
 
 def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:

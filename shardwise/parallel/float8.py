@@ -65,6 +65,8 @@ class Scales:
     def __init__(self, models: Sequence[nn.Module], names: Sequence[str], comm: Comm, delayed: bool, exact: bool) -> None:
         self.comm, self.delayed, self.names, self.exact = comm, delayed, names, exact
         self.products = [module for model in models for module in model.modules() if isinstance(module, Float8)]
+        for product in self.products:
+            product.note_on(comm.device)
         own = {name: module for model in models for name, module in model.named_modules() if isinstance(module, Scale)}
         self.own = list(own.values())
         self.places = torch.tensor([names.index(name) for name in own], dtype=torch.int64, device=comm.device)

@@ -38,6 +38,7 @@ _KEPT = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_mm.default,
     *_DROPOUT,
     RING,
 }

@@ -35,7 +35,7 @@ ALLOWED = {
     "parallel/recompute.py": {
         **dict.fromkeys((f"_scaled_dot_product_{kind}_attention" for kind in ("cudnn", "flash", "efficient")), KERNELS),
         "_scaled_dot_product_flash_attention_for_cpu": KERNELS,
-        "_grouped_mm": "selective recomputation names the operators whose results it keeps",
+        **dict.fromkeys(("_grouped_mm", "_scaled_mm"), "selective recomputation names the operators whose results it keeps"),
     },
     "parallel/modules.py": {"_parameters": PARAMETERS},
     "parallel/tensor.py": {"_parameters": PARAMETERS},
@@ -47,6 +47,7 @@ ALLOWED = {
         "_apply": "all that moves or casts a module goes through it, and would make two weights of a tied one",
     },
     "parallel/pipeline.py": {"_get_init_p2p_neighbors_ops": "torch 2.11 would send to itself at the bottom of a V"},
+    "parallel/float8.py": {"_foreach_copy_": "one kernel for many copies has no public name"},
     "optim/norm.py": {"_foreach_norm": "one kernel for many norms has no public name"},
     "optim/adamw.py": {"_foreach_div_": "one kernel for many quotients has no public name"},
 }
