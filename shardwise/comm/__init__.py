@@ -3,7 +3,7 @@
 from shardwise.comm.behind import SumsBehind, UnitBehind
 from shardwise.comm.comm import EXPOSED, Comm, Exchange
 from shardwise.comm.compressor import CompressionSettings, Compressor, Momentum
-from shardwise.comm.gathers import EncodedGather, GatherSettings, NearbyCopy
+from shardwise.comm.gathers import EncodedGather, Float8Gather, GatherSettings, NearbyCopy
 from shardwise.comm.hooks import CompressedCopies, CountedAllGather, CountedReduceScatter, GradientSum
 from shardwise.comm.peers import Peers
 
@@ -17,6 +17,7 @@ __all__ = [
     "CountedReduceScatter",
     "EncodedGather",
     "Exchange",
+    "Float8Gather",
     "GatherSettings",
     "GradientSum",
     "Momentum",

@@ -14,7 +14,7 @@ rounding leaves out of a weight is not carried on: the next step rounds the exac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,8 @@ from shardwise.comm.codecs import codec
 from shardwise.comm.comm import Comm
 from shardwise.comm.gloo import all_gather
 from shardwise.config.compression import Compression, WeightGathers
+from shardwise.models.dtypes import wide
+from shardwise.models.float8 import E4M3, Float8, cast
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,40 @@ class EncodedGather:
     def _split(self, numbers: Tensor, large: bool) -> tuple[Tensor, ...]:
         sizes = [size for each, size in zip(self.large, self.sizes, strict=True) if each is large]
         return numbers.split_with_sizes(sizes, dim=1)
+
+
+class Float8Gather:
+    """Gathers a unit's weights: those that are multiplied in float8 in 8 bits, the rest as it is, in one message. What arrives,
+    cast again, is what was sent, so the products are those of a device that has the weights whole."""
+
+    def __init__(self, comm: Comm, axis: str, pieces: Sequence[torch.Size], products: Sequence[Float8 | None]) -> None:
+        self.comm, self.axis, self.products = comm, axis, products
+        self.sizes = [shape.numel() for shape in pieces]
+
+    def gather(self, output: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+        """This device's numbers, and everybody's: (devices x numbers)."""
+        scales = [None if product is None or product.plain else product.weight.value for product in self.products]
+        order = sorted(range(len(scales)), key=lambda index: scales[index] is not None)  # single bytes at the end
+        parts = own.split_with_sizes(self.sizes)
+        coded = [_in_bytes(parts[index], scales[index]) for index in order]
+        message = torch.cat(coded)
+        gathered = message.new_empty(group.size(), message.numel())
+        with self.comm.collective("all_gather", self.axis, gathered, plain=output):
+            all_gather(gathered.flatten(), message, group, self.comm.mesh.worker)
+        rows = dict(zip(order, gathered.split_with_sizes([len(one) for one in coded], dim=1), strict=True))
+        for index, part in enumerate(output.view(group.size(), -1).split_with_sizes(self.sizes, dim=1)):
+            _from_bytes(rows[index], scales[index], part)
+
+
+def _in_bytes(numbers: Tensor, scale: Tensor | None) -> Tensor:
+    return (numbers if scale is None else cast(numbers, scale, E4M3)).contiguous().view(torch.uint8)
+
+
+def _from_bytes(rows: Tensor, scale: Tensor | None, into: Tensor) -> None:
+    if scale is None:
+        into.copy_(rows.contiguous().view(into.dtype))
+    else:
+        into.copy_(rows.contiguous().view(E4M3).to(wide(into.dtype)) / scale)
 
 
 class NearbyCopy:

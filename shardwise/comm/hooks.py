@@ -24,7 +24,7 @@ from shardwise._torch import all_gather_single, inside_backward
 from shardwise.comm.behind import NEUTRAL, UnitBehind
 from shardwise.comm.comm import EXPOSED, Comm
 from shardwise.comm.compressor import Compressor
-from shardwise.comm.gathers import EncodedGather, NearbyCopy
+from shardwise.comm.gathers import EncodedGather, Float8Gather, NearbyCopy
 from shardwise.comm.gloo import NO_TIMEOUT, GatherUnderWay, PartsUnderWay, all_gather, reduce_scatter
 from shardwise.comm.in_order import InOrder
 from shardwise.observe import Collective
@@ -113,7 +113,9 @@ class _Counted:
 class CountedAllGather(_Counted):
     """FSDP2 gathers a unit's weights: as they are, encoded, or in backward from a copy nearby."""
 
-    def __init__(self, comm: Comm, axis: str, encoded: EncodedGather | None = None, nearby: NearbyCopy | None = None) -> None:
+    def __init__(
+        self, comm: Comm, axis: str, encoded: EncodedGather | Float8Gather | None = None, nearby: NearbyCopy | None = None
+    ) -> None:
         super().__init__(comm, axis)
         self.encoded, self.nearby = encoded, nearby
 

@@ -48,6 +48,11 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
         problems.append("cluster.preset and cluster.file are both given; keep one (a file may itself start from a preset)")
     if isinstance(model, Model) and isinstance(data, Data):
         problems += _positions(model, data)
+    if isinstance(train, Train) and isinstance(layout, Layout) and train.precision == "float8" and layout.weight_compression:
+        problems.append(
+            f"layout.weight_compression = {layout.weight_compression!r}: with train.precision = 'float8' weights are gathered in "
+            "8 bits already; leave it out"
+        )
     if isinstance(model, Model) and isinstance(train, Train) and model.module is not None and train.precision == "float8":
         problems.append(
             "train.precision = 'float8': is for the transformer of [model], whose products are known; use 'bfloat16' where "
@@ -121,7 +126,8 @@ def _train(train: Train) -> Iterator[str]:
         yield f"train.state_dtype = 'float64': only with train.precision = 'float64' (given {train.precision!r})"
     if train.precision in ("float32", "float16") and train.state_dtype == "bfloat16":
         yield f"train.state_dtype = 'bfloat16': needs train.precision = 'bfloat16' or 'float8' (given {train.precision!r})"
-    given = [name for name in ("float8_scaling", "float8_head", "float8_leave_out") if name in train.model_fields_set]
+    own = ("float8_scaling", "float8_head", "float8_leave_out")
+    given = [name for name in own if getattr(train, name) != Train.model_fields[name].default]
     if given and train.precision != "float8":
         yield f"train.{given[0]}: has no effect without train.precision = 'float8'; leave it out, or set that"
     if not all(0 <= beta < 1 for beta in train.betas):
@@ -275,8 +281,10 @@ def _whole_models(model: Model, train: Train, layout: Layout) -> Iterator[str]:
     usual |= {"zero"} if train.driver == "hogwild" and layout.zero == 0 else set()
     if given := sorted(layout.model_fields_set - usual - {"data"}):
         yield f"{what}: each of layout.data workers has a whole model; leave layout.{', layout.'.join(given)} out"
-    if train.precision in ("float16", "float8"):
-        yield f"{what}: {train.precision} needs scales that all gradients of a step agree on; use bfloat16 or float32"
+    if train.precision == "float16":
+        yield f"{what}: float16 needs a loss scale that all gradients of a step agree on; use bfloat16 or float32"
+    if train.precision == "float8":
+        yield f"{what}: float8 needs scales that all gradients of a step agree on; use bfloat16 or float32"
     if train.driver == "hogwild" and train.state_dtype == "bfloat16":
         yield f"{what}: updates of single rows are smaller than bfloat16 can tell; leave train.state_dtype out"
     if train.optimizer != "adamw" or train.shares != "even":

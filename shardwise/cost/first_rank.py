@@ -139,6 +139,11 @@ class FirstRank:
         """And their columns."""
         return sizes(self.work.model, self.space.tensor, self.shards, "columns")
 
+    @cached_property
+    def cast(self) -> Sizes:
+        """Of its units, what is gathered in 8 bits."""
+        return sizes(self.work.model, self.space.tensor, self.shards, self.work.cast)
+
     @property
     def block(self) -> Ints:
         """Numbers in the unit of a block."""
@@ -194,8 +199,9 @@ class Sizes:
     whole_norm: Ints
 
 
-Measure = Literal["all", "compressed", "rows", "columns"]
-"""What is counted: all numbers, those whose gradients can be compressed, or the rows or columns of the matrices of these."""
+Measure = Literal["all", "compressed", "rows", "columns"] | tuple[str, ...]
+"""What is counted: all numbers, those whose gradients can be compressed, or the rows or columns of the matrices of these; or the
+weights of these modules, named as in a block."""
 
 
 def sizes(model: Model, tensor: Ints, shards: Ints, measure: Measure = "all") -> Sizes:
@@ -214,10 +220,13 @@ def _sizes_of(model: Model, tensor: int, shards: int, measure: Measure) -> tuple
         if ".experts." in name:
             continue
         part, dim = "block" if name.startswith("blocks.") else name.partition(".")[0], split_dim(name, model, tensor)
-        if measure != "all" and not (is_compressed(shape) and (tensor == 1 or dim is not None)):
+        if isinstance(measure, tuple):
+            if name.removeprefix("blocks.0.").removesuffix(".weight") not in measure:
+                continue
+        elif measure != "all" and not (is_compressed(shape) and (tensor == 1 or dim is not None)):
             continue
         own = sliced(shape, dim, tensor, shards)
-        counted = {"rows": int(own.gathered) // shape[-1], "columns": shape[-1]}.get(measure, int(own.gathered))
+        counted = {"rows": int(own.gathered) // shape[-1], "columns": shape[-1]}.get(str(measure), int(own.gathered))
         parts["router" if computes_wide(name) else part] += counted
         whole[part] += 0 if dim is not None else int(own.shard)
     return (*parts.values(), whole["block"], whole["positions"], whole["norm"])

@@ -58,6 +58,8 @@ class Work:
     """As `Plan.bucket_bytes`."""
     scales: int = 0
     """Of tensors in float8, whose maxima all devices share; none for what other programs do."""
+    cast: tuple[str, ...] = ()
+    """Weights that are gathered in 8 bits, by their names in a block."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:
         """Blocks of each of so many stages: by hand, or as they are cut by cost."""

@@ -31,7 +31,7 @@ def step_flows(rank: FirstRank) -> Iterator[Flow]:
         yield calls("all_reduce", axis, "step", getattr(space, axis) > 1, 8 * (4 + 2 * space.world))
     if rank.work.scales:
         for axis in RANK_AXES:
-            yield calls("all_reduce", axis, "step", getattr(space, axis) > 1, 12 * rank.work.scales)
+            yield calls("all_reduce", axis, "step", 2 * (getattr(space, axis) > 1), (12 + 4) / 2 * rank.work.scales)
     if model.experts:
         for axis in ("replica", "data", "context", "tensor"):
             yield calls("all_reduce", axis, "step", getattr(space, axis) > 1, 8 * rank.cut.first * model.experts)

@@ -54,6 +54,8 @@ class Units:
     rows: Any = 0.0
     """Of the matrices that they are in."""
     columns: Any = 0.0
+    cast: Any = 0.0
+    """Of the numbers, those that are gathered in 8 bits."""
 
     def __add__(self, other: Units) -> Units:
         return Units(*(own + others for own, others in zip(self._fields, other._fields, strict=True)))
@@ -65,11 +67,12 @@ class Units:
 
     @property
     def _fields(self) -> tuple[Any, ...]:
-        return self.count, self.numbers, self.compressed, self.rows, self.columns
+        return self.count, self.numbers, self.compressed, self.rows, self.columns, self.cast
 
     def shard(self, shards: Ints) -> Units:
         """What one of so many devices has of them; it has all columns."""
-        return Units(self.count, self.numbers // shards, self.compressed // shards, self.rows // shards, self.columns)
+        rows, cast = self.rows // shards, self.cast // shards
+        return Units(self.count, self.numbers // shards, self.compressed // shards, rows, self.columns, cast)
 
 
 def weight_flows(rank: FirstRank) -> Iterator[Flow]:
@@ -80,6 +83,7 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
     positions, head = (1 if model.positions == "learned" else 0), rank.head.astype(np.int64)
     compressed = _measures(rank)
     blocks = Units(rank.cut.first, *(rank.cut.first * each.block for each in (rank.sizes, *compressed)))
+    blocks = replace(blocks, cast=rank.cut.first * rank.cast.block)
     shared = (space.pipeline > 1) & model.tied  # then its gradients are summed over stages too, and not compressed
     embedding = Units(
         apart * 1.0,
@@ -96,6 +100,7 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
         np.where(alone, rank.sizes.positions, 0) + at_the_end(rank.sizes, rank.sizes.embedding),
         *(np.where(alone, each.positions, 0) + at_the_end(each, 0) for each in compressed),
     )
+    last = replace(last, cast=at_the_end(rank.cast, 0))
     first = Units(np.where(alone, 0.0, positions), *(np.where(alone, 0, each.positions) for each in (rank.sizes, *compressed)))
     yield from _sharded(rank, SHARDS, rank.shards, sharded, _Weights.of(rank), blocks, embedding, (first, last))
     if model.experts:
@@ -146,6 +151,7 @@ def gathered_ahead(rank: FirstRank) -> Iterator[Flow]:
     blocks[where] = gathered_in_vain(rank.work, space.take(where), rank.stack)
     if len(where):
         unit = Units(blocks, *(blocks * size for size in (rank.block, *(each.block for each in _measures(rank)[:1]))))
+        unit = replace(unit, cast=blocks * rank.cast.block)
         yield _gather(SHARDS, "once", 1.0, unit, rank.shards, _Weights.of(rank))
 
 
@@ -211,7 +217,8 @@ def _sharded(
 def _gather(axis: str, when: When, times: Any, unit: Units, shards: Ints, weights: _Weights) -> Flow:
     """Weights of units gathered: as they are, or what is compressed of them encoded (comm/gathers.py)."""
     if weights.codec is None:
-        return units("all_gather", axis, when, times, unit.pair, weights.width)
+        sent = unit.numbers * weights.width - unit.cast * (weights.width - 1)
+        return units("all_gather", axis, when, times, (unit.count, sent), 1.0)
     each = np.asarray(unit.compressed) // np.maximum(unit.count, 1) // shards  # of one unit, on one device
     sent = unit.count * shards * _wire_bytes(weights.codec, each) + (unit.numbers - unit.compressed) * weights.width
     own, none = np.asarray(unit.count * each, dtype=np.float64), 0.0 * each

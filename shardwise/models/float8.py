@@ -16,6 +16,9 @@ Where a scale comes from:
   again with scales that fit (train/steps.py); so is the first step of a run, which is only to look at the magnitudes.
 - dynamic: from this tensor, on this device, now. One more pass over each tensor.
 
+A weight is there before the step is: its scale is that of the weight itself, over all devices that have a part of it. So sharded
+weights can be gathered in 8 bits (comm/gathers.py), and cast again they are what they were.
+
 Backward needs `x`, kept in 8 bits: half of what bfloat16 keeps. A GPU multiplies in float8 only what lies along the summed
 dimension, so each tensor is transposed once; where a size is no multiple of 16, on GPUs without float8 and on CPUs the product
 is made of the same 8-bit numbers in the computing dtype.
@@ -49,28 +52,38 @@ HISTORY = 16
 class Scale(ExactBuffers):
     """Of one kind of tensor: an input, a weight or a gradient."""
 
-    maxima: Tensor
     value: Tensor
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.register_buffer("maxima", torch.zeros(HISTORY))
         self.register_buffer("value", torch.ones(()), persistent=False)
+
+
+class DelayedScale(Scale):
+    """From the largest magnitudes of former steps."""
+
+    maxima: Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.register_buffer("maxima", torch.zeros(HISTORY))
 
 
 class Float8(nn.Module):
     """How a product `x · weightᵀ` is made in float8. Products of one input share its scale."""
 
-    def __init__(self, source: Scale | None = None) -> None:
+    def __init__(self, source: DelayedScale | None = None) -> None:
         super().__init__()
-        self.input, self.weight, self.gradient = source or Scale(E4M3), Scale(E4M3), Scale(E5M2)
+        self.input, self.weight, self.gradient = source or DelayedScale(E4M3), Scale(E4M3), DelayedScale(E5M2)
         self.dynamic = True
-        """Whether scales are taken from the tensors themselves."""
+        """Whether scales of inputs and gradients are taken from the tensors themselves."""
         self.plain = False
         """Whether nothing is cast: to look at the magnitudes alone."""
+        self.alone = True
+        """Whether nobody else uses the weight, so that it may be gathered in 8 bits."""
         self.noted: list[Tensor] = []
-        """What was seen in this step: of each backward, for input, weight and gradient, (3, 2)."""
+        """What was seen in this step: of each backward, for input and gradient, (2, 2)."""
         self.probe = self._new_probe(torch.device("cpu"))
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -80,16 +93,16 @@ class Float8(nn.Module):
         rows: Tensor = _Product.apply(x.flatten(0, -2), weight, probe, *scales, self.dynamic, self.plain, note)  # type: ignore[no-untyped-call]
         return rows.view(*x.shape[:-1], -1)
 
-    def scales(self) -> list[Scale]:
-        """Of input, weight and gradient."""
-        return [self.input, self.weight, self.gradient]
+    def delayed(self) -> list[DelayedScale]:
+        """Of input and gradient."""
+        return [self.input, self.gradient]
 
     def note_on(self, device: torch.device) -> None:
         """Where compiled code will run."""
         self.probe = self._new_probe(device)
 
     def _new_probe(self, device: torch.device) -> Tensor:
-        probe = torch.zeros(3, 2, device=device, requires_grad=True)
+        probe = torch.zeros(2, 2, device=device, requires_grad=True)
         probe.register_hook(self.noted.append)  # type: ignore[no-untyped-call]
         return probe
 
@@ -111,19 +124,19 @@ class _Product(torch.autograd.Function):
         note: Callable[[Tensor], None] | None,
     ) -> Tensor:
         x8, of_input, seen = quantise(x, of_input, E4M3, dynamic, plain)
-        w8, of_weight, seen_of_weight = quantise(weight.to(x.dtype), of_weight, E4M3, dynamic, plain)
-        ctx.save_for_backward(x8, weight, of_input, of_weight, of_gradient, seen, seen_of_weight)
+        w8 = cast(weight.to(x.dtype), of_weight, None if plain else E4M3)
+        ctx.save_for_backward(x8, weight, of_input, of_weight, of_gradient, seen)
         ctx.dynamic, ctx.plain, ctx.note, ctx.dtype = dynamic, plain, note, x.dtype
         return multiply(x8, w8.t(), of_input, of_weight, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x8, weight, of_input, of_weight, of_gradient, seen, seen_of_weight = ctx.saved_tensors
+        x8, weight, of_input, of_weight, of_gradient, seen = ctx.saved_tensors
         g8, of_gradient, seen_of_gradient = quantise(gradient, of_gradient, E5M2, ctx.dynamic, ctx.plain)
         w8t = transposed(cast(weight.to(ctx.dtype), of_weight, None if ctx.plain else E4M3))
         x_gradient = multiply(g8, w8t.t(), of_gradient, of_weight, ctx.dtype)
         weight_gradient = multiply(transposed(g8), transposed(x8).t(), of_gradient, of_input, ctx.dtype).to(weight.dtype)
-        all_seen = torch.stack((seen, seen_of_weight, seen_of_gradient))
+        all_seen = torch.stack((seen, seen_of_gradient))
         if ctx.note is not None:
             ctx.note(all_seen)
         return x_gradient, weight_gradient, all_seen if ctx.note is None else None, None, None, None, None, None, None

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.models.dtypes import wide
-from shardwise.models.float8 import E4M3, E5M2, Float8, multiply, quantise, transposed
+from shardwise.models.float8 import E4M3, E5M2, Float8, cast, multiply, quantise, transposed
 from shardwise.plan.chunks import chunk_tokens
 
 IGNORED = -100
@@ -197,14 +197,16 @@ class _Float8Products:
 
     def __init__(self, hidden: Tensor, weight: Tensor, real: int, float8: Float8, compiled: bool) -> None:
         self.dtype, self.real = hidden.dtype, real
-        make = _compiled_quantise() if compiled else quantise
-        how = (E4M3, float8.dynamic, float8.plain)
-        self.hidden, self.of_hidden, seen = make(hidden, float8.input.value, *how)
-        self.weight, self.of_weight, seen_of_weight = make(weight, float8.weight.value, *how)
+        make_hidden, make_weight = (_compiled(quantise), _compiled(cast)) if compiled else (quantise, cast)
+        self.hidden: Tensor
+        self.of_hidden: Tensor
+        self.hidden, self.of_hidden, seen = make_hidden(hidden, float8.input.value, E4M3, float8.dynamic, float8.plain)
+        self.of_weight = float8.weight.value
+        self.weight = make_weight(weight, self.of_weight, None if float8.plain else E4M3)
         self.gradient_dtype = hidden.dtype if float8.plain else E5M2
         self.of_gradient = torch.full_like(self.of_weight, self.scale)
         self.turned: Tensor | None = None
-        self.seen = torch.stack((seen, seen_of_weight, torch.zeros_like(seen)))
+        self.seen = torch.stack((seen, torch.zeros_like(seen)))
 
     def logits(self, rows: slice) -> Tensor:
         return multiply(self.hidden[rows], self.weight.t(), self.of_hidden, self.of_weight, self.dtype)
@@ -239,7 +241,7 @@ _ChunkLoss = Callable[[Tensor, Tensor, Tensor, float, float | None], Tensor]
 def _chooser(compiled: bool, part: VocabularyPart | None) -> _ChunkLoss:
     if part is not None:
         return functools.partial(_chunk_loss_and_gradient_of_part, part=part)
-    return _compiled() if compiled else _chunk_loss_and_gradient
+    return _compiled(_chunk_loss_and_gradient) if compiled else _chunk_loss_and_gradient
 
 
 def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, into: Tensor, scale: float, softcap: float | None = None) -> Tensor:
@@ -286,13 +288,8 @@ def _chunk_loss_and_gradient_of_part(
 
 
 @functools.cache
-def _compiled() -> _ChunkLoss:
-    return torch.compile(_chunk_loss_and_gradient, fullgraph=True)
-
-
-@functools.cache
-def _compiled_quantise() -> Callable[[Tensor, Tensor, torch.dtype, bool, bool], tuple[Tensor, Tensor, Tensor]]:
-    return torch.compile(quantise, fullgraph=True)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
 
 
 def _loss_alone(

@@ -83,8 +83,8 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
 def _scales(config: Config, parts: list[DataParallel], names: list[str], comm: Comm) -> Scales | None:
     if config.train.precision != "float8":
         return None
-    exact = compute_dtype(config.train) == "float64"
-    return Scales([part.model for part in parts], names, comm, config.train.float8_scaling == "delayed", exact)
+    models, dtype = [part.model for part in parts], DTYPES[compute_dtype(config.train)]
+    return Scales(models, names, comm, config.train.float8_scaling == "delayed", dtype)
 
 
 def build_plain(config: Config) -> nn.Module:

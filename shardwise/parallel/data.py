@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,12 +53,14 @@ from shardwise.comm import (
     CountedAllGather,
     CountedReduceScatter,
     EncodedGather,
+    Float8Gather,
     GatherSettings,
     GradientSum,
     NearbyCopy,
     SumsBehind,
     UnitBehind,
 )
+from shardwise.models.float8 import Float8
 from shardwise.parallel.overlap import gather_ahead, reduce_root_first
 from shardwise.plan.engine import SUMS_UNDER_WAY, Engine
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, within
@@ -349,7 +351,8 @@ class _Collectives:
         shards = self._compressor(axis, summed, mesh.size(axis)) if self.engine.zero else None
         behind = UnitBehind(self.behind, partial(add_to_gradients, unit)) if self._goes_on_behind(axis) else None
         scatter = CountedReduceScatter(comm, mesh.label(axis), summed, shards, behind)
-        unit.set_custom_all_gather(self._gather(axis, gathered))  # type: ignore[arg-type]
+        products = [_product_of(piece.module, piece.name) for piece in pieces]
+        unit.set_custom_all_gather(self._gather(axis, gathered, products))  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
         if mesh.size(copies) > 1:
             compressor = self._compressor(copies, summed, None)
@@ -359,9 +362,12 @@ class _Collectives:
                 self.copies.append(CompressedCopies(comm, compressor, summed))
                 unit.set_all_reduce_hook(self.copies[-1])
 
-    def _gather(self, axis: str, pieces: Mapping[str, torch.Size]) -> CountedAllGather:
+    def _gather(self, axis: str, pieces: Mapping[str, torch.Size], products: Sequence[Float8 | None]) -> CountedAllGather:
         comm, label = self.comm, self.comm.mesh.label(axis)
-        encoded, nearby = None, None
+        encoded: EncodedGather | Float8Gather | None = None
+        nearby = None
+        if self.engine.zero and comm.mesh.size(axis) > 1 and any(products):
+            encoded = Float8Gather(comm, label, list(pieces.values()), products)
         if self.gathers is not None and self.engine.zero and comm.mesh.size(axis) > 1:
             codec, near = self.gathers.how.codec, self.gathers.how.backward_shards
             if codec is not None and not self.gathers.names.isdisjoint(pieces):
@@ -394,6 +400,12 @@ class _Collectives:
         for name, shape in pieces.items():
             compressor.follow(name, shape if rows is None else (rows, *shape))
         return compressor
+
+
+def _product_of(module: nn.Module, name: str) -> Float8 | None:
+    """The product in float8 that alone uses this weight of a module, if there is one."""
+    product = getattr(module, "float8", None) if name == "weight" else None
+    return product if isinstance(product, Float8) and product.alone else None
 
 
 def _count_all_reduce(comm: Comm, scatter: CountedReduceScatter, axis: str) -> Callable[[Tensor], None]:

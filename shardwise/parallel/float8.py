@@ -17,15 +17,16 @@ from torch import Tensor, nn
 from shardwise.comm import Comm
 from shardwise.config import Train
 from shardwise.models import Head, Transformer
-from shardwise.models.float8 import LARGEST, ROOM, Float8, Scale, scale_for
+from shardwise.models.float8 import E4M3, HISTORY, LARGEST, ROOM, DelayedScale, Float8, Scale, scale_for
 from shardwise.models.layers import Linear
+from shardwise.optim import local
 from shardwise.plan import RANK_AXES
 from shardwise.plan.float8 import in_float8, products
 
 
 def use_float8(model: Transformer, train: Train) -> None:
     """Make the products of a plain model in float8 that the job makes so (plan/float8.py)."""
-    sources: dict[str, Scale] = {}
+    sources: dict[str, DelayedScale] = {}
     chosen = in_float8(model.config, train)
     for name, source, _ in products(model.config):
         if name in chosen:
@@ -33,6 +34,7 @@ def use_float8(model: Transformer, train: Train) -> None:
             assert isinstance(module, Linear | Head)
             module.float8 = Float8(sources.get(source))
             sources.setdefault(source, module.float8.input)
+            module.float8.alone = not (name == "head" and model.config.tied)
 
 
 @dataclass(frozen=True)
@@ -62,33 +64,72 @@ class Scales:
     has which tokens.
     """
 
-    def __init__(self, models: Sequence[nn.Module], names: Sequence[str], comm: Comm, delayed: bool, exact: bool) -> None:
-        self.comm, self.delayed, self.names, self.exact = comm, delayed, names, exact
+    def __init__(self, models: Sequence[nn.Module], names: Sequence[str], comm: Comm, delayed: bool, dtype: torch.dtype) -> None:
+        self.comm, self.delayed, self.names, self.dtype = comm, delayed, names, dtype
+        self.exact = dtype == torch.float64
         self.products = [module for model in models for module in model.modules() if isinstance(module, Float8)]
         for product in self.products:
             product.note_on(comm.device)
         own = {name: module for model in models for name, module in model.named_modules() if isinstance(module, Scale)}
-        self.own = list(own.values())
-        self.places = torch.tensor([names.index(name) for name in own], dtype=torch.int64, device=comm.device)
+        held = {name: weight for model in models for name, weight in model.named_parameters(remove_duplicate=False)}
+        self.own = [scale for scale in own.values() if isinstance(scale, DelayedScale)]
+        self.places = self._places_of([name for name, scale in own.items() if isinstance(scale, DelayedScale)])
+        of_weights = [name for name, scale in own.items() if not isinstance(scale, DelayedScale)]
+        self.of_weights, self.weight_places = [own[name] for name in of_weights], self._places_of(of_weights)
+        self.weights = [held[name.replace(".float8.", ".")] for name in of_weights]
         self.ends, self.rooms = (
             torch.tensor([of[scale.dtype] for scale in self.own], device=comm.device) for of in (LARGEST, ROOM)
         )
+        self.maxima_of_weights = torch.zeros(len(names), device=comm.device)
         self._wheres: dict[tuple[int, ...], Tensor] = {}
         self.known = not delayed
         """Whether there are scales from former steps, where they are needed."""
 
+    def _places_of(self, names: Sequence[str]) -> Tensor:
+        return torch.tensor([self.names.index(name) for name in names], dtype=torch.int64, device=self.comm.device)
+
     def begin(self) -> None:
-        """A step: take its scales from those before."""
-        if not self.delayed or not self.own:
+        """A step, or an evaluation: take its scales from the weights, and from the steps before."""
+        self._look_at_weights()
+        if not self.delayed:
             return
-        largest = torch.stack([scale.maxima for scale in self.own]).amax(1)
-        values = scale_for(largest, self.ends / self.rooms)
-        torch._foreach_copy_([scale.value for scale in self.own], list(values.unbind()))
+        largest = self.maxima.amax(1)
+        if self.own:
+            values = scale_for(largest, self.ends / self.rooms)
+            torch._foreach_copy_([scale.value for scale in self.own], list(values.unbind()))
         if not self.known:
-            self.known = bool((largest > 0).any())
+            self.known = self._anywhere(bool((largest > 0).any()))
         for product in self.products:
             product.dynamic = not self.known
             product.plain = not self.known and self.exact
+
+    @property
+    def maxima(self) -> Tensor:
+        """Of former steps, (scales, steps)."""
+        none = torch.zeros(0, HISTORY, device=self.comm.device)
+        return torch.stack([scale.maxima for scale in self.own]) if self.own else none
+
+    def _anywhere(self, here: bool) -> bool:
+        """Whether it is so on any device: a stage may have no product in float8."""
+        found = torch.tensor(float(here), device=self.comm.device)
+        for axis in RANK_AXES:
+            self.comm.all_reduce(found, axis, op=torch.distributed.ReduceOp.MAX)
+        return bool(found)
+
+    @torch.no_grad()
+    def _look_at_weights(self) -> None:
+        """Their largest magnitudes, over all devices that have a part of them, as they are when they are computed with."""
+        self.maxima_of_weights.zero_()
+        parts = [local(weight).detach() for weight in self.weights]
+        if parts:
+            none = parts[0].new_zeros(())
+            peaks = torch.stack([torch.linalg.vector_norm(part, math.inf) if part.numel() else none for part in parts])
+            self.maxima_of_weights[self.weight_places] = peaks.to(self.comm.device).to(self.dtype).float()
+        for axis in RANK_AXES:
+            self.comm.all_reduce(self.maxima_of_weights, axis, op=torch.distributed.ReduceOp.MAX)
+        if parts:
+            values = scale_for(self.maxima_of_weights[self.weight_places], LARGEST[E4M3])
+            torch._foreach_copy_([scale.value for scale in self.of_weights], list(values.unbind()))
 
     def see(self) -> Seen:
         """What the step saw, on all devices."""
@@ -98,6 +139,7 @@ class Scales:
             times = tuple(len(product.noted) for product in self.products)
             where = self._where(times).unsqueeze(1).expand(-1, 2)
             numbers[:, :2].scatter_reduce_(0, where, torch.cat(noted), "amax")
+        numbers[:, 0] += self.maxima_of_weights
         if self.own and self.delayed:
             values = torch.stack([scale.value for scale in self.own])
             relative = numbers[self.places, 0] * values / self.ends
@@ -110,19 +152,19 @@ class Scales:
         """To which scales the rows belong that products noted, one after the other, so many times each."""
         if times not in self._wheres:
             place = {id(scale): place for scale, place in zip(self.own, self.places.tolist(), strict=True)}
-            rows = [place[id(scale)] for product, n in zip(self.products, times, strict=True) for scale in n * product.scales()]
+            rows = [place[id(scale)] for product, n in zip(self.products, times, strict=True) for scale in n * product.delayed()]
             self._wheres = {times: torch.tensor(rows, device=self.comm.device)}
         return self._wheres[times]
 
     def remember(self, seen: Seen) -> None:
         """The step's maxima; of one that is to be made again, together with those of the step before."""
+        for product in self.products:
+            product.noted.clear()
+            product.probe.grad = None
         if not self.own:
             return
-        largest, before = seen.numbers[self.places, :1], torch.stack([scale.maxima for scale in self.own])
+        largest, before = seen.numbers[self.places, :1], self.maxima
         merged = torch.cat((torch.maximum(before[:, :1], largest), before[:, 1:]), 1)
         moved = torch.cat((largest, before[:, :-1]), 1)
         after = torch.where(seen.outgrown, merged, moved)
         torch._foreach_copy_([scale.maxima for scale in self.own], list(after.unbind()))
-        for product in self.products:
-            product.noted.clear()
-            product.probe.grad = None

@@ -192,6 +192,8 @@ class ParallelModel:
         modes = {module: module.training for part in self.parts for module in part.model.modules()}
         for part in self.parts:
             part.model.eval()
+        if self.scales is not None:  # the last update may have changed weights
+            self.scales.begin()
         try:
             yield
         finally:

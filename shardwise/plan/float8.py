@@ -63,6 +63,20 @@ def scale_count(model: Model, train: Train) -> int:
     return 2 * len(chosen) + len({source for name, source, _ in products(model) if name in chosen})
 
 
+def gathered_in_float8(model: Model, train: Train) -> tuple[str, ...]:
+    """Weights that are gathered in 8 bits, by their names in a block: those of products that are made so in every block. A tied
+    one is looked up too, and must not be rounded."""
+    if train.precision != "float8":
+        return ()
+    chosen = set(in_float8(model, train))
+    left_out = {_in_block(name) for name, _, _ in products(model) if name not in chosen}
+    return tuple(sorted({*map(_in_block, chosen)} - left_out - ({"head"} if model.tied else set())))
+
+
+def _in_block(name: str) -> str:
+    return name.split(".", 2)[2] if name.startswith("blocks.") else name
+
+
 def _asked(name: str, train: Train) -> bool:
     if name == "head" and not train.float8_head:
         return False
