@@ -68,7 +68,7 @@ def test_layout_auto_lossy_leaves_compression_to_the_planner_too(tmp_path: Path)
     ("tables", "words"),
     [
         ({"train": {"steps": True}}, "train.steps = True"),
-        ({"train": {"precision": "half"}}, "'float32', 'bfloat16', 'float16' or 'float64'"),
+        ({"train": {"precision": "half"}}, "'float32', 'bfloat16', 'float16', 'float8' or 'float64'"),
         ({"train": {"recompute": 1.5}}, "between 0 (recompute all) and 1"),
         ({"train": {"betas": [0.9, 1.0]}}, "below 1"),
         ({"train": {"state_dtype": "bfloat16"}}, "needs train.precision = 'bfloat16'"),
