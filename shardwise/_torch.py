@@ -209,8 +209,8 @@ def end_backward(root: FSDPModule) -> None:
 
 
 def float8_mm(
-    left: torch.Tensor, right: torch.Tensor, of_left: torch.Tensor, of_right: torch.Tensor, dtype: torch.dtype, fast: bool
+    left: torch.Tensor, right: torch.Tensor, of_left: torch.Tensor, of_right: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """`left @ right` of float8 numbers, times a factor for each; torch has no public name for it yet. `right` lies column by
     column."""
-    return torch._scaled_mm(left, right, scale_a=of_left, scale_b=of_right, out_dtype=dtype, use_fast_accum=fast)
+    return torch._scaled_mm(left, right, scale_a=of_left, scale_b=of_right, out_dtype=dtype, use_fast_accum=True)

@@ -384,9 +384,13 @@ def _prune(task: _Save) -> None:
         log.warning("old checkpoints in %s could not be removed: %s", task.folder, error)
 
 
+FLOAT8 = ".float8."
+"""In the names of what products in float8 remember."""
+
+
 def _expected(state: State, contents: Contents, layout: Layout) -> State:
     """What a checkpoint is to fill. Moments are left out, and zero, where it holds none: none at all, or not of weights that were
-    frozen then. What compression left out is
+    frozen then; so are maxima of products in float8, all of them, where it does not hold each. What compression left out is
     dealt out anew where the layout is another, and PowerSGD's factors stay as they begin where there are none of this size."""
     residuals = {name: value for name, value in state.items() if name.startswith(RESIDUAL)}
     same = contents.manifest.layout == layout.model_dump(mode="json") and all(name in contents.tensors for name in residuals)
@@ -398,7 +402,13 @@ def _expected(state: State, contents: Contents, layout: Layout) -> State:
         for name, value in state.items()
         if (name not in residuals or same) and (not name.startswith(FACTOR) or name in known)
     }
-    new = {name: value for name, value in state.items() if "optimizer." in name and name not in contents.tensors}
+    missing = {name for name in state if name not in contents.tensors}
+    looks_anew = any(FLOAT8 in name for name in missing)
+    new = {
+        name: value
+        for name, value in state.items()
+        if ("optimizer." in name and name in missing) or (FLOAT8 in name and looks_anew)
+    }
     for part in own_parts(new).values():
         part.zero_()
     return {name: value for name, value in state.items() if name not in new}

@@ -176,10 +176,10 @@ def scale_for(largest: Tensor, end: Tensor | float) -> Tensor:
     return torch.where(largest > 0, exponent_alone.view(torch.float32), 1.0).clamp(2.0**-100, 2.0**100)
 
 
-def multiply(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, dtype: torch.dtype, fast: bool = True) -> Tensor:
-    """left (n, k) row by row times right (k, m) column by column, without their scales. `fast` sums are rounded in between."""
+def multiply(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left (n, k) row by row times right (k, m) column by column, without their scales."""
     fits = not any(size % MULTIPLE for size in (*left.shape, right.shape[1]))
     if left.is_cuda and left.dtype.itemsize == 1 and dtype != torch.float64 and fits:
-        return float8_mm(left, right, 1 / of_left, 1 / of_right, dtype, fast)
+        return float8_mm(left, right, 1 / of_left, 1 / of_right, dtype)
     exact = wide(dtype)
     return ((left.to(exact) @ right.to(exact)) * (1 / (of_left * of_right))).to(dtype)

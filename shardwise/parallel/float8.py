@@ -1,6 +1,6 @@
 """float8 on all devices: which products are made in it, and the scales that they agree on (models/float8.py has the products).
 
-The largest magnitudes of a step are put together over all devices by one maximum, a few numbers for each product, and every
+The largest magnitudes of a step are put together over all devices by a maximum, a few numbers for each product, and every
 device derives the same scales for the next step. Maxima do not depend on the order in which they are taken, nor on who has which
 tokens: so a layout computes with the scales of one device, and can be proven against it.
 """

@@ -133,7 +133,7 @@ def steps(
             source.ahead()  # while the device is busy
             read = _read(training, queued, before)
             if read is None:
-                again += knew_scales(training)
+                again += _knew_scales(training)
                 source.again()
                 continue
             done, again = replace(_watched(watch, before, read), again=again), 0
@@ -290,7 +290,7 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step | No
     )
 
 
-def knew_scales(training: Training) -> bool:
+def _knew_scales(training: Training) -> bool:
     """Whether the step just made had scales from steps before; else it was only to look."""
     return training.parallel.scales is not None and training.parallel.scales.known
 

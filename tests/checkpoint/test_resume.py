@@ -117,6 +117,15 @@ def test_a_run_on_any_axis_goes_on_to_the_last_bit_there_and_on_one_device(
     assert max(difference(after.weights[name], before.weights[name]) for name in before.weights) < 1e-9
 
 
+def test_a_run_may_go_on_in_float8(corpus: str, tmp_path: Path) -> None:
+    """It then looks at the magnitudes first, as a new run does."""
+    tables = job(corpus, model=FITTING, train={"precision": "float32", "steps": 6}, run={"folder": str(tmp_path)})
+    truth, _ = train_and_save(ALONE, tables, 3)
+    in_float8, _ = resume(ALONE, {**tables, "train": {**tables["train"], "precision": "float8"}})
+    assert [one.loss for one in in_float8.steps] == pytest.approx([one.loss for one in truth.steps[3:]], rel=0.01)
+    assert [one.again for one in in_float8.steps] == [0, 0, 0]
+
+
 def test_saving_does_not_change_the_run(corpus: str, tmp_path: Path) -> None:
     tables = job(corpus, train={"precision": "float32", "steps": 6}, run={"folder": str(tmp_path)})
     (with_save, _), (without, _) = train_and_save(ALONE, tables, 3), train_and_save(ALONE, tables, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -89,7 +88,7 @@ def test_what_is_above_the_range_becomes_its_end_and_is_seen() -> None:
     assert seen[0] == 1000
 
 
-def test_compiled_code_notes_what_eager_code_notes(tmp_path: Path) -> None:
+def test_compiled_code_notes_what_eager_code_notes() -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(32, 16, requires_grad=True), torch.randn(32, 16, requires_grad=True)
     eager, compiled = Float8(), Float8()
