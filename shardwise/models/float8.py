@@ -154,10 +154,11 @@ def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype, dynamic: bool, plain:
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """x times the scale in 8 bits, where what is above the range becomes its end; None: not cast."""
+    """x times the scale in 8 bits, where what is above the range becomes its end; None: not cast. Row after row, however x lies
+    in memory: gradients of a single sequence come out of attention column by column."""
     if dtype is None:
         return x * scale
-    return (x.to(wide(x.dtype)) * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+    return (x.to(wide(x.dtype)) * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).contiguous()
 
 
 def transposed(matrix: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from shardwise.models.float8 import E4M3, E5M2, LARGEST, SMALLEST, Float8, cast,
 from shardwise.models.loss import linear_cross_entropy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def as_cast_by_hand(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,6 +65,23 @@ def test_a_product_and_its_gradients_are_those_of_the_8_bit_numbers(dtype: torch
     torch.testing.assert_close(weight.grad.double(), g8.flatten(0, 1).T @ x8.flatten(0, 1), **{**close, "atol": 1e-9})
     (seen,) = float8.noted
     assert seen[:, 0].tolist() == pytest.approx([t.abs().max().item() for t in (x, gradient)], rel=1e-6)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_tensors_may_lie_column_by_column(device: str) -> None:
+    """As the gradient of a single sequence's keys does, when it comes out of attention."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(48, 32, dtype=torch.float64, device=device).T.requires_grad_(), torch.randn(16, 48, device=device)
+    weight = weight.double().requires_grad_()
+    gradient = torch.randn(16, 32, dtype=torch.float64, device=device).T
+    assert not gradient.is_contiguous()
+    float8 = Float8().to(device)
+    float8.weight.value.copy_(scale_for(weight.detach().abs().max(), LARGEST[E4M3]))
+    float8(x, weight).backward(gradient)
+    x8, w8, g8 = as_cast_by_hand(x.detach(), E4M3), as_cast_by_hand(weight.detach(), E4M3), as_cast_by_hand(gradient, E5M2)
+    torch.testing.assert_close(x.grad, g8 @ w8)
+    torch.testing.assert_close(weight.grad, g8.T @ x8)
+    assert cast(gradient, float8.input.value, E4M3).is_contiguous()
 
 
 def test_what_backward_needs_of_the_input_is_kept_in_8_bits() -> None:
