@@ -27,7 +27,6 @@ from shardwise.optim.norm import local
 from shardwise.optim.onebit import OneBitAdam
 from shardwise.optim.rounding import RoundedAdamW, Slices
 from shardwise.optim.rows import update_rows
-from shardwise.plan.engine import compiles_blocks
 
 
 def make_optimizer(
@@ -54,8 +53,7 @@ def make_optimizer(
     options: dict[str, Any] = {"lr": train.learning_rate, "betas": train.betas, "eps": train.epsilon, "fused": True}
     if any(parameter.dtype == torch.bfloat16 for parameter in names):
         slices = {parameter: (held or _whole)(parameter) for parameter in names}
-        compiled = compiles_blocks(train.compile, next(iter(names)).device.type)
-        return RoundedAdamW(grouped, names, slices, train.seed, compiled, **options)
+        return RoundedAdamW(grouped, names, slices, train.seed, **options)
     return (OneBitAdam if train.optimizer == "1bit-adam" else LocalAdamW)(grouped, **options)
 
 

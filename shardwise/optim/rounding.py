@@ -8,9 +8,8 @@ neighbour, a number is right on average, and small updates add up (Gupta et al. 
 What chance decides depends on (seed, name, step, place of the element in the whole weight) and on nothing else: a hash of these
 four. So copies of a weight stay equal to the bit, every layout rounds alike, and a resumed run as one that never stopped.
 
-States stay as small as they are asked to be. Compiled, as on GPUs, an update is one pass over 14 bytes a parameter. Without a
-compiler it holds float32 copies of CHUNK elements at a time and passes over some 500 bytes a parameter, most of them for the
-hash.
+States stay as small as they are asked to be. On a GPU an update is one pass over 14 bytes a parameter (optim/kernels.py). A CPU
+holds float32 copies of CHUNK elements at a time and passes over some 500 bytes a parameter, most of them for the hash.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from shardwise._torch import LocalAdamW
 
 CHUNK = 1 << 22
-"""Elements that are updated at a time."""
+"""Elements that a CPU updates at a time."""
 _WORD = (1 << 32) - 1
 Slices = tuple[slice, ...]
 
@@ -40,13 +39,11 @@ class RoundedAdamW(LocalAdamW):
         names: Mapping[nn.Parameter, str],
         held: Mapping[nn.Parameter, Slices],
         seed: int,
-        compiled: bool,
         **more: Any,
     ) -> None:
         super().__init__(groups, **more)
-        self._rows = {parameter: _row(parameter, held[parameter]) for parameter in names}
+        self._widths = {parameter: _width(parameter, held[parameter]) for parameter in names}
         self._places = {parameter: _place(parameter, held[parameter], _key(seed, name)) for parameter, name in names.items()}
-        self._update: Callable[..., None] = torch.compile(_update, dynamic=True) if compiled else _update
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -54,17 +51,46 @@ class RoundedAdamW(LocalAdamW):
         assert closure is None, "gradients are there already"
         for group in self.param_groups:
             constants = (*group["betas"], group["eps"], group["weight_decay"])
-            for parameter, (weight, gradient, first, second, steps) in self.pieces(group):
-                number = torch.ones_like(steps)
-                skip, divide_by = getattr(self, "found_inf", 0 * number), getattr(self, "grad_scale", number)
-                steps += 1 - skip
-                numbers = torch.stack((group["lr"] * number, divide_by, skip, steps.clamp(min=1)))
-                length = self._rows[parameter]
-                rows = (weight.view(-1, length), gradient.reshape(-1, length), first.view(-1, length), second.view(-1, length))
-                at_once = max(1, CHUNK // length)
-                for start in range(0, len(rows[0]), at_once):
-                    chunk = (tensor[start : start + at_once] for tensor in rows)
-                    self._update(*chunk, start, numbers, self._places[parameter], *constants)
+            pieces = list(self.pieces(group))
+            if not pieces:
+                continue
+            numbers, places = self._prepare(group, [parameter for parameter, _ in pieces], [states[-1] for _, states in pieces])
+            for (parameter, (weight, gradient, first, second, _)), number, place in zip(pieces, numbers, places, strict=True):
+                shape = (-1, max(1, self._widths[parameter] or weight.numel()))
+                rows = (weight.view(shape), gradient.reshape(shape), first.view(shape), second.view(shape))
+                _update_on(weight.device.type)(*rows, number, place, *constants)
+
+    def _prepare(self, group: dict[str, Any], parameters: list[Any], steps: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Count the step, and compute once for all parameters what an element would repeat: for each, the numbers and the place
+        that `_update` takes."""
+        one = torch.ones_like(steps[0])
+        skip, divide_by = getattr(self, "found_inf", 0 * one), getattr(self, "grad_scale", one)
+        torch._foreach_add_(steps, 1 - skip)
+        done = torch.stack(steps).clamp(min=1)
+        beta1, beta2 = group["betas"]
+        equal = [torch.full_like(done, group["lr"]), (one * divide_by).expand_as(done), (one * skip).expand_as(done)]
+        numbers = [*equal, 1 - beta1**done, 1 - beta2**done]
+        key, *where = torch.stack([self._places[parameter] for parameter in parameters]).unbind(1)
+        drawn = _hash((done.long() * 0x9E3779B1 + key) & _WORD)
+        return torch.stack(numbers, 1), torch.stack([drawn, *where], 1)
+
+
+def _update_on(device_type: str) -> Callable[..., None]:
+    """The update of a parameter's (weight, gradient, first moment, second moment), each (rows, columns), in place."""
+    if device_type != "cuda":
+        return _update_in_chunks
+    from shardwise.optim.kernels import update
+
+    return update
+
+
+def _update_in_chunks(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *rest: Any) -> None:
+    rows, columns = weight.shape
+    height, width = max(1, CHUNK // columns), min(columns, CHUNK)
+    for top in range(0, rows, height):
+        for left in range(0, columns, width):
+            block = slice(top, top + height), slice(left, left + width)
+            _update(*(tensor[block] for tensor in (weight, gradient, first, second)), top, left, *rest)
 
 
 def _update(
@@ -72,7 +98,8 @@ def _update(
     gradient: Tensor,
     first: Tensor,
     second: Tensor,
-    start: int,
+    top: int,
+    left: int,
     numbers: Tensor,
     place: Tensor,
     beta1: float,
@@ -80,16 +107,14 @@ def _update(
     epsilon: float,
     decay: float,
 ) -> None:
-    """AdamW on some rows, in float32, and back to bfloat16. What changes from step to step is in `numbers`, what differs between
-    parameters in `place`, as tensors: so there is one compiled kernel."""
-    lr, divide_by, skip, steps = numbers.unbind()
+    """AdamW in float32, and back to bfloat16, on a block of rows and columns that begins there."""
+    lr, divide_by, skip, unbias1, unbias2 = numbers.unbind()
     g = gradient.float() / divide_by
     m = beta1 * first.float() + (1 - beta1) * g
     v = beta2 * second.float() + (1 - beta2) * g * g
-    size = m / (1 - beta1**steps) / ((v / (1 - beta2**steps)).sqrt() + epsilon)
-    w = weight.float() * (1 - lr * decay) - lr * size
-    drawn = _draw(start, weight.shape[0], weight.shape[1], steps, place)
-    for state, number, chance in ((weight, w, drawn & 0xFFFF), (first, m, drawn >> 16), (second, v, drawn >> 16)):
+    w = weight.float() * (1 - lr * decay) - lr * (m / unbias1 / ((v / unbias2).sqrt() + epsilon))
+    bits = _draw(top, left, weight.shape, place)
+    for state, number, chance in ((weight, w, bits & 0xFFFF), (first, m, bits >> 16), (second, v, bits >> 16)):
         state.copy_(torch.where(skip > 0, state, round_by_chance(number, chance)))
 
 
@@ -99,13 +124,13 @@ def round_by_chance(numbers: Tensor, chance: Tensor) -> Tensor:
     return ((numbers.view(torch.int32) + chance.to(torch.int32)) & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
-def _draw(start: int, rows: int, length: int, steps: Tensor, place: Tensor) -> Tensor:
-    """32 bits for each element of some rows of this rank, from row `start` on, by their places in the whole parameter and the
-    step. By rows and columns: to divide a place by the length of a row would cost a GPU more than all the rest."""
-    key, offset, whole_row = place.unbind()
-    row, column = (torch.arange(count, device=place.device) for count in (rows, length))
-    there = ((row + start) * whole_row + offset)[:, None] + column
-    return _hash((there & _WORD) ^ _hash((steps.long() * 0x9E3779B1 + key) & _WORD))
+def _draw(top: int, left: int, shape: torch.Size, place: Tensor) -> Tensor:
+    """32 bits for each element of a block that begins there among this rank's rows and columns, by their places in the whole
+    parameter."""
+    drawn, offset, whole_row = place.unbind()
+    row, column = (torch.arange(count, device=place.device) for count in shape)
+    there = ((row + top) * whole_row + offset + left)[:, None] + column
+    return _hash((there & _WORD) ^ drawn)
 
 
 def _hash(words: Tensor) -> Tensor:
@@ -115,10 +140,12 @@ def _hash(words: Tensor) -> Tensor:
     return (words >> 16) ^ words
 
 
-def _row(parameter: Tensor, held: Slices) -> int:
-    """How many elements a row has here: all dims but the first, of which only the second is ever split."""
-    columns = (*held, slice(0, 1), slice(0, 1))[1]
-    return max(1, int(columns.stop - columns.start) * prod(parameter.shape[2:]))
+def _width(parameter: Tensor, held: Slices) -> int | None:
+    """How many of this rank's elements lie side by side in the whole parameter: None for all of them, or where the second dim is
+    split (none but the first two ever are) a row's. In one long row a GPU finds an element's place without dividing."""
+    if len(held) < 2 or held[1].stop - held[1].start == parameter.shape[1]:
+        return None
+    return int(held[1].stop - held[1].start) * prod(parameter.shape[2:])
 
 
 def _place(parameter: Tensor, held: Slices, key: int) -> Tensor:
