@@ -139,6 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradient = products.room_for_gradient(logits)
             real, into = (tensor[:, : weight.shape[0]] for tensor in (logits, gradient))
             loss += loss_and_gradient(real, targets[rows], into, products.scale, softcap)
+            del logits, real, into  # in float8 the gradient lies beside them, and they make room for its transposed copy
             products.add_gradients(gradient, rows, hidden_gradient, weight_gradient)
         if weight_gradient is not None:
             weight_gradient = weight_gradient[: weight.shape[0]]
