@@ -122,8 +122,7 @@ class Scales:
         self.maxima_of_weights.zero_()
         parts = [local(weight).detach() for weight in self.weights]
         if parts:
-            none = parts[0].new_zeros(())
-            peaks = torch.stack([torch.linalg.vector_norm(part, math.inf) if part.numel() else none for part in parts])
+            peaks = torch.stack([*torch._foreach_norm([part if part.numel() else part.new_zeros(1) for part in parts], math.inf)])
             self.maxima_of_weights[self.weight_places] = peaks.to(self.comm.device).to(self.dtype).float()
         for axis in RANK_AXES:
             self.comm.all_reduce(self.maxima_of_weights, axis, op=torch.distributed.ReduceOp.MAX)
