@@ -31,22 +31,27 @@ from shardwise.train.build import build
 from shardwise.train.describe import describe_run
 from shardwise.train.steps import steps
 
-TORCHTITAN = {"1b": 54_906, "8b": 10_498}
+TORCHTITAN = {"1b": 54_906, "8b": 10_498, "experts": 58_162}
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {"model": {"preset": "llama3-1b", "tied": False}, "train": {"global_batch": 4, "micro_batch": 4}},
     "8b": {
         "model": {"preset": "llama3-8b"},
         "train": {"global_batch": 1, "micro_batch": 1, "state_dtype": "bfloat16"},
     },
+    "experts": {
+        "model": {"preset": "qwen3-30b-a3b", "layers": 6},
+        "train": {"global_batch": 4, "micro_batch": 4},
+        "sequence": 4096,
+    },
 }
 
 
 def job(shape: str, folder: Path, step_count: int, precision: str, more: dict[str, Any]) -> Config:
-    vocabulary = 128_256
+    vocabulary = 128_256  # at most
     random_tokens.write(folder, 8192 * 64, vocabulary)
     tables = SHAPES[shape]
     train = {"steps": step_count, "precision": precision, "learning_rate": 1e-4, **tables["train"], **more}
-    data = {"source": str(folder), "sequence_length": 8192, "held_out": 0.0}
+    data = {"source": str(folder), "sequence_length": tables.get("sequence", 8192), "held_out": 0.0}
     return from_tables({"model": tables["model"], "data": data, "train": train, "run": {"folder": str(folder / "run")}})
 
 
