@@ -84,13 +84,15 @@ def _update_on(device_type: str) -> Callable[..., None]:
     return update
 
 
-def _update_in_chunks(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *rest: Any) -> None:
+def _update_in_chunks(
+    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, numbers: Tensor, place: Tensor, *constants: float
+) -> None:
     rows, columns = weight.shape
     height, width = max(1, CHUNK // columns), min(columns, CHUNK)
     for top in range(0, rows, height):
         for left in range(0, columns, width):
             block = slice(top, top + height), slice(left, left + width)
-            _update(*(tensor[block] for tensor in (weight, gradient, first, second)), top, left, *rest)
+            _update(weight[block], gradient[block], first[block], second[block], top, left, numbers, place, *constants)
 
 
 def _update(
