@@ -3,10 +3,11 @@
     python benchmarks/gpu.py [1b] [8b] [--steps 20] [--baseline] [--trace FOLDER]
 
 Shapes: `1b` is llama3-1b untied at micro-batch 4, with float32 weights and optimizer state; `8b` is llama3-8b at micro-batch 1
-with bfloat16 states. Both at sequence 8192, bfloat16, no recomputation, clipping and AdamW included. The baseline is
+with bfloat16 states. Both at sequence 8192, bfloat16, no recomputation, clipping and AdamW included. `experts`: six layers of
+qwen3-30b-a3b, 4 sequences of 4,096. `gpt2`: 32 of 1,024. `long`: `1b` on one sequence of 131,072, recomputed. The baseline is
 transformers' LlamaForCausalLM of the same shape under bfloat16 autocast with fused AdamW and clipping, one sequence at a time
-(four at once run out of 139 GiB). torchtitan 0.2.2
-reached 54,906 tokens/s and 74.2 GiB (1b), and 10,498 tokens/s (8b), on the same kind of GPU.
+(four at once run out of 139 GiB). torchtitan 0.2.2 reached 54,906 tokens/s and 74.2 GiB (1b), 10,498 tokens/s (8b) and 58,162
+(experts) in bfloat16 on the same kind of GPU.
 """
 
 from __future__ import annotations
@@ -43,13 +44,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "train": {"global_batch": 4, "micro_batch": 4},
         "sequence": 4096,
     },
+    "gpt2": {
+        "model": {"preset": "gpt2"},
+        "train": {"global_batch": 32, "micro_batch": 32},
+        "sequence": 1024,
+        "vocabulary": 50_257,
+    },
+    "long": {
+        "model": {"preset": "llama3-1b", "tied": False},
+        "train": {"global_batch": 1, "micro_batch": 1, "recompute": "full"},
+        "sequence": 131_072,
+    },
 }
 
 
 def job(shape: str, folder: Path, step_count: int, precision: str, more: dict[str, Any]) -> Config:
-    vocabulary = 128_256  # at most
-    random_tokens.write(folder, 8192 * 64, vocabulary)
     tables = SHAPES[shape]
+    random_tokens.write(folder, 8192 * 64, tables.get("vocabulary", 128_256))
     train = {"steps": step_count, "precision": precision, "learning_rate": 1e-4, **tables["train"], **more}
     data = {"source": str(folder), "sequence_length": tables.get("sequence", 8192), "held_out": 0.0}
     return from_tables({"model": tables["model"], "data": data, "train": train, "run": {"folder": str(folder / "run")}})
@@ -139,7 +150,8 @@ def main() -> None:
     for shape in options.shapes or ["1b"]:
         result: dict[str, Any] = {"shape": shape, "gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__)}
         result["shardwise"] = ours(shape, options.steps, options.trace, options.precision, options.train)
-        result["ratio_to_torchtitan"] = result["shardwise"]["tokens_per_second"] / TORCHTITAN[shape]
+        if shape in TORCHTITAN:
+            result["ratio_to_torchtitan"] = result["shardwise"]["tokens_per_second"] / TORCHTITAN[shape]
         gc.collect()
         torch.cuda.empty_cache()
         if options.baseline:

@@ -1,7 +1,12 @@
 """Kernels of GPUs. Imported where there is one alone: Triton comes with torch for GPUs.
 
+`grouped8` and `outer8` are products in 8 bits of rows that are sorted by expert, each with the weights of its own expert. torch's
+own take longer, want the rows of every expert padded for the second, and no e5m2.
+
 `draw` writes normal numbers where they are needed. The bits are those of models/draw.py, and tests compare them. A thread makes
 the 16 numbers of a count, which lie together in the array. What bounds the speed is the reading of the table.
+
+`cross_entropy` reads each row of logits twice and writes its gradient, where the compiler's kernel reads it three times.
 
 `transpose8` transposes a matrix of bytes. Left to the compiler, a transposed copy is written by whatever kernel makes the matrix:
 where that goes along rows, to sum or to find a maximum, it writes single bytes a whole column apart, and takes ten times as long.
@@ -13,12 +18,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import custom_op, triton_op, wrap_triton
+from triton.language.extra import libdevice
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 COUNTS = 128
 """That one program makes numbers from."""
 TILE = 128
 """Rows and columns that one program transposes."""
+AT_ONCE = 4096
+"""Logits of a row that a program reads at a time."""
+ROWS, COLUMNS, DEPTH = 128, 256, 128
+"""Of a product's tile, and how much of the summed dimension is read at a time."""
+BESIDE = 8
+"""Tiles of rows whose programs run side by side, so that they share what they read of a weight."""
 
 
 @triton.jit
@@ -69,3 +82,196 @@ def transpose8(matrix: Tensor) -> Tensor:
     grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, TILE))
     wrap_triton(_transpose)[grid](matrix.view(torch.uint8), turned.view(torch.uint8), rows, columns, TILE=TILE)
     return turned
+
+
+@triton.jit
+def _logits(place, inside, softcap, CAPPED: tl.constexpr):
+    """In float32, within ± the cap; -inf outside."""
+    logits = tl.load(place, mask=inside, other=-float("inf")).to(tl.float32)
+    return tl.where(inside, softcap * libdevice.tanh(logits / softcap), -float("inf")) if CAPPED else logits
+
+
+@triton.jit
+def _cross_entropy(
+    logits, targets, into, losses, columns, stride, into_stride, scale, softcap,
+    IGNORED: tl.constexpr, CAPPED: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    source, goal = logits + row * stride, into + row * into_stride
+    peak, total, chosen = -1e30, 0.0, 0.0
+    for start in range(0, columns, COUNT):
+        at = start + tl.arange(0, COUNT)
+        numbers = _logits(source + at, at < columns, softcap, CAPPED)
+        higher = tl.maximum(peak, tl.max(numbers, 0))
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(numbers - higher), 0)
+        chosen += tl.sum(tl.where(at == target, numbers, 0.0), 0)
+        peak = higher
+    valid = target != IGNORED
+    tl.store(losses + row, tl.where(valid, tl.log(total) + peak - chosen, 0.0))
+    factor = tl.where(valid, scale, 0.0)
+    for start in range(0, columns, COUNT):
+        at = start + tl.arange(0, COUNT)
+        numbers = _logits(source + at, at < columns, softcap, CAPPED)
+        gradient = tl.exp(numbers - peak) / total - (at == target).to(tl.float32)
+        if CAPPED:
+            gradient *= 1 - (numbers / softcap) * (numbers / softcap)
+        tl.store(goal + at, (gradient * factor).to(into.dtype.element_ty), mask=at < columns)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, into: Tensor, scale: float, softcap: float | None, ignored: int) -> Tensor:
+    """The summed loss of rows of logits of at most 32 bits; `scale` times their gradient is written to `into`: beside them, or
+    over them."""
+    losses = torch.empty(logits.shape[0], device=logits.device)
+    with torch.cuda.device(logits.device):
+        _cross_entropy[logits.shape[0],](
+            logits, targets, into, losses, logits.shape[1], logits.stride(0), into.stride(0), scale, softcap or 1.0,
+            IGNORED=ignored, CAPPED=softcap is not None, COUNT=AT_ONCE, num_warps=8,
+        )  # fmt: skip
+    return losses.sum()
+
+
+@triton.jit
+def _expert_of(tile, ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Of a tile of rows that are all of one expert: which one, where the tile begins, and where that expert's rows end. Tiles
+    beyond the last have an expert that does not exist."""
+    expert = tl.arange(0, PADDED)
+    end = tl.load(ends + expert, mask=expert < EXPERTS, other=0)
+    begin = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < EXPERTS), other=0)
+    tiles = tl.where(expert < EXPERTS, (end - begin + ROWS - 1) // ROWS, 0)
+    after = tl.cumsum(tiles, 0)
+    own = tl.sum((after <= tile).to(tl.int32), 0)
+    chosen = expert == own
+    before = tl.sum(tl.where(chosen, after - tiles, 0), 0)
+    return own, tl.sum(tl.where(chosen, begin, 0), 0) + (tile - before) * ROWS, tl.sum(tl.where(chosen, end, 0), 0)
+
+
+@triton.jit
+def _tiles_of(expert, ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """The first tile of an expert, and how many it has."""
+    each = tl.arange(0, PADDED)
+    end = tl.load(ends + each, mask=each < EXPERTS, other=0)
+    begin = tl.load(ends + each - 1, mask=(each > 0) & (each < EXPERTS), other=0)
+    tiles = tl.where(each < EXPERTS, (end - begin + ROWS - 1) // ROWS, 0)
+    return tl.sum(tl.where(each < expert, tiles, 0), 0), tl.sum(tl.where(each == expert, tiles, 0), 0)
+
+
+@triton.jit
+def _grouped(
+    rows, weight, out, ends, factor, outputs, inputs,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BESIDE: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(outputs, COLUMNS)
+    place, within = tl.program_id(0) // (BESIDE * across), tl.program_id(0) % (BESIDE * across)
+    first = within // BESIDE * COLUMNS
+    expert, row, stop = _expert_of(place * BESIDE + within % BESIDE, ends, EXPERTS, PADDED, ROWS)
+    if expert < EXPERTS:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for depth in range(0, inputs, DEPTH):
+            total = tl.dot(rows.load([row, depth]), weight.load([expert * outputs + first, depth]).T, total)
+        total *= tl.load(factor)
+        down, right = row + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
+        inside = (down < stop)[:, None] & (right < outputs)[None, :]
+        tl.store(out + down[:, None].to(tl.int64) * outputs + right[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@custom_op("shardwise::grouped8", mutates_args=())
+def grouped8(rows: Tensor, weight: Tensor, ends: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows (n, inputs), of which those of expert i end before ends[i], times its weight of (experts, outputs, inputs), times a
+    factor: (n, outputs)."""
+    (count, inputs), (experts, outputs, _) = rows.shape, weight.shape
+    out = torch.empty(count, outputs, dtype=dtype, device=rows.device)
+    if count:
+        tiles = triton.cdiv(triton.cdiv(count, ROWS) + experts, BESIDE) * BESIDE  # at most
+        left = TensorDescriptor.from_tensor(rows, [ROWS, DEPTH])
+        right = TensorDescriptor.from_tensor(weight.view(-1, inputs), [COLUMNS, DEPTH])
+        with torch.cuda.device(rows.device):
+            _grouped[tiles * triton.cdiv(outputs, COLUMNS),](
+                left, right, out, ends, factor, outputs, inputs,
+                EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, BESIDE=BESIDE,
+                num_warps=8, num_stages=3,
+            )  # fmt: skip
+    return out
+
+
+@grouped8.register_fake
+def _(rows: Tensor, weight: Tensor, ends: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1], dtype=dtype)
+
+
+@triton.jit
+def _transpose_experts(
+    source, target, ends, columns, length,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    tile = tl.program_id(1)
+    expert, row, stop = _expert_of(tile, ends, EXPERTS, PADDED, DEPTH)
+    if expert < EXPERTS:
+        across, down = tl.program_id(0) * TILE + tl.arange(0, TILE), row + tl.arange(0, DEPTH)
+        inside = (down < stop)[:, None] & (across < columns)[None, :]
+        values = tl.load(source + down[:, None].to(tl.int64) * columns + across[None, :], mask=inside, other=0)
+        place = tile * DEPTH + tl.arange(0, DEPTH)
+        turned = target + across[:, None].to(tl.int64) * length + place[None, :]
+        tl.store(turned, tl.trans(values), mask=(across < columns)[:, None])
+
+
+@custom_op("shardwise::transpose_experts8", mutates_args=())
+def transpose_experts8(matrix: Tensor, ends: Tensor) -> Tensor:
+    """(rows, columns) in 8 bits, sorted by expert, to (columns, places): those of each expert begin at a multiple of DEPTH, and
+    zeros fill it up to the next."""
+    rows, columns = matrix.shape
+    experts = ends.shape[0]
+    tiles = triton.cdiv(rows, DEPTH) + experts  # at most
+    turned = torch.empty(columns, tiles * DEPTH, dtype=matrix.dtype, device=matrix.device)
+    with torch.cuda.device(matrix.device):
+        _transpose_experts[triton.cdiv(columns, TILE), tiles](
+            matrix.view(torch.uint8), turned.view(torch.uint8), ends, columns, tiles * DEPTH,
+            EXPERTS=experts, PADDED=triton.next_power_of_2(experts), DEPTH=DEPTH, TILE=TILE,
+        )  # fmt: skip
+    return turned
+
+
+@transpose_experts8.register_fake
+def _(matrix: Tensor, ends: Tensor) -> Tensor:
+    tiles = (matrix.shape[0] + DEPTH - 1) // DEPTH + ends.shape[0]
+    return matrix.new_empty(matrix.shape[1], tiles * DEPTH)
+
+
+@triton.jit
+def _outer(
+    left, right, out, ends, factor, height, width,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+):  # fmt: skip
+    expert, across = tl.program_id(1), tl.cdiv(width, COLUMNS)
+    top, first = tl.program_id(0) // across * ROWS, tl.program_id(0) % across * COLUMNS
+    begin, tiles = _tiles_of(expert, ends, EXPERTS, PADDED, DEPTH)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for depth in range(begin * DEPTH, (begin + tiles) * DEPTH, DEPTH):
+        total = tl.dot(left.load([top, depth]), right.load([first, depth]).T, total)
+    total *= tl.load(factor)
+    down, aside = top + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
+    inside = (down < height)[:, None] & (aside < width)[None, :]
+    own = out + expert.to(tl.int64) * height * width
+    tl.store(own + down[:, None].to(tl.int64) * width + aside[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@custom_op("shardwise::outer8", mutates_args=())
+def outer8(left: Tensor, right: Tensor, ends: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """For each expert the sum over its rows of left · rightᵀ, times a factor: (experts, height, width). Both are transposed by
+    `transpose_experts8`: (height, places) and (width, places)."""
+    height, width, experts = left.shape[0], right.shape[0], ends.shape[0]
+    out = torch.empty(experts, height, width, dtype=dtype, device=left.device)
+    with torch.cuda.device(left.device):
+        _outer[triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS), experts](
+            TensorDescriptor.from_tensor(left, [ROWS, DEPTH]), TensorDescriptor.from_tensor(right, [COLUMNS, DEPTH]),
+            out, ends, factor, height, width,
+            EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
+            num_warps=8, num_stages=3,
+        )  # fmt: skip
+    return out
+
+
+@outer8.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[0], right.shape[0], dtype=dtype)

@@ -131,7 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if float8 is not None and isinstance(products, _Float8Products):
             float8.noted.append(products.seen)
         weight_gradient = torch.zeros_like(used_weight, dtype=wide(hidden.dtype)) if wants_weight else None
-        loss_and_gradient = _chooser(compiled, part)
+        loss_and_gradient = _chooser(hidden, compiled, part)
         loss = hidden.new_zeros((), dtype=wide(hidden.dtype))
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
@@ -239,9 +239,13 @@ def _products(
 _ChunkLoss = Callable[[Tensor, Tensor, Tensor, float, float | None], Tensor]
 
 
-def _chooser(compiled: bool, part: VocabularyPart | None) -> _ChunkLoss:
+def _chooser(hidden: Tensor, compiled: bool, part: VocabularyPart | None) -> _ChunkLoss:
     if part is not None:
         return functools.partial(_chunk_loss_and_gradient_of_part, part=part)
+    if hidden.is_cuda and hidden.dtype != torch.float64:
+        from shardwise.models.kernels import cross_entropy
+
+        return functools.partial(cross_entropy, ignored=IGNORED)
     return _compiled(_chunk_loss_and_gradient) if compiled else _chunk_loss_and_gradient
 
 

@@ -26,10 +26,14 @@ def problem(dtype: torch.dtype = torch.float64, ignored: float = 0.2) -> tuple[T
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+def plain(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0, softcap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients by torch's own cross-entropy over the full logits, in float64."""
     hidden, weight = (value.detach().double().requires_grad_() for value in (hidden, weight))
-    loss = F.cross_entropy(hidden @ weight.t(), targets, reduction="sum") * scale
+    logits = hidden @ weight.t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(logits, targets, reduction="sum") * scale
     loss.backward()
     assert hidden.grad is not None
     assert weight.grad is not None
@@ -155,14 +159,15 @@ def test_a_chunk_of_logits_stays_within_its_budget_and_chunks_are_even(dtype: to
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
-def test_the_gpu_agrees_with_float64(dtype: torch.dtype, tolerance: float, compiled: bool) -> None:
+def test_the_gpu_agrees_with_float64(dtype: torch.dtype, tolerance: float, softcap: float | None, compiled: bool) -> None:
     hidden, weight, targets = problem(dtype)
     device_hidden = hidden.detach().cuda().requires_grad_()
     master = weight.detach().to("cuda", torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
-    loss = linear_cross_entropy(device_hidden, master, targets.cuda(), 8, compiled=compiled)
+    loss = linear_cross_entropy(device_hidden, master, targets.cuda(), 8, compiled=compiled, softcap=softcap)
     loss.backward()
     results = (loss.detach(), device_hidden.grad, master.grad)
-    for actual, truth in zip(results, plain(hidden, weight, targets), strict=True):
+    for actual, truth in zip(results, plain(hidden, weight, targets, softcap=softcap), strict=True):
         assert actual is not None
         assert (actual.double().cpu() - truth).norm() <= tolerance * truth.norm()
