@@ -6,9 +6,9 @@
 
 Parameters grow with the number of experts, arithmetic only with how many of them a token visits. No token is ever dropped:
 the rows are sorted by expert and each expert takes as many as it gets, by one grouped matmul on a GPU in bfloat16, else by a
-loop over the experts (Gale et al. 2022, MegaBlocks). Beside the experts' arithmetic that costs two copies of
-tokens × experts_per_token rows, and as many in backward. Sorting and unsorting are gathers by a permutation in both directions,
-so no sum depends on the order in which threads arrive.
+loop over the experts (Gale et al. 2022, MegaBlocks). Beside the experts' arithmetic that costs a copy of
+tokens × experts_per_token rows and a sum over them, and as much in backward. Sorting and unsorting are gathers by a permutation
+in both directions, so no sum depends on the order in which threads arrive.
 
 The router computes in float32 or better whatever flows through the model, with weights that no layout rounds
 (parallel/data.py): a rounded score would send tokens elsewhere.
@@ -185,8 +185,7 @@ class MixtureOfExperts(ExactBuffers):
         order = routing.experts.flatten().argsort(stable=True)  # row i of the sorted rows is choice order[i]
         back = inverse(order)
         rows = permute(tokens, order, back, copies=self.config.experts_per_token)
-        visited = permute(self.experts(rows, counts), back, order)
-        return (visited.view(*routing.weights.shape, -1) * routing.weights.unsqueeze(-1)).sum(1)
+        return mix(self.experts(rows, counts), routing.weights, order, back)
 
     def _balance(self, result: Tensor, routing: Routing, counts: Tensor) -> Tensor:
         """Count the load and attach the losses."""
@@ -249,7 +248,7 @@ def permute(rows: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tenso
 
 
 class _Permute(torch.autograd.Function):
-    """Forward: a gather. Backward: a gather by the inverse and a sum over copies, where autograd would add rows by index."""
+    """Forward: a gather. Backward: gathers by the inverse and a sum over copies, where autograd would add rows by index."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
@@ -260,10 +259,45 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (back,) = ctx.saved_tensors
-        gradient = gradient.index_select(0, back)
-        if ctx.copies > 1:
-            gradient = gradient.view(-1 if len(back) else 0, ctx.copies, gradient.shape[1]).sum(1)
-        return gradient, None, None, None
+        return sum_copies(gradient, back, ctx.copies), None, None, None
+
+
+def sum_copies(rows: Tensor, back: Tensor, copies: int) -> Tensor:
+    """Of rows that were put in order, the sum over each one's copies (copies · n, hidden) to (n, hidden)."""
+    if copies == 1:
+        return rows.index_select(0, back)
+    # One gather after the other, which the compiler makes one kernel of: a sum over a dim would be a reduction, thrice as slow.
+    places = back.view(len(back) // copies, copies).unbind(1)
+    return sum(rows.index_select(0, place).to(wide(rows.dtype)) for place in places).to(rows.dtype)  # type: ignore[union-attr]
+
+
+def mix(visited: Tensor, weights: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    """Rows (tokens · chosen, hidden) after their experts, in this order, to (tokens, hidden): for each token the sum of its
+    rows times their weights (tokens, chosen). `back` is the inverse of the order."""
+    mixed: Tensor = _Mix.apply(visited, weights, order, back)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class _Mix(torch.autograd.Function):
+    """Forward: a weighted sum over the rows of a token, each gathered from where its expert left it. Backward: each row gets the
+    gradient of its token times its weight, and the weight the product of row and gradient. Sums are in the wide dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, visited: Tensor, weights: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(visited, weights, order, back)
+        dtype = wide(visited.dtype)
+        choices = zip(back.view(weights.shape).unbind(1), weights.to(dtype).unbind(1), strict=True)
+        rows = (visited.index_select(0, place).to(dtype) * weight.unsqueeze(1) for place, weight in choices)
+        return sum(rows).to(visited.dtype)  # type: ignore[union-attr]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        visited, weights, order, back = ctx.saved_tensors
+        dtype = wide(visited.dtype)
+        of_token = gradient.index_select(0, order // weights.shape[1]).to(dtype)
+        of_rows = of_token * weights.flatten().index_select(0, order).to(dtype).unsqueeze(1)
+        of_weights = (of_token * visited.to(dtype)).sum(1).index_select(0, back).view(weights.shape)
+        return of_rows.to(visited.dtype), of_weights.to(weights.dtype), None, None
 
 
 def _weight(*shape: int) -> nn.Parameter:
