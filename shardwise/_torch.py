@@ -214,3 +214,18 @@ def float8_mm(
     """`left @ right` of float8 numbers, times a factor for each; torch has no public name for it yet. `right` lies column by
     column."""
     return torch._scaled_mm(left, right, scale_a=of_left, scale_b=of_right, out_dtype=dtype, use_fast_accum=True)
+
+
+def float8_grouped_mm(
+    rows: torch.Tensor,
+    right: torch.Tensor,
+    of_rows: torch.Tensor,
+    of_right: torch.Tensor,
+    ends: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Rows (n, k) of float8 numbers, of which group i ends before ends[i], by right[i] (k, m), times a factor for each row (n,)
+    and for each column (groups, m); likewise without a public name. `right` lies column by column."""
+    return torch._scaled_grouped_mm(
+        rows, right, scale_a=of_rows, scale_b=of_right, offs=ends, out_dtype=dtype, use_fast_accum=True
+    )

@@ -10,6 +10,7 @@ where that goes along rows, to sum or to find a maximum, it writes single bytes 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -69,3 +70,10 @@ def transpose8(matrix: Tensor) -> Tensor:
     grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, TILE))
     wrap_triton(_transpose)[grid](matrix.view(torch.uint8), turned.view(torch.uint8), rows, columns, TILE=TILE)
     return turned
+
+
+def outer8(left: Tensor, right: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of rows (n, m) and (n, k) in e4m3, of which those of group i end before ends[i], leftᵀ · right over the rows of each group:
+    (groups, m, k). All numbers of e4m3 are numbers of bfloat16."""
+    wide_left, wide_right = left.to(torch.bfloat16), right.to(torch.bfloat16)
+    return F.grouped_mm(wide_left.t(), wide_right, offs=ends, out_dtype=dtype)

@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from shardwise.config import Model
 from shardwise.config.model_config import to_config, to_model
 from shardwise.models import Transformer, check_values, initialise, weights_without_memory
-from shardwise.models.experts import Experts, MixtureOfExperts, attach, inverse, mix, permute, visit
+from shardwise.models.experts import Experts, MixtureOfExperts, attach, visit
 from shardwise.models.rotary import rotary_frequencies
+from shardwise.models.sorting import inverse, mix, permute
 
 transformers = pytest.importorskip("transformers")
 
