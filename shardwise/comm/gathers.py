@@ -26,7 +26,7 @@ from shardwise.comm.comm import Comm
 from shardwise.comm.gloo import all_gather
 from shardwise.config.compression import Compression, WeightGathers
 from shardwise.models.dtypes import wide
-from shardwise.models.float8 import E4M3, Float8, cast
+from shardwise.models.float8 import E4M3, ScaledProduct, cast
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Float8Gather:
     """Gathers a unit's weights: those that are multiplied in float8 in 8 bits, the rest as it is, in one message. What arrives,
     cast again, is what was sent, so the products are those of a device that has the weights whole."""
 
-    def __init__(self, comm: Comm, axis: str, pieces: Sequence[torch.Size], products: Sequence[Float8 | None]) -> None:
+    def __init__(self, comm: Comm, axis: str, pieces: Sequence[torch.Size], products: Sequence[ScaledProduct | None]) -> None:
         self.comm, self.axis, self.products = comm, axis, products
         self.sizes = [shape.numel() for shape in pieces]
 

@@ -164,9 +164,11 @@ def _experts(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
     width, hidden, number = model.expert_width, model.hidden, rank.cut.first * own
     size = number * 3 * width * hidden
     squeezed = is_compressed((model.experts, width, hidden))
-    experts = Units(rank.cut.first, size)
+    cast = sum(f"feed_forward.experts.{name}" in rank.work.cast for name in ("gate", "up", "down"))
+    experts = Units(rank.cut.first, size, cast=number * cast * width * hidden)
     if squeezed:  # two matrices into the experts, and one out of them
-        experts = Units(rank.cut.first, size, size, number * (2 * width + hidden), rank.cut.first * (2 * hidden + width))
+        rows, columns = number * (2 * width + hidden), rank.cut.first * (2 * hidden + width)
+        experts = replace(experts, compressed=size, rows=rows, columns=columns)
     yield from _sharded(rank, EXPERT_SHARDS, rank.expert_shards, sharded, _Weights.of(rank), experts)
 
 

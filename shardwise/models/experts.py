@@ -6,9 +6,10 @@
 
 Parameters grow with the number of experts, arithmetic only with how many of them a token visits. No token is ever dropped:
 the rows are sorted by expert and each expert takes as many as it gets, by one grouped matmul on a GPU in bfloat16, else by a
-loop over the experts (Gale et al. 2022, MegaBlocks). Beside the experts' arithmetic that costs two copies of
-tokens × experts_per_token rows, and as many in backward. Sorting and unsorting are gathers by a permutation in both directions,
-so no sum depends on the order in which threads arrive.
+loop over the experts (Gale et al. 2022, MegaBlocks). Beside the experts' arithmetic that costs a copy of
+tokens × experts_per_token rows and a sum over them, and as much in backward. Sorting and unsorting are gathers by a permutation
+in both directions (models/sorting.py), so no sum depends on the order in which threads arrive. In float8 (models/grouped8.py)
+tokens are cast before they are copied, and the copies have 8 bits.
 
 The router computes in float32 or better whatever flows through the model, with weights that no layout rounds
 (parallel/data.py): a rounded score would send tokens elsewhere.
@@ -39,7 +40,9 @@ from torch import Tensor, nn
 from shardwise._torch import inside_backward
 from shardwise.config import Model
 from shardwise.models.dtypes import wide
+from shardwise.models.grouped8 import GroupedProducts
 from shardwise.models.layers import GatedFeedForward
+from shardwise.models.sorting import Sorting, inverse, mix, permute
 from shardwise.models.unfilled import ExactBuffers
 
 ALIGNED = 16
@@ -100,9 +103,25 @@ class Experts(nn.Module):
         self.up = _weight(config.experts, config.expert_width, config.hidden)
         self.down = _weight(config.experts, config.hidden, config.expert_width)
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows (n, hidden) sorted by expert, of which expert i takes counts[i], to the same rows after their expert."""
-        return visit(rows, counts, self.gate, self.up, self.down)
+        self.float8: GroupedProducts | None = None
+        """Which of its products are made in 8 bits, and how."""
+
+    def forward(self, rows: Tensor, counts: Tensor, sorting: Sorting | None = None) -> Tensor:
+        """Rows (n, hidden) sorted by expert, or to be sorted, of which expert i takes counts[i], to the sorted rows after their
+        expert."""
+        gate_up, down = (None, None) if self.float8 is None else (self.float8.gate_up, self.float8.down)
+        if gate_up is None and sorting is not None:
+            rows = permute(rows, *sorting)
+        if gate_up is None and down is None:
+            return visit(rows, counts, self.gate, self.up, self.down)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        if gate_up is not None:
+            gate, up = gate_up(rows, ends, (self.gate, self.up), sorting).chunk(2, dim=1)
+        else:
+            gate, up = _product(rows, counts, self.gate), _product(rows, counts, self.up)
+        inner = F.silu(gate) * up
+        result: Tensor = _product(inner, counts, self.down) if down is None else down(inner, ends, (self.down,))
+        return result
 
 
 def visit(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -124,9 +143,23 @@ def _visit_one_by_one(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, do
     return torch.cat([F.linear(F.silu(F.linear(own, g)) * F.linear(own, u), d) for own, g, u, d in experts])
 
 
-def _can_group(rows: Tensor, gate: Tensor, down: Tensor) -> bool:
+def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    """One of the three, where others are made in float8."""
+    weight = weight.to(rows.dtype)
+    if _can_group(rows, weight):
+        return _grouped(rows, weight, counts.cumsum(0, dtype=torch.int32))
+    one_by_one: Tensor = _product_one_by_one(rows, counts, weight)
+    return one_by_one
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _product_one_by_one(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    return torch.cat(list(map(F.linear, rows.split_with_sizes(counts.tolist()), weight.unbind())))
+
+
+def _can_group(rows: Tensor, *weights: Tensor) -> bool:
     supported = rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
-    return supported and all(weight.shape[-1] * weight.element_size() % ALIGNED == 0 for weight in (gate, down))
+    return supported and all(weight.shape[-1] * weight.element_size() % ALIGNED == 0 for weight in weights)
 
 
 def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -183,10 +216,8 @@ class MixtureOfExperts(ExactBuffers):
 
     def _mix(self, tokens: Tensor, routing: Routing, counts: Tensor) -> Tensor:
         order = routing.experts.flatten().argsort(stable=True)  # row i of the sorted rows is choice order[i]
-        back = inverse(order)
-        rows = permute(tokens, order, back, copies=self.config.experts_per_token)
-        visited = permute(self.experts(rows, counts), back, order)
-        return (visited.view(*routing.weights.shape, -1) * routing.weights.unsqueeze(-1)).sum(1)
+        sorting = Sorting(order, inverse(order), self.config.experts_per_token)
+        return mix(self.experts(tokens, counts, sorting), routing.weights, sorting.order, sorting.back)
 
     def _balance(self, result: Tensor, routing: Routing, counts: Tensor) -> Tensor:
         """Count the load and attach the losses."""
@@ -235,35 +266,6 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (scale,) = ctx.saved_tensors
         return gradient, scale, None
-
-
-def inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes this one."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-
-
-def permute(rows: Tensor, order: Tensor, back: Tensor, copies: int = 1) -> Tensor:
-    """Each row `copies` times, row by row, then put in this order; `back` is its inverse."""
-    permuted: Tensor = _Permute.apply(rows, order, back, copies)  # type: ignore[no-untyped-call]
-    return permuted
-
-
-class _Permute(torch.autograd.Function):
-    """Forward: a gather. Backward: a gather by the inverse and a sum over copies, where autograd would add rows by index."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(back)
-        ctx.copies = copies
-        return rows.index_select(0, order // copies if copies > 1 else order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (back,) = ctx.saved_tensors
-        gradient = gradient.index_select(0, back)
-        if ctx.copies > 1:
-            gradient = gradient.view(-1 if len(back) else 0, ctx.copies, gradient.shape[1]).sum(1)
-        return gradient, None, None, None
 
 
 def _weight(*shape: int) -> nn.Parameter:

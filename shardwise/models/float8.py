@@ -1,4 +1,4 @@
-"""Products in float8: both factors in 8 bits, sums in float32, the result as in bfloat16.
+"""Products in float8: both factors in 8 bits, sums in float32, the result as in bfloat16. Those of experts: models/grouped8.py.
 
     y  = x8 · w8ᵀ      x, w in e4m3 (3 bits of fraction, up to 448)
     dx = g8 · w8       g    in e5m2 (2 bits of fraction, up to 57,344)
@@ -70,12 +70,14 @@ class DelayedScale(Scale):
         self.register_buffer("maxima", torch.zeros(HISTORY))
 
 
-class Float8(nn.Module):
-    """How a product `x · weightᵀ` is made in float8. Products of one input share its scale."""
+class ScaledProduct(nn.Module):
+    """A product in float8: its scales, and what is seen of its tensors. Subclasses make it."""
 
-    def __init__(self, source: DelayedScale | None = None) -> None:
+    def __init__(self, source: DelayedScale | None, gradient: torch.dtype, weights: tuple[str, ...]) -> None:
         super().__init__()
-        self.input, self.weight, self.gradient = source or DelayedScale(E4M3), Scale(E4M3), DelayedScale(E5M2)
+        self.input, self.weight, self.gradient = source or DelayedScale(E4M3), Scale(E4M3), DelayedScale(gradient)
+        self.weights = weights
+        """What it multiplies by, as the module calls it that holds the product; all with one scale."""
         self.dynamic = True
         """Whether scales of inputs and gradients are taken from the tensors themselves."""
         self.plain = False
@@ -86,12 +88,11 @@ class Float8(nn.Module):
         """What was seen in this step: of each backward, for input and gradient, (2, 2)."""
         self.probe = self._new_probe(torch.device("cpu"))
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """(..., inputs) and (outputs, inputs) to (..., outputs)."""
+    def settings(self) -> tuple[Any, ...]:
+        """What a product is told beside its factors: the probe, three scales, whether they are dynamic, whether nothing is
+        cast, and where to note what was seen."""
         probe, note = (self.probe, None) if torch.compiler.is_compiling() else (None, self.noted.append)
-        scales = (self.input.value, self.weight.value, self.gradient.value)
-        rows: Tensor = _Product.apply(x.flatten(0, -2), weight, probe, *scales, self.dynamic, self.plain, note)  # type: ignore[no-untyped-call]
-        return rows.view(*x.shape[:-1], -1)
+        return probe, self.input.value, self.weight.value, self.gradient.value, self.dynamic, self.plain, note
 
     def delayed(self) -> list[DelayedScale]:
         """Of input and gradient."""
@@ -105,6 +106,18 @@ class Float8(nn.Module):
         probe = torch.zeros(2, 2, device=device, requires_grad=True)
         probe.register_hook(self.noted.append)  # type: ignore[no-untyped-call]
         return probe
+
+
+class Float8(ScaledProduct):
+    """How a product `x · weightᵀ` is made in float8. Products of one input share its scale."""
+
+    def __init__(self, source: DelayedScale | None = None) -> None:
+        super().__init__(source, E5M2, ("weight",))
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """(..., inputs) and (outputs, inputs) to (..., outputs)."""
+        rows: Tensor = _Product.apply(x.flatten(0, -2), weight, *self.settings())  # type: ignore[no-untyped-call]
+        return rows.view(*x.shape[:-1], -1)
 
 
 class _Product(torch.autograd.Function):
@@ -145,7 +158,7 @@ class _Product(torch.autograd.Function):
 def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype, dynamic: bool, plain: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Rows in 8 bits, the scale they were multiplied by, and what was seen: (largest magnitude, share of numbers lost)."""
     magnitudes = x.abs().to(wide(x.dtype))
-    largest = magnitudes.amax(-1).amax()
+    largest = magnitudes.amax(-1).amax() if len(x) else magnitudes.new_zeros(())
     if dynamic:
         scale = scale_for(largest, LARGEST[dtype])
     lost = ((magnitudes * scale <= SMALLEST[dtype] / 2) & (magnitudes > 0)).sum(-1, dtype=torch.float32).sum()
@@ -162,9 +175,9 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def transposed(matrix: Tensor) -> Tensor:
-    """(rows, columns) in 8 bits to (columns, rows), contiguous."""
+    """(rows, columns) in 8 bits to (columns, rows), contiguous; of several matrices, each."""
     if not matrix.is_cuda or matrix.dtype.itemsize > 1:
-        return matrix.t().contiguous()
+        return matrix.transpose(-2, -1).contiguous()
     from shardwise.models.kernels import transpose8
 
     turned: Tensor = transpose8(matrix)

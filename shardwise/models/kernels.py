@@ -14,6 +14,8 @@ where that goes along rows, to sum or to find a maximum, it writes single bytes 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -69,17 +71,18 @@ def draw(
 def _transpose(source, target, rows, columns, TILE: tl.constexpr):
     across = tl.program_id(0) * TILE + tl.arange(0, TILE)
     down = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    matrix = tl.program_id(2).to(tl.int64) * rows * columns
     inside = (down[:, None] < rows) & (across[None, :] < columns)
-    tile = tl.load(source + down[:, None].to(tl.int64) * columns + across[None, :], mask=inside)
-    tl.store(target + across[:, None].to(tl.int64) * rows + down[None, :], tl.trans(tile), mask=tl.trans(inside))
+    tile = tl.load(source + matrix + down[:, None].to(tl.int64) * columns + across[None, :], mask=inside)
+    tl.store(target + matrix + across[:, None].to(tl.int64) * rows + down[None, :], tl.trans(tile), mask=tl.trans(inside))
 
 
 @triton_op("shardwise::transpose8", mutates_args={})
 def transpose8(matrix: Tensor) -> Tensor:
-    """(rows, columns) of any dtype of one byte to (columns, rows), both contiguous."""
-    rows, columns = matrix.shape
-    turned = torch.empty(columns, rows, dtype=matrix.dtype, device=matrix.device)
-    grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, TILE))
+    """(..., rows, columns) of any dtype of one byte to (..., columns, rows), both contiguous."""
+    *several, rows, columns = matrix.shape
+    turned = torch.empty(*several, columns, rows, dtype=matrix.dtype, device=matrix.device)
+    grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, TILE), math.prod(several))
     wrap_triton(_transpose)[grid](matrix.view(torch.uint8), turned.view(torch.uint8), rows, columns, TILE=TILE)
     return turned
 
@@ -202,39 +205,41 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor, factor: Tensor, dtype: torch.d
 
 @triton.jit
 def _transpose_experts(
-    source, target, ends, columns, length,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr
+    source, target, ends, places, columns, length,
+    PLACED: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr, DEPTH: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     tile = tl.program_id(1)
     expert, row, stop = _expert_of(tile, ends, EXPERTS, PADDED, DEPTH)
     if expert < EXPERTS:
         across, down = tl.program_id(0) * TILE + tl.arange(0, TILE), row + tl.arange(0, DEPTH)
         inside = (down < stop)[:, None] & (across < columns)[None, :]
-        values = tl.load(source + down[:, None].to(tl.int64) * columns + across[None, :], mask=inside, other=0)
+        rows = tl.load(places + down, mask=down < stop, other=0) if PLACED else down.to(tl.int64)
+        values = tl.load(source + rows[:, None] * columns + across[None, :], mask=inside, other=0)
         place = tile * DEPTH + tl.arange(0, DEPTH)
         turned = target + across[:, None].to(tl.int64) * length + place[None, :]
         tl.store(turned, tl.trans(values), mask=(across < columns)[:, None])
 
 
 @custom_op("shardwise::transpose_experts8", mutates_args=())
-def transpose_experts8(matrix: Tensor, ends: Tensor) -> Tensor:
-    """(rows, columns) in 8 bits, sorted by expert, to (columns, places): those of each expert begin at a multiple of DEPTH, and
-    zeros fill it up to the next."""
-    rows, columns = matrix.shape
+def transpose_experts8(matrix: Tensor, ends: Tensor, places: Tensor | None) -> Tensor:
+    """(rows, columns) in 8 bits, sorted by expert, to (columns, sums): those of each expert begin at a multiple of DEPTH, and
+    zeros fill it up to the next. `places` says where in the matrix the sorted rows lie; None: one after the other."""
+    columns, rows = matrix.shape[1], len(matrix if places is None else places)
     experts = ends.shape[0]
     tiles = triton.cdiv(rows, DEPTH) + experts  # at most
     turned = torch.empty(columns, tiles * DEPTH, dtype=matrix.dtype, device=matrix.device)
     with torch.cuda.device(matrix.device):
         _transpose_experts[triton.cdiv(columns, TILE), tiles](
-            matrix.view(torch.uint8), turned.view(torch.uint8), ends, columns, tiles * DEPTH,
-            EXPERTS=experts, PADDED=triton.next_power_of_2(experts), DEPTH=DEPTH, TILE=TILE,
+            matrix.view(torch.uint8), turned.view(torch.uint8), ends, ends if places is None else places, columns, tiles * DEPTH,
+            PLACED=places is not None, EXPERTS=experts, PADDED=triton.next_power_of_2(experts), DEPTH=DEPTH, TILE=TILE,
         )  # fmt: skip
     return turned
 
 
 @transpose_experts8.register_fake
-def _(matrix: Tensor, ends: Tensor) -> Tensor:
-    tiles = (matrix.shape[0] + DEPTH - 1) // DEPTH + ends.shape[0]
+def _(matrix: Tensor, ends: Tensor, places: Tensor | None) -> Tensor:
+    rows = (matrix if places is None else places).shape[0]
+    tiles = (rows + DEPTH - 1) // DEPTH + ends.shape[0]
     return matrix.new_empty(matrix.shape[1], tiles * DEPTH)
 
 
@@ -259,7 +264,7 @@ def _outer(
 @custom_op("shardwise::outer8", mutates_args=())
 def outer8(left: Tensor, right: Tensor, ends: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """For each expert the sum over its rows of left · rightᵀ, times a factor: (experts, height, width). Both are transposed by
-    `transpose_experts8`: (height, places) and (width, places)."""
+    `transpose_experts8`: (height, sums) and (width, sums)."""
     height, width, experts = left.shape[0], right.shape[0], ends.shape[0]
     out = torch.empty(experts, height, width, dtype=dtype, device=left.device)
     with torch.cuda.device(left.device):

@@ -60,7 +60,7 @@ from shardwise.comm import (
     SumsBehind,
     UnitBehind,
 )
-from shardwise.models.float8 import Float8
+from shardwise.models.float8 import ScaledProduct
 from shardwise.parallel.overlap import gather_ahead, reduce_root_first
 from shardwise.plan.engine import SUMS_UNDER_WAY, Engine
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, within
@@ -362,7 +362,7 @@ class _Collectives:
                 self.copies.append(CompressedCopies(comm, compressor, summed))
                 unit.set_all_reduce_hook(self.copies[-1])
 
-    def _gather(self, axis: str, pieces: Mapping[str, torch.Size], products: Sequence[Float8 | None]) -> CountedAllGather:
+    def _gather(self, axis: str, pieces: Mapping[str, torch.Size], products: Sequence[ScaledProduct | None]) -> CountedAllGather:
         comm, label = self.comm, self.comm.mesh.label(axis)
         encoded: EncodedGather | Float8Gather | None = None
         nearby = None
@@ -402,10 +402,11 @@ class _Collectives:
         return compressor
 
 
-def _product_of(module: nn.Module, name: str) -> Float8 | None:
+def _product_of(module: nn.Module, name: str) -> ScaledProduct | None:
     """The product in float8 that alone uses this weight of a module, if there is one."""
-    product = getattr(module, "float8", None) if name == "weight" else None
-    return product if isinstance(product, Float8) and product.alone else None
+    own = getattr(module, "float8", None)
+    products = own.modules() if isinstance(own, nn.Module) else ()
+    return next((one for one in products if isinstance(one, ScaledProduct) and name in one.weights and one.alone), None)
 
 
 def _count_all_reduce(comm: Comm, scatter: CountedReduceScatter, axis: str) -> Callable[[Tensor], None]:

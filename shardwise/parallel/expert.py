@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardwise.comm import Comm
 from shardwise.comm.autograd import all_to_all, eager, total
 from shardwise.models import MixtureOfExperts, Sharding
-from shardwise.models.experts import inverse, permute
+from shardwise.models.sorting import Sorting, inverse, permute
 from shardwise.parallel.modules import ParallelModule, Share, make_parallel
 
 AXIS = "expert"
@@ -57,8 +57,10 @@ class Exchanged(ParallelModule):
     """Experts of which this device has some: rows travel to the device that has their expert, and back."""
 
     @eager
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows (n, hidden) sorted by expert, of which expert i takes counts[i], to the same rows after their expert."""
+    def forward(self, rows: Tensor, counts: Tensor, sorting: Sorting | None = None) -> Tensor:
+        """Rows (n, hidden) sorted by expert, or to be sorted, of which expert i takes counts[i], to the sorted rows after their
+        expert."""
+        rows = rows if sorting is None else permute(rows, *sorting)
         return exchange(super().forward, rows, counts, self.parallel_share.comm)
 
     def describe_share(self) -> str:

@@ -8,7 +8,7 @@ tokens: so a layout computes with the scales of one device, and can be proven ag
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from shardwise.comm import Comm
 from shardwise.config import Train
 from shardwise.models import Head, Transformer
-from shardwise.models.float8 import E4M3, HISTORY, LARGEST, ROOM, DelayedScale, Float8, Scale, scale_for
+from shardwise.models.experts import Experts
+from shardwise.models.float8 import E4M3, HISTORY, LARGEST, ROOM, DelayedScale, Float8, ScaledProduct, scale_for
+from shardwise.models.grouped8 import GroupedProducts
 from shardwise.models.layers import Linear
 from shardwise.optim import local
 from shardwise.plan import RANK_AXES
@@ -27,14 +29,19 @@ from shardwise.plan.float8 import in_float8, products
 def use_float8(model: Transformer, train: Train) -> None:
     """Make the products of a plain model in float8 that the job makes so (plan/float8.py)."""
     sources: dict[str, DelayedScale] = {}
-    chosen = in_float8(model.config, train)
-    for name, source, _ in products(model.config):
-        if name in chosen:
-            module = model.get_submodule(name)
+    chosen = set(in_float8(model.config, train))
+    modules = dict(model.named_modules())
+    for product in products(model.config):
+        module = modules.get(product.name)  # experts' products are named by their weights, see below
+        if product.name in chosen and module is not None:
             assert isinstance(module, Linear | Head)
-            module.float8 = Float8(sources.get(source))
-            sources.setdefault(source, module.float8.input)
-            module.float8.alone = not (name == "head" and model.config.tied)
+            module.float8 = Float8(sources.get(product.source))
+            sources.setdefault(product.source, module.float8.input)
+            module.float8.alone = not (product.name == "head" and model.config.tied)
+    for path, module in modules.items():
+        if isinstance(module, Experts):
+            own = [name for name, _ in module.named_parameters() if f"{path}.{name}" in chosen]
+            module.float8 = GroupedProducts(own) if own else None
 
 
 @dataclass(frozen=True)
@@ -67,16 +74,18 @@ class Scales:
     def __init__(self, models: Sequence[nn.Module], names: Sequence[str], comm: Comm, delayed: bool, dtype: torch.dtype) -> None:
         self.comm, self.delayed, self.names, self.dtype = comm, delayed, names, dtype
         self.exact = dtype == torch.float64
-        self.products = [module for model in models for module in model.modules() if isinstance(module, Float8)]
+        modules = {name: module for model in models for name, module in model.named_modules()}
+        products = {name: module for name, module in modules.items() if isinstance(module, ScaledProduct)}
+        self.products = list(products.values())
         for product in self.products:
             product.note_on(comm.device)
-        own = {name: module for model in models for name, module in model.named_modules() if isinstance(module, Scale)}
+        own = {name: module for name, module in modules.items() if isinstance(module, DelayedScale)}
+        self.own, self.places = list(own.values()), self._places_of(own)
+        self.of_weights = [product.weight for product in self.products]
+        self.scale_places = self._places_of(f"{name}.weight" for name in products)
         held = {name: weight for model in models for name, weight in model.named_parameters(remove_duplicate=False)}
-        self.own = [scale for scale in own.values() if isinstance(scale, DelayedScale)]
-        self.places = self._places_of([name for name, scale in own.items() if isinstance(scale, DelayedScale)])
-        of_weights = [name for name, scale in own.items() if not isinstance(scale, DelayedScale)]
-        self.of_weights, self.weight_places = [own[name] for name in of_weights], self._places_of(of_weights)
-        self.weights = [held[name.replace(".float8.", ".")] for name in of_weights]
+        used = [(f"{name}.weight", f"{_owner(name)}.{weight}") for name, one in products.items() for weight in one.weights]
+        self.weights, self.weight_places = [held[weight] for _, weight in used], self._places_of(scale for scale, _ in used)
         self.ends, self.rooms = (
             torch.tensor([of[scale.dtype] for scale in self.own], device=comm.device) for of in (LARGEST, ROOM)
         )
@@ -85,7 +94,7 @@ class Scales:
         self.known = not delayed
         """Whether there are scales from former steps, where they are needed."""
 
-    def _places_of(self, names: Sequence[str]) -> Tensor:
+    def _places_of(self, names: Iterable[str]) -> Tensor:
         return torch.tensor([self.names.index(name) for name in names], dtype=torch.int64, device=self.comm.device)
 
     def begin(self) -> None:
@@ -123,11 +132,12 @@ class Scales:
         parts = [local(weight).detach() for weight in self.weights]
         if parts:
             peaks = torch.stack([*torch._foreach_norm([part if part.numel() else part.new_zeros(1) for part in parts], math.inf)])
-            self.maxima_of_weights[self.weight_places] = peaks.to(self.comm.device).to(self.dtype).float()
+            peaks = peaks.to(self.comm.device).to(self.dtype).float()
+            self.maxima_of_weights.scatter_reduce_(0, self.weight_places, peaks, "amax")  # several weights may have one scale
         for axis in RANK_AXES:
             self.comm.all_reduce(self.maxima_of_weights, axis, op=torch.distributed.ReduceOp.MAX)
         if parts:
-            values = scale_for(self.maxima_of_weights[self.weight_places], LARGEST[E4M3])
+            values = scale_for(self.maxima_of_weights[self.scale_places], LARGEST[E4M3])
             torch._foreach_copy_([scale.value for scale in self.of_weights], list(values.unbind()))
 
     def see(self) -> Seen:
@@ -167,3 +177,8 @@ class Scales:
         moved = torch.cat((largest, before[:, :-1]), 1)
         after = torch.where(seen.outgrown, merged, moved)
         torch._foreach_copy_([scale.maxima for scale in self.own], list(after.unbind()))
+
+
+def _owner(product: str) -> str:
+    """The module that holds a product, and its weights."""
+    return product.partition(".float8")[0]

@@ -1,13 +1,15 @@
 """Which products of the transformer are made in float8, by the names of their modules.
 
-All that multiply by a matrix in a block, and the head; not routers, whose scores are never rounded, and not experts, whose
-grouped products are left in bfloat16. Sizes must be multiples of 16, which is what a GPU's float8 products take.
+All that multiply by a matrix in a block, and the head; not routers, whose scores are never rounded. Sizes must be multiples of
+16, which is what a GPU's float8 products take. Experts' gate and up are one grouped product (models/grouped8.py), named by its
+two weights: leaving out one leaves out both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from shardwise.config import Model, Train
 from shardwise.errors import UserError
@@ -16,8 +18,31 @@ MULTIPLE = 16
 """Of every size of a GPU's float8 products."""
 
 
-def products(model: Model) -> Iterator[tuple[str, str, tuple[int, int]]]:
-    """Of every product: its module, the first module with the same input, and its sizes (outputs, inputs)."""
+class Product(NamedTuple):
+    """A product of the transformer."""
+
+    name: str
+    """Of its module; of experts, of the weight."""
+    source: str
+    """The first with the same input."""
+    sizes: tuple[int, int]
+    """Outputs and inputs."""
+    joined: str
+    """The first of those that are made together, with one scale for their weights and one for their gradients."""
+
+
+def products(model: Model) -> Iterator[Product]:
+    """All of them."""
+    for name, source, sizes in _dense(model):
+        yield Product(name, source, sizes, name)
+    for layer in range(model.layers if model.experts else 0):
+        inside = f"blocks.{layer}.feed_forward.experts."
+        for name, first in (("gate", "gate"), ("up", "gate"), ("down", "down")):
+            sizes = (model.hidden, model.expert_width) if name == "down" else (model.expert_width, model.hidden)
+            yield Product(inside + name, inside + first, sizes, inside + first)
+
+
+def _dense(model: Model) -> Iterator[tuple[str, str, tuple[int, int]]]:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     width = model.shared_experts * model.expert_width if model.experts else model.ffn
     for layer in range(model.layers):
@@ -37,7 +62,7 @@ def products(model: Model) -> Iterator[tuple[str, str, tuple[int, int]]]:
 
 def check_left_out(model: Model, train: Train) -> None:
     """Refuse a pattern that leaves nothing out."""
-    names = [name for name, _, _ in products(model)]
+    names = [product.name for product in products(model)]
     for pattern in train.float8_leave_out:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UserError(
@@ -46,21 +71,22 @@ def check_left_out(model: Model, train: Train) -> None:
 
 
 def in_float8(model: Model, train: Train) -> list[str]:
-    """The modules whose products a job makes in float8."""
-    return [name for name, _, sizes in products(model) if _asked(name, train) and _fits(sizes)]
+    """The modules whose products a job makes in float8, and of experts the weights."""
+    return [product.name for product in _asked(model, train) if _fits(product.sizes)]
 
 
 def unfit(model: Model, train: Train) -> list[str]:
     """Those that are left out because of their sizes."""
-    return [name for name, _, sizes in products(model) if _asked(name, train) and not _fits(sizes)]
+    return [product.name for product in _asked(model, train) if not _fits(product.sizes)]
 
 
 def scale_count(model: Model, train: Train) -> int:
-    """Scales of the whole model: of every weight and every gradient, and of each input that several products share."""
+    """Scales of the whole model: of the weight and the gradient of every product, and of each input that several share."""
     if train.precision != "float8":
         return 0
     chosen = set(in_float8(model, train))
-    return 2 * len(chosen) + len({source for name, source, _ in products(model) if name in chosen})
+    made = [product for product in products(model) if product.name in chosen]
+    return 2 * len({product.joined for product in made}) + len({product.source for product in made})
 
 
 def gathered_in_float8(model: Model, train: Train) -> tuple[str, ...]:
@@ -69,7 +95,7 @@ def gathered_in_float8(model: Model, train: Train) -> tuple[str, ...]:
     if train.precision != "float8":
         return ()
     chosen = set(in_float8(model, train))
-    left_out = {_in_block(name) for name, _, _ in products(model) if name not in chosen}
+    left_out = {_in_block(product.name) for product in products(model) if product.name not in chosen}
     return tuple(sorted({*map(_in_block, chosen)} - left_out - ({"head"} if model.tied else set())))
 
 
@@ -77,10 +103,16 @@ def _in_block(name: str) -> str:
     return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
-def _asked(name: str, train: Train) -> bool:
+def _asked(model: Model, train: Train) -> list[Product]:
+    """Those that the job does not leave out, with others that they are made together with."""
+    left_out = {product.joined for product in products(model) if _left_out(product.name, train)}
+    return [product for product in products(model) if product.joined not in left_out]
+
+
+def _left_out(name: str, train: Train) -> bool:
     if name == "head" and not train.float8_head:
-        return False
-    return not any(fnmatchcase(name, pattern) for pattern in train.float8_leave_out)
+        return True
+    return any(fnmatchcase(name, pattern) for pattern in train.float8_leave_out)
 
 
 def _fits(sizes: tuple[int, int]) -> bool:

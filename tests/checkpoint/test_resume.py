@@ -74,7 +74,10 @@ LAYOUTS = [
     ({"data": 2, "zero": 3}, "float8"),
     pytest.param({"tensor": 2}, "float8", marks=pytest.mark.full),
 ]
-FITTING = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn": 48, "vocabulary": 259}
+FITTING = {
+    **{"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "vocabulary": 259},
+    **{"experts": 4, "experts_per_token": 2, "expert_ffn": 32, "shared_experts": 1},
+}
 """A model whose products fit into float8."""
 
 

@@ -23,6 +23,7 @@ from shardwise.config.model_config import to_config, to_model
 from shardwise.models import Transformer, check_values, initialise, weights_without_memory
 from shardwise.models.experts import Experts, MixtureOfExperts, attach, visit
 from shardwise.models.rotary import rotary_frequencies
+from shardwise.models.sorting import inverse, mix, permute
 
 transformers = pytest.importorskip("transformers")
 
@@ -306,6 +307,28 @@ def test_an_expert_without_rows_gets_a_gradient_of_zeros_and_one_may_take_all(co
     for parameter in experts.parameters():
         assert parameter.grad is not None
         assert [bool(gradient.any()) for gradient in parameter.grad] == [rows > 0 for rows in count]
+
+
+@pytest.mark.parametrize("chosen", [1, 3])
+def test_sums_over_a_tokens_experts_are_rounded_once(chosen: int) -> None:
+    """In 16 bits, against the same numbers in float64."""
+    torch.manual_seed(6)
+    order = torch.randperm(40 * chosen)
+    numbers = torch.randn(40 * chosen, 32), torch.rand(40, chosen), torch.randn(40, 32), torch.randn(40 * chosen, 32)
+    rows, weights, token, sorted_row = (each.bfloat16() for each in numbers)
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        visited, by, x = (each.to(dtype).requires_grad_() for each in (rows, weights, token))
+        mixed = mix(visited, by, order, inverse(order))
+        permuted = permute(x, order, inverse(order), copies=chosen)
+        found = torch.autograd.grad((mixed, permuted), (visited, by, x), (token.to(dtype), sorted_row.to(dtype)))
+        return [mixed, permuted, *found]
+
+    for found, truth in zip(run(torch.bfloat16), run(torch.float64), strict=True):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), truth, rtol=1.01 * 2.0**-8, atol=1e-9)
+    by_hand = torch.stack([rows[place].double() for place in inverse(order)]).view(40, chosen, 32)
+    close(run(torch.float64)[0], (by_hand * weights.double().unsqueeze(-1)).sum(1))
 
 
 # In training

@@ -25,7 +25,10 @@ MODELS: Tables = {
     "deep": {**FAMILIES["llama"], "layers": 9},
     "deep experts": {**FAMILIES["experts"], "experts_per_token": 4, "layers": 9},
     "wide": {**FAMILIES["llama"], "layers": 2, "hidden": 128, "vocabulary": 4096},  # gradients fill several buckets
-    "fitting": {**FAMILIES["llama"], "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 64},  # into float8
+    "fitting": {
+        **{**FAMILIES["experts"], "experts_per_token": 4, "expert_ffn": 32},
+        **{"hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 16},
+    },  # into float8
     "many ids": {**FAMILIES["llama"], "layers": 1, "vocabulary": 100_001},  # a chunk of the loss is not all of it
 }
 
@@ -141,7 +144,11 @@ MATRIX = [
         and not (model == "gpt" and layout.get("schedule") in ("interleaved", "zbv", "dualpipev"))
     )
 ]
-MORE.append(row("fitting", {**SINGLES, "precision": "float8"}, pipeline=2, context=2))
+MORE += [
+    row("fitting", {**SINGLES, "precision": "float8"}, pipeline=2, context=2),
+    *(row("fitting", {"precision": "float8"}, data=4, expert=2, zero=zero) for zero in (1, 3)),
+    row("fitting", {"precision": "float8", "float8_leave_out": ["*.experts.up"]}, data=2, zero=3),
+]
 REST = [one for one in [*MORE, *MATRIX] if one not in ROWS]
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from shardwise.config import from_tables
 from shardwise.errors import ConfigError, RunFailed, UserError
-from shardwise.models.float8 import Float8, Scale
+from shardwise.models.float8 import Float8, Scale, ScaledProduct
 from shardwise.observe.report import render
 from shardwise.observe.summary import summarise
 from shardwise.plan import choose
@@ -22,10 +22,11 @@ from shardwise.train.build import Training
 from shardwise.train.steps import steps
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn": 48, "vocabulary": 259}
+EXPERTS = {**MODEL, "experts": 4, "experts_per_token": 2, "expert_ffn": 32}
 
 
-def training(corpus: str, **train: Any) -> Training:
-    return start(ALONE, job(corpus, model=MODEL, train={"precision": "float8", "steps": 4, "micro_batch": 2, **train}))
+def training(corpus: str, model: dict[str, Any] = MODEL, **train: Any) -> Training:
+    return start(ALONE, job(corpus, model=model, train={"precision": "float8", "steps": 4, "micro_batch": 2, **train}))
 
 
 def scale(built: Training, name: str) -> Scale:
@@ -48,6 +49,22 @@ def test_a_tensor_that_outgrows_its_scale_has_its_step_made_again_on_the_same_da
     assert [step.loss for step in done] == [step.loss for step in undisturbed], "with scales that fit it is the same step"
     assert done[2].float8 is not None
     assert set(done[2].float8) == {"blocks.0", "blocks.1", "head"}
+
+
+def test_experts_have_scales_that_are_followed_as_others_are(corpus: str) -> None:
+    """One for the weights of gate and up, from the larger of them; and a step is made again where an expert's tensor outgrows."""
+    built = training(corpus, EXPERTS, learning_rate=1e-3)
+    again, inside = [], "blocks.1.feed_forward.experts"
+    with torch.no_grad():
+        built.parallel.model.get_parameter(f"{inside}.up")[2, 3, 4] = 6.5
+    for step in steps(built):
+        again.append(step.again)
+        for kind in ("input", "gradient"):
+            assert scale(built, f"{inside}.float8.gate_up.{kind}").maxima[0] > 0
+        if step.step == 2:
+            scale(built, f"{inside}.float8.down.gradient").maxima.mul_(2.0**-10)
+    assert again == [0, 0, 1, 0]
+    assert scale(built, f"{inside}.float8.gate_up.weight").value == 64.0, "6.5 times 64 is below 448"
 
 
 def test_the_first_step_is_made_with_the_scales_that_it_shows_to_be_needed(corpus: str) -> None:
@@ -84,10 +101,40 @@ def test_products_are_those_of_the_model_but_what_is_left_out(corpus: str) -> No
     assert len(scales) == scale_count(built.config.model, built.config.train)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "own"),
+    [("*.experts.up", ["down"]), ("*.experts.down", ["gate_up"]), ("*.experts.*", []), ("*.attention.*", ["gate_up", "down"])],
+)
+def test_experts_gate_and_up_are_left_out_together(corpus: str, pattern: str, own: list[str]) -> None:
+    built = training(corpus, EXPERTS, float8_leave_out=[pattern])
+    inside = "blocks.0.feed_forward.experts"
+    weights = {"gate_up": ["gate", "up"], "down": ["down"]}
+    chosen = [name for name in in_float8(built.config.model, built.config.train) if name.startswith(inside)]
+    assert chosen == [f"{inside}.{weight}" for name in own for weight in weights[name]]
+    products = [name for name, module in built.parallel.model.named_modules() if isinstance(module, ScaledProduct)]
+    assert [name for name in products if name.startswith(inside)] == [f"{inside}.float8.{name}" for name in own]
+    scales = {id(module) for module in built.parallel.model.modules() if isinstance(module, Scale)}
+    assert len(scales) == scale_count(built.config.model, built.config.train)
+
+
+def test_an_experts_weight_that_is_not_finite_is_named(corpus: str) -> None:
+    built = training(corpus, EXPERTS)
+    going = steps(built)
+    next(going)
+    with torch.no_grad():
+        built.parallel.model.get_parameter("blocks.1.feed_forward.experts.down")[1, 0, 0] = torch.inf
+    with pytest.raises(RunFailed, match=r"the down\.weight of the float8 product of blocks\.1\.feed_forward\.experts"):
+        list(going)
+
+
 def test_sizes_that_do_not_fit_are_left_out(corpus: str) -> None:
     config = from_tables(job(corpus, model={**MODEL, "ffn": 50}, train={"precision": "float8"}))
     assert unfit(config.model, config.train) == [
         f"blocks.{layer}.feed_forward.{name}" for layer in (0, 1) for name in ("gate", "up", "down")
+    ]
+    config = from_tables(job(corpus, model={**EXPERTS, "expert_ffn": 40}, train={"precision": "float8"}))
+    assert unfit(config.model, config.train) == [
+        f"blocks.{layer}.feed_forward.experts.{name}" for layer in (0, 1) for name in ("gate", "up", "down")
     ]
 
 

@@ -10,17 +10,18 @@ from shardwise.config import from_tables
 from shardwise.verify.prove import prove
 
 MODEL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 48, "vocabulary": 259}
-EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 32, "shared_experts": 1}
+EXPERTS = {"layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn": 32, "shared_experts": 1}
 
 
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        ({}, {"tensor": 2, "data": 2, "zero": 3}),
+        (EXPERTS, {"tensor": 2, "data": 2, "expert": 2, "zero": 3}),
         ({}, {"pipeline": 2, "context": 2}),
         *(
             pytest.param(model, layout, marks=pytest.mark.full)
             for model, layout in (
+                ({}, {"tensor": 2, "data": 2, "zero": 3}),
                 ({}, {"data": 2, "zero": 0}),
                 ({}, {"data": 2, "zero": 1}),
                 ({}, {"data": 2, "zero": 2}),
@@ -30,8 +31,13 @@ EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 32, "shared_exper
                 ({}, {"pipeline": 2, "data": 2}),
                 ({}, {"pipeline": 2, "schedule": "zb1p"}),
                 ({}, {"pipeline": 2, "schedule": "zbv"}),
+                (EXPERTS, {"data": 2, "zero": 3}),
                 (EXPERTS, {"data": 2, "expert": 2, "zero": 3}),
+                (EXPERTS, {"data": 4, "expert": 2, "zero": 2}),
+                (EXPERTS, {"tensor": 2}),
                 (EXPERTS, {"tensor": 2, "expert": 2}),
+                (EXPERTS, {"tensor": 2, "data": 2, "zero": 3}),
+                (EXPERTS, {"pipeline": 2, "schedule": "zb1p"}),
             )
         ),
     ],
