@@ -157,13 +157,23 @@ class _Product(torch.autograd.Function):
 
 def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype, dynamic: bool, plain: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Rows in 8 bits, the scale they were multiplied by, and what was seen: (largest magnitude, share of numbers lost)."""
-    magnitudes = x.abs().to(wide(x.dtype))
-    largest = magnitudes.amax(-1).amax() if len(x) else magnitudes.new_zeros(())
+    largest = _largest(x)
     if dynamic:
         scale = scale_for(largest, LARGEST[dtype])
-    lost = ((magnitudes * scale <= SMALLEST[dtype] / 2) & (magnitudes > 0)).sum(-1, dtype=torch.float32).sum()
+    magnitudes = x.abs().to(wide(x.dtype))
+    lost = ((magnitudes <= SMALLEST[dtype] / 2 / scale) & (magnitudes > 0)).sum(-1, dtype=torch.int32).sum()
     seen = torch.stack((largest.float(), lost / max(1, x.numel())))
     return cast(x, scale, None if plain else dtype), scale, seen
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude; not a number where one of them is none. In float32 bits of magnitudes are in their order, those that
+    are no numbers above all others: a maximum of integers is one instruction of a GPU, one of floats four."""
+    if not len(x):
+        return x.new_zeros((), dtype=wide(x.dtype))
+    if wide(x.dtype) != torch.float32:
+        return x.abs().amax(-1).amax()
+    return (x.float().view(torch.int32) & 0x7FFFFFFF).amax(-1).amax().view(torch.float32)
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -171,7 +181,10 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype | None) -> Tensor:
     in memory: gradients of a single sequence come out of attention column by column."""
     if dtype is None:
         return x * scale
-    return (x.to(wide(x.dtype)) * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).contiguous()
+    scaled = x.to(wide(x.dtype)) * scale
+    if not (x.is_cuda and torch.compiler.is_compiling()):  # where the instruction that casts does so too
+        scaled = scaled.clamp(-LARGEST[dtype], LARGEST[dtype])
+    return scaled.to(dtype).contiguous()
 
 
 def transposed(matrix: Tensor) -> Tensor:

@@ -141,6 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss += loss_and_gradient(real, targets[rows], into, products.scale, softcap)
             del logits, real, into  # in float8 the gradient lies beside them, and they make room for its transposed copy
             products.add_gradients(gradient, rows, hidden_gradient, weight_gradient)
+            del gradient  # before the next chunk's
         if weight_gradient is not None:
             weight_gradient = weight_gradient[: weight.shape[0]]
         scale = 1.0 if float8 is not None else products.scale

@@ -100,6 +100,8 @@ class _Queued:
     loads: int
     learning_rate: float
     drawn: Drawn
+    only_to_look: bool
+    """Whether float8 knew no scales from steps before."""
 
 
 def never() -> bool:
@@ -119,8 +121,11 @@ def steps(
     """
     source = source or OwnRows(training)
     watch = watch_over(training)
+    scales = training.parallel.scales
     try:
         training.comm.clock.restart()
+        if scales is not None:
+            scales.begin()
         before: Step | None = None
         again = 0
         while training.step < training.config.train.steps:
@@ -133,7 +138,7 @@ def steps(
             source.ahead()  # while the device is busy
             read = _read(training, queued, before)
             if read is None:
-                again += _knew_scales(training)
+                again += not queued.only_to_look
                 source.again()
                 continue
             done, again = replace(_watched(watch, before, read), again=again), 0
@@ -167,14 +172,12 @@ def _queue(training: Training, source: Source, vote: float, before: Step | None)
     comm, clock = training.comm, training.comm.clock
     comm.step, comm.loss_scale = training.step + 1, training.scale.value
     scales = training.parallel.scales
-    if scales is not None:
-        scales.begin()
     drawn = source.draw()
     if drawn is None:
         return None
-    seen = None
+    seen, only_to_look = None, False
     if scales is not None:
-        seen = scales.see()
+        seen, only_to_look = scales.see(), not scales.known
         scales.remember(seen)
     message = _message_to_all(training, drawn.checksum, vote, before)
     with clock.span("forward_backward"):
@@ -194,11 +197,13 @@ def _queue(training: Training, source: Source, vote: float, before: Step | None)
         loads = _balance(training, finite)
         if training.outer is not None:
             training.outer.after(training.step + 1)
+    if scales is not None:
+        scales.begin()  # of the next step, while the device has work
     if checked:
         check_copies(training)
     own = (shared, norm.to(shared).reshape(1), drawn.tokens.to(shared).reshape(1), loads.to(shared))
     scaled = torch.empty(0, device=comm.device) if seen is None else seen.numbers.flatten()
-    return _Queued(torch.cat((*own, scaled.to(shared))), len(shared), len(loads), lr, drawn)
+    return _Queued(torch.cat((*own, scaled.to(shared))), len(shared), len(loads), lr, drawn, only_to_look)
 
 
 def _message_to_all(training: Training, checksum: int, vote: float, before: Step | None) -> Tensor:
@@ -288,11 +293,6 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step | No
         expert_imbalance=loads[0] if loads else None,
         expert_load=loads[1:] if loads else None,
     )
-
-
-def _knew_scales(training: Training) -> bool:
-    """Whether the step just made had scales from steps before; else it was only to look."""
-    return training.parallel.scales is not None and training.parallel.scales.known
 
 
 def _by_layer(training: Training, scaled: list[float]) -> dict[str, tuple[float, float]]:

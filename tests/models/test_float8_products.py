@@ -106,6 +106,22 @@ def test_what_is_above_the_range_becomes_its_end_and_is_seen() -> None:
     assert seen[0] == 1000
 
 
+@needs_gpu
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_compiled_for_a_gpu_what_is_above_the_range_becomes_its_end(dtype: torch.dtype) -> None:
+    x = torch.tensor([1e9, -1e9, 1.5, 2 * LARGEST[dtype], math.inf, math.nan], device="cuda").bfloat16()
+    found = torch.compile(cast)(x, torch.ones((), device="cuda"), dtype).float().tolist()
+    end = LARGEST[dtype]
+    assert found[:5] == [end, -end, 1.5, end, end]
+    assert math.isnan(found[5])
+
+
+def test_a_number_that_is_none_is_seen() -> None:
+    for value in (math.nan, -math.nan, math.inf):
+        _, _, seen = quantise(torch.tensor([[1.0, value], [3.0, 2.0]]), torch.ones(()), E4M3, dynamic=False, plain=False)
+        assert not seen[0].isfinite()
+
+
 def test_compiled_code_notes_what_eager_code_notes() -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(32, 16, requires_grad=True), torch.randn(32, 16, requires_grad=True)
