@@ -27,7 +27,7 @@ While both run, the computing is a little slower (`CONTENTION`), because collect
 
 Nothing hides behind what takes less time than itself. Each flow has its own work to hide behind, but flows share links, so all of
 a link's bytes over its bandwidth are held against the whole step too: what they take longer is the term `links`. The link to the
-host hides nothing.
+host hides nothing. How a pipeline's ranks, its links and what runs once a step come together is in `pipeline_time.py`.
 
 Every term is an array over the candidates of a `Space`. Nothing here is fitted to a model or a row; what differs between
 devices is in `cost/clusters.py`, what differs between programs in `cost/stack.py`.
@@ -35,9 +35,7 @@ devices is in `cost/clusters.py`, what differs between programs in `cost/stack.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import get_args
 
 import numpy as np
@@ -47,26 +45,19 @@ from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.flow import When
 from shardwise.cost.footprint import Holdings, footprint, hold, host_bytes
-from shardwise.cost.price import Busy, Priced, price
+from shardwise.cost.pipeline_time import Step, bubble, exposed, least_ranks, step_of, total
+from shardwise.cost.price import Priced, price
 from shardwise.cost.space import Array, Bools, Ints, Space, Work, concatenate
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
-from shardwise.plan.engine import compiles_blocks, engine_of, splits_backward
-from shardwise.plan.schedule import SCHEDULES
-
-CONTENTION = 0.12
-"""Share of the hidden communication's time by which it slows the computing beside it (Calculon: 0.15 on NVLink, 0.02 on the
-network)."""
-
+from shardwise.plan.engine import compiles_blocks, engine_of
 
 STRAGGLING = 0.01
 """Share of the computing that is lost wherever nodes must all arrive before a block can go on, for every doubling of their number
 (llm-foundry's runs on 16 to 512 devices, whose gathers are hidden, lose 1 to 2 % a doubling)."""
 LOCKSTEP = 0.003
 """The same of all nodes, which meet once a step (NeMo's runs on 128 and 512 GB200: 0 to 1.4 % a doubling)."""
-BACKWARD = 0.7
-"""Of a block's seconds, those of backward: twice the products, two and a half times the attention."""
 UPDATE_BYTES = 40.0
 """Traffic of a parameter's update in float32: 16 read and 12 written, and the norm's passes before."""
 ROUNDED_UPDATE_BYTES = 500.0
@@ -94,8 +85,8 @@ class Prediction:
     """Of one micro-batch through one block, forward and backward: what a timeline is played with."""
     head_seconds: Array
     embedding_seconds: Array
-    busiest_link: Array
-    """Seconds in which the busiest link of any device carries bytes."""
+    step: Step
+    """All but what depends on how long the ranks of a pipeline take."""
     least: Array
     """Seconds of a step below which its schedule cannot be played, however its stages are cut; `total` without a pipeline."""
     sent: dict[str, Array]
@@ -104,12 +95,12 @@ class Prediction:
     @property
     def total(self) -> Array:
         """Seconds of a step."""
-        return _sum(self.seconds)
+        return total(self.seconds)
 
     @property
     def peak(self) -> Array:
         """Bytes of the fullest device."""
-        return _sum(self.memory)
+        return total(self.memory)
 
 
 def predict(work: Work, space: Space, cluster: Cluster, stack: Stack = SHARDWISE) -> Prediction:
@@ -138,9 +129,6 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     layer = block.forward + block.backward + repeated + tensor.block + context + expert.block + data
     launch = _launch(work, space, cluster, stack, layer, host)
     layer = layer + launch
-    beside = layer if cluster.device.overlap else block.forward + block.backward + repeated + launch
-    steady = _steady(space, held, links)
-    data_once, replica_once = _data_once(space, cluster, stack, held, links, beside, steady)
 
     # One micro-batch at the ends of the model. In a pipeline one rank has the embedding and another the head, and what they send
     # hides in the waits for the ranks between.
@@ -153,7 +141,7 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     # The whole step on an average pipeline rank; what the slowest takes longer is `imbalance`, and what it waits is `bubble`.
     passes, edges = m * layers / space.pipeline, m / space.pipeline
     slowest, average = _slowest(layer, embedding, head, held, space, layers)
-    seconds_of = {
+    terms = {
         "matmul": passes * 3 * block.matmul + edges * products,
         "attention": passes * (block.attention + block.attention_backward),
         "elementwise": passes * 3 * block.elementwise + edges * (lookup + loss) + _accumulate(work, space, cluster, stack, held),
@@ -163,30 +151,17 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
         "tensor": passes * tensor.block + edges * tensor_ends + links.seconds("tensor", "step"),
         "context": passes * context + links.seconds("context", "step"),
         "expert": passes * expert.block + links.seconds("expert", "step"),
-        "data": passes * data + edges * data_ends + data_once + links.seconds("data", "step"),
-        "replica": replica_once + links.seconds("replica", "step"),
-        "imbalance": m * (slowest - average),
-        "bubble": _bubble(space, slowest),
-        "pipeline_sends": _sends(space, cluster, stack, links, slowest, steady),
+        "data": passes * data + edges * data_ends + links.seconds("data", "step"),
+        "replica": links.seconds("replica", "step"),
         "offload": _offload(space, cluster, held),
     }
-    seconds_of = {name: value * cluster.corrections.get(name, 1.0) for name, value in seconds_of.items()}
-    busiest, least = _busiest(space, held, links), _least_bubble(space, held, layer, embedding, head, slowest)
-    least_seconds = with_links({**seconds_of, "bubble": least * cluster.corrections.get("bubble", 1.0)}, busiest, cluster)
+    step = step_of(terms, average, embedding + head, space, cluster, stack, held, links)
+    least = least_ranks(space, held, layer, embedding, head, slowest)
+    seconds, least_seconds = (
+        step.seconds(m * slowest, ranks, cluster, stack) for ranks in (m * slowest + bubble(space, slowest), least)
+    )
     memory, on_host = footprint(work, space, cluster, stack, held), host_bytes(work, space, cluster, held)
-    of_step = with_links(seconds_of, busiest, cluster)
-    return Prediction(of_step, memory, on_host, layer, head, embedding, busiest, _sum(least_seconds), links.bytes)
-
-
-def with_links(seconds: Mapping[str, Array], busiest: Array, cluster: Cluster) -> dict[str, Array]:
-    """The terms of a step, and what its busiest link takes longer than all of them."""
-    others = {name: value for name, value in seconds.items() if name != "links"}
-    return {**others, "links": np.maximum(busiest - _sum(others), 0.0) * cluster.corrections.get("links", 1.0)}
-
-
-def _sum(terms: Mapping[str, Array]) -> Array:
-    first, *others = terms.values()
-    return sum(others, first)
+    return Prediction(seconds, memory, on_host, layer, head, embedding, step, total(least_seconds), links.bytes)
 
 
 def _emulating(work: Work, cluster: Cluster) -> Cluster:
@@ -327,24 +302,9 @@ def _waits(space: Space, cluster: Cluster, links: Priced) -> Array:
     return STRAGGLING * (gathering + sharing / 2 + 5 * doublings(space.tensor)) + LOCKSTEP * doublings(space.world)
 
 
-def _data_once(
-    space: Space, cluster: Cluster, stack: Stack, held: Holdings, links: Priced, layer: Array, steady: Array
-) -> tuple[Array, Array]:
-    """Exposed seconds of the data axis once a step, and of joining replicas: both hide behind the last backward and its waits,
-    which are longer where a link holds the pipeline up. A CPU worker has one network, which may be busy with what it sends in
-    each micro-batch."""
-    backward = BACKWARD * np.maximum(layer * held.cut.first, steady / space.accumulation)
-    room = backward * np.where(space.pipeline > 1, np.minimum(space.accumulation, 2), 1)
-    if not cluster.device.overlap:
-        room = np.maximum(room - links.inside_blocks("data") / space.accumulation, 0.0)
-    left = np.maximum(room - links.seconds("data", "once"), 0.0)
-    return _exposed(links, "data", "once", 1.0, room, stack), _exposed(links, "replica", "once", 1.0, left, stack)
-
-
 def _exposed(links: Priced, axis: str, when: When, scale: Array | float, work: Array, stack: Stack) -> Array:
     """What is left of an axis' communication, scaled from that of a step, beside so much work, and what it slows that work by."""
-    hidden = stack.overlap_data * np.minimum(links.beside(axis, when) * scale, work)
-    return links.seconds(axis, when) * scale - hidden + CONTENTION * hidden
+    return exposed(links.seconds(axis, when) * scale, links.beside(axis, when) * scale, work, stack)
 
 
 def _accumulate(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:
@@ -373,60 +333,6 @@ def _slowest(layer: Array, embedding: Array, head: Array, held: Holdings, space:
     average = (layers * layer + embedding + head) / space.pipeline
     slowest = np.maximum(np.maximum(np.maximum(first, last), middle), average)
     return np.where(alone, average, slowest), average
-
-
-_BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zb1p": 1 / 3, "zbv": 1 / 6, "dualpipev": 1 / 4}
-"""Idle time of a rank over (p - 1) times a micro-batch's seconds on a rank, for equal stages; the finalists of a search are
-played through by their own list of actions (plan/timeline.py)."""
-
-
-def _bubble(space: Space, slowest: Array) -> Array:
-    factor = np.asarray([_BUBBLES[name] for name in SCHEDULES])[space.schedule]
-    looped = space.schedule == SCHEDULES.index("interleaved")
-    idle: Array = (space.pipeline - 1) * slowest * factor / np.where(looped, space.stages_per_rank, 1)
-    return idle
-
-
-def _least_bubble(space: Space, held: Holdings, layer: Array, embedding: Array, head: Array, slowest: Array) -> Array:
-    """Seconds that a schedule cannot do without. A rank begins when the first micro-batch has come through all stages before its
-    own, and where backward is not split, those still have their backward to do when it has ended.
-    """
-    cut, m = held.cut, space.accumulation
-    split = np.where(splits_backward(space), 1 / 3, 1.0)
-    middle = m * cut.middle * layer + split * (embedding + cut.before_middle * layer)
-    last = m * (cut.last * layer + head) + split * (embedding + cut.before_last * layer)
-    ended = np.where(held.cut.folded, middle, np.maximum(middle, last))
-    return np.where(space.pipeline > 1, np.maximum(ended - m * slowest, 0.0), 0.0)
-
-
-def _sends(space: Space, cluster: Cluster, stack: Stack, links: Priced, slowest: Array, steady: Array) -> Array:
-    """Seconds of sending activations on and gradients back that nothing hides: the messages of filling and draining; of the rest,
-    two for each stage and micro-batch, what the program waits for; and where a link is busy with a micro-batch for longer than
-    the slowest rank is, the difference. The gradient of a tied embedding, and the numbers of a step, are sent while the pipeline
-    drains.
-    """
-    hidden = stack.overlap_sends * cluster.device.overlap
-    filling = 2 * (space.pipeline - 1) * links.message
-    waits = 2 * (1 - hidden) * space.accumulation * space.stages_per_rank * links.message
-    return filling + waits + np.maximum(steady - space.accumulation * slowest - waits, 0.0)
-
-
-def _steady(space: Space, held: Holdings, links: Priced) -> Array:
-    """Seconds in which the busiest link carries what a pipeline's micro-batches send, in the blocks and between the stages."""
-    of_links = [_of_any_rank(busy, busy.blocks + busy.stages, space, held, links) for busy in links.busy.values()]
-    return np.where(space.pipeline > 1, reduce(np.maximum, of_links), 0.0)
-
-
-def _busiest(space: Space, held: Holdings, links: Priced) -> Array:
-    """Seconds of a step in which the busiest link carries bytes."""
-    return reduce(np.maximum, (_of_any_rank(busy, busy.total, space, held, links) for busy in links.busy.values()))
-
-
-def _of_any_rank(busy: Busy, first: Array, space: Space, held: Holdings, links: Priced) -> Array:
-    """Seconds of a link: the first rank's, or those of a rank between the ends, which sends two ways for each of its stages."""
-    messages = 2 * held.cut.stages * space.accumulation / np.maximum(links.messages, 1.0)  # for each of the first rank's
-    middle = held.cut.middle / held.cut.first * busy.blocks + messages * busy.stages
-    return np.where(space.pipeline > 2, np.maximum(first, middle), first)
 
 
 def _offload(space: Space, cluster: Cluster, held: Holdings) -> Array:

@@ -20,8 +20,8 @@ import numpy as np
 from shardwise.config import Config
 from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.predict import Prediction, predict, with_links
-from shardwise.cost.space import Array, Ints, Space, Work
+from shardwise.cost.predict import Prediction, predict
+from shardwise.cost.space import Array, Ints, Space, Work, take
 from shardwise.cost.stack import SHARDWISE
 from shardwise.errors import UserError
 from shardwise.plan.dtypes import reduce_dtype, state_dtype
@@ -203,22 +203,22 @@ def play(work: Work, space: Space, cluster: Cluster) -> Prediction:
     pipelines = np.flatnonzero(space.pipeline > 1)
     if not len(pipelines):
         return closed
-    times = np.array([_times(work, space, closed, index) for index in pipelines.tolist()])  # (pipelines, 3)
-    makespan, slowest, average = times.T
-    seconds = dict(closed.seconds)
-    for name, value in (("imbalance", slowest - average), ("bubble", makespan - slowest)):
-        seconds[name] = seconds[name].copy()
-        seconds[name][pipelines] = value * cluster.corrections.get(name, 1.0)
-    return replace(closed, seconds=with_links(seconds, closed.busiest_link, cluster))
+    times = np.array([_times(work, space, closed, index) for index in pipelines.tolist()])  # (pipelines, 2)
+    makespan, slowest = times.T
+    played = take(closed.step, pipelines).seconds(slowest, makespan, cluster, SHARDWISE)
+    seconds = {name: value.copy() for name, value in closed.seconds.items()}
+    for name, value in played.items():
+        seconds[name][pipelines] = value
+    return replace(closed, seconds=seconds)
 
 
-def _times(work: Work, space: Space, closed: Prediction, index: int) -> tuple[float, float, float]:
-    """Seconds of a pipeline, of its busiest rank's own work, and of the average rank's."""
+def _times(work: Work, space: Space, closed: Prediction, index: int) -> tuple[float, float]:
+    """Seconds of a pipeline, and of its busiest rank's own work."""
     row = space.row(index)
     stage = [count * float(closed.block_seconds[index]) for count in work.blocks(row["pipeline"] * row["stages_per_rank"])]
     stage[0] += float(closed.embedding_seconds[index])
     stage[-1] += float(closed.head_seconds[index])
-    return (*_makespan(row, tuple(stage)), row["accumulation"] * sum(stage) / row["pipeline"])
+    return _makespan(row, tuple(stage))
 
 
 def _makespan(row: Mapping[str, int], stage: tuple[float, ...]) -> tuple[float, float]:
