@@ -1,10 +1,10 @@
 """The planner against our own runs on one GPU: predicted and measured step time and peak memory of eight jobs.
 
-    python benchmarks/planner_gpu.py [--cluster FILE] [--steps 8] [--only 1b-2048-none,…] [--kernels]
+    python benchmarks/planner_gpu.py [--cluster FILE] [--steps 8] [--only 1b-2048-none,1b-2048-none-float8,…] [--kernels]
 
-Two sizes (llama3-1b untied, llama3-3b), two sequence lengths, two recompute modes; bfloat16, two micro-batches a step. The
-cluster is the preset of the device found, or the file that `shardwise probe` wrote. `--kernels` adds the time of one step's
-kernels by kind.
+Two sizes (llama3-1b untied, llama3-3b), two sequence lengths, two recompute modes; bfloat16, two micro-batches a step. Others run
+by name: a fourth part of it is the precision. The cluster is the preset of the device found, or the file that `shardwise probe`
+wrote. `--kernels` adds the time of one step's kernels by kind.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from shardwise.search.forecast import forecast
 from shardwise.train.build import Training, build
 from shardwise.train.steps import steps
 
-MODELS: dict[str, tuple[dict[str, Any], int]] = {
-    "1b": ({"preset": "llama3-1b", "tied": False}, 32768),
-    "3b": ({"preset": "llama3-3b"}, 16384),
-    "gpt2": ({"preset": "gpt2", "max_positions": 8192}, 16384),
-    "qwen0.6b": ({"preset": "qwen3-0.6b"}, 16384),
-    "qwen4b": ({"preset": "qwen3-4b", "layers": 24}, 8192),
-    "experts": ({"preset": "qwen3-30b-a3b", "layers": 6}, 16384),
+MODELS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "1b": ({"preset": "llama3-1b", "tied": False}, 32768, "float32"),
+    "3b": ({"preset": "llama3-3b"}, 16384, "float32"),
+    "8b": ({"preset": "llama3-8b"}, 8192, "bfloat16"),
+    "gpt2": ({"preset": "gpt2", "max_positions": 8192}, 16384, "float32"),
+    "qwen0.6b": ({"preset": "qwen3-0.6b"}, 16384, "float32"),
+    "qwen4b": ({"preset": "qwen3-4b", "layers": 24}, 8192, "float32"),
+    "experts": ({"preset": "qwen3-30b-a3b", "layers": 6}, 16384, "float32"),
 }
-"""The model, and the tokens of a micro-batch."""
+"""The model, the tokens of a micro-batch, and the dtype of the states."""
 FITTED = ("1b", "3b")
 """Those whose runs the H200 preset's constants were chosen by; the others are run by name, to see what it does elsewhere."""
 KINDS = {
@@ -54,12 +55,13 @@ JOBS = ["-".join(job) for job in product(FITTED, ("2048", "8192"), ("none", "ful
 
 
 def job(name: str, folder: Path, step_count: int) -> Config:
-    size, length, recompute = name.split("-")
-    model, tokens = MODELS[size]
+    size, length, recompute, *others = name.split("-")
+    precision = others[0] if others else "bfloat16"
+    model, tokens, states = MODELS[size]
     random_tokens.write(folder, 8192 * 64, 50_000)
     micro_batch = tokens // int(length)
-    train = {"steps": step_count, "precision": "bfloat16", "learning_rate": 1e-4, "recompute": recompute}
-    train |= {"micro_batch": micro_batch, "global_batch": 2 * micro_batch}
+    train = {"steps": step_count, "precision": precision, "learning_rate": 1e-4, "recompute": recompute}
+    train |= {"micro_batch": micro_batch, "global_batch": 2 * micro_batch, "state_dtype": states}
     data = {"source": str(folder), "sequence_length": int(length), "held_out": 0.0}
     return from_tables({"model": model, "data": data, "train": train, "run": {"folder": str(folder / "run")}})
 

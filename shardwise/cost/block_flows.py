@@ -46,7 +46,8 @@ def loss_flows(rank: FirstRank) -> Iterator[Flow]:
     """Of each token: the largest logit, then the sum of exponentials and the target's logit, chunk by chunk."""
     space, several = rank.space, (rank.space.tensor > 1) & rank.head
     tokens, rows = space.micro_batch * rank.length, largest_part(rank.work.model.vocabulary, space.tensor)
-    chunks = -(-tokens // chunk_tokens(tokens, rows, rank.computed, rank.device))
+    narrow = rank.work.float8 is not None and rank.work.float8.head
+    chunks = -(-tokens // chunk_tokens(tokens, rows, rank.computed, rank.device, narrow))
     numbers = calls("all_reduce", "tensor", "ends", 2 * space.accumulation * several, tokens * 3 * rank.wide / 2)
     yield Flow("all_reduce", "tensor", "ends", numbers.count * chunks, numbers.bytes)
 

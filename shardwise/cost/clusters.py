@@ -59,7 +59,9 @@ DEVICES: dict[str, Device] = {
     "h100-96": _device(
         "H100-96GB-500W", 94.5, 2400, 500, _peaks(67, 989.5, 1979), matmul=0.52, matmul_float8=0.53, **_attends(0.43, 0.21, 450)
     ),
-    "h200": _device("H200-SXM5-141GB", 139.8, 4800, 700, _peaks(67, 989.5, 1979), matmul=0.735, stream=0.8, **_HOPPER),
+    "h200": _device(
+        "H200-SXM5-141GB", 139.8, 4800, 700, _peaks(67, 989.5, 1979), matmul=0.735, matmul_float8=0.76, stream=0.8, **_HOPPER
+    ),
     # Blackwell's products are held back by power: 1.1 to 1.3 TFLOP/s a watt in bfloat16, twice that in 8 bits.
     "b200": _device(
         "B200-180GB", 178.0, 7700, 1000, _peaks(80, 2250, 4500, 9000), matmul=0.5, matmul_float8=0.5, **_BLACKWELL

@@ -6,7 +6,7 @@ lengths in another order, so by the model of `cost/cluster.py` it takes exactly 
 scores again in backward, five products in place of two (Dao, 2023). Elementwise kernels are bounded by the memory's bandwidth;
 their traffic in a compiled block is, in values of the computing dtype a token: 9 h for norms and residuals (13 h with norms after
 attention and feed-forward too), 2 (a + k) d for rotary, 3 f for a gated activation (2 f without a gate). A CPU's blocks are not
-compiled.
+compiled. What shardwise's products in float8 add to that is in `cost/float8_work.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwise.cost.cluster import Cluster, Device
+from shardwise.cost.float8_work import Streamed, block_traffic, head_traffic
+from shardwise.cost.products import Product, products_of, share_in_float8, tokens_here
 from shardwise.cost.space import Array, Space, Work
 from shardwise.cost.stack import Stack
 from shardwise.plan import dtypes
@@ -35,10 +37,13 @@ for rotary, 5 f for a gated activation."""
 SCORE_BYTES = 26.0
 """Traffic of one attention score, forward and backward, where the matrix of scores is in memory (softmax, mask, dropout)."""
 LOOKUP_BYTES = 12.0
+GROUPED_FLOAT8 = 0.6
+"""What experts' grouped products in float8 reach of others (904 of 1,500 TFLOP/s on an H200, six layers of qwen3-30b-a3b)."""
 KEPT_WIDE = 0.15
 """Share of the blocks' products that training recipes of 4 bits leave in 16 (NVIDIA, 2025)."""
 QUANTISING = 2.0
-"""Values moved for each value that is cast to 8 bits: read twice for its scale and its cast, written once and once transposed."""
+"""Values that other programs move for each value that is cast to 8 bits: read twice for its scale and its cast, written once and
+once transposed. What shardwise moves is counted (cost/float8_work.py)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class BlockSeconds:
     attention: Array
     attention_backward: Array
     elementwise: Array
+    elementwise_backward: Array
     last: Array
     """Of the products, the last one's: its output is not needed again in backward."""
 
@@ -60,7 +66,7 @@ class BlockSeconds:
     @property
     def backward(self) -> Array:
         """One pass backward."""
-        return 2 * self.matmul + self.attention_backward + 2 * self.elementwise
+        return 2 * self.matmul + self.attention_backward + self.elementwise_backward
 
 
 def value_bytes(work: Work) -> int:
@@ -83,11 +89,6 @@ def casts(work: Work) -> bool:
     return BYTES[work.state_dtype] != value_bytes(work)
 
 
-def tokens_here(work: Work, space: Space) -> Array:
-    """Tokens of a micro-batch on one context device."""
-    return space.micro_batch * work.sequence_length / space.context
-
-
 def product(m: Array, n: Array, k: Array, device: Device, precision: str, sharing: Array | float) -> Array:
     """Seconds of a matrix product (m x k) by (k x n) on one of `sharing` workers of a device."""
     if precision == "float4":  # some products stay in 16 bits
@@ -107,68 +108,59 @@ def workers_sharing(space: Space, cluster: Cluster) -> Array | float:
 def block(work: Work, space: Space, cluster: Cluster, stack: Stack) -> BlockSeconds:
     """A transformer block on one device."""
     device, sharing = cluster.device, workers_sharing(space, cluster)
-    products = _products(work, space)
+    speed = _stream(device, sharing)
+    products, size = products_of(work, space), value_bytes(work)
     # (candidates,) for each matrix: forward multiplies by it once
-    times = [matrix.count * product(matrix.m, matrix.n, matrix.k, device, work.precision, sharing) for matrix in products]
+    times = [matrix.count * _seconds(matrix, work, device, sharing) for matrix in products]
     forward, backward, scores = _attention(work, space, device, stack, sharing)
-    fused = stack.elementwise if device.overlap else HOST_ELEMENTWISE
-    moved = tokens_here(work, space) * _streamed(work, space, stack) * value_bytes(work) * fused
-    elementwise = (moved + scores / 3) / _stream(device, sharing)
+    streamed = _streamed(work, space, stack)
+    if work.float8 is not None:
+        moved, moved_back = block_traffic(work, space, cluster.device_type, products, streamed, size, HOST_ELEMENTWISE)
+    else:
+        fused = stack.elementwise if device.overlap else HOST_ELEMENTWISE
+        moved = tokens_here(work, space) * (streamed.total + _quantised(work, space)) * size * fused
+        moved_back = 2 * moved
+    elementwise, elementwise_back = (moved + scores / 3) / speed, (moved_back + 2 * scores / 3) / speed
     last = next(seconds for matrix, seconds in zip(products, times, strict=True) if matrix.is_last)
-    return BlockSeconds(sum(times, np.zeros(len(space))), forward, backward, elementwise, last)
+    return BlockSeconds(sum(times, np.zeros(len(space))), forward, backward, elementwise, elementwise_back, last)
 
 
-@dataclass(frozen=True)
-class _Product:
-    """So many products (m x k) by (k x n) of a block, forward."""
-
-    m: Array
-    n: Array
-    k: Array
-    count: Array | float = 1.0
-    is_last: bool = False
-    """Whether its output is the block's."""
-
-
-def _products(work: Work, space: Space) -> list[_Product]:
-    """The matrices of a block, as one device multiplies by them: (tokens x k) by (k x n), with k or n cut by `tensor`."""
-    model, tokens = work.model, tokens_here(work, space)
-    hidden, queries = np.full_like(tokens, model.hidden), model.heads * model.head_dim / space.tensor
-    keys = np.maximum(model.kv_heads / space.tensor, 1) * model.head_dim  # a device has at least one key head
-    products = [_Product(tokens, queries, hidden), _Product(tokens, keys, hidden, 2), _Product(tokens, hidden, queries)]
-    wide = 2 if model.gated else 1
-    if not model.experts:
-        inner = model.ffn / space.tensor
-        return [*products, _Product(tokens, inner, hidden, wide), _Product(tokens, hidden, inner, is_last=True)]
-    inner, experts = np.full_like(tokens, model.expert_width), np.full_like(tokens, model.experts)
-    rows = tokens * model.experts_per_token / space.tensor * space.expert / model.experts  # that come to one expert
-    held = model.experts / space.expert  # experts of one device, whole: `tensor` cuts tokens here, not matrices
-    products += [_Product(rows, inner, hidden, wide * held), _Product(rows, hidden, inner, held, is_last=True)]
-    products.append(_Product(tokens / space.tensor, experts, hidden))
-    if model.shared_experts:
-        shared = model.shared_experts * model.expert_width / space.tensor
-        products += [_Product(tokens, shared, hidden, wide), _Product(tokens, hidden, shared)]
-    return products
+def _seconds(matrix: Product, work: Work, device: Device, sharing: Array | float) -> Array:
+    """Of one product, some of which may be in float8 and the others as the values between them."""
+    sizes = matrix.m, matrix.n, matrix.k
+    if work.float8 is None:
+        return product(*sizes, device, work.precision, sharing)
+    share, result = share_in_float8(work, matrix.kind), np.zeros_like(matrix.m)
+    if share > 0:
+        reached = GROUPED_FLOAT8 if matrix.kind == "experts" else 1.0
+        result = result + share * product(*sizes, device, "float8", sharing) / reached
+    if share < 1:
+        result = result + (1 - share) * product(*sizes, device, "bfloat16", sharing)
+    return result
 
 
-def _streamed(work: Work, space: Space, stack: Stack) -> Array:
+def _streamed(work: Work, space: Space, stack: Stack) -> Streamed:
     """Values that elementwise kernels read and write for each token, forward."""
     model, tensor = work.model, space.tensor.astype(float)
     wide = 2 if model.gated else 1
     queries, keys = model.heads * model.head_dim / tensor, np.maximum(model.kv_heads / tensor, 1) * model.head_dim
     stream = 13.0 if model.post_norms else 9.0
-    moved = stream * model.hidden / (tensor if stack.sequence_parallel else np.ones_like(tensor)) + 2 * (queries + keys)
-    if model.experts:
-        inner = model.experts_per_token * model.expert_width / tensor
-        moved = moved + 3 * inner + 6 * model.experts_per_token * model.hidden / tensor
-        moved = moved + 3 * model.shared_experts * model.expert_width / tensor
-    else:
-        inner = model.ffn / tensor
-        moved = moved + (1 + wide) * inner
-    if work.precision in ("float8", "float4"):  # inputs are scaled and cast before each product
-        moved = moved + QUANTISING * (2 * model.hidden + queries + inner)
-    result: Array = moved
-    return result
+    half = stream / 2 * model.hidden / (tensor if stack.sequence_parallel else np.ones_like(tensor))  # of norms and residuals
+    attention = half + 2 * (queries + keys)
+    if not model.experts:
+        return Streamed(attention, half + (1 + wide) * model.ffn / tensor)
+    inner = model.experts_per_token * model.expert_width / tensor
+    grouped = 3 * inner + 6 * model.experts_per_token * model.hidden / tensor
+    return Streamed(attention, half + 3 * model.shared_experts * model.expert_width / tensor, grouped)
+
+
+def _quantised(work: Work, space: Space) -> Array | float:
+    """Values that other programs move to scale and cast the inputs of each product of 8 or 4 bits."""
+    model = work.model
+    if work.precision not in ("float8", "float4"):
+        return 0.0
+    inner = model.experts_per_token * model.expert_width if model.experts else model.ffn
+    return QUANTISING * (2 * model.hidden + (model.heads * model.head_dim + inner) / space.tensor)
 
 
 def _attention(work: Work, space: Space, device: Device, stack: Stack, sharing: Array | float) -> tuple[Array, Array, Array]:
@@ -199,9 +191,13 @@ def head(work: Work, space: Space, cluster: Cluster, stack: Stack) -> tuple[Arra
     """Seconds of the output head's products and of the loss, forward and backward, of one micro-batch."""
     model, sharing = work.model, workers_sharing(space, cluster)
     tokens, part = tokens_here(work, space), model.vocabulary / space.tensor
-    precision = "bfloat16" if work.precision in ("float8", "float4") else work.precision
+    narrow = work.float8 is not None and work.float8.head
+    precision = "float8" if narrow else "bfloat16" if work.precision in ("float8", "float4") else work.precision
     products = 3 * product(tokens, part, np.full_like(tokens, model.hidden), cluster.device, precision, sharing)
-    return products, tokens * part * stack.loss_traffic / _stream(cluster.device, sharing)
+    moved = tokens * part * stack.loss_traffic
+    if narrow:
+        moved = head_traffic(work, space, cluster.device_type, tokens, stack.loss_traffic)
+    return products, moved / _stream(cluster.device, sharing)
 
 
 def embedding(work: Work, space: Space, cluster: Cluster) -> Array:

@@ -7,8 +7,10 @@ block with flash attention, in values of the computing dtype:
 
 that is: the inputs and outputs of the two norms (4 h), queries and attention's output (2 a d), keys and values (2 k d), gate,
 up and their product (3 f; 2 f without a gate). Norms after attention and feed-forward add 2 h; capped scores, which no flash
-kernel makes, some for each pair of tokens and head. `full` keeps a block's input and has one block alive; `selective` keeps
-products and attention. A schedule multiplies this by the micro-batches a rank has in flight (`plan/schedule.py` has the table).
+kernel makes, some for each pair of tokens and head. In float8 what norms and activation put out is made once more for its 8-bit
+copy (2 h and f less), and the head has chunks and copies of its own (`cost/float8_work.py`). `full` keeps a block's input and has
+one block alive; `selective` keeps products and attention. A schedule multiplies this by the micro-batches a rank has in flight
+(`plan/schedule.py` has the table).
 
 Where weights are not gathered, their copies in the computing dtype wait for backward (not those of a recomputed block). With a
 single micro-batch, gradients take the place of the activations that backward frees.
@@ -24,6 +26,8 @@ import numpy as np
 from shardwise.config import Model
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
+from shardwise.cost.float8_work import head_bytes, is_compiled
+from shardwise.cost.products import tokens_here
 from shardwise.cost.space import Array, Space, Work, concatenate, distinct, take
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.stages import Cut, cut
@@ -115,9 +119,9 @@ def in_flight(space: Space) -> tuple[Array, Array]:
     return most(first), most(last)
 
 
-def kept(work: Work, space: Space, stack: Stack) -> tuple[Array, Array]:
+def kept(work: Work, space: Space, stack: Stack, device_type: str = "cuda") -> tuple[Array, Array]:
     """Bytes of activations of one micro-batch in one block: kept until backward, and while the block runs backward."""
-    model, tokens, tensor = work.model, compute.tokens_here(work, space), space.tensor
+    model, tokens, tensor = work.model, tokens_here(work, space), space.tensor
     # Values a token, (candidates,) each: the module's table.
     wide = 2 if model.gated else 1
     queries, keys = model.heads * model.head_dim / tensor, 2 * np.maximum(model.kv_heads / tensor, 1) * model.head_dim
@@ -131,7 +135,7 @@ def kept(work: Work, space: Space, stack: Stack) -> tuple[Array, Array]:
     if capped := model.attention_softcap is not None:
         scores = _capped_scores(work) * work.sequence_length * model.heads / tensor
     block = stack.activation * ((6 if model.post_norms else 4) * residual + 2 * queries + keys + inner)
-    none = block + scores + gathered
+    none = block + scores + gathered - _cast_anew(work, space, stack, device_type)
     # Without flash attention, "selective" means that the scores alone are computed again (Korthikanti et al. 2022).
     selective = residual + queries + stack.selective_kept * (2 * residual + queries + keys + products) if stack.flash else block
     if stack.flash and capped:  # a product's output, as they are before the cap
@@ -139,9 +143,21 @@ def kept(work: Work, space: Space, stack: Stack) -> tuple[Array, Array]:
     full = residual if stack.sequence_parallel else model.hidden / (tensor if stack.shard_inputs else 1)
     stays = np.choose(space.recompute, [np.broadcast_to(value, tokens.shape) for value in (none, selective, full)])
     # What is computed again lives beside what stayed: all of the block, or what selective recomputation let go.
-    live = np.where(space.recompute == 2, none, np.where(space.recompute == 1, none - selective, 0.0))
+    live = np.where(space.recompute == 2, none, np.where(space.recompute == 1, np.maximum(none - selective, 0.0), 0.0))
     size = compute.value_bytes(work)
     return tokens * size * stays, tokens * size * live
+
+
+def _cast_anew(work: Work, space: Space, stack: Stack, device_type: str) -> Array | float:
+    """Values a token that a compiled block with products in float8 does not keep: outputs of the norms and of the activation are
+    needed in 8 bits alone, and made once more from what is there anyway (`recompute_casts`). A router needs the second norm's."""
+    shares, model = work.float8, work.model
+    if shares is None:
+        return 0.0
+    residual = model.hidden / (space.tensor if stack.sequence_parallel else 1)
+    inner = (model.shared_experts * model.expert_width if model.experts else model.ffn) / space.tensor
+    norms = shares.before_attention + (0.0 if model.experts else shares.before_inner)
+    return np.where(is_compiled(work, space, device_type), norms * residual + shares.down * inner, 0.0)
 
 
 def _capped_scores(work: Work) -> float:
@@ -160,14 +176,18 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     gathered, reducing = _units(work, space, cluster, stack, engine, held)
     unsharded = engine.zero == 0
     # Weights that are never gathered are cast for each use; backward needs the copies, but for those of recomputed blocks.
+    # In float8 compiled blocks cast them again, and a head in float8 has its copies among the logits.
+    anew, narrow = (False, False) if work.float8 is None else (is_compiled(work, space, cluster.device_type), work.float8.head)
     copies = stack.cast_held if compute.casts(work) else 0.0
     head = model.vocabulary * model.hidden / space.tensor
-    casts = np.where(unsharded, copies * np.where(space.recompute == 2, head, held.parameters), 0.0)
-    whole_inputs = stack.whole_inputs * compute.tokens_here(work, space) * model.hidden * compute.value_bytes(work)
-    # With a single micro-batch each gradient takes the place of activations that backward has freed by then.
+    needed = np.where((space.recompute == 2) | anew, 0.0 if narrow else head, held.parameters)
+    casts = np.where(unsharded, copies * needed, 0.0)
+    whole_inputs = stack.whole_inputs * tokens_here(work, space) * model.hidden * compute.value_bytes(work)
+    # With a single micro-batch each gradient takes the place of activations that backward has freed by then, and of what a head
+    # in float8 had, which is no little.
     in_place = alone & (space.accumulation == 1) & unsharded & (not stack.keeps_gradients)
-    gradients = held.states["gradients"]
-    states = {**held.states, "gradients": np.where(in_place, np.maximum(0.0, gradients - activations), gradients)}
+    gradients, freed = held.states["gradients"], activations + (logits if narrow else 0.0)
+    states = {**held.states, "gradients": np.where(in_place, np.maximum(0.0, gradients - freed), gradients)}
     alive = {
         "activations": activations,
         "logits": logits,
@@ -183,13 +203,16 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
 
 def _activations(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> tuple[Array, Array]:
     """Bytes of activations and of logits on the fuller of the first and the last pipeline rank."""
-    model, size, tokens = work.model, compute.value_bytes(work), compute.tokens_here(work, space)
-    stays, live = kept(work, space, stack)
+    model, size, tokens = work.model, compute.value_bytes(work), tokens_here(work, space)
+    stays, live = kept(work, space, stack, cluster.device_type)
     flying, flying_last = in_flight(space)
     edge = tokens * model.hidden * size / space.tensor  # a stage's input, for each micro-batch in flight
     logits = tokens * model.vocabulary / space.tensor * stack.logit_bytes
     if stack.logit_bytes == 0:  # the loss is computed in chunks
         logits = np.minimum(tokens * model.vocabulary / space.tensor * size, chunk_bytes(cluster.device_type))
+        if work.float8 is not None and work.float8.head:
+            # gone before the first block is computed again, which takes their place
+            logits = np.maximum(head_bytes(work, space, cluster.device_type, tokens) - live, 0.0)
     first = flying * held.cut.first * stays + live + flying * edge
     last = flying_last * held.cut.last * stays + live + edge
     both = (space.pipeline == 1) | held.cut.folded  # the first rank has the head too

@@ -43,14 +43,17 @@ import numpy as np
 from shardwise.config import Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
+from shardwise.cost.float8_work import kernels as float8_kernels
 from shardwise.cost.flow import When
 from shardwise.cost.footprint import Holdings, footprint, hold, host_bytes
 from shardwise.cost.pipeline_time import Step, bubble, exposed, least_ranks, step_of, total
 from shardwise.cost.price import Priced, price
+from shardwise.cost.products import float8_weights, products_of, tokens_here
 from shardwise.cost.space import Array, Bools, Ints, Space, Work, concatenate
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
+from shardwise.plan.dtypes import BYTES
 from shardwise.plan.engine import compiles_blocks, engine_of
 
 STRAGGLING = 0.01
@@ -141,11 +144,16 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     # The whole step on an average pipeline rank; what the slowest takes longer is `imbalance`, and what it waits is `bubble`.
     passes, edges = m * layers / space.pipeline, m / space.pipeline
     slowest, average = _slowest(layer, embedding, head, held, space, layers)
+    narrow = _float8_numbers(work, space, held)
+    looking = compute.streamed(BYTES[work.state_dtype] * narrow * held.sharded / held.parameters, space, cluster)
     terms = {
         "matmul": passes * 3 * block.matmul + edges * products,
         "attention": passes * (block.attention + block.attention_backward),
-        "elementwise": passes * 3 * block.elementwise + edges * (lookup + loss) + _accumulate(work, space, cluster, stack, held),
-        "launch": passes * launch + stack.step_kernels * cluster.device.launch * layers / space.pipeline,
+        "elementwise": passes * (block.elementwise + block.elementwise_backward)
+        + edges * (lookup + loss)
+        + _accumulate(work, space, cluster, stack, held, narrow)
+        + looking,
+        "launch": passes * launch + cluster.device.launch * stack.step_kernels * layers / space.pipeline,
         "recompute": passes * repeated,
         "optimizer": _optimizer(work, space, cluster, stack, held),
         "tensor": passes * tensor.block + edges * tensor_ends + links.seconds("tensor", "step"),
@@ -201,7 +209,7 @@ def _kernels(work: Work, space: Space, stack: Stack, starts: float = 1.0) -> Arr
     collectives = np.where(space.tensor > 1, 8.0 + 4 * full, 0.0) + np.where(space.zero == 3, 3.0, 0.0)
     routing = stack.expert_kernels if work.model.experts else 0.0
     outside = stack.micro_batch_kernels * space.pipeline / work.model.layers + stack.collective_kernels * collectives
-    kernels: Array = (stack.kernels * starts + routing) * (3 + full) + outside
+    kernels: Array = (stack.kernels * starts + routing) * (3 + full) + starts * float8_kernels(work) + outside
     return kernels
 
 
@@ -263,7 +271,7 @@ def _context(work: Work, space: Space, cluster: Cluster, block: compute.BlockSec
     """Exposed seconds of the context axis in one block. A ring passes keys and values on while it attends to those it has, and
     merges what it attended to; Ulysses sends queries, keys, values and outputs to their heads and back, and waits.
     """
-    model, tokens = work.model, compute.tokens_here(work, space)
+    model, tokens = work.model, tokens_here(work, space)
     beside = (block.attention + block.attention_backward) * (space.context - 1) / space.context  # the last part comes from nobody
     merged = space.context * tokens * model.heads / space.tensor * model.head_dim * RING_BYTES
     ring = sent - np.minimum(sent, beside) * cluster.device.overlap + compute.streamed(merged, space, cluster)
@@ -283,7 +291,7 @@ def _data_each(
     a CPU worker sends those of the tensor axis and of experts over the same network."""
     idle, others = np.where(_rings(space), 0.0, 1.0), 1.0 if cluster.device.overlap else 0.0
     forward = block.matmul + block.elementwise + idle * block.attention + others * (tensor.forward + expert.forward)
-    backward = 2 * (block.matmul + block.elementwise) + idle * block.attention_backward + repeated
+    backward = 2 * block.matmul + block.elementwise_backward + idle * block.attention_backward + repeated
     backward = backward + others * (tensor.backward + expert.backward)
     return _exposed(links, "data", "forward", per_block, forward, stack) + _exposed(
         links, "data", "backward", per_block, backward, stack
@@ -307,14 +315,28 @@ def _exposed(links: Priced, axis: str, when: When, scale: Array | float, work: A
     return exposed(links.seconds(axis, when) * scale, links.beside(axis, when) * scale, work, stack)
 
 
-def _accumulate(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:
-    """Seconds of adding up gradients and of casting weights, in every micro-batch."""
+def _accumulate(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings, narrow: Array | float) -> Array:
+    """Seconds of adding up gradients and of casting weights, in every micro-batch. In float8, `narrow` of them are cast to that
+    by their blocks; compiled ones cast the others twice instead of keeping them (`recompute_casts`)."""
     adding = np.where(space.accumulation > 1, 2 + 2 * stack.gradient_bytes, stack.gradient_bytes)
     engine = engine_of(space, work.model.experts)
     whole = (engine.zero == 0) | engine.keeps_whole_gradients(space.accumulation) | ((engine.zero == 1) & stack.keeps_gradients)
     added = np.where(whole, held.parameters, held.sharded)
-    cast = np.where(engine.zero == 0, held.parameters, 0.0) * (stack.cast_bytes if compute.casts(work) else 0.0)
+    wide = held.parameters if work.float8 is None else 2 * np.maximum(held.parameters - held.first_edge - narrow, 0.0)
+    cast = np.where(engine.zero == 0, wide, 0.0) * (stack.cast_bytes if compute.casts(work) else 0.0)
     return space.accumulation * compute.streamed(adding * added + cast, space, cluster)
+
+
+def _float8_numbers(work: Work, space: Space, held: Holdings) -> Array | float:
+    """Weights of shardwise's products in float8 on the first pipeline rank, before ZeRO. Their largest magnitudes are taken
+    before each step."""
+    if work.float8 is None:
+        return 0.0
+    numbers = held.cut.first * float8_weights(work, products_of(work, space))
+    if not work.float8.head:
+        return numbers
+    here = (space.pipeline == 1) | held.cut.folded
+    return numbers + np.where(here, work.model.vocabulary * work.model.hidden / space.tensor, 0.0)
 
 
 def _optimizer(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:

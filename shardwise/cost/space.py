@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from shardwise.config import Config, Layout, Model, context_attention
 from shardwise.config.compression import SumCompression, WeightGathers
+from shardwise.plan.float8 import Shares
 from shardwise.plan.schedule import SCHEDULES, stages_on_a_rank
 from shardwise.plan.stages import stage_blocks
 
@@ -60,6 +61,9 @@ class Work:
     """Of tensors in float8, whose maxima all devices share; none for what other programs do."""
     cast: tuple[str, ...] = ()
     """Weights that are gathered in 8 bits, by their names in a block."""
+    float8: Shares | None = None
+    """Which products are made in float8, as shardwise makes them. None: none, or by another program, which makes all of a block
+    so, and leaves the head in bfloat16."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:
         """Blocks of each of so many stages: by hand, or as they are cut by cost."""

@@ -8,6 +8,7 @@ two weights: leaving out one leaves out both.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -16,6 +17,35 @@ from shardwise.errors import UserError
 
 MULTIPLE = 16
 """Of every size of a GPU's float8 products."""
+
+_KINDS = {"query": "query", "key": "keys", "value": "keys", "output": "output", "gate": "up", "up": "up", "down": "down"}
+"""By the last word of a module's name. Grouped products of experts have their own, "experts"."""
+
+_NORMED = {"query": "before_attention", "up": "before_inner"}
+"""Kinds of products whose input is a norm's output."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How much of a job is made in float8: of every kind of product, the share of blocks that make it so."""
+
+    query: float = 0.0
+    keys: float = 0.0
+    """And values."""
+    output: float = 0.0
+    up: float = 0.0
+    """And gate; in a model with experts, those of shared ones."""
+    down: float = 0.0
+    experts: float = 0.0
+    """Grouped products."""
+    before_attention: float = 0.0
+    """Share of blocks in which all products of the first norm's output are in float8; and of the second one's."""
+    before_inner: float = 0.0
+    head: bool = False
+    dynamic: bool = False
+    """Scales come from the tensors themselves, which are read once more for it."""
+    products: int = 0
+    """Of the whole model."""
 
 
 class Product(NamedTuple):
@@ -87,6 +117,29 @@ def scale_count(model: Model, train: Train) -> int:
     chosen = set(in_float8(model, train))
     made = [product for product in products(model) if product.name in chosen]
     return 2 * len({product.joined for product in made}) + len({product.source for product in made})
+
+
+def shares(model: Model, train: Train) -> Shares | None:
+    """What the cost model has to know of a job's products in float8; None: there are none."""
+    if train.precision != "float8":
+        return None
+    chosen = set(in_float8(model, train))
+    kinds: dict[str, list[bool]] = {}
+    of_input: dict[str, bool] = {}  # whether all products of an input are in float8, by the first of them
+    for product in products(model):
+        narrow = product.name in chosen
+        kinds.setdefault(_kind(product.name), []).append(narrow)
+        of_input[product.source] = of_input.get(product.source, True) and narrow
+    for source, narrow in of_input.items():
+        if _kind(source) in _NORMED:
+            kinds.setdefault(_NORMED[_kind(source)], []).append(narrow)
+    head = all(kinds.pop("head"))
+    of_kinds = {kind: sum(made) / len(made) for kind, made in kinds.items()}
+    return Shares(**of_kinds, head=head, dynamic=train.float8_scaling == "dynamic", products=len(chosen))
+
+
+def _kind(name: str) -> str:
+    return "experts" if ".experts." in name else _KINDS.get(name.rsplit(".", 1)[-1], name)
 
 
 def gathered_in_float8(model: Model, train: Train) -> tuple[str, ...]:

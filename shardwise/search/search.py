@@ -25,7 +25,7 @@ from shardwise.cost.space import Array, Ints, Space, Work, take
 from shardwise.cost.stack import SHARDWISE
 from shardwise.errors import UserError
 from shardwise.plan.dtypes import reduce_dtype, state_dtype
-from shardwise.plan.float8 import gathered_in_float8, scale_count
+from shardwise.plan.float8 import gathered_in_float8, scale_count, shares
 from shardwise.plan.schedule import SCHEDULES, make_schedule
 from shardwise.plan.timeline import Programme, programme
 from shardwise.plan.timeline import play as play_through
@@ -90,7 +90,8 @@ def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
     size = config.data.sequence_length, train.global_batch
     wire = SumCompression.of(config.layout), WeightGathers.of(config.layout)
     scales, cast = scale_count(config.model, train), gathered_in_float8(config.model, train)
-    return Work(config.model, *size, *widths, config.layout.stages, train.compile, *wire, bucket_bytes, scales, cast)
+    float8 = shares(config.model, train)
+    return Work(config.model, *size, *widths, config.layout.stages, train.compile, *wire, bucket_bytes, scales, cast, float8)
 
 
 def limit(cluster: Cluster, margin: float, devices: int) -> float:
