@@ -4,7 +4,8 @@ For each product of rows m, inputs k and outputs n (models/float8.py), in a comp
 
 - Inputs, and in backward gradients, are written in 8 bits instead of 16 by the kernel that makes them. Where none of ours does
   (attention's output, what the tensor axis gathered), they are read and written once more.
-- Weights of s bytes are read and written in 8 bits, forward and backward: 2 (s + 1) n k.
+- Weights of s bytes are read and written in 8 bits, forward and backward: 2 (s + 1) n k. Where they are whole, and a step has
+  several micro-batches, once a step.
 - Backward copies both factors of its products transposed: 2 (m n + m k + n k) bytes read and written.
 - Backward's kernels also seek the largest magnitudes and count what is lost, of gradients and of the inputs that they cast once
   more, and take half as long again for that. Next to norms they read about as much more for this as 8 bits save, so their bytes
@@ -22,11 +23,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.cost.products import Product, float8_weights, share_in_float8
+from shardwise.cost.products import Product, float8_weights, products_of, share_in_float8
 from shardwise.cost.space import Array, Bools, Space, Work, take
 from shardwise.plan.chunks import chunk_tokens
 from shardwise.plan.dtypes import BYTES
 from shardwise.plan.engine import compiles_blocks, engine_of, splits_backward
+from shardwise.plan.float8 import casts_once
 
 LOOKING = 1.55
 """Time of a kernel that also seeks the largest magnitude and counts what is lost, over that of its bytes (902 us by itself for
@@ -79,8 +81,22 @@ def block_traffic(
         forward = np.where(compiled, forward, apart + NOT_COMPILED * _inputs(work, products))
         backward = np.where(compiled, backward, 2 * apart + NOT_COMPILED * _gradients(work, products))
     forward, backward = tokens * forward, tokens * backward
-    casts = (stored_bytes(work, space) + 1) * float8_weights(work, products)
-    return forward + casts, backward + casts + _transposed(work, products)
+    once, casts = cast_once(work, space), (stored_bytes(work, space) + 1) * float8_weights(work, products)
+    part = np.where(once, 1 / space.accumulation, 1.0)
+    return forward + part * casts, backward + np.where(once, 0.0, casts) + _transposed(work, products, part)
+
+
+def cast_once(work: Work, space: Space) -> Bools:
+    """Whether weights are cast once a step, not in every micro-batch, and kept in 8 bits both ways round."""
+    once: Bools = casts_once(space.accumulation, engine_of(space, work.model.experts))
+    return once
+
+
+def kept_weights(work: Work, space: Space, layers: Array) -> Array | float:
+    """Bytes of the weights of so many blocks that are kept so."""
+    if work.float8 is None:
+        return 0.0
+    return np.where(cast_once(work, space), 2 * layers * float8_weights(work, products_of(work, space)), 0.0)
 
 
 def stored_bytes(work: Work, space: Space) -> Array:
@@ -126,10 +142,11 @@ def _gradients(work: Work, products: Sequence[Product]) -> Array:
     return sum(counted, np.zeros_like(products[0].k)) / products[0].m
 
 
-def _transposed(work: Work, products: Sequence[Product]) -> Array:
-    """Bytes read and written to have both factors of a backward product along the dimension that is summed."""
+def _transposed(work: Work, products: Sequence[Product], of_weights: Array) -> Array:
+    """Bytes read and written to have both factors of a backward product along the dimension that is summed; a micro-batch has
+    that part of the weights'."""
     copies = [
-        2 * share * one.count * (one.m * (one.n + one.k) + one.n * one.k)
+        2 * share * one.count * (one.m * (one.n + one.k) + of_weights * one.n * one.k)
         for one in products
         if (share := share_in_float8(work, one.kind))
     ]

@@ -26,7 +26,7 @@ import numpy as np
 from shardwise.config import Model
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.float8_work import head_bytes, is_compiled
+from shardwise.cost.float8_work import head_bytes, is_compiled, kept_weights
 from shardwise.cost.products import tokens_here
 from shardwise.cost.space import Array, Space, Work, concatenate, distinct, take
 from shardwise.cost.stack import SHARDWISE, Stack
@@ -181,7 +181,7 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     copies = stack.cast_held if compute.casts(work) else 0.0
     head = model.vocabulary * model.hidden / space.tensor
     needed = np.where((space.recompute == 2) | anew, 0.0 if narrow else head, held.parameters)
-    casts = np.where(unsharded, copies * needed, 0.0)
+    casts = np.where(unsharded, copies * needed, 0.0) + kept_weights(work, space, held.cut.first)
     whole_inputs = stack.whole_inputs * tokens_here(work, space) * model.hidden * compute.value_bytes(work)
     # With a single micro-batch each gradient takes the place of activations that backward has freed by then, and of what a head
     # in float8 had, which is no little.

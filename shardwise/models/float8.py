@@ -29,7 +29,8 @@ right there. A compiled block must not write to anything, so there it leaves as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,15 +85,30 @@ class ScaledProduct(nn.Module):
         """Whether nothing is cast: to look at the magnitudes alone."""
         self.alone = True
         """Whether nobody else uses the weight, so that it may be gathered in 8 bits."""
+        self.kept: tuple[Tensor, Tensor] | None = None
+        """Its weights in 8 bits, joined, as they are and transposed, where they are cast once for all micro-batches of a step."""
         self.noted: list[Tensor] = []
         """What was seen in this step: of each backward, for input and gradient, (2, 2)."""
         self.probe = self._new_probe(torch.device("cpu"))
 
     def settings(self) -> tuple[Any, ...]:
-        """What a product is told beside its factors: the probe, three scales, whether they are dynamic, whether nothing is
-        cast, and where to note what was seen."""
+        """What a product is told beside its factors: weights that are cast already, as they are and transposed, the probe, three
+        scales, whether they are dynamic, whether nothing is cast, and where to note what was seen."""
+        kept = (None, None) if self.kept is None or self.plain else self.kept
         probe, note = (self.probe, None) if torch.compiler.is_compiling() else (None, self.noted.append)
-        return probe, self.input.value, self.weight.value, self.gradient.value, self.dynamic, self.plain, note
+        return *kept, probe, self.input.value, self.weight.value, self.gradient.value, self.dynamic, self.plain, note
+
+    @torch.no_grad()
+    def keep(self, weights: Sequence[Tensor], dtype: torch.dtype, compiled: bool) -> None:
+        """Cast the weights for all micro-batches to come; `dtype` is that of the values between products."""
+        make = _compiled_join() if compiled else joined
+        weight8 = make([weight.detach() for weight in weights], self.weight.value, dtype, E4M3)
+        both = weight8, transposed(weight8)
+        if self.kept is None:
+            self.kept = both
+        else:  # in place: compiled code knows them
+            for old, new in zip(self.kept, both, strict=True):
+                old.copy_(new)
 
     def delayed(self) -> list[DelayedScale]:
         """Of input and gradient."""
@@ -128,6 +144,8 @@ class _Product(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        kept: Tensor | None,
+        kept_transposed: Tensor | None,
         probe: Tensor | None,
         of_input: Tensor,
         of_weight: Tensor,
@@ -137,22 +155,24 @@ class _Product(torch.autograd.Function):
         note: Callable[[Tensor], None] | None,
     ) -> Tensor:
         x8, of_input, seen = quantise(x, of_input, E4M3, dynamic, plain)
-        w8 = cast(weight.to(x.dtype), of_weight, None if plain else E4M3)
-        ctx.save_for_backward(x8, weight, of_input, of_weight, of_gradient, seen)
-        ctx.dynamic, ctx.plain, ctx.note, ctx.dtype = dynamic, plain, note, x.dtype
+        w8 = cast(weight.to(x.dtype), of_weight, None if plain else E4M3) if kept is None else kept
+        needed = weight if kept is None else None
+        ctx.save_for_backward(x8, needed, kept_transposed, of_input, of_weight, of_gradient, seen)
+        ctx.dynamic, ctx.plain, ctx.note, ctx.dtype, ctx.weight_dtype = dynamic, plain, note, x.dtype, weight.dtype
         return multiply(x8, w8.t(), of_input, of_weight, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x8, weight, of_input, of_weight, of_gradient, seen = ctx.saved_tensors
+        x8, weight, w8t, of_input, of_weight, of_gradient, seen = ctx.saved_tensors
         g8, of_gradient, seen_of_gradient = quantise(gradient, of_gradient, E5M2, ctx.dynamic, ctx.plain)
-        w8t = transposed(cast(weight.to(ctx.dtype), of_weight, None if ctx.plain else E4M3))
+        if w8t is None:
+            w8t = transposed(cast(weight.to(ctx.dtype), of_weight, None if ctx.plain else E4M3))
         x_gradient = multiply(g8, w8t.t(), of_gradient, of_weight, ctx.dtype)
-        weight_gradient = multiply(transposed(g8), transposed(x8).t(), of_gradient, of_input, ctx.dtype).to(weight.dtype)
+        weight_gradient = multiply(transposed(g8), transposed(x8).t(), of_gradient, of_input, ctx.dtype).to(ctx.weight_dtype)
         all_seen = torch.stack((seen, seen_of_gradient))
         if ctx.note is not None:
             ctx.note(all_seen)
-        return x_gradient, weight_gradient, all_seen if ctx.note is None else None, None, None, None, None, None, None
+        return x_gradient, weight_gradient, None, None, all_seen if ctx.note is None else None, *6 * (None,)
 
 
 def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype, dynamic: bool, plain: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,6 +205,17 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not (x.is_cuda and torch.compiler.is_compiling()):  # where the instruction that casts does so too
         scaled = scaled.clamp(-LARGEST[dtype], LARGEST[dtype])
     return scaled.to(dtype).contiguous()
+
+
+def joined(weights: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, narrow: torch.dtype | None) -> Tensor:
+    """Weights cast as values of this dtype are, along their outputs, which are the last dim but one."""
+    parts = [cast(weight.to(dtype), scale, narrow) for weight in weights]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+
+
+@functools.cache
+def _compiled_join() -> Callable[..., Tensor]:
+    return torch.compile(joined, dynamic=True)
 
 
 def transposed(matrix: Tensor) -> Tensor:

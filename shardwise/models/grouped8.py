@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.models.dtypes import wide
-from shardwise.models.float8 import E4M3, E5M2, ScaledProduct, cast, quantise, transposed
+from shardwise.models.float8 import E4M3, E5M2, ScaledProduct, joined, quantise, transposed
 from shardwise.models.sorting import Sorting, copied_from, sum_copies, take_copies
 from shardwise.plan.float8 import MULTIPLE
 
@@ -64,6 +64,8 @@ class _GroupedProduct(torch.autograd.Function):
         order: Tensor | None,
         back: Tensor | None,
         copies: int,
+        kept: Tensor | None,
+        kept_transposed: Tensor | None,
         probe: Tensor | None,
         of_input: Tensor,
         of_weight: Tensor,
@@ -74,16 +76,18 @@ class _GroupedProduct(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         x8, of_input, seen = quantise(x, of_input, E4M3, dynamic, plain)
-        ctx.save_for_backward(x8, ends, order, back, of_input, of_weight, of_gradient, seen, *weights)
+        w8 = joined(weights, of_weight, x.dtype, None if plain else E4M3) if kept is None else kept
+        ctx.save_for_backward(x8, ends, order, back, of_input, of_weight, of_gradient, seen, kept_transposed, *weights)
         ctx.copies, ctx.dynamic, ctx.plain, ctx.note, ctx.dtype = copies, dynamic, plain, note, x.dtype
         rows8 = x8 if order is None else take_copies(x8, copied_from(order, copies))
-        return grouped(rows8, _joined(weights, of_weight, plain, x.dtype), ends, of_input, of_weight, x.dtype)
+        return grouped(rows8, w8, ends, of_input, of_weight, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x8, ends, order, back, of_input, of_weight, of_gradient, seen, *weights = ctx.saved_tensors
+        x8, ends, order, back, of_input, of_weight, of_gradient, seen, w8t, *weights = ctx.saved_tensors
         g8, of_gradient, seen_of_gradient = quantise(gradient, of_gradient, E5M2, ctx.dynamic, ctx.plain)
-        w8t = transposed(_joined(weights, of_weight, ctx.plain, ctx.dtype))
+        if w8t is None:
+            w8t = transposed(joined(weights, of_weight, ctx.dtype, None if ctx.plain else E4M3))
         x_gradient = grouped(g8, w8t, ends, of_gradient, of_weight, ctx.dtype)
         places = None if order is None else copied_from(order, ctx.copies)
         weight_gradients = grouped_outer(g8, x8, places, ends, of_gradient, of_input, weights)
@@ -93,13 +97,7 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.note is not None:
             ctx.note(all_seen)
         to_probe = all_seen if ctx.note is None else None
-        return x_gradient, *4 * (None,), to_probe, *6 * (None,), *weight_gradients
-
-
-def _joined(weights: Sequence[Tensor], scale: Tensor, plain: bool, dtype: torch.dtype) -> Tensor:
-    """In 8 bits, along their outputs."""
-    parts = [cast(weight.to(dtype), scale, None if plain else E4M3) for weight in weights]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return x_gradient, *6 * (None,), to_probe, *6 * (None,), *weight_gradients
 
 
 def grouped(rows8: Tensor, weight8: Tensor, ends: Tensor, of_rows: Tensor, of_weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -52,6 +52,7 @@ from shardwise.parallel.stages import cut_out, own_stages
 from shardwise.parallel.tensor import is_whole, split_over_tensor
 from shardwise.plan import OwnParameters, Plan, compute_dtype, engine_of, reduce_dtype, state_dtype
 from shardwise.plan.engine import compiles_blocks
+from shardwise.plan.float8 import casts_once
 
 
 def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
@@ -66,7 +67,7 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
     scaled = [name for name, module in plain.named_modules() if isinstance(module, Scale)]
     if layout.pipeline == 1:
         part = _part(config, plan, plain, table, comm, seeds)
-        scales = _scales(config, [part], scaled, comm)
+        scales = _scales(config, plan, [part], scaled, comm)
         return ParallelModel(comm, [part], table, positions, multiple, embeddings, seeds, scales)
     from shardwise.parallel.pipeline import Pipelined  # torch's pipelines take a second to import
 
@@ -76,15 +77,17 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
         model = build_plain(config) if index else plain
         cut_out(model, table, stage, stages)
         parts.append(_part(config, plan, model, table, comm, seeds))
-    scales = _scales(config, parts, scaled, comm)
+    scales = _scales(config, plan, parts, scaled, comm)
     return Pipelined(comm, parts, table, positions, multiple, embeddings, seeds, scales, stages=stages)
 
 
-def _scales(config: Config, parts: list[DataParallel], names: list[str], comm: Comm) -> Scales | None:
+def _scales(config: Config, plan: Plan, parts: list[DataParallel], names: list[str], comm: Comm) -> Scales | None:
     if config.train.precision != "float8":
         return None
     models, dtype = [part.model for part in parts], DTYPES[compute_dtype(config.train)]
-    return Scales(models, names, comm, config.train.float8_scaling == "delayed", dtype)
+    delayed, compiled = config.train.float8_scaling == "delayed", is_compiled(config, comm.device)
+    keep = casts_once(plan.accumulation, engine_of(comm.mesh.layout, config.model.experts))
+    return Scales(models, names, comm, delayed, dtype, keep, compiled and comm.device.type == "cuda")
 
 
 def build_plain(config: Config) -> nn.Module:

@@ -69,10 +69,21 @@ class Scales:
     Delayed ones are not known in a run's first step, which is therefore made twice, first to look at the magnitudes: with dynamic
     scales, which take no more memory than later steps. In a proof (`exact`), without any rounding: dynamic scales depend on who
     has which tokens.
+
+    With `keep`, weights of blocks are cast once for all micro-batches of a step: those of a head are cast with its chunks.
     """
 
-    def __init__(self, models: Sequence[nn.Module], names: Sequence[str], comm: Comm, delayed: bool, dtype: torch.dtype) -> None:
-        self.comm, self.delayed, self.names, self.dtype = comm, delayed, names, dtype
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        names: Sequence[str],
+        comm: Comm,
+        delayed: bool,
+        dtype: torch.dtype,
+        keep: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        self.comm, self.delayed, self.names, self.dtype, self.compiled = comm, delayed, names, dtype, compiled
         self.exact = dtype == torch.float64
         modules = {name: module for model in models for name, module in model.named_modules()}
         products = {name: module for name, module in modules.items() if isinstance(module, ScaledProduct)}
@@ -86,6 +97,8 @@ class Scales:
         held = {name: weight for model in models for name, weight in model.named_parameters(remove_duplicate=False)}
         used = [(f"{name}.weight", f"{_owner(name)}.{weight}") for name, one in products.items() for weight in one.weights]
         self.weights, self.weight_places = [held[weight] for _, weight in used], self._places_of(scale for scale, _ in used)
+        in_blocks = {name: one for name, one in products.items() if keep and _owner(name) != "head"}
+        self.kept = [(one, [held[f"{_owner(name)}.{weight}"] for weight in one.weights]) for name, one in in_blocks.items()]
         self.ends, self.rooms = (
             torch.tensor([of[scale.dtype] for scale in self.own], device=comm.device) for of in (LARGEST, ROOM)
         )
@@ -100,6 +113,8 @@ class Scales:
     def begin(self) -> None:
         """A step, or an evaluation: take its scales from the weights, and from the steps before."""
         self._look_at_weights()
+        for product, weights in self.kept:
+            product.keep(weights, self.dtype, self.compiled)
         if not self.delayed:
             return
         largest = self.maxima.amax(1)

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.config import Model, Train
 from shardwise.errors import UserError
+from shardwise.plan.engine import Engine
 
 MULTIPLE = 16
 """Of every size of a GPU's float8 products."""
@@ -140,6 +141,12 @@ def shares(model: Model, train: Train) -> Shares | None:
 
 def _kind(name: str) -> str:
     return "experts" if ".experts." in name else _KINDS.get(name.rsplit(".", 1)[-1], name)
+
+
+def casts_once(accumulation: Any, engine: Engine) -> Any:
+    """Whether blocks' weights are cast once a step, for all its micro-batches: where they are whole, and stay so. Of a Layout, or
+    of a Space."""
+    return (accumulation > 1) & (engine.sharded == 0)
 
 
 def gathered_in_float8(model: Model, train: Train) -> tuple[str, ...]:

@@ -173,6 +173,19 @@ def test_weights_are_not_kept_in_bfloat16_too() -> None:
     assert memory(job(float8_head=False))["gathered"] == 2 * VOCABULARY * HIDDEN
 
 
+def test_weights_are_cast_once_for_all_micro_batches_of_a_step() -> None:
+    """And kept in 8 bits both ways round; not where they are sharded, nor where there is one micro-batch."""
+    weights = sum(rows * columns for rows, columns in WEIGHTS.values())
+    alone, four = block_bytes(job()), block_bytes(job(), accumulation=4)
+    assert alone[0] - four[0] == pytest.approx(3 / 4 * 5 * weights)
+    assert alone[1] - four[1] == pytest.approx(5 * weights + 3 / 4 * 2 * weights)
+    held, sharded = (
+        {n: memory(job(), accumulation=n, **row)["gathered"] for n in (1, 2)} for row in ({}, {"data": 2, "zero": 3})
+    )
+    assert held[2] - held[1] == pytest.approx(2 * 4 * weights)
+    assert sharded[2] == pytest.approx(sharded[1])
+
+
 @pytest.mark.parametrize(("batch", "chunks"), [(4, 1), (16, 2)], ids=["one chunk", "several"])
 def test_the_head_holds_the_larger_of_two_moments(batch: int, chunks: int) -> None:
     """Logits with their gradient; or the gradient, its copy and a product in float32. Beside them

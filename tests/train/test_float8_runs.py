@@ -69,6 +69,25 @@ def test_experts_have_scales_that_are_followed_as_others_are(corpus: str) -> Non
     assert scale(built, f"{inside}.float8.gate_up.weight").value == 64.0, "6.5 times 64 is below 448"
 
 
+@pytest.mark.parametrize("model", [MODEL, EXPERTS], ids=["dense", "experts"])
+def test_weights_that_are_cast_once_for_all_micro_batches_compute_what_those_cast_in_each_do(
+    monkeypatch: pytest.MonkeyPatch, corpus: str, model: dict[str, Any]
+) -> None:
+    once = training(corpus, model)
+    assert once.plan.accumulation > 1
+    losses = [step.loss for step in steps(once)]
+    products = {name: one for name, one in once.parallel.model.named_modules() if isinstance(one, ScaledProduct)}
+    assert [name for name, one in products.items() if one.kept is None] == ["head.float8"]
+    query = once.parallel.model.get_submodule("blocks.0.attention.query")
+    of_weight, (kept, transposed) = query.float8.weight.value, query.float8.kept
+    assert torch.equal(kept.float(), (query.weight.bfloat16().float() * of_weight).to(kept.dtype).float()), "of the last update"
+    assert torch.equal(transposed.T.float(), kept.float())
+    monkeypatch.setattr("shardwise.parallel.apply.casts_once", lambda *_: False)
+    in_each = training(corpus, model)
+    assert [step.loss for step in steps(in_each)] == losses
+    assert not in_each.parallel.scales.kept
+
+
 def test_the_first_step_is_made_with_the_scales_that_it_shows_to_be_needed(corpus: str) -> None:
     built = training(corpus)
     next(iter(steps(built)))
