@@ -74,9 +74,9 @@ class DelayedScale(Scale):
 class ScaledProduct(nn.Module):
     """A product in float8: its scales, and what is seen of its tensors. Subclasses make it."""
 
-    def __init__(self, source: DelayedScale | None, gradient: torch.dtype, weights: tuple[str, ...]) -> None:
+    def __init__(self, source: DelayedScale | None, weights: tuple[str, ...]) -> None:
         super().__init__()
-        self.input, self.weight, self.gradient = source or DelayedScale(E4M3), Scale(E4M3), DelayedScale(gradient)
+        self.input, self.weight, self.gradient = source or DelayedScale(E4M3), Scale(E4M3), DelayedScale(E5M2)
         self.weights = weights
         """What it multiplies by, as the module calls it that holds the product; all with one scale."""
         self.dynamic = True
@@ -128,7 +128,7 @@ class Float8(ScaledProduct):
     """How a product `x · weightᵀ` is made in float8. Products of one input share its scale."""
 
     def __init__(self, source: DelayedScale | None = None) -> None:
-        super().__init__(source, E5M2, ("weight",))
+        super().__init__(source, ("weight",))
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """(..., inputs) and (outputs, inputs) to (..., outputs)."""

@@ -34,7 +34,7 @@ class GroupedFloat8(ScaledProduct):
     """How rows sorted by expert are multiplied by some weights of their experts, joined along the outputs."""
 
     def __init__(self, *weights: str) -> None:
-        super().__init__(None, E5M2, weights)
+        super().__init__(None, weights)
 
     def forward(self, rows: Tensor, ends: Tensor, weights: Sequence[Tensor], sorting: Sorting | None = None) -> Tensor:
         """Rows (n, inputs), sorted or to be sorted, of which those of expert i end before ends[i] (int32), and weights
