@@ -52,6 +52,20 @@ def test_a_tensor_that_outgrows_its_scale_has_its_step_made_again_on_the_same_da
     assert set(done[2].float8) == {"blocks.0", "blocks.1", "head"}
 
 
+def test_a_tensor_of_which_nothing_but_zeros_was_seen_is_not_lost_below_the_range(corpus: str) -> None:
+    """As gradients are of steps whose tokens carry no loss. There is no scale to know, and 1 would lose all that is not zero."""
+    built, usual = training(corpus), training(corpus)
+    undisturbed, done = list(steps(usual)), []
+    for step in steps(built):
+        done.append(step)
+        if step.step == 2:
+            scale(built, "blocks.0.attention.value.float8.gradient").maxima.zero_()
+            built.parallel.scales.begin()
+    assert [step.again for step in done] == [0, 0, 1, 0]
+    assert [step.loss for step in done] == [step.loss for step in undisturbed]
+    assert all(relative <= 1 for step in done for _, relative in (step.float8 or {}).values())
+
+
 def test_experts_have_scales_that_are_followed_as_others_are(corpus: str) -> None:
     """One for the weights of gate and up, from the larger of them; and a step is made again where an expert's tensor outgrows."""
     built = training(corpus, EXPERTS, learning_rate=1e-3)
