@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError, RunFailed, UserError
 from shardwise.models.float8 import Float8, Scale, ScaledProduct
 from shardwise.observe.report import render
 from shardwise.observe.summary import summarise
+from shardwise.parallel import is_compiled
 from shardwise.plan import choose
 from shardwise.plan.float8 import in_float8, scale_count, unfit
 from shardwise.train.build import Training
@@ -173,6 +174,14 @@ def test_a_pattern_that_names_nothing_is_refused(corpus: str) -> None:
     config = from_tables(job(corpus, model=MODEL, train={"precision": "float8", "float8_leave_out": ["blocks.9.*"]}))
     with pytest.raises(UserError, match=r"'blocks\.9\.\*' is the name of no product"):
         choose(config, 1)
+
+
+@pytest.mark.parametrize(("schedule", "compiled"), [("1f1b", True), ("zb1p", False), ("zbv", False)])
+def test_blocks_are_not_compiled_where_the_plan_splits_backward(corpus: str, schedule: str, compiled: bool) -> None:
+    """Whoever decided the layout: a job that leaves it to the planner says nothing of a pipeline."""
+    config = from_tables(job(corpus, model=MODEL, train={"precision": "float8", "compile": True}))
+    layout = config.layout.model_copy(update={"data": 1, "pipeline": 2, "schedule": schedule})
+    assert is_compiled(config, layout, torch.device("cpu")) is compiled
 
 
 def test_the_report_shows_what_was_lost_and_warns(tmp_path: Path) -> None:
