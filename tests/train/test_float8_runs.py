@@ -19,6 +19,7 @@ from shardwise.observe.summary import summarise
 from shardwise.parallel import is_compiled
 from shardwise.plan import choose
 from shardwise.plan.float8 import in_float8, scale_count, unfit
+from shardwise.search.search import work_of
 from shardwise.train.build import Training
 from shardwise.train.steps import steps
 
@@ -173,6 +174,14 @@ def test_what_cannot_be_is_refused(corpus: str, tables: dict[str, Any], message:
 def test_a_pattern_that_names_nothing_is_refused(corpus: str) -> None:
     config = from_tables(job(corpus, model=MODEL, train={"precision": "float8", "float8_leave_out": ["blocks.9.*"]}))
     with pytest.raises(UserError, match=r"'blocks\.9\.\*' is the name of no product"):
+        choose(config, 1)
+    with pytest.raises(UserError, match=r"'blocks\.9\.\*' is the name of no product"):
+        work_of(config)  # for the planner
+
+
+def test_who_names_no_product_hears_what_experts_are_called(corpus: str) -> None:
+    config = from_tables(job(corpus, model=EXPERTS, train={"precision": "float8", "float8_leave_out": ["*.experts.in"]}))
+    with pytest.raises(UserError, match=r"blocks\.0\.attention\.query.*, blocks\.0\.feed_forward\.experts\.down, … and head"):
         choose(config, 1)
 
 
