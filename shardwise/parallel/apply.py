@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwise._torch import recompute_casts
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
-from shardwise.config import SPLIT_BACKWARD, Config, Layout, Model, sequence_multiple
+from shardwise.config import Config, Layout, Model, sequence_multiple
 from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
 from shardwise.models import (
     Head,
@@ -51,7 +51,7 @@ from shardwise.parallel.seeds import Seeds
 from shardwise.parallel.stages import cut_out, own_stages
 from shardwise.parallel.tensor import is_whole, split_over_tensor
 from shardwise.plan import OwnParameters, Plan, compute_dtype, engine_of, reduce_dtype, state_dtype
-from shardwise.plan.engine import compiles_blocks
+from shardwise.plan.engine import compiles_blocks, splits_backward
 from shardwise.plan.float8 import casts_once
 
 
@@ -85,7 +85,7 @@ def _scales(config: Config, plan: Plan, parts: list[DataParallel], names: list[s
     if config.train.precision != "float8":
         return None
     models, dtype = [part.model for part in parts], DTYPES[compute_dtype(config.train)]
-    delayed, compiled = config.train.float8_scaling == "delayed", is_compiled(config, comm.device)
+    delayed, compiled = config.train.float8_scaling == "delayed", is_compiled(config, comm.mesh.layout, comm.device)
     keep = casts_once(plan.accumulation, engine_of(comm.mesh.layout, config.model.experts))
     return Scales(models, names, comm, delayed, dtype, keep, compiled and comm.device.type == "cuda")
 
@@ -170,13 +170,13 @@ def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: C
     """Steps 3 to 6, for the whole model or one stage of it."""
     layout = comm.mesh.layout
     if layout.tensor > 1:
-        kept = is_compiled(config, comm.device) or config.train.precision == "float8"  # in 8 bits, where it is cast
+        kept = is_compiled(config, layout, comm.device) or config.train.precision == "float8"  # in 8 bits, where it is cast
         split_over_tensor(model, table, comm, gather_again=plan.recompute == "none" and not kept)
     if config.model.experts:
         split_over_experts(model, table, comm)
     if layout.context > 1:
         split_over_context(model, table, comm, config.model)
-    compiled, named_blocks = is_compiled(config, comm.device), _named_blocks(model, table)
+    compiled, named_blocks = is_compiled(config, layout, comm.device), _named_blocks(model, table)
     for module in model.modules():
         if isinstance(module, Head):
             module.compiled = compiled
@@ -277,11 +277,10 @@ def _compressed(model: nn.Module, table: Sharding, comm: Comm) -> frozenset[str]
     return frozenset(names)
 
 
-def is_compiled(config: Config, device: torch.device) -> bool:
-    """Whether blocks go through torch.compile. Not in float8 where backward comes in halves: none of them asks for what compiled
-    code has seen (models/float8.py)."""
-    layout = config.layout
-    halves = config.train.precision == "float8" and layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD
+def is_compiled(config: Config, layout: Layout, device: torch.device) -> bool:
+    """Whether blocks go through torch.compile on this layout. Not in float8 where backward comes in halves: none of them asks for
+    what compiled code has seen (models/float8.py)."""
+    halves = config.train.precision == "float8" and bool(splits_backward(layout))
     return compiles_blocks(config.train.compile, device.type) and not halves
 
 

@@ -50,11 +50,11 @@ class Seen:
 
     numbers: Tensor
     """(tensors, 3): largest magnitude, share of numbers lost below the range, and the magnitude relative to the range's end:
-    infinite where no scale was known."""
+    infinite where no scale was known, as where nothing but zeros was seen before."""
 
     @property
     def outgrown(self) -> Tensor:
-        """Whether any of them went beyond its range, so that the step has to be made again."""
+        """Whether any of them went beyond its range, or had none, so that the step has to be made again."""
         return (self.numbers[:, 2] > 1).any()
 
     @property
@@ -106,6 +106,8 @@ class Scales:
         self._wheres: dict[tuple[int, ...], Tensor] = {}
         self.known = not delayed
         """Whether there are scales from former steps, where they are needed."""
+        self.unseen = torch.zeros(len(self.own), dtype=torch.bool, device=comm.device)
+        """Of which tensors former steps saw nothing but zeros, so that there is no scale that fits."""
 
     def _places_of(self, names: Iterable[str]) -> Tensor:
         return torch.tensor([self.names.index(name) for name in names], dtype=torch.int64, device=self.comm.device)
@@ -118,6 +120,7 @@ class Scales:
         if not self.delayed:
             return
         largest = self.maxima.amax(1)
+        self.unseen = largest == 0
         if self.own:
             values = scale_for(largest, self.ends / self.rooms)
             torch._foreach_copy_([scale.value for scale in self.own], list(values.unbind()))
@@ -166,7 +169,8 @@ class Scales:
         numbers[:, 0] += self.maxima_of_weights
         if self.own and self.delayed:
             values = torch.stack([scale.value for scale in self.own])
-            relative = numbers[self.places, 0] * values / self.ends
+            largest = numbers[self.places, 0]
+            relative = (largest * values / self.ends).masked_fill(self.unseen & (largest > 0), math.inf)
             numbers[self.places, 2] = relative if self.known else torch.full_like(relative, math.inf)
         for axis in RANK_AXES:
             self.comm.all_reduce(numbers, axis, op=torch.distributed.ReduceOp.MAX)

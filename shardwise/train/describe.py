@@ -32,7 +32,7 @@ def describe_run(training: Training) -> dict[str, str]:
         f"{reduce_dtype(train) if engine_of(plan.layout, config.model.experts).sharded else state_dtype(train)}",
         **_pipeline(training),
         "attention": _attention(training),
-        "compile": "each block" if is_compiled(config, device) and training.parallel.table.blocks else "off",
+        "compile": "each block" if is_compiled(config, plan.layout, device) and training.parallel.table.blocks else "off",
         "recompute": str(plan.recompute),
         "optimizer": "AdamW, fused kernel",
         **_repeatable(training),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -35,9 +36,17 @@ def held_out_loss(training: Training) -> float | None:
     return float(total / (items or 1.0))
 
 
-def _of_the_run(training: Training) -> AbstractContextManager[None]:
-    """Around a look at the model: where groups train by themselves, it is the one that they agree on."""
-    return nullcontext() if training.outer is None else training.outer.shown()
+@contextmanager
+def _of_the_run(training: Training) -> Iterator[None]:
+    """Around a look at the model: where groups train by themselves, it is the one that they agree on. Afterwards they have their
+    own weights again, and in float8 the scales of these."""
+    if training.outer is None:
+        yield
+        return
+    with training.outer.shown():
+        yield
+    if training.parallel.scales is not None:
+        training.parallel.scales.begin()
 
 
 def _rows(dataset: Dataset, start: int, size: int, count: int) -> Rows:

@@ -92,8 +92,9 @@ class Step:
 
 @dataclass(frozen=True)
 class _Queued:
-    """A step whose work is queued on the device: (what is shared, gradient norm, tokens, then for models with experts the worst
-    imbalance and every expert's load, then in float8 what was seen of every scaled tensor), not yet read."""
+    """A step whose work is queued on the device: (what is shared, gradient norm, tokens, whether it has to be made again, then of
+    models with experts the worst imbalance and every expert's load, then in float8 what was seen of every scaled tensor), not yet
+    read."""
 
     numbers: Tensor
     shared: int
@@ -190,20 +191,33 @@ def _queue(training: Training, source: Source, vote: float, before: Step | None)
     lr = learning_rate(train, training.step + 1) * drawn.rate
     with clock.span("optimizer"):
         finite = torch.isfinite(norm) & torch.isfinite(shared[0])
+        again = torch.zeros_like(finite)
         if seen is not None:
+            again = torch.isfinite(shared[0]) & seen.finite & seen.outgrown
             finite &= ~seen.outgrown & seen.finite
         if drawn.updates is None:
             update(training.optimizer, lr, divisor(training, norm), (~finite).float())
         loads = _balance(training, finite)
-        if training.outer is not None:
-            training.outer.after(training.step + 1)
+        _meet(training, shared, again)
     if scales is not None:
         scales.begin()  # of the next step, while the device has work
     if checked:
         check_copies(training)
-    own = (shared, norm.to(shared).reshape(1), drawn.tokens.to(shared).reshape(1), loads.to(shared))
+    own = (shared, *(number.to(shared).reshape(1) for number in (norm, drawn.tokens, again)), loads.to(shared))
     scaled = torch.empty(0, device=comm.device) if seen is None else seen.numbers.flatten()
     return _Queued(torch.cat((*own, scaled.to(shared))), len(shared), len(loads), lr, drawn, only_to_look)
+
+
+def _meet(training: Training, shared: Tensor, again: Tensor) -> None:
+    """Where groups train by themselves and this is a step to meet after: share the votes, and make the outer step. Scales are a
+    group's own. One whose step has to be made again comes to the meeting once it is made: others wait for that, and so the host
+    asks the device."""
+    outer, step = training.outer, training.step + 1
+    if outer is None or not outer.waits(step) or (training.parallel.scales is not None and bool(again)):
+        return
+    if outer.meets(step):
+        training.comm.all_reduce(shared[1:2], "group")  # the rest is of this group
+    outer.after(step)
 
 
 def _message_to_all(training: Training, checksum: int, vote: float, before: Step | None) -> Tensor:
@@ -250,10 +264,10 @@ def _read(training: Training, queued: _Queued, before: Step | None) -> Step | No
     """Wait for the device, once, and take stock; None: the step has to be made again, because a tensor outgrew its scale."""
     numbers = queued.numbers.tolist()
     loss, votes, high, low, *times = numbers[: queued.shared]
-    norm, tokens, *rest = numbers[queued.shared :]
+    norm, tokens, again, *rest = numbers[queued.shared :]
     loads, scaled = rest[: queued.loads], rest[queued.loads :]
     number, scale = training.step + 1, training.scale.value
-    if math.isfinite(loss) and all(map(math.isfinite, scaled[::3])) and max(scaled[2::3], default=0.0) > 1:
+    if again:
         training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
         return None
     unseen = [index for index, largest in enumerate(scaled[::3]) if not math.isfinite(largest)]  # which a cast would hide
@@ -312,8 +326,6 @@ def share(training: Training, numbers: Tensor) -> Tensor:
         comm.all_reduce(numbers, axis)
     comm.sum_over_data(numbers)
     comm.all_reduce(numbers, "tensor", op=torch.distributed.ReduceOp.MAX)
-    if training.outer is not None and training.outer.meets(training.step + 1):
-        comm.all_reduce(numbers[1:2], "group")  # the votes; the rest is of this group
     return numbers
 
 

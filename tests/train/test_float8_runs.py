@@ -16,8 +16,10 @@ from shardwise.errors import ConfigError, RunFailed, UserError
 from shardwise.models.float8 import Float8, Scale, ScaledProduct
 from shardwise.observe.report import render
 from shardwise.observe.summary import summarise
+from shardwise.parallel import is_compiled
 from shardwise.plan import choose
 from shardwise.plan.float8 import in_float8, scale_count, unfit
+from shardwise.search.search import work_of
 from shardwise.train.build import Training
 from shardwise.train.steps import steps
 
@@ -50,6 +52,20 @@ def test_a_tensor_that_outgrows_its_scale_has_its_step_made_again_on_the_same_da
     assert [step.loss for step in done] == [step.loss for step in undisturbed], "with scales that fit it is the same step"
     assert done[2].float8 is not None
     assert set(done[2].float8) == {"blocks.0", "blocks.1", "head"}
+
+
+def test_a_tensor_of_which_nothing_but_zeros_was_seen_is_not_lost_below_the_range(corpus: str) -> None:
+    """As gradients are of steps whose tokens carry no loss. There is no scale to know, and 1 would lose all that is not zero."""
+    built, usual = training(corpus), training(corpus)
+    undisturbed, done = list(steps(usual)), []
+    for step in steps(built):
+        done.append(step)
+        if step.step == 2:
+            scale(built, "blocks.0.attention.value.float8.gradient").maxima.zero_()
+            built.parallel.scales.begin()
+    assert [step.again for step in done] == [0, 0, 1, 0]
+    assert [step.loss for step in done] == [step.loss for step in undisturbed]
+    assert all(relative <= 1 for step in done for _, relative in (step.float8 or {}).values())
 
 
 def test_experts_have_scales_that_are_followed_as_others_are(corpus: str) -> None:
@@ -178,6 +194,22 @@ def test_a_pattern_that_names_nothing_is_refused(corpus: str) -> None:
     config = from_tables(job(corpus, model=MODEL, train={"precision": "float8", "float8_leave_out": ["blocks.9.*"]}))
     with pytest.raises(UserError, match=r"'blocks\.9\.\*' is the name of no product"):
         choose(config, 1)
+    with pytest.raises(UserError, match=r"'blocks\.9\.\*' is the name of no product"):
+        work_of(config)  # for the planner
+
+
+def test_who_names_no_product_hears_what_experts_are_called(corpus: str) -> None:
+    config = from_tables(job(corpus, model=EXPERTS, train={"precision": "float8", "float8_leave_out": ["*.experts.in"]}))
+    with pytest.raises(UserError, match=r"blocks\.0\.attention\.query.*, blocks\.0\.feed_forward\.experts\.down, … and head"):
+        choose(config, 1)
+
+
+@pytest.mark.parametrize(("schedule", "compiled"), [("1f1b", True), ("zb1p", False), ("zbv", False)])
+def test_blocks_are_not_compiled_where_the_plan_splits_backward(corpus: str, schedule: str, compiled: bool) -> None:
+    """Whoever decided the layout: a job that leaves it to the planner says nothing of a pipeline."""
+    config = from_tables(job(corpus, model=MODEL, train={"precision": "float8", "compile": True}))
+    layout = config.layout.model_copy(update={"data": 1, "pipeline": 2, "schedule": schedule})
+    assert is_compiled(config, layout, torch.device("cpu")) is compiled
 
 
 def test_the_report_shows_what_was_lost_and_warns(tmp_path: Path) -> None:

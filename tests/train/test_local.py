@@ -268,3 +268,67 @@ def test_the_anchor_goes_on_with_other_groups_and_without(ranks: Callable[[int],
 def test_what_cannot_work_is_refused(corpus: str, local: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_tables(local_job(corpus, **local))
+
+
+FLOAT8 = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn": 48, "vocabulary": 259}
+
+
+def float8_job(corpus: str, **local: Any) -> Tables:
+    tables = local_job(corpus, **local)
+    return {**tables, "model": FLOAT8, "train": {**tables["train"], "steps": 5, "precision": "float8"}}
+
+
+def train_outgrowing(worker: Worker, tables: Tables, after: int | None) -> tuple[list[Step], list[int], Weights]:
+    """After that step the second group takes a scale that is too large: of a gradient on which no other scaled tensor depends.
+    The step made again has seen one more maximum of each, so its scales may lose a few of the smallest numbers more."""
+    training = start_groups(worker, tables)
+    assert training.outer is not None
+    met, done, original = [], [], training.outer.after
+
+    def meet(step: int) -> None:
+        met.append(step)
+        original(step)
+
+    training.outer.after = meet  # type: ignore[method-assign]
+    for step in steps(training):
+        done.append(step)
+        if step.step == after and training.mesh.coordinate("group") == 1:
+            scale = training.parallel.parts[0].model.get_submodule("blocks.0.attention.query.float8.gradient")
+            scale.get_buffer("value").mul_(2.0**12)
+    return done, met, anchors(training)
+
+
+@pytest.mark.parametrize("local", [{"steps": 2}, {"steps": 4, "overlap": 1}], ids=str)
+def test_a_group_whose_step_in_float8_is_made_again_meets_the_others_once(
+    ranks: Callable[[int], Pool], corpus: str, local: dict[str, Any]
+) -> None:
+    tables = float8_job(corpus, **local)
+    (_, undisturbed), (_, disturbed) = (ranks(GROUPS).run(train_outgrowing, tables, after) for after in (None, 3))
+    usual, done = undisturbed[0], disturbed[0]
+    assert [step.again - before.again for step, before in zip(done, usual, strict=True)] == [0, 0, 0, 1, 0]
+    assert disturbed[1] == undisturbed[1] == sorted(set(disturbed[1]))
+    assert [step.loss for step in done] == pytest.approx([step.loss for step in usual], rel=1e-6)
+    for name, anchor in undisturbed[2].items():
+        torch.testing.assert_close(disturbed[2][name], anchor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_the_first_look_in_float8_is_no_step_to_meet_after(ranks: Callable[[int], Pool], corpus: str) -> None:
+    for _, met, _ in ranks(GROUPS).run(train_outgrowing, float8_job(corpus, steps=1), None):
+        assert met == [1, 2, 3, 4, 5]
+
+
+def train_looking(worker: Worker, tables: Tables, looks: bool) -> list[float]:
+    training, losses = start_groups(worker, tables), []
+    for step in steps(training):
+        losses.append(step.loss)
+        if looks:
+            held_out_loss(training)
+    return losses
+
+
+def test_in_float8_a_look_at_the_anchor_leaves_a_group_the_scales_of_its_own_weights(
+    ranks: Callable[[int], Pool], corpus: str
+) -> None:
+    tables = float8_job(corpus, steps=5)
+    first, second = (ranks(GROUPS).run(train_looking, tables, looks) for looks in (False, True))
+    assert first == second
