@@ -41,6 +41,8 @@ class Comm:
     """The step that is being done, counted from 1."""
     loss_scale: float = 1.0
     """What gradients are multiplied by in it."""
+    only_to_look: bool = False
+    """Whether gradients of this step are thrown away, so that nothing of them may be left for later."""
 
     def __post_init__(self) -> None:
         on_gpu = self.mesh.device.type == "cuda"

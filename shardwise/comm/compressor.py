@@ -66,8 +66,8 @@ class Compressor:
 
     @property
     def begun(self) -> bool:
-        """Whether the warm-up, in which everything is sent as it is, is over."""
-        return self.comm.step > self.settings.how.warmup
+        """Whether the warm-up, in which everything is sent as it is, is over; and the step counts."""
+        return self.comm.step > self.settings.how.warmup and not self.comm.only_to_look
 
     def follow(self, name: str, shape: Sequence[int]) -> None:
         """Before the first step, of each parameter: keep what is left out of its gradients, if they are compressed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from shardwise.config.compression import AUTO, SETTINGS, WEIGHT_CODECS, Compression
+from shardwise.config.compression import AUTO, SETTINGS, WEIGHT_CODECS, Compression, SumCompression
 from shardwise.config.schema import ClusterSection, Data, Hogwild, Layout, Local, Model, Recovery, Section, Server, Train
 
 MOST_WEIGHTS = 10**15
@@ -48,17 +48,30 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
         problems.append("cluster.preset and cluster.file are both given; keep one (a file may itself start from a preset)")
     if isinstance(model, Model) and isinstance(data, Data):
         problems += _positions(model, data)
-    if isinstance(train, Train) and isinstance(layout, Layout) and train.precision == "float8" and layout.weight_compression:
-        problems.append(
-            f"layout.weight_compression = {layout.weight_compression!r}: with train.precision = 'float8' weights are gathered in "
-            "8 bits already; leave it out"
-        )
+    if isinstance(train, Train) and isinstance(layout, Layout) and train.precision == "float8":
+        problems += _float8_on_the_wire(train, layout)
     if isinstance(model, Model) and isinstance(train, Train) and model.module is not None and train.precision == "float8":
         problems.append(
             "train.precision = 'float8': is for the transformer of [model], whose products are known; use 'bfloat16' where "
             "model.module is given"
         )
     return problems
+
+
+def _float8_on_the_wire(train: Train, layout: Layout) -> Iterator[str]:
+    if layout.weight_compression:
+        yield (
+            f"layout.weight_compression = {layout.weight_compression!r}: with train.precision = 'float8' weights are gathered in "
+            "8 bits already; leave it out"
+        )
+    sums, momentum = SumCompression.of(layout), train.optimizer == "1bit-adam"
+    asked = "train.optimizer" if momentum else "layout.compression"
+    feedback = layout.compression == AUTO or (sums is not None and sums.feedback)
+    if train.float8_scaling == "delayed" and (feedback or momentum):
+        yield (
+            f"{asked}: what a compressed sum leaves out comes later, but with train.float8_scaling = 'delayed' a step may be "
+            "made again, and that part of it would count twice; set train.float8_scaling = 'dynamic'"
+        )
 
 
 def _model(model: Model) -> Iterator[str]:

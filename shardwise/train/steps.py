@@ -173,12 +173,13 @@ def _queue(training: Training, source: Source, vote: float, before: Step | None)
     comm, clock = training.comm, training.comm.clock
     comm.step, comm.loss_scale = training.step + 1, training.scale.value
     scales = training.parallel.scales
+    comm.only_to_look = scales is not None and not scales.known
     drawn = source.draw()
     if drawn is None:
         return None
-    seen, only_to_look = None, False
+    seen = None
     if scales is not None:
-        seen, only_to_look = scales.see(), not scales.known
+        seen = scales.see()
         scales.remember(seen)
     message = _message_to_all(training, drawn.checksum, vote, before)
     with clock.span("forward_backward"):
@@ -205,7 +206,7 @@ def _queue(training: Training, source: Source, vote: float, before: Step | None)
         check_copies(training)
     own = (shared, *(number.to(shared).reshape(1) for number in (norm, drawn.tokens, again)), loads.to(shared))
     scaled = torch.empty(0, device=comm.device) if seen is None else seen.numbers.flatten()
-    return _Queued(torch.cat((*own, scaled.to(shared))), len(shared), len(loads), lr, drawn, only_to_look)
+    return _Queued(torch.cat((*own, scaled.to(shared))), len(shared), len(loads), lr, drawn, comm.only_to_look)
 
 
 def _meet(training: Training, shared: Tensor, again: Tensor) -> None:

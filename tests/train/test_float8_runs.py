@@ -181,8 +181,9 @@ def test_sizes_that_do_not_fit_are_left_out(corpus: str) -> None:
         ({"train": {"precision": "bfloat16", "float8_head": False}}, "has no effect without train.precision = 'float8'"),
         ({"train": {"driver": "server"}, "layout": {"data": 2}}, "float8 needs scales that all gradients of a step agree on"),
         ({"model": {"module": "own.py:Own"}}, "is for the transformer of"),
+        ({"layout": {"data": 2, "compression": "topk(0.01)"}}, "set train.float8_scaling = 'dynamic'"),
     ],
-    ids=["without", "server", "own module"],
+    ids=["without", "server", "own module", "error feedback"],
 )
 def test_what_cannot_be_is_refused(corpus: str, tables: dict[str, Any], message: str) -> None:
     whole = job(corpus, **{"model": MODEL, **tables, "train": {"precision": "float8", **tables.get("train", {})}})
