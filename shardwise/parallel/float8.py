@@ -116,7 +116,7 @@ class Scales:
         """A step, or an evaluation: take its scales from the weights, and from the steps before."""
         self._look_at_weights()
         for product, weights in self.kept:
-            product.keep(weights, self.dtype, self.compiled)
+            product.keep([local(weight) for weight in weights], self.dtype, self.compiled)
         if not self.delayed:
             return
         largest = self.maxima.amax(1)
