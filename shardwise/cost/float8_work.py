@@ -69,8 +69,8 @@ def is_compiled(work: Work, space: Space, device_type: str) -> Bools:
 def block_traffic(
     work: Work, space: Space, device_type: str, products: Sequence[Product], streamed: Streamed, size: int, not_fused: float
 ) -> tuple[Array, Array]:
-    """Bytes that elementwise kernels of a block move, forward and backward. Those that seek maxima count twice; `not_fused` is
-    the traffic of kernels that are not compiled, over that of compiled ones."""
+    """Bytes that elementwise kernels of a block move, forward and backward. Those that seek maxima count LOOKING times;
+    `not_fused` is the traffic of kernels that are not compiled, over that of compiled ones."""
     assert work.float8 is not None
     compiled, tokens = is_compiled(work, space, device_type), products[0].m
     forward, backward = _fused(work, space, products, streamed, size)
@@ -172,8 +172,8 @@ def head_chunk(work: Work, space: Space, device_type: str, tokens: Array) -> Arr
 
 def head_bytes(work: Work, space: Space, device_type: str, tokens: Array) -> Array:
     """Alive at once in the head. First a chunk's logits and their gradient; then the gradient, its transposed copy and the
-    gradient of the weight, which is added to those before. All the time the weight in 8 bits, both ways
-    round, and in 16 where it is stored wider."""
+    gradient of the weight, which is added to those before. All the time the weight in 8 bits, both ways round, and in 16 where
+    it is stored wider."""
     weight = work.model.vocabulary * work.model.hidden / space.tensor
     chunk = head_chunk(work, space, device_type, tokens)
     logits = chunk * work.model.vocabulary / space.tensor

@@ -329,7 +329,7 @@ def _accumulate(work: Work, space: Space, cluster: Cluster, stack: Stack, held: 
 
 def _float8_numbers(work: Work, space: Space, held: Holdings) -> Array | float:
     """Weights of shardwise's products in float8 on the first pipeline rank, before ZeRO. Their largest magnitudes are taken
-    before each step."""
+    after each step."""
     if work.float8 is None:
         return 0.0
     numbers = held.cut.first * float8_weights(work, products_of(work, space))
