@@ -126,25 +126,11 @@ class Experts(nn.Module):
 
 def visit(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """down(silu(gate(x)) · up(x)) with the weights of each row's expert. An expert without rows gets a gradient of zeros."""
-    gate, up, down = (weight.to(rows.dtype) for weight in (gate, up, down))
-    if _can_group(rows, gate, down):
-        ends = counts.cumsum(0, dtype=torch.int32)
-        inner = F.silu(_grouped(rows, gate, ends)) * _grouped(rows, up, ends)
-        return _grouped(inner, down, ends)
-    one_by_one: Tensor = _visit_one_by_one(rows, counts, gate, up, down)
-    return one_by_one
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _visit_one_by_one(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Expert after expert, each on the rows that it gets. Their numbers are others each time: the compiler would begin anew."""
-    # unbind and not an index for each expert: the backward of an index is as large as all experts together.
-    experts = zip(rows.split_with_sizes(counts.tolist()), gate.unbind(), up.unbind(), down.unbind(), strict=True)
-    return torch.cat([F.linear(F.silu(F.linear(own, g)) * F.linear(own, u), d) for own, g, u, d in experts])
+    return _product(F.silu(_product(rows, counts, gate)) * _product(rows, counts, up), counts, down)
 
 
 def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    """One of the three, where others are made in float8."""
+    """Rows by the matrix of each one's expert."""
     weight = weight.to(rows.dtype)
     if _can_group(rows, weight):
         return _grouped(rows, weight, counts.cumsum(0, dtype=torch.int32))
@@ -154,12 +140,14 @@ def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _product_one_by_one(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    """Expert after expert, each on the rows that it gets. Their numbers are others each time: the compiler would begin anew."""
+    # unbind and not an index for each expert: the backward of an index is as large as all experts together.
     return torch.cat(list(map(F.linear, rows.split_with_sizes(counts.tolist()), weight.unbind())))
 
 
-def _can_group(rows: Tensor, *weights: Tensor) -> bool:
+def _can_group(rows: Tensor, weight: Tensor) -> bool:
     supported = rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
-    return supported and all(weight.shape[-1] * weight.element_size() % ALIGNED == 0 for weight in weights)
+    return supported and weight.shape[-1] * weight.element_size() % ALIGNED == 0
 
 
 def _grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
