@@ -2,6 +2,7 @@
 
     python benchmarks/start.py [repeats]
     python benchmarks/start.py draw [millions of numbers]
+    python benchmarks/start.py first [path of another checkout] [setting=value …]
 
 The first: processor seconds from `shardwise train` to its first worker being ready, beside those of `import torch` in the same
 minute. A worker is forked from a server that has imported what workers need, so it is ready about as soon as the server is. What
@@ -10,11 +11,16 @@ counts is therefore the time of the host (the command) and of the server, read w
 The second: seconds to draw so many float32 weights (a thousand millions) on this machine's device, a GPU if it has one, beside
 filling the same memory with one number, which nothing that writes it can be quicker than; and beside drawing them on the CPU with
 torch's generator, each parameter whole, as shardwise did before weights were drawn where they are.
+
+The third: seconds from `shardwise train` to the end of its first step, of llama3-8b with bfloat16 states on one device, nothing
+compiled before; with a path, of the shardwise there.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import random_tokens
 import torch
 
 from shardwise.models.draw import draw, quantiles
@@ -108,8 +115,56 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
+FIRST = """
+[model]
+preset = "llama3-8b"
+[data]
+source = "tokens"
+sequence_length = 8192
+held_out = 0.0
+[train]
+steps = 100
+global_batch = 1
+micro_batch = 1
+precision = "bfloat16"
+state_dtype = "bfloat16"
+[checkpoint]
+every = 0
+[run]
+folder = "run"
+"""
+
+
+def first_step(root: Path, settings: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        random_tokens.write(folder / "tokens", 8192 * 64, 128_256)
+        (folder / "job.toml").write_text(FIRST)
+        caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        path = f"{root.resolve()}:{os.environ.get('PYTHONPATH', '')}"
+        words = [sys.executable, "-m", "shardwise", "train", "job.toml", *settings]
+        records = folder / "run" / "metrics.jsonl"
+        begin = time.perf_counter()
+        environment = {**os.environ, **caches, "PYTHONPATH": path}
+        with subprocess.Popen(words, cwd=folder, env=environment, start_new_session=True) as process:
+            while not (steps := [line for line in _lines(records) if "loss" in line]):
+                assert process.poll() is None, "the job ended before its first step"
+                time.sleep(0.05)
+            seconds = time.perf_counter() - begin
+            os.killpg(process.pid, signal.SIGKILL)
+    print(f"{seconds:.1f} s from the command to the end of the first step, which took {steps[0]['seconds']:.1f} s ({root})")
+
+
+def _lines(path: Path) -> list[dict[str, float]]:
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["draw"]:
+    if sys.argv[1:2] == ["first"]:
+        paths = [Path(word) for word in sys.argv[2:] if "=" not in word]
+        first_step(paths[0] if paths else ROOT, [word for word in sys.argv[2:] if "=" in word])
+    elif sys.argv[1:2] == ["draw"]:
         weights(int(sys.argv[2]) if len(sys.argv) > 2 else 1000)
     else:
         main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)

@@ -104,11 +104,10 @@ class ScaledProduct(nn.Module):
         make = _compiled_join() if compiled else joined
         weight8 = make([weight.detach() for weight in weights], self.weight.value, dtype, E4M3)
         both = weight8, transposed(weight8)
-        if self.kept is None:
-            self.kept = both
-        else:  # in place: compiled code knows them
-            for old, new in zip(self.kept, both, strict=True):
-                old.copy_(new)
+        if self.kept is None:  # not what compiled code returned: that is marked as of any size
+            self.kept = torch.empty_like(both[0]), torch.empty_like(both[1])
+        for old, new in zip(self.kept, both, strict=True):  # in place: compiled code knows them
+            old.copy_(new)
 
     def delayed(self) -> list[DelayedScale]:
         """Of input and gradient."""
@@ -240,4 +239,9 @@ def multiply(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, dty
     if left.is_cuda and left.dtype.itemsize == 1 and dtype != torch.float64 and fits:
         return float8_mm(left, right, 1 / of_left, 1 / of_right, dtype)
     exact = wide(dtype)
-    return ((left.to(exact) @ right.to(exact)) * (1 / (of_left * of_right))).to(dtype)
+    return rounded_to(dtype, (left.to(exact) @ right.to(exact)) * (1 / (of_left * of_right)))
+
+
+def rounded_to(dtype: torch.dtype, product: Tensor) -> Tensor:
+    """The same tensor where it is of that dtype already, not a view: compiled by torch 2.11, that would get no gradient."""
+    return product if product.dtype == dtype else product.to(dtype)

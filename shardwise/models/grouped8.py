@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.models.dtypes import wide
-from shardwise.models.float8 import E4M3, E5M2, ScaledProduct, joined, quantise, transposed
+from shardwise.models.float8 import E4M3, E5M2, ScaledProduct, joined, quantise, rounded_to, transposed
 from shardwise.models.sorting import Sorting, copied_from, sum_copies, take_copies
 from shardwise.plan.float8 import MULTIPLE
 
@@ -109,7 +109,7 @@ def grouped(rows8: Tensor, weight8: Tensor, ends: Tensor, of_rows: Tensor, of_we
         by_kernel: Tensor = grouped8(rows8, weight8, ends, factor, dtype)
         return by_kernel
     product: Tensor = _one_by_one(rows8, weight8, ends, wide(dtype))
-    return (product * factor).to(dtype)
+    return rounded_to(dtype, product * factor)
 
 
 def grouped_outer(

@@ -131,6 +131,27 @@ def test_compiled_code_notes_what_eager_code_notes() -> None:
     torch.testing.assert_close(compiled.noted[0], eager.noted[0])
 
 
+def test_weights_that_compiled_code_cast_are_to_compiled_code_of_one_size() -> None:
+    product, x, weights = Float8(), torch.randn(48, 16), [torch.randn(32, 16), torch.randn(64, 16)]
+    product.keep(weights, torch.float32, compiled=True)
+    kept = product.kept
+    seen: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        seen.extend(inputs)
+        return graph
+
+    torch.compile(lambda: product(x, weights[0]), backend=backend)()
+    assert seen
+    assert all(isinstance(one, Tensor) for one in seen), "sizes that are no constants are inputs too"
+    product.keep([weight * 2 for weight in weights], torch.float32, compiled=True)
+    assert product.kept is kept, "compiled code knows these tensors"
+    truth = (torch.cat(weights) * 2).to(E4M3).float()  # the scale is 1
+    assert kept is not None
+    torch.testing.assert_close(kept[0].float(), truth)
+    torch.testing.assert_close(kept[1].float(), truth.T)
+
+
 @pytest.mark.parametrize("chunk", [None, 24])
 def test_the_head_in_float8_is_the_cross_entropy_of_8_bit_products(chunk: int | None) -> None:
     torch.manual_seed(2)
