@@ -169,10 +169,10 @@ def _pipeline(model: Model, layout: Layout) -> Iterator[str]:
 
 
 def _recompute(train: Train, layout: Layout) -> Iterator[str]:
-    if layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD and train.recompute == "selective":
+    if layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD and train.recompute in ("selective", "attention"):
         yield (
-            f"train.recompute = 'selective': {layout.schedule} goes through backward in two halves, and selective recomputation "
-            "allows one pass; use 'full', a number from 0 to 1, or layout.schedule = '1f1b'"
+            f"train.recompute = {train.recompute!r}: {layout.schedule} goes through backward in two halves, and recomputation "
+            "by operators allows one pass; use 'full', a number from 0 to 1, or layout.schedule = '1f1b'"
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from shardwise.config import Model
 from shardwise.config.compression import is_compressed
 from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes
-from shardwise.cost.space import RECOMPUTE, Array, Bools, Ints, Space, Work, distinct, take
+from shardwise.cost.space import ATTENTION, FULL, SELECTIVE, Array, Bools, Ints, Space, Work, distinct, take
 from shardwise.cost.stack import Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.dtypes import BYTES, computes_wide, wide
@@ -75,14 +75,14 @@ class FirstRank:
 
     @cached_property
     def selective(self) -> Bools:
-        """Where recomputation is selective."""
-        chosen: Bools = self.space.recompute == RECOMPUTE.index("selective")
+        """Where recomputation goes by operators, and keeps attention."""
+        chosen: Bools = (self.space.recompute == SELECTIVE) | (self.space.recompute == ATTENTION)
         return chosen
 
     @cached_property
     def full(self) -> Bools:
         """Where whole blocks are recomputed."""
-        chosen: Bools = self.space.recompute == RECOMPUTE.index("full")
+        chosen: Bools = self.space.recompute == FULL
         return chosen
 
     @cached_property

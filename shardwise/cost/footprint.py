@@ -28,7 +28,7 @@ from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import head_bytes, is_compiled, kept_weights
 from shardwise.cost.products import tokens_here
-from shardwise.cost.space import Array, Space, Work, concatenate, distinct, take
+from shardwise.cost.space import ATTENTION, FULL, NONE, Array, Space, Work, concatenate, distinct, take
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
@@ -141,9 +141,10 @@ def kept(work: Work, space: Space, stack: Stack, device_type: str = "cuda") -> t
     if stack.flash and capped:  # a product's output, as they are before the cap
         selective = selective + work.sequence_length * model.heads / tensor
     full = residual if stack.sequence_parallel else model.hidden / (tensor if stack.shard_inputs else 1)
-    stays = np.choose(space.recompute, [np.broadcast_to(value, tokens.shape) for value in (none, selective, full)])
-    # What is computed again lives beside what stayed: all of the block, or what selective recomputation let go.
-    live = np.where(space.recompute == 2, none, np.where(space.recompute == 1, np.maximum(none - selective, 0.0), 0.0))
+    attention = full + (0.0 if capped else queries) + (products if model.experts else 0.0)
+    stays = np.choose(space.recompute, [np.broadcast_to(value, tokens.shape) for value in (none, selective, attention, full)])
+    # What is computed again lives beside what stayed: all of the block, or what recomputation by operators let go.
+    live = np.where(space.recompute == NONE, 0.0, np.where(space.recompute == FULL, none, np.maximum(none - stays, 0.0)))
     size = compute.value_bytes(work)
     return tokens * size * stays, tokens * size * live
 
@@ -180,7 +181,7 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     anew, narrow = (False, False) if work.float8 is None else (is_compiled(work, space, cluster.device_type), work.float8.head)
     copies = stack.cast_held if compute.casts(work) else 0.0
     head = model.vocabulary * model.hidden / space.tensor
-    needed = np.where((space.recompute == 2) | anew, 0.0 if narrow else head, held.parameters)
+    needed = np.where((space.recompute >= ATTENTION) | anew, 0.0 if narrow else head, held.parameters)
     casts = np.where(unsharded, copies * needed, 0.0) + kept_weights(work, space, held.cut.first)
     whole_inputs = stack.whole_inputs * tokens_here(work, space) * model.hidden * compute.value_bytes(work)
     # With a single micro-batch each gradient takes the place of activations that backward has freed by then, and of what a head

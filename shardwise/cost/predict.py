@@ -49,7 +49,7 @@ from shardwise.cost.footprint import Holdings, footprint, hold, host_bytes
 from shardwise.cost.pipeline_time import Step, bubble, exposed, least_ranks, step_of, total
 from shardwise.cost.price import Priced, price
 from shardwise.cost.products import float8_weights, products_of, tokens_here
-from shardwise.cost.space import Array, Bools, Ints, Space, Work, concatenate
+from shardwise.cost.space import ATTENTION, Array, Bools, Ints, Space, Work, concatenate
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
@@ -122,7 +122,7 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     per_block = 1 / (m * held.cut.first)  # from a step of rank 0 to one pass through one block
 
     # One micro-batch in one block, (candidates,) each: what is computed, what is exposed, and what starting kernels adds.
-    repeated = _repeated(block, space, stack)
+    repeated = _repeated(work, block, space, stack)
     host = _host(work, space, cluster, stack)
     tensor = _Tensor.of(links, per_block, space, cluster, stack, block.forward + block.backward + repeated, host)
     context = _context(work, space, cluster, block, links.inside_blocks("context") * per_block)
@@ -191,11 +191,18 @@ def _check_precision(work: Work, cluster: Cluster) -> None:
         )
 
 
-def _repeated(block: compute.BlockSeconds, space: Space, stack: Stack) -> Array:
+def _repeated(work: Work, block: compute.BlockSeconds, space: Space, stack: Stack) -> Array:
     """Seconds of forward work done again in backward, in one block."""
     selective = stack.selective_matmul * block.matmul + stack.selective_attention * block.attention + block.elementwise
     full = block.forward - (0.0 if stack.recompute_all else block.last)
-    return np.select([space.recompute == mode for mode in range(3)], [np.zeros_like(full), selective, full])
+    model, attention = work.model, full
+    if model.experts:  # which are kept; weights by their inputs
+        projections, rows = 2 * (model.heads + model.kv_heads) * model.head_dim, model.experts_per_token + model.shared_experts
+        experts = (3 if model.gated else 2) * model.expert_width * rows + model.experts
+        attention = block.matmul * projections / (projections + experts) + block.attention + block.elementwise
+    if model.attention_softcap is None:
+        attention = attention - block.attention
+    return np.choose(space.recompute, [np.zeros_like(full), selective, attention, full])
 
 
 def _host(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Array:
@@ -205,7 +212,7 @@ def _host(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Array:
 
 def _kernels(work: Work, space: Space, stack: Stack, starts: float = 1.0) -> Array:
     """Kernels of a block and micro-batch, forward and backward; those of the block itself `starts` times."""
-    full = np.where(space.recompute == 2, 1.0, 0.0)
+    full = np.where(space.recompute >= ATTENTION, 1.0, 0.0)
     collectives = np.where(space.tensor > 1, 8.0 + 4 * full, 0.0) + np.where(space.zero == 3, 3.0, 0.0)
     routing = stack.expert_kernels if work.model.experts else 0.0
     outside = stack.micro_batch_kernels * space.pipeline / work.model.layers + stack.collective_kernels * collectives
@@ -241,7 +248,7 @@ class _Tensor:
         block and to meet for its collectives than the device to compute it; half of that in each pass."""
         shown = 1 - stack.overlap_tensor * cluster.device.overlap
         forward, backward = (shown * links.seconds("tensor", when) * per_block for when in ("forward", "backward"))
-        calls = np.where(space.recompute == 2, 12.0, 8.0)
+        calls = np.where(space.recompute >= ATTENTION, 12.0, 8.0)
         meeting = host + stack.pipeline_jitter * space.tensor * calls
         late = np.maximum(meeting - computing - forward - backward, 0.0)
         late = np.where((space.pipeline > 1) & (space.tensor > 1) & (stack.pipeline_jitter > 0), late, 0.0)

@@ -30,7 +30,9 @@ Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Values = TypeVar("Values")
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "attention", "full")
+NONE, SELECTIVE, ATTENTION, FULL = range(4)
+"""In the order of what is computed again: nothing, what lies between products, all but attention, all."""
 AT_ONCE = 2**14
 """Candidates whose arrays lie in a processor's cache together."""
 DEGREES = ("pipeline", "replica", "data", "context", "tensor", "expert")

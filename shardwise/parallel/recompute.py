@@ -5,6 +5,8 @@
 | none      | everything backward needs             | none                              |
 | selective | outputs of matmuls and attention      | norms, rotary, activations        |
 |           | and all of experts                    |                                   |
+| attention | the block's input, the output of      | all but attention, which is most  |
+|           | attention and all of experts          | of it where sequences are long    |
 | full      | the block's input                     | one more forward, about a third   |
 | 0 … 1     | that share of what `none` keeps       | as little as the share allows     |
 
@@ -33,14 +35,13 @@ _DROPOUT = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
 }
 """Attention, and which of its arguments is the share of scores that it drops."""
-_KEPT = {
+_ATTENTION = {*_DROPOUT, RING}
+_PRODUCTS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten._grouped_mm.default,
     torch.ops.aten._scaled_mm.default,
-    *_DROPOUT,
-    RING,
 }
 
 
@@ -55,12 +56,12 @@ def recompute(blocks: Sequence[nn.Module], mode: str | float, compiled: bool, dr
             _wrap(block, None, draws)
     elif mode != "none":
         for block in blocks:
-            for module in _selected(block) if mode == "selective" else [block]:
-                _wrap(module, _keep_products if mode == "selective" else None, draws)
+            for module in [block] if mode == "full" else _selected(block):
+                _wrap(module, _CONTEXTS[mode], draws)
 
 
 def _selected(block: nn.Module) -> list[nn.Module]:
-    """What is recomputed selectively: the block; of one with experts, its parts without them. FSDP2 gathers experts by
+    """What is recomputed by operators: the block; of one with experts, its parts without them. FSDP2 gathers experts by
     themselves, which torch's selective recomputation must not see, and sending tokens to experts twice would cost more than
     keeping their activations.
     """
@@ -78,11 +79,22 @@ def _wrap(block: nn.Module, contexts: Callable[[], Any] | None, draws: bool) -> 
 
 
 def _keep_products() -> Any:
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return create_selective_checkpoint_contexts(_products)  # type: ignore[no-untyped-call]
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operation in _KEPT and not _drops(operation, args, kwargs)
+def _keep_attention() -> Any:
+    return create_selective_checkpoint_contexts(_attention)  # type: ignore[no-untyped-call]
+
+
+_CONTEXTS: dict[str, Callable[[], Any] | None] = {"selective": _keep_products, "attention": _keep_attention, "full": None}
+
+
+def _products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else _attention(context, operation, *args, **kwargs)
+
+
+def _attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operation in _ATTENTION and not _drops(operation, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -30,6 +30,7 @@ from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.config.layouts import can_borrow, problems_of_nearby, ring_lacks
 from shardwise.cost.space import RECOMPUTE, Space, recompute_mode
 from shardwise.plan.engine import shares_weights
+from shardwise.plan.flops import flops_per_token, matmul_weights
 from shardwise.plan.grid import RANK_AXES
 from shardwise.plan.schedule import SCHEDULES
 
@@ -77,11 +78,12 @@ def candidates(config: Config, devices: int, fixed: Mapping[str, Any], offloadin
     if is_whole(fixed, devices):
         fixed = {**dict.fromkeys(RANK_AXES, 1), **fixed}
     offloads = [bool(fixed["offload"])] if "offload" in fixed else [False, True] if offloading else [False]
+    modes = _modes(config, fixed)
     parts = [
         part
         for degrees in _degrees(devices, fixed)
         if not _refused(config, degrees, refused)
-        for part in _expanded(config, degrees, fixed, offloads, refused)
+        for part in _expanded(config, degrees, fixed, offloads, modes, refused)
     ]
     names = [field.name for field in fields(Space)]
     columns = {name: np.concatenate([part[name] for part in parts]) if parts else np.zeros(0, np.int64) for name in names}
@@ -136,7 +138,12 @@ def _reason(config: Config, degrees: Mapping[str, int]) -> str | None:
 
 
 def _expanded(
-    config: Config, degrees: dict[str, int], fixed: Mapping[str, Any], offloads: Sequence[bool], refused: Counter[str]
+    config: Config,
+    degrees: dict[str, int],
+    fixed: Mapping[str, Any],
+    offloads: Sequence[bool],
+    modes: Sequence[int],
+    refused: Counter[str],
 ) -> Iterator[dict[str, np.ndarray[Any, np.dtype[np.int64]]]]:
     """The choices inside these degrees, as columns."""
     share = config.train.global_batch // (degrees["replica"] * degrees["data"])
@@ -162,7 +169,6 @@ def _expanded(
     shared = {expert: shares_weights(_layout(degrees, expert), config.model.experts) for expert in experts}
     states = [(zero, offload) for offload in offloads for zero in _zeros(config, degrees, fixed, offload)]
     rows = product(states, _schedules(config, degrees, fixed), experts, attentions)
-    modes = [RECOMPUTE.index(mode) for mode in RECOMPUTE if fixed.get("recompute", mode) == mode]
     choices = [
         (zero, offload, SCHEDULES.index(schedule), per_rank, expert, ring, mode)
         for (zero, offload), (schedule, per_rank), expert, ring in rows
@@ -184,11 +190,20 @@ def _expanded(
     yield columns
 
 
+def _modes(config: Config, fixed: Mapping[str, Any]) -> list[int]:
+    """To keep attention alone is tried where attention is a fourth of the work: elsewhere it gains little on keeping nothing."""
+    if "recompute" in fixed:
+        return [RECOMPUTE.index(fixed["recompute"])]
+    whole = flops_per_token(config.model, config.data.sequence_length)
+    worth = config.model.attention_softcap is None and 6 * matmul_weights(config.model) < 3 / 4 * whole
+    return [place for place, mode in enumerate(RECOMPUTE) if mode != "attention" or worth]
+
+
 def _pointless(mode: int, fixed: Mapping[str, Any]) -> bool:
-    """Selective recomputation allows one pass backward, not two halves; full recomputation repeats a block for each of its
+    """Recomputation by operators allows one pass backward, not two halves; full recomputation repeats a block for each of its
     weights in the second half, so it is not proposed, but costed where the user asks for both.
     """
-    return RECOMPUTE[mode] == "selective" or not {"schedule", "recompute"} <= set(fixed)
+    return RECOMPUTE[mode] in ("selective", "attention") or not {"schedule", "recompute"} <= set(fixed)
 
 
 def _layout(degrees: Mapping[str, Any], expert: int = 1) -> Layout:

@@ -193,7 +193,7 @@ def moving_parts(row: Mapping[str, int]) -> float:
     schedule = (
         {"1f1b": 0.0, "gpipe": 0.0, "interleaved": 0.5}.get(SCHEDULES[row["schedule"]], 1.0) if row["pipeline"] > 1 else 0.0
     )
-    return axes + 0.25 * row["zero"] + schedule + 0.2 * row["recompute"] + 2 * row["offload"]
+    return axes + 0.25 * row["zero"] + schedule + 0.2 * bool(row["recompute"]) + 2 * row["offload"]
 
 
 # -- candidates with their own schedules --------------------------------------------------------------------------------

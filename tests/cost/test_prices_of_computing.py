@@ -52,7 +52,7 @@ def test_matrices_take_what_their_flops_take_at_the_peak(model: Model, tensor: i
 
 
 @pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
-def test_recomputing_blocks_takes_their_forward_again_but_for_the_last_product(model: Model) -> None:
+def test_recomputing_blocks_takes_their_forward_again_but_for_the_last_product_and_what_is_kept(model: Model) -> None:
     """A third of all FLOPs are forward's; the head is not recomputed, nor what ends a block, whose output nobody asks for."""
     head = model.vocabulary * model.hidden
     last = model.layers * model.hidden * (model.experts_per_token * model.expert_width if model.experts else model.ffn)
@@ -60,6 +60,14 @@ def test_recomputing_blocks_takes_their_forward_again_but_for_the_last_product(m
     took = seconds(model, recompute=RECOMPUTE.index("full"))["recompute"]
     assert took * PEAK == pytest.approx((forward - 2 * last) * TOKENS)
     assert seconds(model)["recompute"] == 0
+    products = model.layers * (projections(model) * model.hidden if model.experts else 0) or matmul_weights(model) - head - last
+    took = seconds(model, recompute=RECOMPUTE.index("attention"))["recompute"]
+    assert took * PEAK == pytest.approx(2 * products * TOKENS), "all but attention and what experts do"
+
+
+def projections(model: Model) -> int:
+    """Of attention: queries, keys, values and the output, each from or to the hidden states."""
+    return 2 * (model.heads + model.kv_heads) * model.head_dim
 
 
 def test_sharded_states_are_updated_in_parts() -> None:

@@ -56,7 +56,10 @@ ROWS = [
     Row({"replica": 2, "data": 1}, micro_batch=2),
     *(Row({"data": 4, "zero": zero}, model=TIED) for zero in (0, 3)),
     Row({"replica": 2, "data": 2, "zero": 3}, model=GPT),
-    *(Row({"data": 2, "zero": zero}, recompute=mode) for zero, mode in ((0, "full"), (0, 0.5), (3, "selective"), (3, "full"))),
+    *(
+        Row({"data": 2, "zero": zero}, recompute=mode)
+        for zero, mode in ((0, "full"), (0, 0.5), (3, "selective"), (3, "attention"))
+    ),
     Row({"data": 4, "zero": 0}, reset=True),
     Row({"data": 4, "zero": 3, "offload": True}),
 ]
@@ -65,7 +68,7 @@ MORE = [
     *(Row(layout, micro_batch=2) for layout in LAYOUTS),
     *(Row({"data": 4, "zero": zero}, micro_batch=1) for zero in range(4)),
     Row({"replica": 2, "data": 2, "zero": 1}, model=GPT),
-    *(Row({"data": 2, "zero": zero}, recompute=mode) for zero, mode in ((0, "selective"), (3, 0.5))),
+    *(Row({"data": 2, "zero": zero}, recompute=mode) for zero, mode in ((0, "selective"), (3, 0.5), (3, "full"))),
     Row({"data": 4, "zero": 2}, reset=True),
     Row({"replica": 2, "data": 2, "zero": 3}, reset=True, recompute="selective"),
 ]
@@ -73,7 +76,7 @@ ALL = [*ROWS, *(row for row in MORE if row not in ROWS)]
 MATRIX = [
     Row(layout, micro_batch, model, recompute, reset)
     for layout, micro_batch, model, recompute, reset in every_pair(
-        product(LAYOUTS, (1, 2), (LLAMA, TIED, GPT), ("none", "selective", "full", 0.5), (False, True))
+        product(LAYOUTS, (1, 2), (LLAMA, TIED, GPT), ("none", "selective", "attention", "full", 0.5), (False, True))
     )
 ]
 

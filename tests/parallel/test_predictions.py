@@ -59,14 +59,14 @@ def row(model: str = "llama", train: dict[str, Any] | None = None, **layout: Any
     return Row({"data": 1, **layout}, model, train or {})
 
 
-FULL, SELECTIVE, SINGLES = {"recompute": "full"}, {"recompute": "selective"}, {"micro_batch": 1}
+FULL, SELECTIVE, ATTENTION, SINGLES = *({"recompute": mode} for mode in ("full", "selective", "attention")), {"micro_batch": 1}
 ONE_MICRO_BATCH = {"micro_batch": 2, "global_batch": 8}
 AXES = ("pipeline", "data", "context", "tensor")
 ALONE = [
     row(),
     *(row(model, mode, tensor=2) for model, mode in (("llama", FULL), ("experts", SELECTIVE))),
     row("many ids", {"micro_batch": 8, "global_batch": 8, "precision": "float32", "steps": 1}, tensor=2),
-    *(row("llama", mode, context=2, attention="ring") for mode in (FULL, SELECTIVE)),
+    *(row("llama", mode, context=2, attention="ring") for mode in (FULL, ATTENTION)),
     *(row("gpt", mode, context=2, attention="ulysses") for mode in (FULL, SELECTIVE)),
     *(row("tied", data=2, zero=zero) for zero in range(4)),
     row("wide", data=2, zero=0),
@@ -89,7 +89,8 @@ MORE = [
     *(row(model, tensor=2) for model in ("gpt", "experts", "plain experts")),
     row("llama", {"state_dtype": "bfloat16"}, tensor=2),
     row("llama", tensor=4),  # fewer key heads than devices
-    row("llama", SELECTIVE, tensor=2),
+    *(row("llama", mode, tensor=2) for mode in (SELECTIVE, ATTENTION)),
+    row("llama", SELECTIVE, context=2, attention="ring"),
     row("experts", FULL, tensor=2),
     row("plain experts", FULL, tensor=2),
     row("gpt", tensor=4),
@@ -138,9 +139,9 @@ MATRIX = [
                 *({"context": 2, "tensor": 2, "attention": attention} for attention in ("ring", "ulysses")),
             ],
             ("tied", "gpt", "deep", "deep experts"),
-            ("none", "selective", "full"),
+            ("none", "selective", "attention", "full"),
         )
-        if not (mode == "selective" and layout.get("schedule") in ("zb1p", "zbv", "dualpipev"))
+        if not (mode in ("selective", "attention") and layout.get("schedule") in ("zb1p", "zbv", "dualpipev"))
         and not (model == "gpt" and layout.get("schedule") in ("interleaved", "zbv", "dualpipev"))
     )
 ]

@@ -423,4 +423,13 @@ def test_pinned_experts_are_kept() -> None:
 def test_no_candidate_recomputes_selectively_where_backward_is_split() -> None:
     space = candidates(job(DENSE), 8, {}).space
     split = np.isin(space.schedule, [SCHEDULES.index(name) for name in SPLIT_BACKWARD]) & (space.pipeline > 1)
-    assert not (split & (space.recompute == RECOMPUTE.index("selective"))).any()
+    assert not (split & np.isin(space.recompute, [RECOMPUTE.index(mode) for mode in ("selective", "attention")])).any()
+
+
+def test_attention_alone_is_kept_where_it_is_much_of_the_work() -> None:
+    modes = {
+        length: candidates(job({**DENSE, "max_positions": 65_536}, length=length), 8, {}).space.recompute
+        for length in (512, 65_536)
+    }
+    tried = {length: {RECOMPUTE[mode] for mode in found.tolist()} for length, found in modes.items()}
+    assert tried == {512: {"none", "selective", "full"}, 65_536: set(RECOMPUTE)}
