@@ -9,8 +9,9 @@ that is: the inputs and outputs of the two norms (4 h), queries and attention's 
 up and their product (3 f; 2 f without a gate). Norms after attention and feed-forward add 2 h; capped scores, which no flash
 kernel makes, some for each pair of tokens and head. In float8 what norms and activation put out is made once more for its 8-bit
 copy (2 h and f less), and the head has chunks and copies of its own (`cost/float8_work.py`). `full` keeps a block's input and has
-one block alive; `selective` keeps products and attention. A schedule multiplies this by the micro-batches a rank has in flight
-(`plan/schedule.py` has the table).
+one block alive; `selective` keeps products and attention, `attention` a block's input and attention's output. With experts these
+two keep all that routed ones need, and go by the parts of a block, whose inputs stay. A schedule multiplies this by the
+micro-batches a rank has in flight (`plan/schedule.py` has the table).
 
 Where weights are not gathered, their copies in the computing dtype wait for backward (not those of a recomputed block). With a
 single micro-batch, gradients take the place of the activations that backward frees.
@@ -28,7 +29,7 @@ from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import head_bytes, is_compiled, kept_weights
 from shardwise.cost.products import tokens_here
-from shardwise.cost.space import ATTENTION, FULL, NONE, Array, Space, Work, concatenate, distinct, take
+from shardwise.cost.space import FULL, NONE, Array, Space, Work, concatenate, distinct, makes_blocks_again, take
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
@@ -141,7 +142,10 @@ def kept(work: Work, space: Space, stack: Stack, device_type: str = "cuda") -> t
     if stack.flash and capped:  # a product's output, as they are before the cap
         selective = selective + work.sequence_length * model.heads / tensor
     full = residual if stack.sequence_parallel else model.hidden / (tensor if stack.shard_inputs else 1)
-    attention = full + (0.0 if capped else queries) + (products if model.experts else 0.0)
+    attention = full + (0.0 if capped else queries)
+    if model.experts:  # parts are recomputed each by itself, and keep their inputs: shared experts and attention whole ones
+        whole = model.hidden * (1 + ((tensor > 1) & (model.shared_experts > 0)))
+        attention = attention + 2 * residual + whole + rows * (width + 2 * model.hidden)
     stays = np.choose(space.recompute, [np.broadcast_to(value, tokens.shape) for value in (none, selective, attention, full)])
     # What is computed again lives beside what stayed: all of the block, or what recomputation by operators let go.
     live = np.where(space.recompute == NONE, 0.0, np.where(space.recompute == FULL, none, np.maximum(none - stays, 0.0)))
@@ -181,7 +185,7 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     anew, narrow = (False, False) if work.float8 is None else (is_compiled(work, space, cluster.device_type), work.float8.head)
     copies = stack.cast_held if compute.casts(work) else 0.0
     head = model.vocabulary * model.hidden / space.tensor
-    needed = np.where((space.recompute >= ATTENTION) | anew, 0.0 if narrow else head, held.parameters)
+    needed = np.where(makes_blocks_again(work, space) | anew, 0.0 if narrow else head, held.parameters)
     casts = np.where(unsharded, copies * needed, 0.0) + kept_weights(work, space, held.cut.first)
     whole_inputs = stack.whole_inputs * tokens_here(work, space) * model.hidden * compute.value_bytes(work)
     # With a single micro-batch each gradient takes the place of activations that backward has freed by then, and of what a head

@@ -49,7 +49,7 @@ from shardwise.cost.footprint import Holdings, footprint, hold, host_bytes
 from shardwise.cost.pipeline_time import Step, bubble, exposed, least_ranks, step_of, total
 from shardwise.cost.price import Priced, price
 from shardwise.cost.products import float8_weights, products_of, tokens_here
-from shardwise.cost.space import ATTENTION, Array, Bools, Ints, Space, Work, concatenate
+from shardwise.cost.space import Array, Bools, Ints, Space, Work, concatenate, makes_blocks_again
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
@@ -124,7 +124,7 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     # One micro-batch in one block, (candidates,) each: what is computed, what is exposed, and what starting kernels adds.
     repeated = _repeated(work, block, space, stack)
     host = _host(work, space, cluster, stack)
-    tensor = _Tensor.of(links, per_block, space, cluster, stack, block.forward + block.backward + repeated, host)
+    tensor = _Tensor.of(work, links, per_block, space, cluster, stack, block.forward + block.backward + repeated, host)
     context = _context(work, space, cluster, block, links.inside_blocks("context") * per_block)
     expert = _Exchanges.of(links, per_block, cluster, stack)
     data = _data_each(space, cluster, stack, block, repeated, tensor, expert, links, per_block)
@@ -196,10 +196,12 @@ def _repeated(work: Work, block: compute.BlockSeconds, space: Space, stack: Stac
     selective = stack.selective_matmul * block.matmul + stack.selective_attention * block.attention + block.elementwise
     full = block.forward - (0.0 if stack.recompute_all else block.last)
     model, attention = work.model, full
-    if model.experts:  # which are kept; weights by their inputs
-        projections, rows = 2 * (model.heads + model.kv_heads) * model.head_dim, model.experts_per_token + model.shared_experts
-        experts = (3 if model.gated else 2) * model.expert_width * rows + model.experts
-        attention = block.matmul * projections / (projections + experts) + block.attention + block.elementwise
+    if model.experts:  # which are kept; of attention and of shared experts all but the last product. Weights by their inputs
+        heads, wide = model.heads * model.head_dim, 2 if model.gated else 1
+        again = heads + 2 * model.kv_heads * model.head_dim + wide * model.expert_width * model.shared_experts
+        ends = heads + model.expert_width * model.shared_experts
+        routed = (1 + wide) * model.expert_width * model.experts_per_token + model.experts
+        attention = block.matmul * again / (again + ends + routed) + block.attention + block.elementwise
     if model.attention_softcap is None:
         attention = attention - block.attention
     return np.choose(space.recompute, [np.zeros_like(full), selective, attention, full])
@@ -212,7 +214,7 @@ def _host(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Array:
 
 def _kernels(work: Work, space: Space, stack: Stack, starts: float = 1.0) -> Array:
     """Kernels of a block and micro-batch, forward and backward; those of the block itself `starts` times."""
-    full = np.where(space.recompute >= ATTENTION, 1.0, 0.0)
+    full = np.where(makes_blocks_again(work, space), 1.0, 0.0)
     collectives = np.where(space.tensor > 1, 8.0 + 4 * full, 0.0) + np.where(space.zero == 3, 3.0, 0.0)
     routing = stack.expert_kernels if work.model.experts else 0.0
     outside = stack.micro_batch_kernels * space.pipeline / work.model.layers + stack.collective_kernels * collectives
@@ -242,13 +244,21 @@ class _Tensor:
 
     @classmethod
     def of(
-        cls, links: Priced, per_block: Array, space: Space, cluster: Cluster, stack: Stack, computing: Array, host: Array
+        cls,
+        work: Work,
+        links: Priced,
+        per_block: Array,
+        space: Space,
+        cluster: Cluster,
+        stack: Stack,
+        computing: Array,
+        host: Array,
     ) -> _Tensor:
         """What the program does not hide, and in a pipeline what its hosts, which cannot run ahead there, take longer to start a
         block and to meet for its collectives than the device to compute it; half of that in each pass."""
         shown = 1 - stack.overlap_tensor * cluster.device.overlap
         forward, backward = (shown * links.seconds("tensor", when) * per_block for when in ("forward", "backward"))
-        calls = np.where(space.recompute >= ATTENTION, 12.0, 8.0)
+        calls = np.where(makes_blocks_again(work, space), 12.0, 8.0)
         meeting = host + stack.pipeline_jitter * space.tensor * calls
         late = np.maximum(meeting - computing - forward - backward, 0.0)
         late = np.where((space.pipeline > 1) & (space.tensor > 1) & (stack.pipeline_jitter > 0), late, 0.0)

@@ -210,6 +210,12 @@ def distinct(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
     return first, np.repeat(of_runs, np.diff(starts, append=len(begins)))
 
 
+def makes_blocks_again(work: Work, space: Space) -> Bools:
+    """Where backward makes a block's products and collectives again. Those of experts are kept unless all is recomputed."""
+    again: Bools = space.recompute >= (FULL if work.model.experts else ATTENTION)
+    return again
+
+
 def recompute_mode(recompute: str | float) -> str:
     """Of a memory budget, the nearest of the modes that the planner knows."""
     if isinstance(recompute, str):

@@ -1,0 +1,98 @@
+"""What recomputing all but attention keeps and repeats of blocks with experts, against what torch keeps and repeats of real ones.
+
+On a CPU, where nothing is fused: an expert's activation is kept beside its product.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from cost.test_prices_of_computing import IDEAL
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwise.config import Model
+from shardwise.cost.footprint import kept
+from shardwise.cost.predict import predict
+from shardwise.cost.space import ATTENTION, FULL, Work, space_of
+from shardwise.cost.stack import SHARDWISE
+from shardwise.models.transformer import Transformer
+from shardwise.parallel.recompute import recompute
+
+TOKENS = 128
+NARROW_AND_WIDE = torch.bfloat16, torch.float32
+SHAPE: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocabulary": 64, "ffn": 128, "expert_ffn": 32}
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of what operators made and somebody still holds."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.of_model = {weight.untyped_storage()._cdata for weight in model.parameters()}
+        self.bytes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in {*self.bytes, *self.of_model}:
+                self.bytes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.bytes.pop, storage._cdata, None)
+        return result
+
+
+def experts(shared: int, layers: int = 1) -> Model:
+    return Model(**SHAPE, layers=layers, experts=4, experts_per_token=2, shared_experts=shared)
+
+
+def after_forward(shared: int, layers: int, mode: str, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
+    """Bytes that wait for backward, and the FLOPs of backward."""
+    model = Transformer(experts(shared, layers))
+    model.to_empty(device="cpu")
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.02)
+    recompute(list(model.blocks), mode, compiled=False)
+    x, alive = torch.randn(1, TOKENS, SHAPE["hidden"], dtype=dtype, requires_grad=True), Alive(model)
+    with alive:
+        y = x
+        for block in model.blocks:
+            y = block(y, None, None)
+        found = sum(alive.bytes.values())
+    with FlopCounterMode(display=False) as flops:
+        y.sum().backward()
+    return found, flops.get_total_flops()
+
+
+@pytest.mark.parametrize("shared", [0, 3])
+def test_parts_of_a_block_keep_their_inputs_and_shared_experts_nothing_else(shared: int) -> None:
+    (more, _), (less, _) = (after_forward(shared, layers, "attention") for layers in (3, 2))
+    work = Work(experts(shared), TOKENS, 1, precision="float32")
+    predicted = float(kept(work, space_of([{"recompute": ATTENTION}]), SHARDWISE)[0][0])
+    activations = 4 * TOKENS * 2 * SHAPE["expert_ffn"]
+    assert predicted + activations <= more - less <= 1.05 * (predicted + activations), "beside them what routers keep"
+
+
+@pytest.mark.parametrize("shared", [0, 3])
+def test_products_of_attention_and_shared_experts_are_made_again_but_for_the_last(shared: int) -> None:
+    (_, again), (_, once) = (after_forward(shared, 1, mode) for mode in ("attention", "none"))
+    space = space_of([{"micro_batch": 1, "recompute": ATTENTION}])
+    seconds = predict(Work(experts(shared), TOKENS, 1), space, IDEAL).seconds["recompute"]
+    assert float(seconds[0]) * IDEAL.device.peak["bfloat16"] == pytest.approx(again - once)
+
+
+def test_copies_of_routed_experts_wait_for_backward() -> None:
+    """In the computing dtype, where weights are not gathered: only full recomputation makes them again."""
+    weights = 2 * 3 * 4 * SHAPE["expert_ffn"] * SHAPE["hidden"]
+    for mode, place in (("attention", ATTENTION), ("full", FULL)):
+        per_block = [after_forward(0, 3, mode, dtype)[0] - after_forward(0, 2, mode, dtype)[0] for dtype in NARROW_AND_WIDE]
+        copies = per_block[0] - per_block[1] / 2  # activations are half as large
+        gathered = [
+            float(predict(Work(experts(0, layers), TOKENS, 1), space_of([{"recompute": place}]), IDEAL).memory["gathered"][0])
+            for layers in (3, 2)
+        ]
+        assert (copies >= weights) == (gathered[0] - gathered[1] >= weights) == (mode == "attention")
