@@ -87,7 +87,7 @@ def _scales(config: Config, plan: Plan, parts: list[DataParallel], names: list[s
     models, dtype = [part.model for part in parts], DTYPES[compute_dtype(config.train)]
     delayed, compiled = config.train.float8_scaling == "delayed", is_compiled(config, comm.mesh.layout, comm.device)
     keep = casts_once(plan.accumulation, engine_of(comm.mesh.layout, config.model.experts))
-    return Scales(models, names, comm, delayed, dtype, keep, compiled and comm.device.type == "cuda")
+    return Scales(models, names, comm, delayed, dtype, keep, compiled)
 
 
 def build_plain(config: Config) -> nn.Module:

@@ -104,6 +104,16 @@ def test_weights_that_are_cast_once_for_all_micro_batches_compute_what_those_cas
     assert not in_each.parallel.scales.kept
 
 
+def test_compiled_blocks_multiply_by_weights_cast_once_as_by_those_that_they_cast_themselves(
+    monkeypatch: pytest.MonkeyPatch, corpus: str
+) -> None:
+    """The compiler rounds to 8 bits at once, and not to bfloat16 before: so must whoever casts weights for compiled blocks."""
+    model = {**MODEL, "layers": 1}
+    losses = [step.loss for step in steps(training(corpus, model, steps=2, compile=True))]
+    monkeypatch.setattr("shardwise.parallel.apply.casts_once", lambda *_: False)
+    assert [step.loss for step in steps(training(corpus, model, steps=2, compile=True))] == losses
+
+
 def test_the_first_step_is_made_with_the_scales_that_it_shows_to_be_needed(corpus: str) -> None:
     built = training(corpus)
     next(iter(steps(built)))
