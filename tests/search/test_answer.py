@@ -181,6 +181,13 @@ def test_parts_that_move_are_counted_one_by_one() -> None:
 # -- the sentences ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_layout_says_what_is_recomputed_not_what_is_kept() -> None:
+    """The mode that keeps attention recomputes all else."""
+    row = space_of([{}]).row(0)
+    said = [describe_layout({**row, "recompute": place}).partition(", ")[2] for place in range(len(RECOMPUTE))]
+    assert said == ["", "selective recomputation", "recomputation of all but attention", "full recomputation"]
+
+
 @pytest.mark.parametrize(
     "machine", [cluster(8), cluster(16, memory_gib=7), cluster(32, between=0.05)], ids=["one", "small", "slow"]
 )
