@@ -169,7 +169,7 @@ def _pipeline(model: Model, layout: Layout) -> Iterator[str]:
 
 
 def _recompute(train: Train, layout: Layout) -> Iterator[str]:
-    if layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD and train.recompute in ("selective", "attention"):
+    if layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD and train.recompute in ("selective", "all-but-attention"):
         yield (
             f"train.recompute = {train.recompute!r}: {layout.schedule} goes through backward in two halves, and recomputation "
             "by operators allows one pass; use 'full', a number from 0 to 1, or layout.schedule = '1f1b'"

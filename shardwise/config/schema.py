@@ -242,11 +242,10 @@ class Train(Section):
     )
     initial_scale: float = Field(65536.0, gt=0, description="first loss scale of float16")
     scale_every: Positive = Field(2000, description="clean steps after which the float16 loss scale doubles")
-    recompute: Literal["none", "selective", "attention", "full"] | float = Field(
+    recompute: Literal["none", "selective", "all-but-attention", "full"] | float = Field(
         "none",
-        description="activations recomputed in backward: `none`, `selective` (keeps matmul and attention outputs), `attention` "
-        "(keeps attention outputs), `full`, "
-        "or a number from 0 (recompute all) to 1 (keep all)",
+        description="activations recomputed in backward: `none`, `selective` (keeps matmul and attention outputs), "
+        "`all-but-attention` (keeps attention outputs), `full`, or a number from 0 (recompute all) to 1 (keep all)",
     )
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile each block; auto: on GPUs")
     deterministic: bool = Field(

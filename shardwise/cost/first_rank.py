@@ -11,7 +11,7 @@ import numpy as np
 from shardwise.config import Model
 from shardwise.config.compression import is_compressed
 from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes
-from shardwise.cost.space import ATTENTION, FULL, SELECTIVE, Array, Bools, Ints, Space, Work, distinct, take
+from shardwise.cost.space import BUT_ATTENTION, FULL, SELECTIVE, Array, Bools, Ints, Space, Work, distinct, take
 from shardwise.cost.stack import Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.dtypes import BYTES, computes_wide, wide
@@ -76,7 +76,7 @@ class FirstRank:
     @cached_property
     def selective(self) -> Bools:
         """Where recomputation goes by operators, and keeps attention."""
-        chosen: Bools = (self.space.recompute == SELECTIVE) | (self.space.recompute == ATTENTION)
+        chosen: Bools = (self.space.recompute == SELECTIVE) | (self.space.recompute == BUT_ATTENTION)
         return chosen
 
     @cached_property

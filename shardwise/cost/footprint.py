@@ -9,9 +9,9 @@ that is: the inputs and outputs of the two norms (4 h), queries and attention's 
 up and their product (3 f; 2 f without a gate). Norms after attention and feed-forward add 2 h; capped scores, which no flash
 kernel makes, some for each pair of tokens and head. In float8 what norms and activation put out is made once more for its 8-bit
 copy (2 h and f less), and the head has chunks and copies of its own (`cost/float8_work.py`). `full` keeps a block's input and has
-one block alive; `selective` keeps products and attention, `attention` a block's input and attention's output. With experts these
-two keep all that routed ones need, and go by the parts of a block, whose inputs stay. A schedule multiplies this by the
-micro-batches a rank has in flight (`plan/schedule.py` has the table).
+one block alive; `selective` keeps products and attention, `all-but-attention` a block's input and attention's output. With
+experts these two keep all that routed ones need, and go by the parts of a block, whose inputs stay. A schedule multiplies this by
+the micro-batches a rank has in flight (`plan/schedule.py` has the table).
 
 Where weights are not gathered, their copies in the computing dtype wait for backward (not those of a recomputed block). With a
 single micro-batch, gradients take the place of the activations that backward frees.

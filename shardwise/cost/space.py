@@ -30,8 +30,8 @@ Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Values = TypeVar("Values")
 
-RECOMPUTE = ("none", "selective", "attention", "full")
-NONE, SELECTIVE, ATTENTION, FULL = range(4)
+RECOMPUTE = ("none", "selective", "all-but-attention", "full")
+NONE, SELECTIVE, BUT_ATTENTION, FULL = range(4)
 """In the order of what is computed again: nothing, what lies between products, all but attention, all."""
 AT_ONCE = 2**14
 """Candidates whose arrays lie in a processor's cache together."""
@@ -212,7 +212,7 @@ def distinct(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
 
 def makes_blocks_again(work: Work, space: Space) -> Bools:
     """Where backward makes a block's products and collectives again. Those of experts are kept unless all is recomputed."""
-    again: Bools = space.recompute >= (FULL if work.model.experts else ATTENTION)
+    again: Bools = space.recompute >= (FULL if work.model.experts else BUT_ATTENTION)
     return again
 
 

@@ -1,14 +1,14 @@
 """Recomputation: keep fewer activations, compute some again in backward (Chen et al., 2016; Korthikanti et al., 2022).
 
-| mode      | kept per block                        | extra work                        |
-| --------- | ------------------------------------- | --------------------------------- |
-| none      | everything backward needs             | none                              |
-| selective | outputs of matmuls and attention      | norms, rotary, activations        |
-|           | and all of experts                    |                                   |
-| attention | the block's input, the output of      | all but attention, which is most  |
-|           | attention and all of experts          | of it where sequences are long    |
-| full      | the block's input                     | one more forward, about a third   |
-| 0 … 1     | that share of what `none` keeps       | as little as the share allows     |
+| mode              | kept per block                        | extra work                        |
+| ----------------- | ------------------------------------- | --------------------------------- |
+| none              | everything backward needs             | none                              |
+| selective         | outputs of matmuls and attention      | norms, rotary, activations        |
+|                   | and all of experts                    |                                   |
+| all-but-attention | the block's input, the output of      | all but attention, which is most  |
+|                   | attention and all of experts          | of it where sequences are long    |
+| full              | the block's input                     | one more forward, about a third   |
+| 0 … 1             | that share of what `none` keeps       | as little as the share allows     |
 
 A share is handed to the compiler's own trade-off where blocks are compiled, and otherwise met by recomputing whole blocks.
 """
@@ -86,7 +86,7 @@ def _keep_attention() -> Any:
     return create_selective_checkpoint_contexts(_attention)  # type: ignore[no-untyped-call]
 
 
-_CONTEXTS: dict[str, Callable[[], Any] | None] = {"selective": _keep_products, "attention": _keep_attention, "full": None}
+_CONTEXTS: dict[str, Callable[[], Any] | None] = {"selective": _keep_products, "all-but-attention": _keep_attention, "full": None}
 
 
 def _products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

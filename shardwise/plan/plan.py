@@ -20,7 +20,7 @@ from shardwise.plan.flops import FLOP_CONVENTION
 from shardwise.plan.memory import StateBytes
 
 GIB = 2**30
-Recompute = Literal["none", "selective", "attention", "full"] | float
+Recompute = Literal["none", "selective", "all-but-attention", "full"] | float
 DEFAULT = "the default"
 """Why a setting is as it is, where nobody gave it and nothing decides it."""
 

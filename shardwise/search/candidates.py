@@ -196,14 +196,14 @@ def _modes(config: Config, fixed: Mapping[str, Any]) -> list[int]:
         return [RECOMPUTE.index(fixed["recompute"])]
     whole = flops_per_token(config.model, config.data.sequence_length)
     worth = config.model.attention_softcap is None and 6 * matmul_weights(config.model) < 3 / 4 * whole
-    return [place for place, mode in enumerate(RECOMPUTE) if mode != "attention" or worth]
+    return [place for place, mode in enumerate(RECOMPUTE) if mode != "all-but-attention" or worth]
 
 
 def _pointless(mode: int, fixed: Mapping[str, Any]) -> bool:
     """Recomputation by operators allows one pass backward, not two halves; full recomputation repeats a block for each of its
     weights in the second half, so it is not proposed, but costed where the user asks for both.
     """
-    return RECOMPUTE[mode] in ("selective", "attention") or not {"schedule", "recompute"} <= set(fixed)
+    return RECOMPUTE[mode] in ("selective", "all-but-attention") or not {"schedule", "recompute"} <= set(fixed)
 
 
 def _layout(degrees: Mapping[str, Any], expert: int = 1) -> Layout:

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardwise.config import AXES, Config
 from shardwise.cost.cluster import GIB
-from shardwise.cost.space import ATTENTION, RECOMPUTE
+from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE
 from shardwise.plan.grid import describe_degrees
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.candidates import candidates
@@ -30,8 +30,10 @@ def describe_layout(row: Mapping[str, int]) -> str:
         name = SCHEDULES[row["schedule"]]
         more.append(f"{name} x{row['stages_per_rank']}" if name == "interleaved" else name)
     if row["recompute"]:
-        kept = row["recompute"] == ATTENTION  # the mode is called by what is kept, others by what is done
-        more.append("recomputation of all but attention" if kept else f"{RECOMPUTE[row['recompute']]} recomputation")
+        name = RECOMPUTE[row["recompute"]]
+        more.append(
+            f"recomputation of {name.replace('-', ' ')}" if row["recompute"] == BUT_ATTENTION else f"{name} recomputation"
+        )
     if row["offload"]:
         more.append("offloaded")
     return ", ".join([describe_degrees(row), *more])

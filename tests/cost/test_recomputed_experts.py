@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwise.config import Model
 from shardwise.cost.footprint import kept
 from shardwise.cost.predict import predict
-from shardwise.cost.space import ATTENTION, FULL, Work, space_of
+from shardwise.cost.space import BUT_ATTENTION, FULL, Work, space_of
 from shardwise.cost.stack import SHARDWISE
 from shardwise.models.transformer import Transformer
 from shardwise.parallel.recompute import recompute
@@ -70,17 +70,17 @@ def after_forward(shared: int, layers: int, mode: str, dtype: torch.dtype = torc
 
 @pytest.mark.parametrize("shared", [0, 3])
 def test_parts_of_a_block_keep_their_inputs_and_shared_experts_nothing_else(shared: int) -> None:
-    (more, _), (less, _) = (after_forward(shared, layers, "attention") for layers in (3, 2))
+    (more, _), (less, _) = (after_forward(shared, layers, "all-but-attention") for layers in (3, 2))
     work = Work(experts(shared), TOKENS, 1, precision="float32")
-    predicted = float(kept(work, space_of([{"recompute": ATTENTION}]), SHARDWISE)[0][0])
+    predicted = float(kept(work, space_of([{"recompute": BUT_ATTENTION}]), SHARDWISE)[0][0])
     activations = 4 * TOKENS * 2 * SHAPE["expert_ffn"]
     assert predicted + activations <= more - less <= 1.05 * (predicted + activations), "beside them what routers keep"
 
 
 @pytest.mark.parametrize("shared", [0, 3])
 def test_products_of_attention_and_shared_experts_are_made_again_but_for_the_last(shared: int) -> None:
-    (_, again), (_, once) = (after_forward(shared, 1, mode) for mode in ("attention", "none"))
-    space = space_of([{"micro_batch": 1, "recompute": ATTENTION}])
+    (_, again), (_, once) = (after_forward(shared, 1, mode) for mode in ("all-but-attention", "none"))
+    space = space_of([{"micro_batch": 1, "recompute": BUT_ATTENTION}])
     seconds = predict(Work(experts(shared), TOKENS, 1), space, IDEAL).seconds["recompute"]
     assert float(seconds[0]) * IDEAL.device.peak["bfloat16"] == pytest.approx(again - once)
 
@@ -88,11 +88,11 @@ def test_products_of_attention_and_shared_experts_are_made_again_but_for_the_las
 def test_copies_of_routed_experts_wait_for_backward() -> None:
     """In the computing dtype, where weights are not gathered: only full recomputation makes them again."""
     weights = 2 * 3 * 4 * SHAPE["expert_ffn"] * SHAPE["hidden"]
-    for mode, place in (("attention", ATTENTION), ("full", FULL)):
+    for mode, place in (("all-but-attention", BUT_ATTENTION), ("full", FULL)):
         per_block = [after_forward(0, 3, mode, dtype)[0] - after_forward(0, 2, mode, dtype)[0] for dtype in NARROW_AND_WIDE]
         copies = per_block[0] - per_block[1] / 2  # activations are half as large
         gathered = [
             float(predict(Work(experts(0, layers), TOKENS, 1), space_of([{"recompute": place}]), IDEAL).memory["gathered"][0])
             for layers in (3, 2)
         ]
-        assert (copies >= weights) == (gathered[0] - gathered[1] >= weights) == (mode == "attention")
+        assert (copies >= weights) == (gathered[0] - gathered[1] >= weights) == (mode == "all-but-attention")

@@ -129,7 +129,7 @@ MORE = [
     Row(layout(data=2, expert=2, tensor=2, zero=3), "experts"),
     Row(layout(pipeline=2, context=2, data=2, zero=1), "tied", recompute="selective", reset=True),
     Row(layout(replica=2, data=2, tensor=2, zero=3), recompute="full"),
-    Row(layout(context=2, tensor=2), "experts", recompute="attention"),
+    Row(layout(context=2, tensor=2), "experts", recompute="all-but-attention"),
 ]
 MATRIX = [
     *(Row(layout(pipeline=2, schedule="1f1b"), global_batch=count, micro_batch=1) for count in (4, 6, 7, 8, 9)),
@@ -150,12 +150,14 @@ MATRIX = [
                     *(layout(context=2, tensor=2, attention=attention) for attention in ("ring", "ulysses")),
                 ],
                 MODELS,
-                ("none", "selective", "attention", "full", 0.5),
+                ("none", "selective", "all-but-attention", "full", 0.5),
                 (False, True),
             )
             if Layout(**degrees).pipeline * (2 if degrees.get("schedule") in ("interleaved", "zbv", "dualpipev") else 1)
             <= MODELS[model]["layers"]
-            and not (recompute in ("selective", "attention") and degrees.get("schedule") in SPLIT_BACKWARD)  # which is refused
+            and not (
+                recompute in ("selective", "all-but-attention") and degrees.get("schedule") in SPLIT_BACKWARD
+            )  # which is refused
             and not ("window" in MODELS[model] and degrees.get("attention") == "ring")  # and so is this
         )
     ),

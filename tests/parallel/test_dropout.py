@@ -50,7 +50,7 @@ def test_steps_and_seeds_drop_others(corpus: str) -> None:
     assert train(ALONE, dropping(corpus, seed=3, **still)).losses == one.losses
 
 
-@pytest.mark.parametrize("mode", ["full", "selective", "attention", 0.5])
+@pytest.mark.parametrize("mode", ["full", "selective", "all-but-attention", 0.5])
 def test_recomputation_drops_what_forward_dropped(corpus: str, mode: str | float) -> None:
     found, truth = train(ALONE, dropping(corpus, recompute=mode)), train(ALONE, dropping(corpus))
     assert found.losses == truth.losses

@@ -58,7 +58,7 @@ ROWS = [
     Row({"replica": 2, "data": 2, "zero": 3}, model=GPT),
     *(
         Row({"data": 2, "zero": zero}, recompute=mode)
-        for zero, mode in ((0, "full"), (0, 0.5), (3, "selective"), (3, "attention"))
+        for zero, mode in ((0, "full"), (0, 0.5), (3, "selective"), (3, "all-but-attention"))
     ),
     Row({"data": 4, "zero": 0}, reset=True),
     Row({"data": 4, "zero": 3, "offload": True}),
@@ -76,7 +76,7 @@ ALL = [*ROWS, *(row for row in MORE if row not in ROWS)]
 MATRIX = [
     Row(layout, micro_batch, model, recompute, reset)
     for layout, micro_batch, model, recompute, reset in every_pair(
-        product(LAYOUTS, (1, 2), (LLAMA, TIED, GPT), ("none", "selective", "attention", "full", 0.5), (False, True))
+        product(LAYOUTS, (1, 2), (LLAMA, TIED, GPT), ("none", "selective", "all-but-attention", "full", 0.5), (False, True))
     )
 ]
 

@@ -59,7 +59,10 @@ def row(model: str = "llama", train: dict[str, Any] | None = None, **layout: Any
     return Row({"data": 1, **layout}, model, train or {})
 
 
-FULL, SELECTIVE, ATTENTION, SINGLES = *({"recompute": mode} for mode in ("full", "selective", "attention")), {"micro_batch": 1}
+FULL, SELECTIVE, ATTENTION, SINGLES = (
+    *({"recompute": mode} for mode in ("full", "selective", "all-but-attention")),
+    {"micro_batch": 1},
+)
 ONE_MICRO_BATCH = {"micro_batch": 2, "global_batch": 8}
 AXES = ("pipeline", "data", "context", "tensor")
 ALONE = [
@@ -139,9 +142,9 @@ MATRIX = [
                 *({"context": 2, "tensor": 2, "attention": attention} for attention in ("ring", "ulysses")),
             ],
             ("tied", "gpt", "deep", "deep experts"),
-            ("none", "selective", "attention", "full"),
+            ("none", "selective", "all-but-attention", "full"),
         )
-        if not (mode in ("selective", "attention") and layout.get("schedule") in ("zb1p", "zbv", "dualpipev"))
+        if not (mode in ("selective", "all-but-attention") and layout.get("schedule") in ("zb1p", "zbv", "dualpipev"))
         and not (model == "gpt" and layout.get("schedule") in ("interleaved", "zbv", "dualpipev"))
     )
 ]

@@ -423,7 +423,7 @@ def test_pinned_experts_are_kept() -> None:
 def test_no_candidate_recomputes_selectively_where_backward_is_split() -> None:
     space = candidates(job(DENSE), 8, {}).space
     split = np.isin(space.schedule, [SCHEDULES.index(name) for name in SPLIT_BACKWARD]) & (space.pipeline > 1)
-    assert not (split & np.isin(space.recompute, [RECOMPUTE.index(mode) for mode in ("selective", "attention")])).any()
+    assert not (split & np.isin(space.recompute, [RECOMPUTE.index(mode) for mode in ("selective", "all-but-attention")])).any()
 
 
 def test_attention_alone_is_kept_where_it_is_much_of_the_work() -> None:
