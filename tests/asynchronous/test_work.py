@@ -24,28 +24,28 @@ class Play:
 
     def run(self, updates: int | None = None) -> None:
         target = self.work.updates if updates is None else updates
-        idle = 0
         while self.work.version < target:
-            idle = 0 if self._event() else idle + 1
-            assert idle < 10_000, "nobody gets on"
+            before, events = self.work.version, 0
+            while self.work.version == before:
+                self._event()
+                events += 1
+                assert events < 10_000, "nobody gets on"
 
-    def _event(self) -> bool:
+    def _event(self) -> None:
         worker = self.chance.choice(list(self.tasks))
+        portion = self.tasks[worker]
         if self.chance.random() < self.losses:
             self.work.lost(worker)
             self.tasks[worker] = None
-            return True
-        portion = self.tasks[worker]
-        if portion is None:
+        elif portion is None:
             self.tasks[worker] = self.work.ask(worker)
-            return self.tasks[worker] is not None
-        self.work.bring(worker, portion)
-        self.tasks[worker] = None
-        while (due := self.work.due()) is not None:
+        else:
+            self.work.bring(worker, portion)
+            self.tasks[worker] = None
+        while (due := self.work.due()) is not None:  # after a loss too: what is missing again holds nothing up
             self.staleness += self.work.staleness(due)
             self.used += [one.portion for one in due]
             self.work.update(due)
-        return True
 
 
 @given(
