@@ -18,11 +18,13 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import random_tokens
 import torch
+from torch import Tensor
 
 from shardwise.config import Config, from_tables
 from shardwise.mesh import Worker
@@ -118,24 +120,33 @@ def baseline(shape: str, step_count: int) -> dict[str, Any]:
     dtype = torch.bfloat16 if SHAPES[shape]["train"].get("state_dtype") else torch.float32
     with torch.device("cuda"):
         model = LlamaForCausalLM(theirs).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = SHAPES[shape]["train"]["global_batch"]
     tokens = torch.randint(0, config.vocabulary, (batch, 1, 8192), device="cuda")  # full logits: more than 1 does not fit
+    return shortest_loop(model, tokens, lambda rows: model(input_ids=rows, labels=rows).loss / batch, 8192 * batch, step_count)
+
+
+def shortest_loop(
+    model: torch.nn.Module, micro_batches: Tensor, loss_of: Callable[[Tensor], Tensor], tokens: int, step_count: int
+) -> dict[str, Any]:
+    """Of steps of so many tokens as one would write them around another's model: autocast where weights are in float32, clipping,
+    fused AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    casts = next(model.parameters()).dtype == torch.float32
     torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(step_count):
         started = time.perf_counter()
-        for micro_batch in tokens:
-            with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
-                loss = model(input_ids=micro_batch, labels=micro_batch).loss / batch
-            loss.backward()
+        for micro_batch in micro_batches:
+            with torch.autocast("cuda", torch.bfloat16, enabled=casts):
+                loss = loss_of(micro_batch)
+            loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
         times.append(time.perf_counter() - started)
     seconds = statistics.median(times[len(times) // 2 :])
-    return {"tokens_per_second": tokens.numel() / seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    return {"tokens_per_second": tokens / seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 def main() -> None:

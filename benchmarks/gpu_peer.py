@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
-import time
 from typing import Any
 
 import torch
+from gpu import shortest_loop
+from torch import Tensor
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
@@ -29,7 +29,7 @@ JOBS: dict[str, tuple[dict[str, Any], int, torch.dtype]] = {
 """The sizes, the sequences of a step and the dtype of the states."""
 
 
-def measure(name: str, float8: bool, step_count: int) -> dict[str, float]:
+def measure(name: str, float8: bool, step_count: int) -> dict[str, Any]:
     sizes, batch, dtype = JOBS[name]
     settings = TransformerModelArgs(
         n_heads=32, n_kv_heads=8, vocab_size=VOCABULARY, rope_theta=500_000, max_seq_len=LENGTH, **sizes
@@ -46,22 +46,13 @@ def measure(name: str, float8: bool, step_count: int) -> dict[str, float]:
     for block in model.layers.values():
         block.compile(fullgraph=True)
     compiled_loss = torch.compile(cross_entropy_loss)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(0, VOCABULARY, (batch, LENGTH + 1), device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(step_count):
-        begin = time.perf_counter()
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.float32):
-            loss = compiled_loss(model(tokens[:, :-1]), tokens[:, 1:]) / (batch * LENGTH)  # type: ignore[no-untyped-call]
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()
-        times.append(time.perf_counter() - begin)
-    seconds = statistics.median(times[step_count // 2 :])
-    return {"tokens_per_second": batch * LENGTH / seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+    tokens = torch.randint(0, VOCABULARY, (1, batch, LENGTH + 1), device="cuda")
+
+    def loss_of(rows: Tensor) -> Tensor:
+        loss: Tensor = compiled_loss(model(rows[:, :-1]), rows[:, 1:]) / (batch * LENGTH)  # type: ignore[no-untyped-call]
+        return loss
+
+    return shortest_loop(model, tokens, loss_of, batch * LENGTH, step_count)
 
 
 def main() -> None:

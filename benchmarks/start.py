@@ -18,7 +18,6 @@ compiled before; with a path, of the shardwise there.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -33,6 +32,7 @@ import random_tokens
 import torch
 
 from shardwise.models.draw import draw, quantiles
+from shardwise.observe.records import read_metrics
 
 ROOT = Path(__file__).parents[1]
 JOB = ["examples/quickstart.toml", "layout.data=2", "train.steps=1", "checkpoint.every=0"]
@@ -147,17 +147,12 @@ def first_step(root: Path, settings: list[str]) -> None:
         begin = time.perf_counter()
         environment = {**os.environ, **caches, "PYTHONPATH": path}
         with subprocess.Popen(words, cwd=folder, env=environment, start_new_session=True) as process:
-            while not (steps := [line for line in _lines(records) if "loss" in line]):
+            while not records.exists() or (first := next(iter(read_metrics(records.parent, ("seconds",))), None)) is None:
                 assert process.poll() is None, "the job ended before its first step"
                 time.sleep(0.05)
             seconds = time.perf_counter() - begin
             os.killpg(process.pid, signal.SIGKILL)
-    print(f"{seconds:.1f} s from the command to the end of the first step, which took {steps[0]['seconds']:.1f} s ({root})")
-
-
-def _lines(path: Path) -> list[dict[str, float]]:
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    print(f"{seconds:.1f} s from the command to the end of the first step, which took {first['seconds']:.1f} s ({root})")
 
 
 if __name__ == "__main__":

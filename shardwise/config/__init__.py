@@ -2,6 +2,7 @@
 
 from shardwise.config.check import divisors, least_zero, needs_whole_momenta, problems_of_batch, problems_of_compression
 from shardwise.config.layouts import (
+    BY_OPERATOR,
     IN_A_V,
     SPLIT_BACKWARD,
     borrowed,
@@ -29,6 +30,7 @@ from shardwise.config.schema import (
     Model,
     Observe,
     Precision,
+    Recompute,
     Recovery,
     Run,
     Source,
@@ -38,6 +40,7 @@ from shardwise.config.write import to_toml
 
 __all__ = [
     "AXES",
+    "BY_OPERATOR",
     "IN_A_V",
     "PRESETS",
     "SPLIT_BACKWARD",
@@ -53,6 +56,7 @@ __all__ = [
     "Observe",
     "Origins",
     "Precision",
+    "Recompute",
     "Recovery",
     "Run",
     "Sections",

@@ -15,6 +15,8 @@ from shardwise.config.check import divisors, problems_of_batch
 from shardwise.config.schema import Data, Layout, Model, Train
 
 SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
+BY_OPERATOR = ("selective", "all-but-attention")
+"""Recomputation that keeps what some operators put out, and allows one pass backward."""
 """Schedules that compute the gradients of inputs and of weights apart."""
 IN_A_V = ("zbv", "dualpipev")
 """Schedules with two stages a device: the model goes down the devices and comes back."""
@@ -169,7 +171,7 @@ def _pipeline(model: Model, layout: Layout) -> Iterator[str]:
 
 
 def _recompute(train: Train, layout: Layout) -> Iterator[str]:
-    if layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD and train.recompute in ("selective", "all-but-attention"):
+    if layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD and train.recompute in BY_OPERATOR:
         yield (
             f"train.recompute = {train.recompute!r}: {layout.schedule} goes through backward in two halves, and recomputation "
             "by operators allows one pass; use 'full', a number from 0 to 1, or layout.schedule = '1f1b'"

@@ -14,6 +14,7 @@ from shardwise.config.compression import AUTO, Compression
 
 Precision = Literal["float32", "bfloat16", "float16", "float8", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
+Recompute = Literal["none", "selective", "all-but-attention", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
 AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
 """Mesh axes, outermost first: the order in which ranks are laid out. `expert` borrows ranks, it adds none."""
@@ -242,7 +243,7 @@ class Train(Section):
     )
     initial_scale: float = Field(65536.0, gt=0, description="first loss scale of float16")
     scale_every: Positive = Field(2000, description="clean steps after which the float16 loss scale doubles")
-    recompute: Literal["none", "selective", "all-but-attention", "full"] | float = Field(
+    recompute: Recompute | float = Field(
         "none",
         description="activations recomputed in backward: `none`, `selective` (keeps matmul and attention outputs), "
         "`all-but-attention` (keeps attention outputs), `full`, or a number from 0 (recompute all) to 1 (keep all)",

@@ -25,7 +25,7 @@ def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
     pairs = 1 + (model.shared_experts > 0 if model.experts else 1)
     passes, m = rank.passes * pairs * several, rank.space.accumulation * several
     selective = 0.0 if model.experts else stack.selective_repeats
-    repeated = (rank.full + selective * rank.selective) * rank.recomputed * several
+    repeated = (rank.full + selective * rank.by_operator) * rank.recomputed * several
     attached = bool(model.experts) and bool(model.shared_experts) and bool(model.balance_loss or model.router_z_loss)
     sums = repeated * (pairs if stack.recompute_all or not stack.sequence_parallel else 1 + attached)
     if not stack.sequence_parallel:
@@ -54,20 +54,20 @@ def loss_flows(rank: FirstRank) -> Iterator[Flow]:
 
 def context_flows(rank: FirstRank) -> Iterator[Flow]:
     """Attention over devices. A ring sends keys and values once around in each pass, and in backward their gradients, which are
-    sums; selective recomputation keeps its result. Ulysses sends everything to those who have the heads, and the result back."""
+    sums; recomputation by operators keeps its result. Ulysses sends all to those who have the heads, and the result back."""
     space, model, several = rank.space, rank.work.model, rank.space.context > 1
     ring, ulysses = several & (space.ring == 1), several & (space.ring == 0)
     heads, keys = model.heads // space.tensor, np.maximum(1, model.kv_heads // space.tensor)
     one_head = space.micro_batch * rank.length * model.head_dim
     hops, key = 2 * (space.context - 1) * ring, one_head * keys
-    full, selective = rank.full * rank.recomputed, rank.selective * rank.recomputed
+    full, by_operator = rank.full * rank.recomputed, rank.by_operator * rank.recomputed
     yield calls("send", "context", "forward", hops * rank.passes, key * rank.computed)
     yield calls("send", "context", "backward", hops * (rank.passes + full), key * rank.computed)
     yield calls("send", "context", "backward", hops * rank.passes, key * rank.wide)
     repeats = space.context // np.gcd(space.context, keys)  # of each key head, so that every context device has one
     exchanged = one_head * (heads + keys * repeats) * rank.computed  # the mean of queries, keys and values, and of the results
     yield calls("all_to_all", "context", "forward", 2 * ulysses * rank.passes, exchanged)
-    yield calls("all_to_all", "context", "backward", 2 * ulysses * (rank.passes + full + selective), exchanged)
+    yield calls("all_to_all", "context", "backward", 2 * ulysses * (rank.passes + full + by_operator), exchanged)
 
 
 def expert_flows(rank: FirstRank) -> Iterator[Flow]:

@@ -74,7 +74,7 @@ class FirstRank:
         return np.where(self.engine.zero > 0, expert_shards(self.space), 1)
 
     @cached_property
-    def selective(self) -> Bools:
+    def by_operator(self) -> Bools:
         """Where recomputation goes by operators, and keeps attention."""
         chosen: Bools = (self.space.recompute == SELECTIVE) | (self.space.recompute == BUT_ATTENTION)
         return chosen
@@ -90,7 +90,7 @@ class FirstRank:
         """Where backward gathers the inputs of a pair of matrices again: a program's own way, or a block that is not compiled,
         unless they are kept in 8 bits."""
         kept = compiles_blocks(self.work.compile, self.device) or self.work.scales > 0
-        eager = ~(self.selective | self.full) & np.bool_(not kept)
+        eager = ~(self.by_operator | self.full) & np.bool_(not kept)
         return eager | np.bool_(self.stack.gathers_again)
 
     @cached_property

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from operator import or_
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.config import Config, Layout, Model, context_attention
+from shardwise.config import Config, Layout, Model, Recompute, context_attention
 from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.plan.float8 import Shares
 from shardwise.plan.schedule import SCHEDULES, stages_on_a_rank
@@ -30,7 +30,7 @@ Array = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Values = TypeVar("Values")
 
-RECOMPUTE = ("none", "selective", "all-but-attention", "full")
+RECOMPUTE = get_args(Recompute)
 NONE, SELECTIVE, BUT_ATTENTION, FULL = range(4)
 """In the order of what is computed again: nothing, what lies between products, all but attention, all."""
 AT_ONCE = 2**14

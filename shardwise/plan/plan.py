@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, ConfigDict, Field, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from shardwise.config import Config, Layout
+from shardwise.config import Config, Layout, Recompute
 from shardwise.files import parse_as, read_bytes
 from shardwise.plan.flops import FLOP_CONVENTION
 from shardwise.plan.memory import StateBytes
 
 GIB = 2**30
-Recompute = Literal["none", "selective", "all-but-attention", "full"] | float
 DEFAULT = "the default"
 """Why a setting is as it is, where nobody gave it and nothing decides it."""
 
@@ -49,7 +48,7 @@ class Plan:
     micro_batch: int
     accumulation: int
     """Micro-batches of one step on one device."""
-    recompute: Recompute
+    recompute: Recompute | float
     decisions: Mapping[str, Decision]
     """By the setting's name in a job: `layout.zero`, `train.micro_batch`."""
     parameters: int

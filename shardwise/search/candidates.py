@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import (
+    BY_OPERATOR,
     IN_A_V,
     SPLIT_BACKWARD,
     Config,
@@ -28,7 +29,7 @@ from shardwise.config import (
 )
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.config.layouts import can_borrow, problems_of_nearby, ring_lacks
-from shardwise.cost.space import RECOMPUTE, Space, recompute_mode
+from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE, Space, recompute_mode
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.flops import flops_per_token, matmul_weights
 from shardwise.plan.grid import RANK_AXES
@@ -196,14 +197,14 @@ def _modes(config: Config, fixed: Mapping[str, Any]) -> list[int]:
         return [RECOMPUTE.index(fixed["recompute"])]
     whole = flops_per_token(config.model, config.data.sequence_length)
     worth = config.model.attention_softcap is None and 6 * matmul_weights(config.model) < 3 / 4 * whole
-    return [place for place, mode in enumerate(RECOMPUTE) if mode != "all-but-attention" or worth]
+    return [place for place in range(len(RECOMPUTE)) if place != BUT_ATTENTION or worth]
 
 
 def _pointless(mode: int, fixed: Mapping[str, Any]) -> bool:
     """Recomputation by operators allows one pass backward, not two halves; full recomputation repeats a block for each of its
     weights in the second half, so it is not proposed, but costed where the user asks for both.
     """
-    return RECOMPUTE[mode] in ("selective", "all-but-attention") or not {"schedule", "recompute"} <= set(fixed)
+    return RECOMPUTE[mode] in BY_OPERATOR or not {"schedule", "recompute"} <= set(fixed)
 
 
 def _layout(degrees: Mapping[str, Any], expert: int = 1) -> Layout:

@@ -21,7 +21,7 @@ from ranks.pairs import every_pair
 from ranks.trained import Runs, check_held, check_sent
 from ranks.truth import check_as_one_device
 
-from shardwise.config import SPLIT_BACKWARD, Layout
+from shardwise.config import BY_OPERATOR, SPLIT_BACKWARD, Layout
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev")
 
@@ -155,9 +155,7 @@ MATRIX = [
             )
             if Layout(**degrees).pipeline * (2 if degrees.get("schedule") in ("interleaved", "zbv", "dualpipev") else 1)
             <= MODELS[model]["layers"]
-            and not (
-                recompute in ("selective", "all-but-attention") and degrees.get("schedule") in SPLIT_BACKWARD
-            )  # which is refused
+            and not (recompute in BY_OPERATOR and degrees.get("schedule") in SPLIT_BACKWARD)  # which is refused
             and not ("window" in MODELS[model] and degrees.get("attention") == "ring")  # and so is this
         )
     ),

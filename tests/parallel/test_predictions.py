@@ -15,7 +15,7 @@ from ranks.jobs import FAMILIES, Tables, job
 from ranks.pairs import every_pair
 from ranks.trained import Runs, check_held, check_sent
 
-from shardwise.config import Layout
+from shardwise.config import BY_OPERATOR, Layout
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev")
 MODELS: Tables = {
@@ -144,7 +144,7 @@ MATRIX = [
             ("tied", "gpt", "deep", "deep experts"),
             ("none", "selective", "all-but-attention", "full"),
         )
-        if not (mode in ("selective", "all-but-attention") and layout.get("schedule") in ("zb1p", "zbv", "dualpipev"))
+        if not (mode in BY_OPERATOR and layout.get("schedule") in ("zb1p", "zbv", "dualpipev"))
         and not (model == "gpt" and layout.get("schedule") in ("interleaved", "zbv", "dualpipev"))
     )
 ]

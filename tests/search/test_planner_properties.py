@@ -14,7 +14,7 @@ from effort import at_least, examples
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise.config import SPLIT_BACKWARD, Config, Layout, from_tables, problems_of_layout
+from shardwise.config import BY_OPERATOR, SPLIT_BACKWARD, Config, Layout, from_tables, problems_of_layout
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import CLUSTERS, named
 from shardwise.cost.footprint import footprint, hold
@@ -423,7 +423,7 @@ def test_pinned_experts_are_kept() -> None:
 def test_no_candidate_recomputes_selectively_where_backward_is_split() -> None:
     space = candidates(job(DENSE), 8, {}).space
     split = np.isin(space.schedule, [SCHEDULES.index(name) for name in SPLIT_BACKWARD]) & (space.pipeline > 1)
-    assert not (split & np.isin(space.recompute, [RECOMPUTE.index(mode) for mode in ("selective", "all-but-attention")])).any()
+    assert not (split & np.isin(space.recompute, [RECOMPUTE.index(mode) for mode in BY_OPERATOR])).any()
 
 
 def test_attention_alone_is_kept_where_it_is_much_of_the_work() -> None:
