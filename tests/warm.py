@@ -6,6 +6,9 @@ that were asked for and with signals as a new process has them, it calls what th
 with `python -c` (the server that its workers are forked from, multiprocessing's resource tracker) or `python -m shardwise` (the
 runs of a drill) is forked from the command in the same way, so it is warm too.
 
+Commands see no GPU: their workers are forked, which is not possible after CUDA was used. So they train the same numbers on every
+machine. Tests of commands on a GPU start them as a user does (`shardwise_of_a_user`).
+
 The keeper adopts whatever the command leaves behind. It gives that a moment to end, then tells of it and ends it: no test may
 leave a process running.
 """
@@ -106,7 +109,8 @@ class Server:
         paths = [Path(self._folder.name) / f"{self._calls}.{name}" for name in ("out", "err")]
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(self._address)
-        request = json.dumps([arguments, str(cwd), {**os.environ, "PYTHONPATH": str(ROOT), **environment}]).encode()
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment}
+        request = json.dumps([arguments, str(cwd), variables]).encode()
         connection.sendall(len(request).to_bytes(4, "big"))
         with paths[0].open("w") as output, paths[1].open("w") as errors:
             socket.send_fds(connection, [b"-"], [output.fileno(), errors.fileno()])

@@ -9,16 +9,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from shardwise.resilience.server import without_main
 
 GRACE = 1.0
 """Seconds in which others that failed may still say so: a worker that only misses another is not the cause."""
@@ -58,22 +57,10 @@ def fork(rank: int, target: Callable[..., None], arguments: Sequence[Any], folde
     ours, theirs = context.Pipe()
     log = folder / f"rank-{rank}.log"
     process = context.Process(target=_inside, args=(target, theirs, str(log), *arguments), daemon=True)
-    with _without_main():
+    with without_main():
         process.start()
     theirs.close()
     return Forked(rank, process, ours, log)
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Start processes that do not run the script which called us again, as multiprocessing would have them: what they do is in
-    modules of ours, and a script without `if __name__ == "__main__"` would start them without end."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def end(processes: Iterable[Forked]) -> None:

@@ -1,7 +1,9 @@
 """The process that workers are forked from: it imports torch once, and a new worker is there in a moment.
 
 Importing this module needs no torch, so the server can be started first and do its imports while the command that started it
-still reads its job. The server has no threads of computation and touches no GPU, so forking it is safe.
+still reads its job. The server has no threads of computation and touches no GPU, so forking it is safe. It is a new Python
+process, not a fork of the caller, so a notebook that has already used CUDA can start workers. For the same reason neither the
+server nor a worker runs the caller's script again, as multiprocessing would have them do (`without_main`).
 
 A scheduler that ends a job signals this process too, and multiprocessing's resource tracker. Both hold back, from their first
 instruction, the signals that ask a run to stop (stopping.py), and so does whatever is forked, until it lets them through.
@@ -16,11 +18,13 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 
 from shardwise.resilience.stopping import STOP_SIGNALS
 
@@ -42,6 +46,22 @@ def ensure_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """Start processes that do not run the caller's script again.
+
+    By default multiprocessing imports the script in each new process. Workers need only modules of ours. A script without an
+    `if __name__ == "__main__"` guard would start workers without end, and one that uses CUDA at its top level would initialise
+    it in a process that forks.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def start_process(process: BaseProcess, seconds: float, given_up: Callable[[], bool]) -> bool:
     """Let the server fork this process; whether it did within so many seconds, and did not die over it. Asking it blocks, so a
     thread does that."""
@@ -55,12 +75,13 @@ def start_process(process: BaseProcess, seconds: float, given_up: Callable[[], b
             failures.append(error)
 
     asking = threading.Thread(target=start, name="fork", daemon=True)
-    asking.start()
     deadline, patience = time.monotonic() + seconds, time.monotonic() + seconds / 2
-    while asking.is_alive() and time.monotonic() < deadline and not given_up():
-        asking.join(0.05)
-        if time.monotonic() > patience:
-            wake_server()
+    with without_main():
+        asking.start()
+        while asking.is_alive() and time.monotonic() < deadline and not given_up():
+            asking.join(0.05)
+            if time.monotonic() > patience:
+                wake_server()
     if failures and isinstance(failures[0], EOFError | ConnectionError):
         _see_it_end()
         return False

@@ -41,8 +41,8 @@ log = logging.getLogger("shardwise")
 
 LOG_BYTES = 4 << 20
 """Of a rank's log, before it begins anew."""
-WORKERS_IMPORT = ("__main__", "shardwise.train.run")
-"""What the server has imported before a worker is forked from it."""
+WORKERS_IMPORT = ("shardwise.train.run",)
+"""Modules that the server imports before workers are forked from it."""
 
 
 def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, planner: Planner, hold: Hold) -> int:

@@ -61,6 +61,38 @@ def test_the_command_needs_no_torch_before_its_workers_start(tmp_path: Path) -> 
     assert not imported & {"torch", "torch.distributed", "torch._dynamo", "sympy", "transformers", "tensorboard", "pyarrow"}
 
 
+SCRIPT_WITHOUT_A_GUARD = """
+import sys
+import torch
+
+with open(f"{sys.argv.pop()}/runs_of_this_script", "a") as log:
+    log.write("one\\n")
+if torch.cuda.is_available():
+    torch.ones(1, device="cuda")
+sys.argv = ["shardwise", "train", *sys.argv[1:]]
+from shardwise.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("layout", ["layout.data=2", "layout.data=1"])
+def test_a_script_that_has_used_cuda_and_has_no_guard_trains(tmp_path: Path, layout: str) -> None:
+    """Workers must not be forks of a process that has used CUDA, and must not run the script again."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT_WITHOUT_A_GUARD)
+    words = [str(JOB), layout, "train.steps=1", "train.warmup=0", f"run.folder={tmp_path}/run"]
+    done = subprocess.run(
+        [sys.executable, str(script), *words, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs_of_this_script").read_text() == "one\n"
+
+
 def refuse_train(*overrides: str, **options: Any) -> Callable[[Path], object]:
     return lambda folder: _train(
         JOB, [*overrides, f"run.folder={folder}/run"], options.get("workers"), (options.get("least"), options.get("most"))

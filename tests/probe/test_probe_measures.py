@@ -30,8 +30,9 @@ from shardwise.probe.links import between, inside
 from shardwise.probe.progress import ProbeProgress, silent
 from shardwise.probe.quick import save_cluster
 
-TINY = {
-    "cpu": Budget(
+TINY = dict.fromkeys(
+    ("cpu", "cuda"),
+    Budget(
         window=0.001,
         windows=1,
         shapes=((16, 16, 16), (64, 64, 64), (128, 128, 128)),
@@ -41,8 +42,8 @@ TINY = {
         sustained=0.0,
         sizes=(2**10, 2**14, 2**18),
         every_group=True,
-    )
-}
+    ),
+)
 
 
 @pytest.fixture

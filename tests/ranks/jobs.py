@@ -57,7 +57,7 @@ def job(source: str, **sections: dict[str, Any]) -> Tables:
         "train": TRAIN,
         "layout": {},
         "checkpoint": {},
-        "run": {},
+        "run": {"device": "cpu"},  # the truth and the ranks must compute on the same kind of device
     }
     laid_over = {name: {**table, **sections.get(name, {})} for name, table in base.items()}
     return {**laid_over, "model": sections.get("model", LLAMA)}

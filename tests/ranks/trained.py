@@ -192,4 +192,5 @@ def check_held(found: list[Ran], tables: Tables) -> None:
         "optimizer": fullest["optimizer"],
         "residuals": fullest["residuals"],
     }
-    assert held == asdict(choose(from_tables(tables), len(found)).state_bytes)
+    expected = asdict(choose(from_tables(tables), len(found)).state_bytes)
+    assert held == expected, (held, expected)
