@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -138,6 +139,7 @@ def serve(address: str) -> None:
 
     for module in PRELOAD:
         importlib.import_module(module)
+    warnings.filterwarnings("ignore", message=".* is multi-threaded, use of fork", category=DeprecationWarning)
     parent = os.getppid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:

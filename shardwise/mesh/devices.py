@@ -7,6 +7,7 @@ GPU, or to be a worker.
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,8 @@ GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
 
 
 def local_gpus() -> int:
-    """GPUs that this process may use."""
-    if not _has_gpu_driver():
+    """Number of GPUs that this process may use. Torch is not imported where the answer is 0 without it."""
+    if not _has_gpu_driver() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return 0
     import torch
 
