@@ -488,7 +488,9 @@ class Server(Section):
 class Local(Section):
     """Groups that train by themselves and meet now and then (`train.driver = "local"`); the layout is that of one group."""
 
-    groups: Degree = Field(2, description="groups, each of as many devices as the layout has")
+    groups: Degree = Field(
+        2, description="number of groups; each has the whole layout, so 2 groups with layout.data = 2 are 4 workers"
+    )
     steps: Positive = Field(50, description="steps between meetings")
     learning_rate: float = Field(
         0.7, gt=0, description="of the outer step, on the mean of what groups moved by; 1: the mean itself"
