@@ -5,6 +5,7 @@ A new torch release is checked against this file first.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import warnings
@@ -28,6 +29,20 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Likewise for `reduce_scatter_tensor`."""
+
+
+_NOT_ENOUGH_MEMORY = ("DefaultCPUAllocator:", "Storage size calculation overflowed", "Cannot allocate memory", "std::bad_alloc")
+"""What torch writes into a RuntimeError where a CPU has not enough memory. It has no exception for that, and what follows the
+name of the allocator differs between processors."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that memory for a tensor could not be allocated, on a CPU or a GPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NOT_ENOUGH_MEMORY)
 
 
 def set_activation_memory_budget(share: float) -> None:
