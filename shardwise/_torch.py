@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -43,6 +44,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NOT_ENOUGH_MEMORY)
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Return whether this processor has instructions for products of bfloat16 numbers. torch has no public name for that."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # on other processors, it asks for the instructions
 
 
 def set_activation_memory_budget(share: float) -> None:
