@@ -15,7 +15,8 @@ quickstart: .venv/.installed
 
 PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=20
 
-test: lint
+test: export PYTHONHASHSEED = 0
+test: lint  ## the same examples and the same order of sets every time; `make test-full` tries others every time
 	$(PYTEST) -m "not full"
 
 test-full: lint

@@ -5,7 +5,9 @@ A new torch release is checked against this file first.
 
 from __future__ import annotations
 
+import errno
 import os
+import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,6 +30,27 @@ all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None)
 
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Likewise for `reduce_scatter_tensor`."""
+
+
+_NOT_ENOUGH_MEMORY = ("DefaultCPUAllocator:", "Storage size calculation overflowed", "Cannot allocate memory", "std::bad_alloc")
+"""What torch writes into a RuntimeError where a CPU has not enough memory. It has no exception for that, and what follows the
+name of the allocator differs between processors."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception says that memory for a tensor could not be allocated, on a CPU or a GPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NOT_ENOUGH_MEMORY)
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Return whether this processor has instructions for products of bfloat16 numbers. torch has no public name for that."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # on other processors, it asks for the instructions
 
 
 def set_activation_memory_budget(share: float) -> None:

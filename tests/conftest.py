@@ -12,23 +12,26 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported: threads that wait for each other keep both cores busy
 
 import pytest
+import torch
+from dispositions import forget_inherited_signals
 from effort import ALL
 from hypothesis import HealthCheck, settings
 from ranks.pool import Pool
 from ranks.trained import Runs
 from warm import Server
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it runs in the background with it ignored
+forget_inherited_signals()
 
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=ALL)
-settings.register_profile("quick", settings.get_profile("patient"), max_examples=ALL // 2)
-settings.load_profile("patient")  # how long an example takes says how busy the machine is
+settings.register_profile("quick", settings.get_profile("patient"), max_examples=ALL // 2, derandomize=True)
+settings.load_profile("patient")  # no deadline: how long an example takes says how busy the machine is
 
 LONGEST = ("docs", "cli", "parallel", "checkpoint", "resilience", "verify")
 """Folders whose files take longest, to be given out first: the two test processes then end together."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """`make test` tries the same examples every time, and `make test-full` others every time."""
     if config.getoption("markexpr") == "not full":
         settings.load_profile("quick")
 
@@ -36,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ranks = {folder: rank for rank, folder in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.parent.name, len(ranks)))
+
+
+@pytest.fixture(autouse=True)
+def same_draws() -> None:
+    """Let a test that draws numbers without a seed of its own draw the same ones, whichever tests came before in this process."""
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -141,7 +141,8 @@ def serve(address: str) -> None:
         importlib.import_module(module)
     warnings.filterwarnings("ignore", message=".* is multi-threaded, use of fork", category=DeprecationWarning)
     parent = os.getppid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):  # it ends with the tests, which may be run by nohup
+        signal.signal(number, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
@@ -218,6 +219,7 @@ def become(arguments: list[str], cwd: str, environment: dict[str, str], outputs:
     import multiprocessing.util
 
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for number, output in zip((1, 2), outputs, strict=True):
         os.dup2(output, number)
         os.close(output)

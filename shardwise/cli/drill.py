@@ -88,11 +88,11 @@ def _unknown(faults: str) -> Iterator[str]:
 
 def _workers(config: Config, workers: int | None) -> int:
     """As many as `shardwise train` would start."""
-    from shardwise.config import fewest_devices
+    from shardwise.config import workers_without_gpus
     from shardwise.mesh import local_gpus
 
     requested = workers or (config.layout.world if config.layout.data > 0 else None)
-    return requested or local_gpus() or fewest_devices(config.layout)
+    return requested or local_gpus() or workers_without_gpus(config.layout)
 
 
 class _DrillBar:

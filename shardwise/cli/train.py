@@ -118,7 +118,7 @@ def _check_data(config: Config) -> None:
 def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits) -> Crew:
     """How many workers take part, or why it cannot be as it was asked."""
     from shardwise.cli.check_job import Crew
-    from shardwise.config import fewest_devices
+    from shardwise.config import workers_without_gpus
     from shardwise.errors import UserError
     from shardwise.mesh import local_gpus
 
@@ -130,7 +130,7 @@ def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits
     here = (
         here
         or (0 if shares_memory else local_gpus())
-        or fewest_devices(config.layout) * (config.local.groups if config.train.driver == "local" else 1)
+        or workers_without_gpus(config.layout) * (config.local.groups if config.train.driver == "local" else 1)
     )
     crew = Crew(here, limits[0] or limits[1] or here * nodes, limits[1] or here * nodes)
     if config.train.driver == "server":

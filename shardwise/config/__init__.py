@@ -15,6 +15,7 @@ from shardwise.config.layouts import (
     sequence_multiple,
     stages_on_a_rank,
     with_nearby_that_divides,
+    workers_without_gpus,
 )
 from shardwise.config.presets import PRESETS
 from shardwise.config.read import Check, Origins, Sections, from_tables, read, read_with_origins, whole
@@ -82,4 +83,5 @@ __all__ = [
     "to_toml",
     "whole",
     "with_nearby_that_divides",
+    "workers_without_gpus",
 ]

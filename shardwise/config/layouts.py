@@ -105,6 +105,16 @@ def fewest_devices(layout: Layout) -> int:
     return layout.fixed * -(-layout.expert // (layout.context * layout.tensor))
 
 
+def workers_without_gpus(layout: Layout) -> int:
+    """How many workers a machine without GPUs starts for a layout with an open data axis.
+
+    As few as the other axes need: one worker uses all cores. Where a job writes `data = -1`, it asks for data parallelism, and
+    gets two workers if no other axis has several.
+    """
+    asked = "data" in layout.model_fields_set and layout.fixed == 1
+    return max(fewest_devices(layout), 2 if asked else 1)
+
+
 def sequence_multiple(model: Model, layout: Layout) -> int:
     """What the length of a sequence must be a multiple of: each context device has one chunk of it, or two in a ring, and
     the tensor devices share a context device's tokens."""

@@ -277,7 +277,9 @@ class Layout(Section):
     pipeline: Degree = Field(1, description="pipeline stages")
     replica: Degree = Field(1, description="copies of the sharded model (hybrid sharding)")
     data: Annotated[int, Field(ge=-1, le=2**20)] = Field(
-        -1, description="data-parallel devices that share sharded states; -1: the rest of the devices"
+        -1,
+        description="data-parallel devices that share sharded states; -1: the rest of the devices, "
+        "which are two where a job writes it and has neither GPUs nor other axes",
     )
     context: Degree = Field(1, description="devices that split one sequence")
     tensor: Degree = Field(1, description="devices that split each matrix")

@@ -124,12 +124,13 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     # One micro-batch in one block, (candidates,) each: what is computed, what is exposed, and what starting kernels adds.
     repeated = _repeated(work, block, space, stack)
     host = _host(work, space, cluster, stack)
-    tensor = _Tensor.of(work, links, per_block, space, cluster, stack, block.forward + block.backward + repeated, host)
+    computing = block.forward + block.backward + repeated
+    tensor = _Tensor.of(work, links, per_block, space, cluster, stack, computing, host)
     context = _context(work, space, cluster, block, links.inside_blocks("context") * per_block)
     expert = _Exchanges.of(links, per_block, cluster, stack)
     data = _data_each(space, cluster, stack, block, repeated, tensor, expert, links, per_block)
-    data = data + _waits(space, cluster, links) * (block.forward + block.backward + repeated)
-    layer = block.forward + block.backward + repeated + tensor.block + context + expert.block + data
+    waits = {axis: share * computing for axis, share in _waits(space, cluster, links).items()}
+    layer = computing + tensor.block + context + expert.block + data + total(waits)
     launch = _launch(work, space, cluster, stack, layer, host)
     layer = layer + launch
 
@@ -156,10 +157,11 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
         "launch": passes * launch + cluster.device.launch * stack.step_kernels * layers / space.pipeline,
         "recompute": passes * repeated,
         "optimizer": _optimizer(work, space, cluster, stack, held),
-        "tensor": passes * tensor.block + edges * tensor_ends + links.seconds("tensor", "step"),
-        "context": passes * context + links.seconds("context", "step"),
+        "tensor": passes * (tensor.block + waits["tensor"]) + edges * tensor_ends + links.seconds("tensor", "step"),
+        "context": passes * (context + waits["context"]) + links.seconds("context", "step"),
         "expert": passes * expert.block + links.seconds("expert", "step"),
-        "data": passes * data + edges * data_ends + links.seconds("data", "step"),
+        "data": passes * (data + waits["data"]) + edges * data_ends + links.seconds("data", "step"),
+        "pipeline_sends": passes * waits["pipeline_sends"],
         "replica": links.seconds("replica", "step"),
         "offload": _offload(space, cluster, held),
     }
@@ -315,16 +317,29 @@ def _data_each(
     )
 
 
-def _waits(space: Space, cluster: Cluster, links: Priced) -> Array:
-    """Share of a block's computing for which devices wait for the slowest: those that gather its weights once in every pass,
-    those of the tensor axis five times, those of a ring for a neighbour alone; all of them once in a step."""
+def _waits(space: Space, cluster: Cluster, links: Priced) -> dict[str, Array]:
+    """Share of a block's computing for which devices wait for the slowest node, by the term it is part of.
+
+    Devices that gather a block's weights wait once in every pass, those of the tensor axis five times, and those of a ring for a
+    neighbour alone. All devices of a run meet once a step. That wait is part of the outermost axis that has more than one
+    device, so an axis of one device never has seconds.
+    """
 
     def doublings(devices: Ints) -> Array:
         return np.log2(np.maximum(devices / cluster.devices_per_node, 1.0))
 
     gathering = np.where(links.seconds("data", "forward") > 0, doublings(space.shards * space.tensor), 0.0)
     sharing = np.where(space.context > 1, doublings(space.context * space.tensor), 0.0)
-    return STRAGGLING * (gathering + sharing / 2 + 5 * doublings(space.tensor)) + LOCKSTEP * doublings(space.world)
+    lockstep = LOCKSTEP * doublings(space.world)
+    data = space.replica * space.data > 1
+    pipeline = ~data & (space.pipeline > 1)
+    context = ~data & ~pipeline & (space.context > 1)
+    return {
+        "data": STRAGGLING * gathering + np.where(data, lockstep, 0.0),
+        "pipeline_sends": np.where(pipeline, lockstep, 0.0),
+        "context": STRAGGLING * sharing / 2 + np.where(context, lockstep, 0.0),
+        "tensor": STRAGGLING * 5 * doublings(space.tensor) + np.where(data | pipeline | context, 0.0, lockstep),
+    }
 
 
 def _exposed(links: Priced, axis: str, when: When, scale: Array | float, work: Array, stack: Stack) -> Array:

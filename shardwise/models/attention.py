@@ -22,13 +22,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.config import Model
 from shardwise.models.dtypes import wide
 from shardwise.models.layers import Linear, RMSNorm
+from shardwise.models.products import attention, matmul
 from shardwise.models.rotary import Angles, rotate
 
 PREFERENCE = {
@@ -66,7 +66,7 @@ def attend_to(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, so
     if grouped and query.is_cuda and query.dtype == torch.float32:  # no fused GPU kernel shares heads in float32
         repeats = query.shape[1] // key.shape[1]
         key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return attention(query, key, value, mask, grouped)
 
 
 def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float) -> Tensor:
@@ -75,11 +75,10 @@ def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, soft
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     if mask is None:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    scores = (query * query.shape[-1] ** -0.5) @ key.mT  # (batch, heads, sequence, sequence)
+    scores = matmul(query * query.shape[-1] ** -0.5, key.mT)  # (batch, heads, sequence, sequence)
     capped = softcap * (scores.to(wide(scores.dtype)) / softcap).tanh()
     shares = capped.masked_fill(~mask, -math.inf).softmax(-1)
-    result: Tensor = shares.to(value.dtype) @ value
-    return result
+    return matmul(shares.to(value.dtype), value)
 
 
 class AttentionMask(nn.Module):

@@ -42,6 +42,7 @@ from shardwise.config import Model
 from shardwise.models.dtypes import wide
 from shardwise.models.grouped8 import GroupedProducts
 from shardwise.models.layers import GatedFeedForward
+from shardwise.models.products import linear
 from shardwise.models.sorting import Sorting, inverse, mix, permute
 from shardwise.models.unfilled import ExactBuffers
 
@@ -142,7 +143,7 @@ def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
 def _product_one_by_one(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
     """Expert after expert, each on the rows that it gets. Their numbers are others each time: the compiler would begin anew."""
     # unbind and not an index for each expert: the backward of an index is as large as all experts together.
-    return torch.cat(list(map(F.linear, rows.split_with_sizes(counts.tolist()), weight.unbind())))
+    return torch.cat(list(map(linear, rows.split_with_sizes(counts.tolist()), weight.unbind())))
 
 
 def _can_group(rows: Tensor, weight: Tensor) -> bool:

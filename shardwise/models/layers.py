@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shardwise.config import Model
 from shardwise.models.dtypes import wide
 from shardwise.models.float8 import Float8
+from shardwise.models.products import linear
 
 
 class Linear(nn.Linear):
@@ -39,7 +40,7 @@ class Linear(nn.Linear):
             product: Tensor = self.float8(x, self.weight)
             return product if self.bias is None else product + self.bias.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return linear(x, self.weight.to(x.dtype), bias)
 
 
 class Embedding(nn.Embedding):

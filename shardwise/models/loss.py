@@ -40,6 +40,7 @@ from torch import Tensor
 
 from shardwise.models.dtypes import wide
 from shardwise.models.float8 import E4M3, E5M2, Float8, cast, multiply, quantise, transposed
+from shardwise.models.products import multiplies_in_float32
 from shardwise.plan.chunks import chunk_tokens
 
 IGNORED = -100
@@ -176,7 +177,9 @@ class _Products:
 
     def logits(self, rows: slice) -> Tensor:
         hidden = self.hidden[rows]
-        return torch.mm(hidden, self.weight.t(), out=self.buffer[: hidden.shape[0]])
+        logits = self.buffer[: hidden.shape[0]]
+        _multiply(hidden, self.weight.t(), into=logits)
+        return logits
 
     def room_for_gradient(self, logits: Tensor) -> Tensor:
         """Where to write `scale` times the gradient of the logits: over them."""
@@ -333,7 +336,9 @@ def _padded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _multiply(left: Tensor, right: Tensor, into: Tensor) -> None:
     """into = left @ right, rounded only to the dtype of `into`."""
-    if left.dtype == into.dtype:
+    if multiplies_in_float32(into.dtype, into.device.type):
+        into.copy_(torch.mm(left.float(), right.float(), out=into.new_empty(into.shape, dtype=torch.float32)))
+    elif left.dtype == into.dtype:
         torch.mm(left, right, out=into)
     elif left.is_cuda:
         torch.mm(left, right, out_dtype=into.dtype, out=into)

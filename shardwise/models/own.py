@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise._torch import is_out_of_memory
 from shardwise.config import Model
 from shardwise.config.own_module import locate_module
 from shardwise.errors import UserError
@@ -61,7 +62,7 @@ def build_own(model: Model) -> nn.Module:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        if "not enough memory" in str(error):  # of torch's allocator, which has no exception of its own on a CPU
+        if is_out_of_memory(error):
             raise UserError(
                 f"{where}: one weight alone takes more than this machine's memory ({_line(error, model)}); a constructor "
                 "makes one at a time, so make it in parts"

@@ -30,6 +30,7 @@ from shardwise.models.experts import MixtureOfExperts
 from shardwise.models.float8 import Float8
 from shardwise.models.layers import Embedding, make_feed_forward, make_norm
 from shardwise.models.loss import cap_logits, linear_cross_entropy
+from shardwise.models.products import linear
 from shardwise.models.rotary import Angles, Rotary
 from shardwise.plan.sharding import Sharding, transformer_sharding
 
@@ -86,7 +87,7 @@ class Head(nn.Module):
                 float8=self.float8,
             )
         chosen = hidden if at is None else hidden[:, at]
-        return cap_logits(nn.functional.linear(chosen, self.weight.to(hidden.dtype)), self.softcap)
+        return cap_logits(linear(chosen, self.weight.to(hidden.dtype)), self.softcap)
 
 
 class Transformer(nn.Module):

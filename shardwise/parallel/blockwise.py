@@ -38,6 +38,7 @@ from torch import Tensor
 
 from shardwise.models.attention import attend_to, visible
 from shardwise.models.dtypes import wide
+from shardwise.models.products import multiplies_in_float32
 
 _aten = torch.ops.aten
 
@@ -204,17 +205,25 @@ def _shared(gradient: Tensor, key: Tensor) -> Tensor:
 
 
 def _cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None) -> Attended:
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=bias)
-    return out, lse
+    dtype = _multiplied_in(query)
+    block, mask = (tensor.to(dtype) for tensor in (query, key, value)), None if bias is None else bias.to(dtype)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*block, 0.0, causal, attn_mask=mask)
+    return out.to(query.dtype), lse
 
 
 def _cpu_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, bias: Tensor | None
 ) -> Gradients:
-    gradients: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias
-    )
-    return gradients
+    dtype = _multiplied_in(query)
+    block, mask = (tensor.to(dtype) for tensor in (gradient, query, key, value, out)), None if bias is None else bias.to(dtype)
+    gradients: Gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*block, lse, 0.0, causal, attn_mask=mask)
+    of_query, of_key, of_value = (tensor.to(query.dtype) for tensor in gradients)
+    return of_query, of_key, of_value
+
+
+def _multiplied_in(query: Tensor) -> torch.dtype:
+    """The dtype in which the kernel for CPUs computes: that of the query, or float32 where this CPU has no bfloat16."""
+    return torch.float32 if multiplies_in_float32(query.dtype, query.device.type) else query.dtype
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None) -> Attended:

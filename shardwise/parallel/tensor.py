@@ -41,6 +41,7 @@ from shardwise.models import Head, Role, Sharding, VocabularyPart, linear_cross_
 from shardwise.models.float8 import Float8
 from shardwise.models.layers import lookup
 from shardwise.models.loss import cap_logits
+from shardwise.models.products import linear
 from shardwise.optim import local
 from shardwise.parallel.modules import ParallelModule, Share, make_parallel
 from shardwise.plan.chunks import largest_part
@@ -351,7 +352,7 @@ class VocabularyLoss(ParallelModule):
                 flat, weight, goals, self.chunk, part=part, split_backward=split, softcap=softcap, float8=float8
             )
         chosen = hidden if at is None else hidden[:, at]
-        logits = cap_logits(F.linear(chosen, weight.to(hidden.dtype)), self.softcap)
+        logits = cap_logits(linear(chosen, weight.to(hidden.dtype)), self.softcap)
         return _put_together(logits, _rows_of(self), self.parallel_share, logits.ndim - 1)
 
     def _part_of_vocabulary(self) -> VocabularyPart:

@@ -27,6 +27,7 @@ from shardwise.cost.cluster import Cluster, Device
 from shardwise.cost.clusters import CLUSTERS
 from shardwise.mesh import Worker, device_memory, device_name
 from shardwise.models.attention import attention_backends
+from shardwise.models.products import linear
 from shardwise.observe import peak_flops
 from shardwise.probe.bench import Bench
 from shardwise.probe.budget import MIB, Budget
@@ -223,7 +224,7 @@ def _product(shape: Shape, precision: str, device: torch.device) -> Callable[[],
         one = torch.ones((), device=device)
         return lambda: float8_mm(left, right.t(), one, one, torch.bfloat16)
     x, weight = _random(m, k, precision, device), _random(n, k, precision, device)
-    return lambda: F.linear(x, weight)
+    return lambda: linear(x, weight)
 
 
 def _random(rows: int, columns: int, precision: str, device: torch.device) -> Tensor:

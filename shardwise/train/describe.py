@@ -9,6 +9,7 @@ from shardwise.config.layouts import ring_lacks
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
+from shardwise.models.products import multiplies_in_float32
 from shardwise.observe import peak_flops
 from shardwise.parallel import is_compiled
 from shardwise.plan import compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
@@ -28,7 +29,8 @@ def describe_run(training: Training) -> dict[str, str]:
         "data": f"{counted(data.tokens, 'token')}, {counted(data.documents, 'document')}, "
         f"{counted(data.held_out, 'sequence')} held out" + (f", {data.cut:,} longer than a sequence and cut" if data.cut else ""),
         **_devices(training),
-        "precision": f"{_computed(config)} computation, {_stored(train)} weights and optimizer state, gradients summed in "
+        "precision": f"{_computed(config)} computation{_emulated(config, device)}, "
+        f"{_stored(train)} weights and optimizer state, gradients summed in "
         f"{reduce_dtype(train) if engine_of(plan.layout, config.model.experts).sharded else state_dtype(train)}",
         **_pipeline(training),
         "attention": _attention(training),
@@ -49,6 +51,13 @@ def _computed(config: Config) -> str:
     left = unfit(config.model, train)
     some = f", but for {counted(len(left), 'product')} of sizes that are no multiples of 16 ({left[0]}, …)" if left else ""
     return f"float8 products ({train.float8_scaling} scales{some}) in bfloat16"
+
+
+def _emulated(config: Config, device: torch.device) -> str:
+    """That products are made in another dtype than the one asked for. A user's module makes its own products."""
+    if config.model.module is not None or not multiplies_in_float32(DTYPES[compute_dtype(config.train)], device.type):
+        return ""
+    return " (products in float32, rounded: this processor has none in bfloat16)"
 
 
 def peak_of_device(training: Training) -> float | None:

@@ -149,11 +149,11 @@ def test_a_mistake_is_found_before_torch_is_loaded(shardwise_of_a_user: Shardwis
     """A torch that cannot be imported stands in the way; only its metadata may be looked at."""
     (tmp_path / "trap" / "torch").mkdir(parents=True)
     (tmp_path / "trap" / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
-    path = f"{tmp_path / 'trap'}:{ROOT}"
+    environment = {"PYTHONPATH": f"{tmp_path / 'trap'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
     mistakes = ["train.stpes=1", "data.source=nowhere.txt", "model.module=nowhere.py:Model", "layout.data=4"]
-    done = shardwise_of_a_user("train", JOB, *mistakes, "--workers", "2", PYTHONPATH=path)
+    done = shardwise_of_a_user("train", JOB, *mistakes, "--workers", "2", **environment)
     refused(done, "train.stpes", "nowhere.txt", "nowhere.py")
-    refused(shardwise_of_a_user("train", JOB, "layout.data=4", "--workers", "2", PYTHONPATH=path), "4 devices, but 2 are there")
+    refused(shardwise_of_a_user("train", JOB, "layout.data=4", "--workers", "2", **environment), "4 devices, but 2 are there")
     for command in (["--help"], ["train", "--help"], ["doctor"], ["new", "demo"], ["config", "show", JOB]):
-        done = shardwise_of_a_user(*command, PYTHONPATH=path)
+        done = shardwise_of_a_user(*command, **environment)
         assert done.returncode == 0, done.stderr

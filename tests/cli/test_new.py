@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from shardwise import invoked
 from shardwise.cli.main import app, main
 from shardwise.cli.new import Template
+from shardwise.cli.train import _crew
 from shardwise.config import read
 from shardwise.config.json_schema import job_schema
 from shardwise.errors import UserError
@@ -57,6 +58,34 @@ def test_a_new_folder_trains(shardwise: Shardwise, tmp_path: Path, template: Tem
     few = ["train.steps=2", "observe.sample_tokens=2", "train.evaluate_sequences=4", "run.folder=run"]
     done = shardwise("train", "demo/demo.toml", *few)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 4])
+@pytest.mark.parametrize("job", [*Template, "examples"])
+def test_a_job_to_begin_with_uses_all_gpus_of_the_machine_and_without_any_its_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, gpus: int
+) -> None:
+    monkeypatch.setattr("shardwise.mesh.devices.local_gpus", lambda: gpus)
+    monkeypatch.chdir(tmp_path)
+    if job != "examples":
+        run("new", "demo", "--template", job)
+        monkeypatch.chdir("demo")
+    config = read("demo.toml" if job != "examples" else ROOT / "examples/quickstart.toml")
+    first_steps = job in (Template.QUICKSTART, "examples")
+    assert _crew(config, None, None, (None, None)).here == (gpus or (2 if first_steps else 1))
+
+
+@pytest.mark.parametrize(
+    ("words", "workers"),
+    [([], 2), (["layout.tensor=2"], 2), (["layout.tensor=2", "layout.data=2"], 4), (["layout.data=1"], 1),
+     (["train.driver=local"], 4), (["train.driver=hogwild"], 2), (["layout=auto"], 1)],
+)  # fmt: skip
+def test_without_gpus_a_data_axis_that_is_asked_for_has_two_workers_where_no_other_axis_has_several(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], workers: int
+) -> None:
+    monkeypatch.setattr("shardwise.mesh.devices.local_gpus", lambda: 0)
+    config = read(ROOT / "examples/quickstart.toml", words)
+    assert _crew(config, None, None, (None, None)).here == workers
 
 
 def test_a_folder_that_is_there_is_left_as_it_is(shardwise: Shardwise, tmp_path: Path) -> None:

@@ -268,7 +268,8 @@ def test_the_run_folder_holds_what_the_design_promises(shardwise: Shardwise, tmp
 
 
 def test_the_run_keeps_the_job_as_it_was_asked_and_the_plan_says_what_was_chosen(shardwise: Shardwise, tmp_path: Path) -> None:
-    done = shardwise("train", "examples/quickstart.toml", "model.preset=bytes-400k", "observe.sample=", "train.steps=1")
+    words = ["model.preset=bytes-400k", "observe.sample=", "train.steps=1", "layout.data=2"]
+    done = shardwise("train", "examples/quickstart.toml", *words)
     trained(done)
     run = tmp_path / "runs" / "quickstart"
     decisions = json.loads((run / "plan.json").read_text())["decisions"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cost.test_traffic_formulas import EVEN, EXPERTS, candidates, work
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Model
@@ -58,13 +58,33 @@ def test_every_byte_of_the_flows_is_in_the_price(rows: list[dict[str, int]], mod
     assert priced(found) == pytest.approx(sent(work(model), space, stack, device), rel=1e-12)
 
 
+TWO_NODES = {"pipeline": 4, "tensor": 4}
+"""Devices of two nodes of h100x64, with one device on every other axis."""
+
+
 @settings(max_examples=30)
 @given(candidates(), st.sampled_from(("tensor", "context", "data", "replica")))
+@example({"replica": 1, **TWO_NODES}, "data")
 def test_an_axis_of_one_device_has_no_bytes_and_no_seconds(row: dict[str, int], axis: str) -> None:
     found = predict(work(), space_of([{**row, axis: 1, **({"context": 1} if axis == "data" else {})}]), CUDA)
     if axis == "data" and row["replica"] > 1:
         return  # the replicas of unsharded weights are the data axis' too
     assert found.sent[axis] == found.seconds[axis] == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "term"),
+    [({"data": 16}, "data"), ({"replica": 16}, "data"), ({**TWO_NODES, "accumulation": 4}, "pipeline_sends"),
+     ({"context": 16}, "context"), ({"tensor": 16}, "tensor"), ({"pipeline": 4, "data": 4}, "data")],
+)  # fmt: skip
+def test_what_nodes_wait_for_each_other_is_in_the_price_of_an_axis_they_are_on(
+    row: dict[str, int], term: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_waits = predict(work(), space_of([row]), CUDA)
+    monkeypatch.setattr("shardwise.cost.predict.LOCKSTEP", 0.0)
+    without = predict(work(), space_of([row]), CUDA)
+    later = {name for name, value in with_waits.seconds.items() if value > without.seconds[name] and name != "launch"}
+    assert term in later <= {term, "imbalance", "bubble"}
 
 
 @pytest.mark.parametrize("model", [EVEN, EXPERTS], ids=["dense", "experts"])

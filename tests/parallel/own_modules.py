@@ -429,5 +429,21 @@ class Broken(nn.Module):
         self.wrong = nn.Linear(config.hidden, "wide")  # type: ignore[arg-type]
 
 
+class TooLarge(nn.Module):
+    """A weight for which no machine has memory: 2**56 bytes, where addresses have 47 or 48 bits."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.wide = nn.Linear(2**14, 2**40)
+
+
+class Countless(nn.Module):
+    """A weight whose bytes no 64-bit number counts."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__()
+        self.wide = nn.Linear(2**31, 2**31)
+
+
 def number(config: Model) -> int:
     return 3

@@ -260,6 +260,9 @@ def test_bfloat16_differs_from_float64_by_rounding_alone(
         assert all(weight.dtype == torch.float32 for weight in found.weights.values())
 
 
+TOO_LARGE = "one weight alone takes more than this machine's memory"
+
+
 @pytest.mark.parametrize(
     ("module", "layout", "words"),
     [
@@ -268,6 +271,8 @@ def test_bfloat16_differs_from_float64_by_rounding_alone(
         (f"{'x' * 300}.py:Model", {}, ["model.module = ", "cannot be read: File name too long"]),
         (own("Missing"), {}, ["no class or function Missing", "NoTable", "Tied"]),
         (own("Broken"), {}, ["could not be built", "TypeError", "own_modules.py, line", "meta"]),
+        (own("TooLarge"), {}, [TOO_LARGE, "own_modules.py, line", "in parts"]),
+        (own("Countless"), {}, [TOO_LARGE, "own_modules.py, line", "in parts"]),
         (own("number"), {}, ["gave int", "torch.nn.Module"]),
         (own("NoLoss"), {}, ["NoLoss.forward returned a tensor of shape (1, 24, 259)", 'reduction="sum"']),
         (own("Pair"), {}, ["Pair.forward returned tuple", "the loss", "count_items(inputs, targets)"]),
