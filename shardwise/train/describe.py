@@ -12,7 +12,7 @@ from shardwise.models.dtypes import DTYPES
 from shardwise.observe import peak_flops
 from shardwise.parallel import is_compiled
 from shardwise.plan import compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
-from shardwise.plan.float8 import unfit
+from shardwise.plan.float8 import in_float8, products, unfit
 from shardwise.plan.grid import describe_degrees
 from shardwise.train.build import Training
 from shardwise.words import counted
@@ -44,8 +44,8 @@ def describe_run(training: Training) -> dict[str, str]:
 
 def _computed(config: Config) -> str:
     train = config.train
-    if train.precision != "float8":
-        return train.precision
+    if train.precision != "float8" or not in_float8(config.model, train):
+        return compute_dtype(train)
     left = unfit(config.model, train)
     some = f", but for {counted(len(left), 'product')} of sizes that are no multiples of 16 ({left[0]}, …)" if left else ""
     return f"float8 products ({train.float8_scaling} scales{some}) in bfloat16"
@@ -179,5 +179,16 @@ def _without_effect(training: Training) -> dict[str, str]:
         f"train.schedule: warm-up lasts {train.warmup} of {train.steps} steps": train.warmup >= train.steps,
         "observe.trace: the first step is left out, and there is no other": config.observe.trace > 0 and train.steps == 1,
     }
-    notes = [note for note, true in idle.items() if true]
+    notes = [note for note, true in idle.items() if true] + _idle_float8(config)
     return {"no effect": "; ".join(notes)} if notes else {}
+
+
+def _idle_float8(config: Config) -> list[str]:
+    """Why a job with float8 makes no product in it; empty: it makes some."""
+    if config.train.precision != "float8" or in_float8(config.model, config.train):
+        return []
+    left = unfit(config.model, config.train)
+    if not left:
+        return ["train.precision = 'float8': the job leaves out all products"]
+    asked = " that the job does not leave out" if len(left) < len(list(products(config.model))) else ""
+    return [f"train.precision = 'float8': the sizes of all products{asked} are no multiples of 16 ({left[0]}, …)"]
