@@ -217,12 +217,17 @@ class Train(Section):
     optimizer: Literal["adamw", "1bit-adam"] = Field(
         "adamw",
         description="AdamW, or 1-bit Adam for compressed sums: once `layout.compression` begins, momenta are compressed instead "
-        "of gradients, and the second moment stays as it is",
+        "of gradients, the second moment stays as it is, and `clip` and the logged gradient norm are those of summed momenta",
     )
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments")
     epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled decay, on matrices only (no norms, biases, embeddings)")
-    clip: float | None = Field(1.0, gt=0, description="largest global gradient norm; `false` for none")
+    clip: float | None = Field(
+        1.0,
+        gt=0,
+        description="largest global gradient norm; `false` for none. With `1bit-adam`, once compression begins, the largest norm "
+        "of summed momenta",
+    )
     precision: Precision = Field(
         "float32",
         description="dtype of the computation; weights stay in `state_dtype`. float8: products in 8 bits, the rest as in "
@@ -327,7 +332,7 @@ class Layout(Section):
     error_feedback: bool | None = Field(
         None,
         description="whether what a codec leaves out is added to the next gradient; left out: yes, but for `terngrad` and "
-        "`qsgd(2)`, whose errors exceed the gradient and average out instead",
+        "`qsgd(2)`, whose errors exceed the gradient and average out instead. With `sign`, use `1bit-adam`",
     )
 
     @model_validator(mode="before")

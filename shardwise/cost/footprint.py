@@ -10,8 +10,9 @@ up and their product (3 f; 2 f without a gate). Norms after attention and feed-f
 kernel makes, some for each pair of tokens and head. In float8 what norms and activation put out is made once more for its 8-bit
 copy (2 h and f less), and the head has chunks and copies of its own (`cost/float8_work.py`). `full` keeps a block's input and has
 one block alive; `selective` keeps products and attention, `all-but-attention` a block's input and attention's output. With
-experts these two keep all that routed ones need, and go by the parts of a block, whose inputs stay. A schedule multiplies this by
-the micro-batches a rank has in flight (`plan/schedule.py` has the table).
+experts these two recompute a block part by part (norms, attention, shared experts): they keep the inputs of the parts, 2 h more
+than of a whole block for `selective`, and all that routed experts need. A schedule multiplies this by the micro-batches a rank
+has in flight (`plan/schedule.py` has the table).
 
 Where weights are not gathered, their copies in the computing dtype wait for backward (not those of a recomputed block). With a
 single micro-batch, gradients take the place of the activations that backward frees.
@@ -130,7 +131,7 @@ def kept(work: Work, space: Space, stack: Stack, device_type: str = "cuda") -> t
     inner, products = (1 + wide) * model.ffn / tensor, wide * model.ffn / tensor
     if model.experts:  # a token's row is copied to each of its experts and comes back; shared experts see it where it is
         width, rows = (1 + wide) * model.expert_width, model.experts_per_token / tensor
-        inner = products = rows * (width + 2 * model.hidden) + model.shared_experts * width / tensor
+        inner = rows * (width + 2 * model.hidden) + model.shared_experts * width / tensor
     gathered = np.where(tensor > 1, stack.inputs_kept * model.hidden, 0.0)
     scores = 0.0 if stack.flash else 2.5 * work.sequence_length * model.heads / tensor
     if capped := model.attention_softcap is not None:
@@ -139,13 +140,18 @@ def kept(work: Work, space: Space, stack: Stack, device_type: str = "cuda") -> t
     none = block + scores + gathered - _cast_anew(work, space, stack, device_type)
     # Without flash attention, "selective" means that the scores alone are computed again (Korthikanti et al. 2022).
     selective = residual + queries + stack.selective_kept * (2 * residual + queries + keys + products) if stack.flash else block
-    if stack.flash and capped:  # a product's output, as they are before the cap
-        selective = selective + work.sequence_length * model.heads / tensor
     full = residual if stack.sequence_parallel else model.hidden / (tensor if stack.shard_inputs else 1)
     attention = full + (0.0 if capped else queries)
     if model.experts:  # parts are recomputed each by itself, and keep their inputs: shared experts and attention whole ones
         whole = model.hidden * (1 + ((tensor > 1) & (model.shared_experts > 0)))
-        attention = attention + 2 * residual + whole + rows * (width + 2 * model.hidden)
+        parts = 2 * residual + whole + rows * (width + 2 * model.hidden)
+        attention = attention + parts
+        if stack.flash:  # outputs of attention and of shared experts, before tensor devices sum and split them
+            outputs = model.hidden * (1 + (model.shared_experts > 0))
+            made = queries + keys + outputs + model.shared_experts * wide * model.expert_width / tensor
+            selective = full + queries + parts + stack.selective_kept * made
+    if stack.flash and capped:  # a product's output, as they are before the cap
+        selective = selective + work.sequence_length * model.heads / tensor
     stays = np.choose(space.recompute, [np.broadcast_to(value, tokens.shape) for value in (none, selective, attention, full)])
     # What is computed again lives beside what stayed: all of the block, or what recomputation by operators let go.
     live = np.where(space.recompute == NONE, 0.0, np.where(space.recompute == FULL, none, np.maximum(none - stays, 0.0)))

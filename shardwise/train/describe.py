@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.config import Checkpoint, Config, Model, Train, context_attention
+from shardwise.config.compression import SumCompression
 from shardwise.config.layouts import ring_lacks
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
@@ -12,8 +13,8 @@ from shardwise.models.dtypes import DTYPES
 from shardwise.models.products import multiplies_in_float32
 from shardwise.observe import peak_flops
 from shardwise.parallel import is_compiled
-from shardwise.plan import compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
-from shardwise.plan.float8 import unfit
+from shardwise.plan import COPIES, compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
+from shardwise.plan.float8 import in_float8, products, unfit
 from shardwise.plan.grid import describe_degrees
 from shardwise.train.build import Training
 from shardwise.words import counted
@@ -36,18 +37,19 @@ def describe_run(training: Training) -> dict[str, str]:
         "attention": _attention(training),
         "compile": "each block" if is_compiled(config, plan.layout, device) and training.parallel.table.blocks else "off",
         "recompute": str(plan.recompute),
-        "optimizer": "AdamW, fused kernel",
+        "optimizer": _optimizer(training),
         **_repeatable(training),
         "MFU": _convention(training),
         "saving": _saving(config.checkpoint),
         **_without_effect(training),
+        **_warning(training),
     }
 
 
 def _computed(config: Config) -> str:
     train = config.train
-    if train.precision != "float8":
-        return train.precision
+    if train.precision != "float8" or not in_float8(config.model, train):
+        return compute_dtype(train)
     left = unfit(config.model, train)
     some = f", but for {counted(len(left), 'product')} of sizes that are no multiples of 16 ({left[0]}, …)" if left else ""
     return f"float8 products ({train.float8_scaling} scales{some}) in bfloat16"
@@ -58,6 +60,16 @@ def _emulated(config: Config, device: torch.device) -> str:
     if config.model.module is not None or not multiplies_in_float32(DTYPES[compute_dtype(config.train)], device.type):
         return ""
     return " (products in float32, rounded: this processor has none in bfloat16)"
+
+
+def _optimizer(training: Training) -> str:
+    train, layout = training.config.train, training.plan.layout
+    if train.optimizer == "adamw":
+        return "AdamW, fused kernel"
+    clipped = (
+        "train.clip and the logged gradient norm are those" if train.clip is not None else "the logged gradient norm is that"
+    )
+    return f"1-bit Adam; after step {layout.compression_warmup} {clipped} of summed momenta"
 
 
 def peak_of_device(training: Training) -> float | None:
@@ -188,5 +200,27 @@ def _without_effect(training: Training) -> dict[str, str]:
         f"train.schedule: warm-up lasts {train.warmup} of {train.steps} steps": train.warmup >= train.steps,
         "observe.trace: the first step is left out, and there is no other": config.observe.trace > 0 and train.steps == 1,
     }
-    notes = [note for note, true in idle.items() if true]
+    notes = [note for note, true in idle.items() if true] + _idle_float8(config)
     return {"no effect": "; ".join(notes)} if notes else {}
+
+
+def _idle_float8(config: Config) -> list[str]:
+    """Why a job with float8 makes no product in it; empty: it makes some."""
+    if config.train.precision != "float8" or in_float8(config.model, config.train):
+        return []
+    left = unfit(config.model, config.train)
+    if not left:
+        return ["train.precision = 'float8': the job leaves out all products"]
+    asked = " that the job does not leave out" if len(left) < len(list(products(config.model))) else ""
+    return [f"train.precision = 'float8': the sizes of all products{asked} are no multiples of 16 ({left[0]}, …)"]
+
+
+def _warning(training: Training) -> dict[str, str]:
+    """Settings that work, and are known to train worse than others."""
+    sums = SumCompression.of(training.plan.layout)
+    if sums is None or training.mesh.size(COPIES) == 1:
+        return {}
+    if sums.codec.name == "sign" and sums.feedback and training.config.train.optimizer == "adamw":
+        worse = "layout.compression = 'sign': with AdamW and error feedback, one run did worse than without feedback"
+        return {"warning": f"{worse}; use train.optimizer = '1bit-adam' (docs/compression.md)"}
+    return {}

@@ -73,7 +73,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class CompressedReport:
-    """What one rank saw of the first step with compressed gradients."""
+    """What one rank saw of the first step with compressed gradients or weights."""
 
     rank: int
     lost: float | None
@@ -85,6 +85,9 @@ class CompressedReport:
     """and of the latter."""
     checksums: dict[str, int]
     """Of the gradients, by parameter and slice."""
+    weights: dict[str, list[int]] = field(default_factory=dict)
+    """Checksums of the gathered weights that this rank computed with, by parameter and slice: one for each version that it had in
+    forward or backward. Empty where weights are not compressed."""
 
 
 @dataclass(frozen=True)

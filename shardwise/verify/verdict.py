@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,18 +109,25 @@ class CompressedVerdict:
     relative_error: float
     """Of the gradient that the ranks were given."""
     faults: tuple[str, ...]
+    weights_checked: bool = False
+    """Whether the weights that devices computed with were compared."""
 
     def sentence(self) -> str:
-        """For people."""
-        kept = (
-            "what is left out is not made up for"
-            if self.lost is None
-            else f"what is sent and what is kept for later add up to the gradient of one device (to {self.lost:.1g})"
-        )
+        """What holds, and how far the gradient is off. Where something does not hold, `faults` says what."""
+        claims = [] if self.faults else [*self._claims(), "and "]
         return (
-            f"with {self.what} the numbers are not those of one device. Of the first step: {kept}, copies got the same bits, and "
+            f"with {self.what} the numbers are not those of one device. Of the first step: {''.join(claims)}"
             f"the gradient is {self.relative_error:.2g} off"
         )
+
+    def _claims(self) -> Iterator[str]:
+        if self.lost is None:
+            yield "what is left out is not made up for, "
+        else:
+            yield f"what is sent and what is kept for later add up to the gradient of one device (to {self.lost:.1g}), "
+        yield "copies got the same bits, "
+        if self.weights_checked:
+            yield "all devices computed with the same weights in forward and backward, "
 
 
 def what_is_compressed(layout: Layout) -> str:
@@ -130,21 +137,44 @@ def what_is_compressed(layout: Layout) -> str:
 
 
 def judge_compressed(what: str, reports: Sequence[CompressedReport]) -> CompressedVerdict:
-    """The verdict on the first step with compressed gradients."""
+    """The verdict on the first step with compressed gradients or weights."""
     losses = [report.lost for report in reports if report.lost is not None]
     lost = max((_or_infinite(loss) for loss in losses), default=None)
     off, size = sum(report.off for report in reports), sum(report.size for report in reports)
     faults = []
     if lost is not None and lost > LIMIT:
         faults.append(f"compression loses a part of the gradient: what is sent and what is kept differ from it by {lost:.2g}")
-    bits: dict[str, dict[int, int]] = defaultdict(dict)
-    for report in reports:
-        for name, checksum in report.checksums.items():
-            bits[name].setdefault(checksum, report.rank)
-    for name, ranks in bits.items():
-        if len(ranks) > 1:
-            faults.append(f"{name}: ranks {', '.join(map(str, ranks.values()))} were given different gradients")
-    return CompressedVerdict(what, lost, math.sqrt(off / size) if size else 0.0, tuple(faults))
+    given = {report.rank: {name: [checksum] for name, checksum in report.checksums.items()} for report in reports}
+    for name, versions in _versions(given).items():
+        if len(versions) > 1:
+            faults.append(f"{name}: ranks {_listed(versions.values())} were given different gradients")
+    faults += _different_weights(reports)
+    relative_error = math.sqrt(off / size) if size else 0.0
+    return CompressedVerdict(what, lost, relative_error, tuple(faults), any(report.weights for report in reports))
+
+
+def _different_weights(reports: Sequence[CompressedReport]) -> Iterator[str]:
+    """Parameters of which devices computed with several versions."""
+    for name, versions in _versions({report.rank: report.weights for report in reports}).items():
+        if len(versions) == 1:
+            continue
+        ranks = [report.rank for report in reports if len(report.weights.get(name, ())) > 1]
+        within = " within one step, as in forward and in backward" if ranks else ""
+        yield f"{name}: ranks {_listed(ranks or versions.values())} computed with different weights{within}"
+
+
+def _versions(checksums: Mapping[int, Mapping[str, Iterable[int]]]) -> dict[str, dict[int, int]]:
+    """By name, every checksum that occurs, with the first rank that has it."""
+    versions: dict[str, dict[int, int]] = defaultdict(dict)
+    for rank, of_rank in checksums.items():
+        for name, found in of_rank.items():
+            for checksum in found:
+                versions[name].setdefault(checksum, rank)
+    return versions
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def judge(reports: Sequence[RankReport], reference: Reference, cost: RankReport | None, dtype: Dtype) -> Verdict:

@@ -1,4 +1,4 @@
-"""What recomputing all but attention keeps and repeats of blocks with experts, against what torch keeps and repeats of real ones.
+"""What recomputation by operators keeps and repeats of blocks with experts, against what torch keeps and repeats of real ones.
 
 On a CPU, where nothing is fused: an expert's activation is kept beside its product.
 """
@@ -6,11 +6,14 @@ On a CPU, where nothing is fused: an expert's activation is kept beside its prod
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cost.test_prices_of_computing import IDEAL
+from ranks.jobs import Tables, job, start
+from ranks.pool import Pool
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -18,8 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardwise.config import Model
 from shardwise.cost.footprint import kept
 from shardwise.cost.predict import predict
-from shardwise.cost.space import BUT_ATTENTION, FULL, Work, space_of
+from shardwise.cost.space import BUT_ATTENTION, FULL, SELECTIVE, Work, space_of
 from shardwise.cost.stack import SHARDWISE
+from shardwise.mesh import Worker
 from shardwise.models.transformer import Transformer
 from shardwise.parallel.recompute import recompute
 
@@ -69,12 +73,48 @@ def after_forward(shared: int, layers: int, mode: str, dtype: torch.dtype = torc
 
 
 @pytest.mark.parametrize("shared", [0, 3])
-def test_parts_of_a_block_keep_their_inputs_and_shared_experts_nothing_else(shared: int) -> None:
-    (more, _), (less, _) = (after_forward(shared, layers, "all-but-attention") for layers in (3, 2))
+@pytest.mark.parametrize(("mode", "place"), [("all-but-attention", BUT_ATTENTION), ("selective", SELECTIVE)])
+def test_parts_of_a_block_keep_their_inputs_and_what_the_mode_says(shared: int, mode: str, place: int) -> None:
+    (more, _), (less, _) = (after_forward(shared, layers, mode) for layers in (3, 2))
     work = Work(experts(shared), TOKENS, 1, precision="float32")
-    predicted = float(kept(work, space_of([{"recompute": BUT_ATTENTION}]), SHARDWISE)[0][0])
+    predicted = float(kept(work, space_of([{"recompute": place}]), SHARDWISE)[0][0])
     activations = 4 * TOKENS * 2 * SHAPE["expert_ffn"]
     assert predicted + activations <= more - less <= 1.05 * (predicted + activations), "beside them what routers keep"
+
+
+@pytest.mark.parametrize("shared", [0, 3])
+def test_sums_over_tensor_devices_are_kept_before_they_are_taken(ranks: Callable[[int], Pool], corpus: str, shared: int) -> None:
+    """A product that is split by inputs gives a part of a sum, as long as the whole sequence. That is what `selective` keeps."""
+    tables = [
+        job(
+            corpus,
+            model={**experts(shared, layers).model_dump(exclude_unset=True), "positions": "learned"},
+            layout={"data": 1, "tensor": 2},
+            train={"recompute": "selective", "micro_batch": 1},
+        )
+        for layers in (2, 3)
+    ]
+    held = [[ranks(2).run(kept_by_blocks, one, tokens)[0] for one in tables] for tokens in (TOKENS // 2, TOKENS)]
+    half, whole = (more - less for less, more in held)
+    found = whole - half  # what does not depend on tokens, as weights, is gone
+    space = space_of([{"recompute": SELECTIVE, "tensor": 2}])
+    predicted = float(kept(Work(experts(shared), TOKENS, 1, precision="float64"), space, SHARDWISE)[0][0]) / 2
+    activations = 8 * TOKENS // 2 * SHAPE["expert_ffn"]
+    assert predicted + activations <= found <= 1.05 * (predicted + activations), "beside them what routers keep"
+
+
+def kept_by_blocks(worker: Worker, tables: Tables, tokens: int) -> int:
+    """Bytes that wait for backward after the forward of all blocks on this rank."""
+    model = start(worker, tables).parallel.model
+    x = torch.randn(1, tokens // worker.world, SHAPE["hidden"], dtype=torch.float64, requires_grad=True)
+    alive = Alive(model)
+    with alive:
+        y = x
+        for block in model.blocks:
+            y = block(y, None, None)
+        found = sum(alive.bytes.values())
+    y.sum().backward()
+    return found
 
 
 @pytest.mark.parametrize("shared", [0, 3])

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from dropping_attention import ATTEND, DroppingAttention
 from ranks.jobs import ALONE, Tables, Trained, start, train, weights, worst_difference
 from ranks.pool import Pool
 from test_own_module import own, plain_module, tables_of
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise.mesh import Worker
+from shardwise.parallel import recompute
 from shardwise.train.build import restore, save
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.steps import steps
@@ -50,12 +54,61 @@ def test_steps_and_seeds_drop_others(corpus: str) -> None:
     assert train(ALONE, dropping(corpus, seed=3, **still)).losses == one.losses
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_each_block_of_each_micro_batch_drops_numbers_of_its_own(corpus: str, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Else blocks that all draw alike would pass every comparison here: both sides would draw so."""
+    masks: list[tuple[bool, ...]] = []
+    honest, training = F.dropout, start(ALONE, dropping(corpus, steps=1, recompute=mode))
+
+    def recorded(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        mask = honest(torch.ones_like(x), p, training)
+        if p == 0.2:  # a block's first
+            masks.append(tuple((mask != 0).flatten().tolist()))
+        return x * mask
+
+    monkeypatch.setattr(F, "dropout", recorded)
+    next(steps(training))
+    layers, micro_batches = training.config.model.layers, training.plan.accumulation
+    assert layers > 1 < micro_batches
+    assert len(masks) == layers * micro_batches * (2 if mode == "full" else 1)
+    assert len(set(masks)) == layers * micro_batches, "no two alike, but for what is computed again"
+
+
 @pytest.mark.parametrize("mode", ["full", "selective", "all-but-attention", 0.5])
 def test_recomputation_drops_what_forward_dropped(corpus: str, mode: str | float) -> None:
     found, truth = train(ALONE, dropping(corpus, recompute=mode)), train(ALONE, dropping(corpus))
     assert found.losses == truth.losses
     assert found.norms == truth.norms
     assert all(torch.equal(found.weights[name], value) for name, value in truth.weights.items())
+
+
+@pytest.mark.parametrize("mode", ["selective", "all-but-attention"])
+def test_attention_that_drops_is_computed_again_so_that_what_follows_drops_the_same(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """torch's attention on a CPU drops only in parts that are never kept. This one is a single operator, as on a GPU."""
+    monkeypatch.setitem(recompute._DROPOUT, ATTEND, 1)
+    monkeypatch.setattr(recompute, "_ATTENTION", {*recompute._ATTENTION, ATTEND})
+    gradients = []
+    for wanted in ("none", mode):
+        torch.manual_seed(5)
+        block, x = DroppingAttention(), torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+        recompute.recompute([block], wanted, compiled=False, draws=True)
+        block(x).square().sum().backward()
+        gradients.append((x.grad, block.weight.grad))
+    for exact, found in zip(*gradients, strict=True):
+        assert torch.equal(exact, found)
+
+
+@pytest.mark.parametrize("operation", recompute._DROPOUT, ids=str)
+@pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
+def test_attention_of_every_kernel_is_kept_only_where_it_drops_nothing(operation: Any, by_name: bool) -> None:
+    arguments = [argument.name for argument in operation._schema.arguments]
+    for share, wanted in ((0.0, CheckpointPolicy.MUST_SAVE), (0.1, CheckpointPolicy.PREFER_RECOMPUTE)):
+        given: list[Any] = [share if name == "dropout_p" else None for name in arguments]
+        args, kwargs = (given[:3], {"dropout_p": share}) if by_name else (given, {})
+        assert recompute._attention(None, operation, *args, **kwargs) is wanted
+        assert recompute._products(None, operation, *args, **kwargs) is wanted
 
 
 def test_a_resumed_run_drops_what_the_undisturbed_one_drops_on_another_layout_too(

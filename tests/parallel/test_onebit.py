@@ -15,6 +15,7 @@ from shardwise.config import from_tables
 from shardwise.errors import ConfigError
 from shardwise.mesh import Worker
 from shardwise.optim import learning_rate
+from shardwise.train.describe import describe_run
 from shardwise.train.steps import steps
 
 Ranks = Callable[[int], Pool]
@@ -85,6 +86,65 @@ def test_the_first_compressed_momentum_and_what_is_kept_are_those_of_one_device(
             weight = before["weights"][name] * (1 - rate * decay) - rate * after["exp_avg"][name] / size
             assert (after["weights"][name] - weight).abs().max() <= 1e-12, name
     assert compared
+
+
+def norms(worker: Worker, tables: Tables) -> list[tuple[float, float, float]]:
+    """Of each step: the logged gradient norm, that of all gradients, and that with momenta in place of compressed gradients."""
+    training, found = start(worker, tables), []
+    compressed = {name for part in training.parallel.parts for compressor in part.compressors for name in compressor.names}
+    before: dict[str, Any] = {}
+    for step in steps(training):
+        momenta = {name: training.optimizer.state[p]["exp_avg"].clone() for name, p in training.parallel.named_parameters()}
+        # The gradients are gone: what they added to the momenta tells them.
+        gradients = {name: (new - BETAS[0] * before.get(name, 0.0)) / (1 - BETAS[0]) for name, new in momenta.items()}
+        mixed = {**gradients, **{name: momenta[name] for name in compressed}}
+        found.append((step.gradient_norm, total_norm(gradients), total_norm(mixed)))
+        before = momenta
+    return found
+
+
+def total_norm(tensors: dict[str, Tensor]) -> float:
+    return sum(float(tensor.square().sum()) for tensor in tensors.values()) ** 0.5
+
+
+def test_once_compression_begins_the_logged_norm_is_that_of_summed_momenta_and_the_header_says_so(
+    ranks: Ranks, corpus: str
+) -> None:
+    tables = tables_of(corpus, {"data": 2, "compression": "int8", "compression_warmup": WARM_UP}, "1bit-adam")
+    for found in ranks(2).run(norms, tables):
+        for step, (logged, of_gradients, of_momenta) in enumerate(found, 1):
+            truth, other = (of_gradients, of_momenta) if step <= WARM_UP else (of_momenta, of_gradients)
+            assert logged == pytest.approx(truth, rel=1e-9) != pytest.approx(other, rel=0.01)
+    clipped = {**tables, "train": {**tables["train"], "clip": 0.5}}
+    said = ranks(2).run(header, clipped)[0]["optimizer"]
+    assert said.startswith("1-bit Adam")
+    assert f"after step {WARM_UP} train.clip and the logged gradient norm are those of summed momenta" in said
+
+
+def header(worker: Worker, tables: Tables) -> dict[str, str]:
+    return describe_run(start(worker, tables))
+
+
+@pytest.mark.parametrize(
+    ("layout", "warned"),
+    [
+        ({"data": 2, "compression": "sign"}, True),
+        ({"data": 2, "compression": "sign", "error_feedback": False}, False),
+        ({"data": 2, "compression": "int8"}, False),
+    ],
+    ids=str,
+)
+def test_signs_that_are_fed_back_into_adamw_are_warned_of(
+    ranks: Ranks, corpus: str, layout: dict[str, Any], warned: bool
+) -> None:
+    found = ranks(2).run(header, tables_of(corpus, layout, "adamw"))[0]
+    assert found["optimizer"] == "AdamW, fused kernel"
+    assert ("train.optimizer = '1bit-adam'" in found.get("warning", "")) == warned == ("warning" in found)
+
+
+def test_signs_in_1_bit_adam_are_not_warned_of(ranks: Ranks, corpus: str) -> None:
+    layout = {"data": 2, "compression": "sign", "compression_warmup": WARM_UP}
+    assert "warning" not in ranks(2).run(header, tables_of(corpus, layout, "1bit-adam"))[0]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from shardwise.plan import choose
 from shardwise.plan.float8 import in_float8, scale_count, unfit
 from shardwise.search.search import work_of
 from shardwise.train.build import Training
+from shardwise.train.describe import describe_run
 from shardwise.train.steps import steps
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "ffn": 48, "vocabulary": 259}
@@ -183,6 +184,33 @@ def test_sizes_that_do_not_fit_are_left_out(corpus: str) -> None:
     assert unfit(config.model, config.train) == [
         f"blocks.{layer}.feed_forward.experts.{name}" for layer in (0, 1) for name in ("gate", "up", "down")
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "why"),
+    [
+        ({"hidden": 120}, {}, "the sizes of all products are no multiples of 16 (blocks.0.attention.query, …)"),
+        ({}, {"float8_head": False, "float8_leave_out": ["blocks.*"]}, "the job leaves out all products"),
+        (
+            {"hidden": 120},
+            {"float8_head": False, "float8_leave_out": ["*.attention.*"]},
+            "the sizes of all products that the job does not leave out are no multiples of 16 (blocks.0.feed_forward.gate, …)",
+        ),
+    ],
+    ids=["sizes", "left out", "both"],
+)
+def test_float8_without_any_product_in_float8_has_no_effect_and_is_named_as_such(
+    corpus: str, model: dict[str, Any], train: dict[str, Any], why: str
+) -> None:
+    header = describe_run(training(corpus, {**MODEL, **model}, **train))
+    assert f"train.precision = 'float8': {why}" in header["no effect"]
+    assert header["precision"].startswith("bfloat16 computation")
+
+
+def test_float8_with_some_products_in_float8_has_an_effect(corpus: str) -> None:
+    header = describe_run(training(corpus, {**MODEL, "ffn": 50}))
+    assert "float8" not in header.get("no effect", "")
+    assert "but for 6 products of sizes that are no multiples of 16" in header["precision"]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.codecs import Blockwise
+from shardwise.comm.gathers import EncodedGather, NearbyCopy
 from shardwise.verify.compressed import measure_compressed
 
 
@@ -35,4 +37,34 @@ def ranks_decode_differently(*arguments: Any) -> Any:
             rows.mul_(1 + 1e-12)
 
     with patch.object(Blockwise, "_decode", decode):
+        return measure_compressed(*arguments)
+
+
+def shards_stay_exact(*arguments: Any) -> Any:
+    """Each rank computes with its own shard as it is, and with the decoded shards of others."""
+    honest = EncodedGather.gather
+
+    def gather(self: EncodedGather, output: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+        exact = own.clone()  # FSDP2 gives a part of `output`
+        honest(self, output, own, group)
+        output.view(group.size(), -1)[group.rank()] = exact
+
+    with patch.object(EncodedGather, "gather", gather):
+        return measure_compressed(*arguments)
+
+
+def backward_has_exact_weights(*arguments: Any) -> Any:
+    """The copy for backward is the weights as they were before they were rounded, the same on all ranks."""
+    honest = EncodedGather.gather, NearbyCopy.keep
+    exact: list[Tensor] = []
+
+    def gather(self: EncodedGather, output: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+        exact[:] = [output.new_empty(output.shape)]
+        dist.all_gather_into_tensor(exact[0], own.contiguous(), group=group)
+        honest[0](self, output, own, group)
+
+    def keep(self: NearbyCopy, gathered: Tensor, devices: int) -> None:
+        honest[1](self, exact.pop() if exact else gathered, devices)
+
+    with patch.object(EncodedGather, "gather", gather), patch.object(NearbyCopy, "keep", keep):
         return measure_compressed(*arguments)

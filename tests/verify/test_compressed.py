@@ -35,13 +35,28 @@ def test_weights_and_gradients_are_looked_at_one_at_a_time(corpus: str) -> None:
     gradients, weights = result.compressed
     assert gradients.lost is weights.lost is None, "neither makes up for what it leaves out"
     assert 0 < weights.relative_error < 0.05 < gradients.relative_error
+    assert "all devices computed with the same weights" in weights.sentence()
+    assert "weights" not in gradients.sentence(), "they are sent as they are"
+
+
+GRADIENTS = {"zero": 0, "compression": "int8"}
+WEIGHTS = {"zero": 3, "weight_compression": "int8", "backward_shards": 1}
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"), [("residual_forgotten", "loses a part"), ("ranks_decode_differently", "different gradients")]
+    ("fault", "layout", "says"),
+    [
+        ("residual_forgotten", GRADIENTS, "loses a part"),
+        ("ranks_decode_differently", GRADIENTS, "ranks 0, 1 were given different gradients"),
+        ("shards_stay_exact", WEIGHTS, "embedding.weight[(0, 259), (0, 64)]: ranks 0, 1 computed with different weights"),
+        ("backward_has_exact_weights", WEIGHTS, "ranks 0, 1 computed with different weights within one step"),
+    ],
 )
-def test_a_fault_in_compression_is_found(corpus: str, monkeypatch: pytest.MonkeyPatch, fault: str, says: str) -> None:
+def test_a_fault_in_compression_is_found(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, fault: str, layout: dict[str, Any], says: str
+) -> None:
     monkeypatch.setattr(proving, "COMPRESSED", f"compression_faults:{fault}")
-    result = proof(corpus, {"zero": 0, "compression": "int8"})
+    result = proof(corpus, layout)
     assert not result.verdict.passes
     assert says in "\n".join(result.verdict.faults)
+    assert "the same" not in result.compressed[-1].sentence(), "nothing is claimed that does not hold"
