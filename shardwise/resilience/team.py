@@ -31,8 +31,8 @@ LOST_SECONDS = 10.0
 """A host that was not heard of for this long is lost."""
 FRUITLESS = 3
 """So many times the attempts at one step may a run fail at various steps without getting on."""
-QUIET_SECONDS = 2.0
-"""A host that was not heard of for this long may be lost: nobody is put into a team with it."""
+QUIET_SECONDS = 1.0
+"""A host that was not heard of for this long may be lost: no team is formed with it. Hosts call four times a second."""
 PATIENCE_SECONDS = 30.0
 """How long the first team waits for the workers above the minimum."""
 ECHO_SECONDS = 1.0
@@ -182,6 +182,12 @@ class Lead:
         self._store_name = secrets.token_hex(16)
         self.faults: list[Fault] = []
         """Every fault so far, one for each team that broke: the first cause."""
+        self._failed_attempts: list[Fault] = []
+        """The faults of teams that really were there: each is a failed attempt at its step."""
+        self._noticed = (0, 0.0)
+        """The generation that broke last, and when the leader first heard of it."""
+        self._known_generations: dict[str, int] = {}
+        """The newest generation that each host has reported."""
         self.lacks: str | None = None
         """What keeps the next team from being formed."""
         self._reports: dict[str, tuple[Report, float]] = {}
@@ -206,6 +212,7 @@ class Lead:
         if from_afar:
             report = replace(report, faults=tuple(self._stamped(report.host, fault) for fault in report.faults))
         self._reports[report.host] = (report, now)
+        self._known_generations[report.host] = report.generation
         self._awaited.pop(report.host, None)
         self._reached = max(self._reached, report.step)
 
@@ -238,27 +245,31 @@ class Lead:
         done = [report.done for report in present if report.done is not None]
         faults = faults or [fault for fault in self.faults[-1:] if fault.generation == team.generation]  # it stays broken
         if faults:
-            self._broken(faults, now)
+            self._broken(team, faults, now)
         elif len(done) == len(hosts):
             self.orders = replace(self.orders, wish="end", status=max(done))
         elif self.orders.wish == "regroup":
             if len(present) == len(hosts) and all(report.idle for report in present):
                 self._form(now, None)
-                if self.orders.wish == "regroup" and any(report.leaving for report in present):  # too few are left to go on
+                if self.lacks is not None and any(report.leaving for report in present):  # too few are left to go on
                     self.orders = replace(self.orders, wish="end", status=RESUME_ME)
         elif self.orders.wish == "work":
             self._reconsider(team, now)
 
-    def _broken(self, faults: list[Fault], now: float) -> None:
+    def _broken(self, team: Team, faults: list[Fault], now: float) -> None:
+        if self._noticed[0] != team.generation:
+            self._noticed = (team.generation, now)
         if all(fault.echo for fault in faults) and self._cause_may_come(faults, now):
             return
         fatal = [fault for fault in faults if fault.status is not None]
         first = min(fatal or faults, key=lambda fault: (fault.echo, fault.kind == "host lost", fault.at))
         if not self.faults or self.faults[-1].generation != first.generation:
             self.faults.append(first)
-            self._fruitless = 0 if first.step > self._furthest else self._fruitless + 1
-            self._furthest = max(self._furthest, first.step)
-        alike = [fault for fault in self.faults[-self.attempts :] if fault.step == first.step]
+            if self._was_attempt(team, first):
+                self._failed_attempts.append(first)
+                self._fruitless = 0 if first.step > self._furthest else self._fruitless + 1
+                self._furthest = max(self._furthest, first.step)
+        alike = [fault for fault in self._failed_attempts[-self.attempts :] if fault.step == first.step]
         if fatal:
             self.orders = replace(self.orders, wish="end", status=first.status or 1, message=first.cause)
         elif self.orders.wish == "stop":
@@ -277,6 +288,13 @@ class Lead:
         else:
             self._form(now, self._to_recover_from(self.faults[-1]))
 
+    def _was_attempt(self, team: Team, fault: Fault) -> bool:
+        """Whether the team really was there when it broke. If not, a host of it was gone before it knew of the team: that is no
+        second failure after the one for which the team was formed."""
+        if fault.kind != "host lost" or fault.rank is None:
+            return True
+        return self._known_generations.get(team.members[fault.rank].host, 0) >= team.generation
+
     def _to_recover_from(self, fault: Fault) -> Fault:
         """The fault as it was when it was noticed: a wait for workers is part of the recovery. So is a team that was formed to
         recover from an earlier one and broke before it did a step."""
@@ -287,11 +305,18 @@ class Lead:
 
     def _cause_may_come(self, faults: list[Fault], now: float) -> bool:
         """Whether some host may still say why a peer is gone, or turn out to be lost."""
-        quiet = any(now - seen > QUIET_SECONDS for _, seen in self._reports.values())
-        return quiet or present_time() - min(fault.at for fault in faults) < ECHO_SECONDS
+        return self._may_be_lost(now, since=self._noticed[1]) or present_time() - min(fault.at for fault in faults) < ECHO_SECONDS
+
+    def _may_be_lost(self, now: float, since: float = 0.0) -> bool:
+        """Whether some host has not called lately, or not since this time. It will call in a moment, or it is lost."""
+        return any(seen < since or now - seen >= QUIET_SECONDS for _, seen in self._reports.values())
 
     def _form(self, now: float, fault: Fault | None) -> None:
-        """The next team, if there are enough workers; the first waits a while for all of them."""
+        """The next team, if there are enough workers; the first waits a while for all of them. After a fault each host must have
+        called again: one that died with the team it was in would be put into the next one, which would fail for the same loss.
+        """
+        if self._may_be_lost(now, since=self._noticed[1] if fault is not None else 0.0):
+            return
         before, slots = self.orders.team, self._slots()
         plan = self.make_plan(min(len(slots), self.bounds.most)) if len(slots) >= self.bounds.least else None
         if plan is None or plan.world < self.bounds.least:
@@ -328,7 +353,8 @@ class Lead:
             enough = len(slots) >= self.bounds.least and self.make_plan(len(slots)) is not None
             self.orders = replace(self.orders, wish="regroup" if enough else "stop")
             return
-        plan = self.make_plan(min(len(slots), self.bounds.most)) if len(slots) > len(team.members) else None
+        grows = len(slots) > len(team.members) and not self._may_be_lost(now)
+        plan = self.make_plan(min(len(slots), self.bounds.most)) if grows else None
         if plan is None or plan.world <= len(team.members):
             self._enough_since = None
         elif self._enough_since is None:
