@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh.sockets import address_towards
 from shardwise.resilience.meeting import SILENT_SECONDS, MeetingFile
+from shardwise.resilience.newcomer import Newcomer
 from shardwise.resilience.rendezvous import Rendezvous, RendezvousClient
 from shardwise.resilience.store import FindPort, open_store
 from shardwise.resilience.team import Lead, Orders, Report
@@ -33,15 +35,15 @@ MakeLead = Callable[[FindPort], Lead]
 class OtherHosts:
     """`first` is the address and port of the run's first node, as the launcher gave them."""
 
-    def __init__(self, name: str, first: tuple[str, int], meeting: MeetingFile, hold: Hold, make_lead: MakeLead) -> None:
+    def __init__(self, own: Newcomer, first: tuple[str, int], meeting: MeetingFile, hold: Hold, make_lead: MakeLead) -> None:
         self.address = address_towards(*first)
         """This host's, as the others see it; where names are not known yet, only once a leader has answered."""
         self.rendezvous: Rendezvous | None = None
         """Where this host leads."""
-        self._name, self._first, self._meeting, self._hold, self._make_lead = name, first, meeting, hold, make_lead
+        self._own, self._first, self._meeting, self._hold, self._make_lead = own, first, meeting, hold, make_lead
         self._unanswered = 0
         """Calls since a leader answered."""
-        self._client = RendezvousClient(lambda: meeting.find(self._unanswered))
+        self._client = RendezvousClient(lambda: meeting.find(self._unanswered), own)
         self._locks, self._held = ExitStack(), ExitStack()
         """Of the run's folders, and what else ends with this host."""
         self._folder_in_use: UserError | None = None
@@ -63,7 +65,7 @@ class OtherHosts:
                 raise
             self._folder_in_use = in_use
             return None
-        self.rendezvous = Rendezvous(*self._first, self._meeting.begin())
+        self.rendezvous = Rendezvous(*self._first, self._meeting.begin(), self._own)
         try:
             self._meeting.announce(*self._first)
         except OSError as error:
@@ -90,7 +92,7 @@ class OtherHosts:
             self._say_once(f"no host can lead this run on: {self._unwritten(error)}")
             return None
         lead = self._make_lead(self._held.enter_context(open_store(self.address)))
-        lead.take_over(self._last_orders, self._name, former.leader, time.monotonic())
+        lead.take_over(self._last_orders, self._own.host, former.leader, time.monotonic())
         return lead
 
     def _announce_oneself(self) -> None:
@@ -98,9 +100,9 @@ class OtherHosts:
         _, _, credentials = self._meeting.find()
         assert credentials is not None, "it has called a leader"
         try:
-            self.rendezvous = Rendezvous(self.address, self._first[1], credentials)
+            self.rendezvous = Rendezvous(self.address, self._first[1], credentials, self._own)
         except UserError:  # on one machine, several hosts cannot have the same port
-            self.rendezvous = Rendezvous(self.address, 0, credentials)
+            self.rendezvous = Rendezvous(self.address, 0, credentials, self._own)
         self._meeting.announce(self.address, self.rendezvous.port)
 
     def _unwritten(self, error: OSError) -> str:
@@ -130,6 +132,8 @@ class OtherHosts:
             return None
         self._unanswered, self._answered, self._last_orders = 0, now, orders
         self.address = self._client.own_address
+        if self._folder_in_use is not None and orders.message:  # perhaps another run was meant, perhaps this one
+            return replace(orders, message=f"{self._folder_in_use}. To take part in that run instead: {orders.message}")
         if self._folder_in_use is not None:
             self._folder_in_use = None
             self._say_once(
@@ -176,9 +180,14 @@ class OtherHosts:
                 f"the run's secret is not known yet: the first node writes {self._meeting.path}. Do all nodes see the same "
                 "run.folder? If not, give all of them the same SHARDWISE_SECRET"
             )
+        if self._client.older:
+            return (
+                f"{address}:{port}, which leads this run, has an older version of shardwise, which does not say its number, "
+                f"and this host has {self._own.version}: install the same version on every host"
+            )
         if self._client.refused:
             return (
-                f"{address}:{port} refuses this host: a run with another secret, name (PET_RDZV_ID) or job is there. If nodes do "
+                f"{address}:{port} refuses this host: a run with another secret or name (PET_RDZV_ID) is there. If nodes do "
                 f"not share {self._meeting.path}, give all of them the same SHARDWISE_SECRET"
             )
         return f"the host that leads this run, {address}:{port}, does not answer"

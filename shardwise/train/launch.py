@@ -10,20 +10,24 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import hashlib
+import json
 import logging
 import os
 import shutil
 import signal
 import socket
 import sys
+import tomllib
 import traceback
 import uuid
 from contextlib import closing
 from functools import partial
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from shardwise import __version__
 from shardwise.checkpoint import checkpoint_folder, checkpoints, step_of
 from shardwise.config import Config, to_toml
 from shardwise.mesh import Node, Worker, worker_environment
@@ -31,6 +35,7 @@ from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines
 from shardwise.observe import EventsFile, unblocked_output
 from shardwise.resilience.host import Host
 from shardwise.resilience.meeting import MeetingFile
+from shardwise.resilience.newcomer import Newcomer
 from shardwise.resilience.other_hosts import Hold, OtherHosts
 from shardwise.resilience.server import start_server
 from shardwise.resilience.store import FindPort, open_store
@@ -41,13 +46,15 @@ log = logging.getLogger("shardwise")
 
 LOG_BYTES = 4 << 20
 """Of a rank's log, before it begins anew."""
+LONGEST_SETTING = 120
+"""Characters of a setting as hosts tell it each other."""
 WORKERS_IMPORT = ("__main__", "shardwise.train.run")
 """What the server has imported before a worker is forked from it."""
 
 
-def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, planner: Planner, hold: Hold) -> int:
+def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, planner: Planner, hold: Hold, data: str = "") -> int:
     """Take part in the run with this many local workers; returns the exit status, or raises the first cause. `hold` keeps
-    other runs out of this one's folders, which is what the host that leads it does.
+    other runs out of this one's folders, which is what the host that leads it does. `data` says what the data hold.
 
     Only here does the server start that imports torch: a job that is refused before leaves at once.
     """
@@ -61,8 +68,9 @@ def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, plan
     if node is None or first is None:
         with hold(), open_store(LOOPBACK) as port:
             return _host(name, config, workers, make_lead(port), None)
-    meeting = MeetingFile(Path(config.run.folder), name, node.run_id or _name_of_job(config), node.secret, first)
-    with closing(OtherHosts(name, first, meeting, hold, make_lead)) as others:
+    meeting = MeetingFile(Path(config.run.folder), name, node.run_id, node.secret, first)
+    own = Newcomer(name, __version__, version("torch"), workers, _settings(config), data)
+    with closing(OtherHosts(own, first, meeting, hold, make_lead)) as others:
         return _host(name, config, workers, others.begin() if node.node_rank == 0 else None, others)
 
 
@@ -94,9 +102,15 @@ def newest_saved(config: Config) -> int | None:
     return max(map(step_of, checkpoints(checkpoint_folder(config))), default=None)
 
 
-def _name_of_job(config: Config) -> str:
-    """What tells a run from others where the launcher gives it no name: nodes with different jobs never belong together."""
-    return hashlib.sha256(to_toml(config, as_asked=True).encode()).hexdigest()
+def _settings(config: Config) -> dict[str, str]:
+    """Every setting of the job as text, by its name: hosts compare them. Of a long one the middle is replaced by a checksum."""
+    tables = tomllib.loads(to_toml(config, as_asked=True))
+    return {f"{name}.{key}": _short(json.dumps(value)) for name, table in tables.items() for key, value in table.items()}
+
+
+def _short(text: str) -> str:
+    checksum = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return text if len(text) <= LONGEST_SETTING else f"{text[: LONGEST_SETTING // 2]}… (checksum {checksum})"
 
 
 def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connection) -> NoReturn:

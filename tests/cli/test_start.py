@@ -150,3 +150,12 @@ def test_nodes_meet_at_an_address_that_other_machines_can_call(monkeypatch: pyte
     node = Node(2, 0, 1, "node-1", 29400, "run", "a test")
     with pytest.raises(UserError, match=r"the first node is at \('the address of node-1', 29400\)"):
         launch.launch(read(JOB, []), 1, Bounds(1, 2), node, cast(Any, None), nullcontext)
+
+
+def test_hosts_compare_every_setting_of_the_job() -> None:
+    one, other = (launch._settings(read(JOB, ["train.steps=7", *more])) for more in ([], ["data.text_field=answer"]))
+    assert (one["train.steps"], one["run.folder"]) == ("7", '"runs/quickstart"')
+    assert {name for name in one if one[name] != other[name]} == {"data.text_field"}
+    long = [launch._settings(read(JOB, [f"run.folder={'x' * 200}{end}"]))["run.folder"] for end in "ab"]
+    assert long[0] != long[1]
+    assert max(map(len, long)) < 120

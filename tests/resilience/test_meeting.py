@@ -17,8 +17,10 @@ from shardwise.errors import UserError
 from shardwise.locks import take_lock
 from shardwise.resilience import meeting as meeting_module
 from shardwise.resilience import other_hosts as other_hosts_module
+from shardwise.resilience.channel import greeting
 from shardwise.resilience.forked import free_port
 from shardwise.resilience.meeting import FILE, MeetingFile
+from shardwise.resilience.newcomer import Newcomer
 from shardwise.resilience.other_hosts import OtherHosts
 from shardwise.resilience.store import FindPort
 from shardwise.resilience.team import Bounds, Lead, Orders, Report
@@ -80,11 +82,14 @@ def test_a_leader_is_silent_once_its_number_stands_still(tmp_path: Path, monkeyp
     assert second.still_leads()
 
 
-def others(host: str, folder: Path, port: int, hold: Any = nullcontext, given: str | None = None) -> OtherHosts:
+def others(
+    host: str, folder: Path, port: int, hold: Any = nullcontext, given: str | None = None, version: str = "0.1.0"
+) -> OtherHosts:
     def make_lead(port: FindPort) -> Lead:
         return Lead(Bounds(1, 1), plan_for, 3, port)
 
-    return OtherHosts(host, (HERE, port), MeetingFile(folder, host, "run", given, (HERE, port)), hold, make_lead)
+    own = Newcomer(host, version)
+    return OtherHosts(own, (HERE, port), MeetingFile(folder, host, "run", given, (HERE, port)), hold, make_lead)
 
 
 def in_use() -> Any:
@@ -308,3 +313,36 @@ def test_a_host_takes_over_at_the_address_by_which_it_called_its_leader(
     assert second.take_over() is not None
     assert (second.address, json.loads((tmp_path / FILE).read_text())["address"]) == (HERE, HERE)
     second.close()
+
+
+def test_a_first_node_with_another_job_in_a_folder_that_a_run_uses_is_told_both(tmp_path: Path, no_store: None) -> None:
+    port = free_port()
+    first, second = others("a", tmp_path, port), others("a2", tmp_path, port, in_use, version="0.2.0")
+    assert first.begin() is not None
+    assert second.begin() is None
+    orders = second.call(Report("a2", HERE, (0,)))
+    assert orders is not None
+    assert (orders.wish, orders.status) == ("end", 2)
+    assert orders.message == (
+        "another run is writing there now. To take part in that run instead: host a2 has shardwise 0.2.0, and the run has "
+        "shardwise 0.1.0: install the same version on every host"
+    )
+    for host in (first, second):
+        host.close()
+
+
+def test_a_host_gives_up_on_a_leader_of_an_older_version_and_names_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None
+) -> None:
+    monkeypatch.setattr("shardwise.resilience.rendezvous.greeting", lambda version: greeting())
+    port = free_port()
+    first, second = others("a", tmp_path, port), others("b", tmp_path, port)
+    assert first.begin() is not None
+    assert second.call(Report("b", HERE, (0,))) is None
+    monkeypatch.setattr(other_hosts_module, "REFUSED_SECONDS", -1.0)
+    with pytest.raises(
+        UserError, match=r"has an older version of shardwise, .*, and this host has 0.1.0: install the same version"
+    ):
+        second.give_up_if_too_long()
+    for host in (first, second):
+        host.close()

@@ -21,6 +21,7 @@ from shardwise.resilience.team import (
     Lead,
     Member,
     Orders,
+    Refusal,
     Report,
     Team,
 )
@@ -466,3 +467,78 @@ def test_a_lost_leader_costs_one_attempt() -> None:
     assert orders.wish == "work"
     assert [member.host for member in team_of(orders)] == ["b", "b", "c", "c"]
     assert len(second.faults) == 1
+
+
+def with_a_newcomer(attempts: int = 2) -> tuple[Lead, Team]:
+    """A run of two hosts that has done steps, and the team that it forms with a third."""
+    judge = lead(2, 6, attempts=attempts)
+    decide(judge, 0, host("a", 2), host("b", 2))
+    decide(judge, PATIENCE_SECONDS, host("a", 2), host("b", 2))
+    at_work = [host(name, 2, generation=1, idle=False, step=7) for name in "ab"]
+    orders = seconds_of(judge, range(31, 34), *at_work, host("c", 2))
+    assert orders.wish == "regroup"
+    idle = [host(name, 2, generation=1, idle=True, step=8) for name in "ab"]
+    team = decide(judge, 35, *idle, host("c", 2)).team
+    assert team is not None
+    assert (team.generation, len(team.members)) == (2, 6)
+    return judge, team
+
+
+def test_a_host_that_fails_for_good_before_its_first_step_is_refused_alone() -> None:
+    judge, team = with_a_newcomer()
+    rank = team.members.index(Member("c", 1))
+    fatal = fault(2, step=0, rank=rank, kind="failed", cause="rank 5 was started with another job than rank 0", status=2)
+    echo = fault(2, step=0, rank=0, echo=True)
+    others = [host("a", 2, generation=2, faults=(echo,)), host("b", 2, generation=2)]
+    orders = decide(judge, 36, *others, host("c", 2, generation=2, faults=(fatal,)))
+    assert (orders.wish, {member.host for member in team_of(orders)}) == ("work", {"a", "b"})
+    (refused,) = judge.refusals
+    assert (refused.host, refused.workers, refused.status) == ("c", 2, 2)
+    assert "host c failed before its first step" in refused.why
+    assert "was started with another job than rank 0" in refused.why
+    again = [host(name, 2, generation=3, idle=False, step=9) for name in "ab"]
+    orders = seconds_of(judge, range(37, 50), *again, host("c", 2))
+    assert (orders.wish, {member.host for member in team_of(orders)}) == ("work", {"a", "b"}), "it is not asked again"
+
+
+def test_a_host_that_fails_again_and_again_before_its_first_step_costs_the_run_no_attempt() -> None:
+    judge, team = with_a_newcomer(attempts=2)
+    rank = team.members.index(Member("c", 0))
+    for generation in (2, 3):
+        died = fault(generation, step=0, rank=rank, cause="out of memory")
+        others = [host(name, 2, generation=generation) for name in "ab"]
+        orders = decide(judge, 36 + generation, *others, host("c", 2, generation=generation, faults=(died,)))
+        assert orders.wish == "work"
+    assert {member.host for member in team_of(orders)} == {"a", "b"}
+    assert [(refused.host, refused.status) for refused in judge.refusals] == [("c", 1)]
+
+
+def test_a_newcomer_that_is_lost_before_its_first_step_costs_the_run_no_attempt() -> None:
+    judge, _ = with_a_newcomer(attempts=1)
+    decide(judge, 36, *[host(name, 2, generation=2) for name in "abc"])
+    orders = seconds_of(judge, range(37, 48), *[host(name, 2, generation=2) for name in "ab"])
+    assert (orders.wish, {member.host for member in team_of(orders)}) == ("work", {"a", "b"})
+
+
+def test_a_fault_of_a_newcomer_after_its_first_step_is_one_of_the_run() -> None:
+    judge, team = with_a_newcomer()
+    rank = team.members.index(Member("c", 1))
+    decide(judge, 36, *[host(name, 2, generation=2, step=9) for name in "abc"])
+    fatal = fault(2, step=10, rank=rank, kind="failed", cause="the loss is nan", status=1)
+    reports = [host(name, 2, generation=2, step=9, faults=(fatal,) if name == "c" else ()) for name in "abc"]
+    orders = decide(judge, 37, *reports)
+    assert (orders.wish, orders.status, orders.message, judge.refusals) == ("end", 1, "the loss is nan", [])
+
+
+def test_a_host_that_was_refused_ends_only_a_run_that_cannot_begin_without_it() -> None:
+    refused = Refusal("c", 2, "host c has another job")
+    fixed = lead(4, 4)
+    decide(fixed, 0, host("a", 2))
+    fixed.note_refused(refused)
+    orders = decide(fixed, 1, host("a", 2))
+    assert (orders.wish, orders.status, orders.message) == ("end", 2, "host c has another job")
+    elastic, training = lead(2, 4), lead(4, 4)
+    decide(training, 0, host("a", 2), host("b", 2))
+    for judge in (elastic, training):
+        judge.note_refused(refused)
+        assert decide(judge, 1, host("a", 2, generation=1), host("b", 2, generation=1)).wish == "work"
