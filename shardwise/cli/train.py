@@ -165,6 +165,8 @@ def _check_servers(config: Config, workers: int, limits: Limits) -> None:
 def _start(config: Config, node: Node | None, workers: int | None, limits: Limits) -> int:
     """Plan, prepare the data, and start; in this order, so that a job which is refused leaves nothing behind."""
     from shardwise.checkpoint import to_resume
+    from shardwise.mesh.sockets import check_resolves
+    from shardwise.resilience.first_node import FirstNodeFile
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
     from shardwise.words import counted
@@ -181,12 +183,17 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     _check(planner)
     if config.train.driver == "hogwild":
         _check_shared_memory(config, planner.first)
-    if node is None or node.node_rank == 0:
-        _check_room(config, planner.first)
-    dataset = _check_data(config)
-    typer.echo(f"starting {counted(slots, 'worker')}…", err=True)  # the first imports torch, and is heard of seconds later
-    data = dataset.content if node is not None else ""  # which other hosts are compared with
-    return launch(config, slots, bounds, node, planner, lambda: _holding(config), data)
+    first_node = FirstNodeFile(Path(config.run.folder), node.run_id) if node is not None and nodes > 1 else None
+    leads = node is None or node.node_rank == 0
+    with first_node.tell() if first_node and leads else nullcontext():  # the others wait for it
+        if node is not None and leads and nodes > 1:
+            check_resolves(node.address)
+        if leads:
+            _check_room(config, planner.first)
+        dataset = _check_data(config)
+        typer.echo(f"starting {counted(slots, 'worker')}…", err=True)  # the first imports torch, and is heard of seconds later
+        data = dataset.content if node is not None else ""  # which other hosts are compared with
+        return launch(config, slots, bounds, node, planner, lambda: _holding(config), first_node, data)
 
 
 def _with_servers(config: Config, node: Node | None, crew: Crew) -> tuple[Config, int, Bounds]:

@@ -33,6 +33,7 @@ from shardwise.config import Config, to_toml
 from shardwise.mesh import Node, Worker, worker_environment
 from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines
 from shardwise.observe import EventsFile, unblocked_output
+from shardwise.resilience.first_node import FirstNodeFile
 from shardwise.resilience.host import Host
 from shardwise.resilience.meeting import MeetingFile
 from shardwise.resilience.newcomer import Newcomer
@@ -52,9 +53,19 @@ WORKERS_IMPORT = ("__main__", "shardwise.train.run")
 """What the server has imported before a worker is forked from it."""
 
 
-def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, planner: Planner, hold: Hold, data: str = "") -> int:
+def launch(
+    config: Config,
+    workers: int,
+    bounds: Bounds,
+    node: Node | None,
+    planner: Planner,
+    hold: Hold,
+    first_node: FirstNodeFile | None = None,
+    data: str = "",
+) -> int:
     """Take part in the run with this many local workers; returns the exit status, or raises the first cause. `hold` keeps
-    other runs out of this one's folders, which is what the host that leads it does. `data` says what the data hold.
+    other runs out of this one's folders, which is what the host that leads it does. With several nodes, `first_node` is where
+    the first one leaves its sign, and `data` says what the data hold.
 
     Only here does the server start that imports torch: a job that is refused before leaves at once.
     """
@@ -70,7 +81,8 @@ def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, plan
             return _host(name, config, workers, make_lead(port), None)
     meeting = MeetingFile(Path(config.run.folder), name, node.run_id, node.secret, first)
     own = Newcomer(name, __version__, version("torch"), workers, _settings(config), data)
-    with closing(OtherHosts(own, first, meeting, hold, make_lead)) as others:
+    first_node = first_node or FirstNodeFile(Path(config.run.folder), node.run_id)
+    with closing(OtherHosts(own, first, meeting, first_node, hold, make_lead)) as others:
         return _host(name, config, workers, others.begin() if node.node_rank == 0 else None, others)
 
 

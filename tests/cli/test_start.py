@@ -23,6 +23,7 @@ from shardwise.cli.verify import _prove
 from shardwise.config import read
 from shardwise.errors import UserError
 from shardwise.mesh import Node, local_gpus
+from shardwise.resilience.first_node import FirstNodeFile
 from shardwise.resilience.stopping import STOP_SIGNALS
 from shardwise.resilience.team import Bounds
 from shardwise.train import launch
@@ -159,3 +160,15 @@ def test_hosts_compare_every_setting_of_the_job() -> None:
     long = [launch._settings(read(JOB, [f"run.folder={'x' * 200}{end}"]))["run.folder"] for end in "ab"]
     assert long[0] != long[1]
     assert max(map(len, long)) < 120
+
+
+def test_a_first_node_that_cannot_begin_leaves_the_reason_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_check_data", lambda config: pytest.fail("hours may pass before the name is looked up"))
+    node = Node(2, 0, 1, "n1.invalid", 20001, "slurm-1-0", "a test")
+    config = read(JOB, [f"run.folder={tmp_path / 'run'}", "layout.data=2"])
+    with pytest.raises(UserError, match=r"the name n1\.invalid, .*, cannot be resolved"):
+        command._start(config, node, None, (None, None))
+    sign = FirstNodeFile(tmp_path / "run", "slurm-1-0").heard()
+    assert sign is not None
+    assert "the name n1.invalid" in sign.ended
+    assert sign.status == 2
