@@ -17,6 +17,7 @@ from shardwise.resilience.stopping import Stopped
 if TYPE_CHECKING:
     from shardwise.cli.check_job import Crew
     from shardwise.config import Config
+    from shardwise.data import Dataset
     from shardwise.mesh import Node, Worker
     from shardwise.plan import OwnParameters, Plan
     from shardwise.resilience.team import Bounds
@@ -105,7 +106,7 @@ def _holding(config: Config) -> Iterator[None]:
         yield
 
 
-def _check_data(config: Config) -> None:
+def _check_data(config: Config) -> Dataset:
     """Prepare the data, and check what the job says against all of it, before any worker starts."""
     from shardwise.cli.progress import preparing
     from shardwise.data import Dataset, check_vocabulary
@@ -113,6 +114,7 @@ def _check_data(config: Config) -> None:
     with preparing() as progress:
         dataset = Dataset.open(config.data, config.train.seed, progress)
     check_vocabulary(dataset, config.model.vocabulary, config.model.pretrained)
+    return dataset
 
 
 def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits) -> Crew:
@@ -163,6 +165,8 @@ def _check_servers(config: Config, workers: int, limits: Limits) -> None:
 def _start(config: Config, node: Node | None, workers: int | None, limits: Limits) -> int:
     """Plan, prepare the data, and start; in this order, so that a job which is refused leaves nothing behind."""
     from shardwise.checkpoint import to_resume
+    from shardwise.mesh.sockets import check_resolves
+    from shardwise.resilience.first_node import FirstNodeFile
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
     from shardwise.words import counted
@@ -179,11 +183,17 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     _check(planner)
     if config.train.driver == "hogwild":
         _check_shared_memory(config, planner.first)
-    if node is None or node.node_rank == 0:
-        _check_room(config, planner.first)
-    _check_data(config)
-    typer.echo(f"starting {counted(slots, 'worker')}…", err=True)  # the first imports torch, and is heard of seconds later
-    return launch(config, slots, bounds, node, planner, lambda: _holding(config))
+    first_node = FirstNodeFile(Path(config.run.folder), node.run_id) if node is not None and nodes > 1 else None
+    leads = node is None or node.node_rank == 0
+    with first_node.tell() if first_node and leads else nullcontext():  # the others wait for it
+        if node is not None and leads and nodes > 1:
+            check_resolves(node.address)
+        if leads:
+            _check_room(config, planner.first)
+        dataset = _check_data(config)
+        typer.echo(f"starting {counted(slots, 'worker')}…", err=True)  # the first imports torch, and is heard of seconds later
+        data = dataset.content if node is not None else ""  # which other hosts are compared with
+        return launch(config, slots, bounds, node, planner, lambda: _holding(config), first_node, data)
 
 
 def _with_servers(config: Config, node: Node | None, crew: Crew) -> tuple[Config, int, Bounds]:

@@ -22,6 +22,7 @@ whether `reset_attention` is asked for or not, and a loss is taken on their answ
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -134,6 +135,14 @@ class Dataset:
         """Which sample stands at which position of the training stream."""
         sizes = tuple(stream.training for stream in self.streams)
         return Order(sizes, tuple(stream.weight for stream in self.streams), self.seed)
+
+    @property
+    def content(self) -> str:
+        """What the data hold, with a checksum over all of it: two hosts with the same text have the same data."""
+        indexes = [stream.tokens.index for stream in self.streams]
+        known = [(index.tokenizer_fingerprint, index.end, index.shards) for index in indexes]
+        checksum = hashlib.sha256(repr(known).encode()).hexdigest()[:12]
+        return f"{sum(index.tokens for index in indexes):,} tokens (checksum {checksum})"
 
     @property
     def held_out_count(self) -> int:

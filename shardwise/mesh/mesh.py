@@ -22,7 +22,7 @@ from shardwise._torch import count_groups_anew, flatten, forget_meshes, part_of
 from shardwise.config import Device, Layout
 from shardwise.mesh.devices import pick_device, share_gpus
 from shardwise.mesh.launched import Worker, agent_has_store
-from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines, listen, use_network_towards
+from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines, check_resolves, listen, use_network_towards
 from shardwise.plan.grid import JOINED_AXES, devices, grid_dims, joined_name, label, members
 
 AGENT_TIMEOUT = datetime.timedelta(seconds=20)  # torch dials for about three times as long
@@ -163,6 +163,8 @@ def _rendezvous(worker: Worker) -> dict[str, Any]:
     if worker.launcher == "torchrun":
         return {"store": _store_of_torchrun(worker)}
     address = worker.address if worker.world == worker.local_world else address_for_other_machines(worker.address)
+    if worker.launcher != "shardwise":
+        check_resolves(address)  # torch would try for half an hour
     use_network_towards(address, worker.port)
     if worker.launcher != "shardwise" and worker.rank == 0:
         return {"store": _store_at(address, worker.port)}

@@ -23,6 +23,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
     """A socket that listens at this address alone; at all addresses where the name leads to none of this machine's (a
     cluster may translate the address of a service).
     """
+    check_resolves(address)
     family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -38,6 +39,20 @@ def listen(address: str, port: int = 0) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def check_resolves(name: str) -> None:
+    """Raise a UserError if the name of the first node cannot be resolved on this machine."""
+    try:
+        socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        own = _address_outside()
+        raise UserError(
+            f"the name {name}, by which the launcher names the first node, cannot be resolved on {socket.gethostname()} "
+            f"({error.strerror}). Give every node the first node's address instead: MASTER_ADDR=ADDRESS under Slurm (export it "
+            "before srun), PET_RDZV_ENDPOINT=ADDRESS:PORT elsewhere; or let all nodes resolve the name (DNS, /etc/hosts)"
+            + (f". The address of {socket.gethostname()} is {own}" if own else "")
+        ) from None
 
 
 def address_towards(address: str, port: int) -> str:

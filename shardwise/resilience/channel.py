@@ -5,11 +5,12 @@ and shows that it knows the secret; both draw the key of this connection from th
 Every line after that carries an HMAC-SHA256 under that key of who speaks, of how many lines went before, and of the text. So a
 message cannot be made or changed without the secret, and cannot be sent again on this connection or any other.
 
-    leader  shardwise-1 NUMBER
+    leader  shardwise-1 NUMBER [VERSION]
     host    NUMBER HMAC
     either  HMAC TEXT          (TEXT: JSON, compressed, in base64)
 
-A line has at most 64 KiB. Nothing is hidden: whoever can listen on the network can read.
+VERSION is that of the leader's shardwise, so that a host can tell a leader of an older one, which does not say it. A line has at
+most 64 KiB. Nothing is hidden: whoever can listen on the network can read.
 """
 
 from __future__ import annotations
@@ -85,9 +86,14 @@ class Channel:
         return hmac.digest(self.key, b"%s %d %s" % (speaker.encode(), count, text), "sha256").hex().encode()
 
 
-def greeting() -> bytes:
+def greeting(version: str = "") -> bytes:
     """The leader's first line, another one every time."""
-    return _GREETING + b" " + secrets.token_hex(16).encode() + b"\n"
+    return b" ".join([_GREETING, secrets.token_hex(16).encode(), *version.encode().split()]) + b"\n"
+
+
+def greeted_version(greeted: bytes) -> str:
+    """The version in the leader's first line; empty where it is of a shardwise that did not say it yet."""
+    return b" ".join(greeted.split()[2:]).decode(errors="replace")
 
 
 def answer(credentials: Credentials, greeted: bytes) -> tuple[bytes, Channel]:

@@ -29,7 +29,7 @@ from shardwise.resilience.other_hosts import OtherHosts
 from shardwise.resilience.process import WorkerProcess, died, fork, peer_gone, write_members
 from shardwise.resilience.server import wake_server
 from shardwise.resilience.stopping import RESUME_ME, CollectSignals, Stopped, cut_short
-from shardwise.resilience.team import LOST_SECONDS, Fault, Lead, Member, Orders, Report, Team, in_own_code
+from shardwise.resilience.team import LOST_SECONDS, Fault, Lead, Member, Orders, Refusal, Report, Team, in_own_code
 
 TICK_SECONDS = 0.05
 CALL_SECONDS = 0.25
@@ -77,6 +77,8 @@ class Host:
         self.address = others.address if others else LOOPBACK
         self.slots = dict.fromkeys(range(slots), 0.0)
         """Each slot, and until when it rests."""
+        self._ready: set[int] = set()
+        """Slots in which a worker has come up at least once."""
         self._failed_starts = dict.fromkeys(self.slots, 0)
         self._lost: Fault | None = None
         """Why the last worker ended that was no rank."""
@@ -91,7 +93,7 @@ class Host:
         self._step = 0
         """The last step that the present team has done itself."""
         self._signals = CollectSignals()
-        self._recorded_faults = 0
+        self._recorded_faults = self._recorded_refusals = 0
         self._missing_since, self._said_missing = time.monotonic(), False
         self._last_call, self._answered = 0.0, False
         """When the leader was last called, and whether it answered."""
@@ -151,6 +153,7 @@ class Host:
         match message:
             case messages.Waiting():
                 worker.state, worker.step = "waiting", 0
+                self._ready.add(worker.slot)
                 self._failed_starts[worker.slot] = self._failed_starts[worker.slot] if self.loose else 0
             case messages.Progress(phase, step):
                 self._note_progress(worker, phase, step)
@@ -277,12 +280,17 @@ class Host:
         """Workers of any team: some may not have let go of an earlier one yet."""
         return [worker for worker in self._processes.values() if worker.state == "working"]
 
+    def _offered_slots(self) -> list[int]:
+        """Slots that a team may use. A host that does not lead offers a slot once a worker has come up in it: a team that trains
+        must not make room for a host on which none ever does."""
+        return [slot for slot in self._usable_slots() if self.lead is not None or slot in self._ready]
+
     def _report(self) -> Report:
         ended = self._members and self._statuses.keys() >= self._members.keys()
         return Report(
             host=self.name,
             address=self.address,
-            slots=tuple(self._usable_slots()),
+            slots=tuple(self._offered_slots()),
             generation=self._generation,
             idle=not self._working(),
             step=self._step,
@@ -303,10 +311,18 @@ class Host:
             self.lead.hear(self._report(), now)  # first of all: rank 0 is to be here
             for report, arrived in rendezvous.new_reports() if rendezvous else []:
                 self.lead.hear(report, arrived, from_afar=True)
+            for refused in rendezvous.new_refusals() if rendezvous else []:
+                self.lead.note_refused(refused)
+                self._record_refusal(refused)
             if self.others:
                 self.others.check_lead()
             self._orders = self.lead.decide(now)
             self._record_faults(self.lead)
+            for refused in self.lead.refusals[self._recorded_refusals :]:
+                self._record_refusal(refused)
+                if rendezvous:
+                    rendezvous.refuse(refused)
+            self._recorded_refusals = len(self.lead.refusals)
             self._say_what_is_missing(self.lead, now)
             if rendezvous:
                 rendezvous.tell(self._orders)
@@ -328,6 +344,10 @@ class Host:
             about = {"kind": fault.kind, "rank": fault.rank, "step": fault.step, "cause": fault.cause}
             self._note("fault", **about, generation=fault.generation)
         self._recorded_faults = len(lead.faults)
+
+    def _record_refusal(self, refused: Refusal) -> None:
+        self._note("refused", host=refused.host, cause=refused.why)
+        print(f"refused: {refused.why}", file=sys.stderr, flush=True)
 
     def _say_what_is_missing(self, lead: Lead, now: float) -> None:
         """Once, if it lasts: a run that waits should not look like one that hangs."""

@@ -49,7 +49,7 @@ class MeetingFile:
 
     def __init__(self, folder: Path, own_name: str, run: str, given: str | None, first: tuple[str, int]) -> None:
         self.path = folder / FILE
-        self._own_name, self._run, self._given, self._first = own_name, run, given, first
+        self._own_name, self._run, self.given, self._first = own_name, run, given, first
         self._secret = ""
         """Of a run that this host began."""
         self._written: Meeting | None = None
@@ -75,25 +75,29 @@ class MeetingFile:
         """
         meeting = self.read() or self._seen
         address, port = self._first
-        if meeting and not (self._given and attempt % 2):
+        if meeting and not (self.given and attempt % 2):
             address, port = meeting.address, meeting.port
-        secret = self._given or (meeting.secret if meeting else "")
+        secret = self.given or (meeting.secret if meeting else "")
         return address, port, Credentials(self._run, secret.encode()) if secret else None
 
     def begin(self) -> Credentials:
         """Of a new run: with a new secret, which others will read here."""
-        self._secret = self._given or secrets.token_hex(32)
+        self._secret = self.given or secrets.token_hex(32)
         return Credentials(self._run, self._secret.encode())
 
     def announce(self, address: str, port: int) -> None:
         """Lead the run from now on, at this place: hosts that look for their leader find us."""
         before = self.read() or self._seen
-        secret = "" if self._given else self._secret or (before.secret if before else "")
+        secret = "" if self.given else self._secret or (before.secret if before else "")
         self._write(Meeting(self._own_name, address, port, secret, before.beat + 1 if before else 0))
+
+    def has_news(self) -> bool:
+        """Whether a host has said here that it leads since this host began."""
+        return self.read() not in (None, self._left_over)
 
     def leader_is_silent(self) -> bool:
         """Whether nothing was written here for so long that the leader must be gone."""
-        return self.read() not in (None, self._left_over) and time.monotonic() - self._seen_at > SILENT_SECONDS
+        return self.has_news() and time.monotonic() - self._seen_at > SILENT_SECONDS
 
     def still_leads(self, on_deleted: Callable[[], None] = lambda: None) -> bool:
         """Give a sign of life, if it is time to; False if another host has taken over meanwhile. Where the file was deleted,

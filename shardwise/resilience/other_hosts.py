@@ -6,17 +6,22 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any
 
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh.sockets import address_towards
+from shardwise.resilience.first_node import FirstNodeFile, Sign
 from shardwise.resilience.meeting import SILENT_SECONDS, MeetingFile
+from shardwise.resilience.newcomer import Newcomer
 from shardwise.resilience.rendezvous import Rendezvous, RendezvousClient
 from shardwise.resilience.store import FindPort, open_store
 from shardwise.resilience.team import Lead, Orders, Report
 
 GIVE_UP_SECONDS = 1800.0
 """How long a host looks for its leader."""
+UNHEARD_SECONDS = 300.0
+"""How long a node waits for a first node of which it has heard nothing at all."""
 REFUSED_SECONDS = 60.0
 """How long a host is refused before it gives up: the file with the secret may come a moment later. A first node whose folder is
 in use looks just as long for the host that leads the run there.
@@ -33,15 +38,24 @@ MakeLead = Callable[[FindPort], Lead]
 class OtherHosts:
     """`first` is the address and port of the run's first node, as the launcher gave them."""
 
-    def __init__(self, name: str, first: tuple[str, int], meeting: MeetingFile, hold: Hold, make_lead: MakeLead) -> None:
+    def __init__(
+        self,
+        own: Newcomer,
+        first: tuple[str, int],
+        meeting: MeetingFile,
+        first_node: FirstNodeFile,
+        hold: Hold,
+        make_lead: MakeLead,
+    ) -> None:
         self.address = address_towards(*first)
         """This host's, as the others see it; where names are not known yet, only once a leader has answered."""
         self.rendezvous: Rendezvous | None = None
         """Where this host leads."""
-        self._name, self._first, self._meeting, self._hold, self._make_lead = name, first, meeting, hold, make_lead
+        self._own, self._first, self._meeting, self._hold, self._make_lead = own, first, meeting, hold, make_lead
+        self._first_node = first_node
         self._unanswered = 0
         """Calls since a leader answered."""
-        self._client = RendezvousClient(lambda: meeting.find(self._unanswered))
+        self._client = RendezvousClient(lambda: meeting.find(self._unanswered), own)
         self._locks, self._held = ExitStack(), ExitStack()
         """Of the run's folders, and what else ends with this host."""
         self._folder_in_use: UserError | None = None
@@ -63,7 +77,7 @@ class OtherHosts:
                 raise
             self._folder_in_use = in_use
             return None
-        self.rendezvous = Rendezvous(*self._first, self._meeting.begin())
+        self.rendezvous = Rendezvous(*self._first, self._meeting.begin(), self._own)
         try:
             self._meeting.announce(*self._first)
         except OSError as error:
@@ -90,7 +104,7 @@ class OtherHosts:
             self._say_once(f"no host can lead this run on: {self._unwritten(error)}")
             return None
         lead = self._make_lead(self._held.enter_context(open_store(self.address)))
-        lead.take_over(self._last_orders, self._name, former.leader, time.monotonic())
+        lead.take_over(self._last_orders, self._own.host, former.leader, time.monotonic())
         return lead
 
     def _announce_oneself(self) -> None:
@@ -98,9 +112,9 @@ class OtherHosts:
         _, _, credentials = self._meeting.find()
         assert credentials is not None, "it has called a leader"
         try:
-            self.rendezvous = Rendezvous(self.address, self._first[1], credentials)
+            self.rendezvous = Rendezvous(self.address, self._first[1], credentials, self._own)
         except UserError:  # on one machine, several hosts cannot have the same port
-            self.rendezvous = Rendezvous(self.address, 0, credentials)
+            self.rendezvous = Rendezvous(self.address, 0, credentials, self._own)
         self._meeting.announce(self.address, self.rendezvous.port)
 
     def _unwritten(self, error: OSError) -> str:
@@ -130,6 +144,8 @@ class OtherHosts:
             return None
         self._unanswered, self._answered, self._last_orders = 0, now, orders
         self.address = self._client.own_address
+        if self._folder_in_use is not None and orders.message:  # perhaps another run was meant, perhaps this one
+            return replace(orders, message=f"{self._folder_in_use}. To take part in that run instead: {orders.message}")
         if self._folder_in_use is not None:
             self._folder_in_use = None
             self._say_once(
@@ -162,8 +178,12 @@ class OtherHosts:
         return time.monotonic() - self._answered
 
     def patience(self) -> float:
-        """Seconds for which this host looks for a leader that does not answer."""
-        return GIVE_UP_SECONDS if self._folder_in_use is None else REFUSED_SECONDS
+        """Seconds for which this host looks for a leader that does not answer. A first node that shares no folder with this one
+        leaves no sign in it."""
+        if self._folder_in_use is not None or self._failed_first_node() is not None:
+            return REFUSED_SECONDS
+        heard = self._last_orders is not None or self._meeting.has_news() or self._first_node.heard() is not None
+        return GIVE_UP_SECONDS if heard or self._meeting.given else UNHEARD_SECONDS
 
     def trouble(self) -> str:
         """Why there is no leader, as far as this host can tell, and what can be done."""
@@ -171,20 +191,37 @@ class OtherHosts:
         address, port = self._client.address, self._client.port
         if self._folder_in_use is not None:
             return f"{self._folder_in_use} (should that be this run: {address}:{port}, which leads it, does not answer)"
+        if (failed := self._failed_first_node()) is not None:
+            return f"the first node has ended: {failed.ended}"
+        if credentials is None and self._first_node.heard() is not None:
+            return "the first node has started, and does not lead the run yet (it may be preparing the data)"
         if credentials is None:
             return (
-                f"the run's secret is not known yet: the first node writes {self._meeting.path}. Do all nodes see the same "
-                "run.folder? If not, give all of them the same SHARDWISE_SECRET"
+                f"the run's secret is not known yet: the first node writes {self._meeting.path}, and nothing was heard of it so "
+                "far. Is it running, and do all nodes see the same run.folder? If not, give all of them the same SHARDWISE_SECRET"
+            )
+        if self._client.older:
+            return (
+                f"{address}:{port}, which leads this run, has an older version of shardwise, which does not say its number, "
+                f"and this host has {self._own.version}: install the same version on every host"
             )
         if self._client.refused:
             return (
-                f"{address}:{port} refuses this host: a run with another secret, name (PET_RDZV_ID) or job is there. If nodes do "
+                f"{address}:{port} refuses this host: a run with another secret or name (PET_RDZV_ID) is there. If nodes do "
                 f"not share {self._meeting.path}, give all of them the same SHARDWISE_SECRET"
             )
         return f"the host that leads this run, {address}:{port}, does not answer"
 
+    def _failed_first_node(self) -> Sign | None:
+        """What the first node said when it failed, if this host waits for it and for no other leader."""
+        sign = self._first_node.heard() if self._last_orders is None and self._folder_in_use is None else None
+        return sign if sign is not None and sign.ended else None
+
     def give_up_if_too_long(self) -> None:
         """Raise once there is no hope that a leader will answer."""
+        failed = self._failed_first_node()
+        if failed is not None and (not self._first_node.is_left_over() or self.silence() > self.patience()):
+            raise (UserError if failed.status == UserError.status else RunFailed)(self.trouble())
         if self.silence() > self.patience():
             raise self._folder_in_use or RunFailed(self.trouble())
         if time.monotonic() - self._accepted > REFUSED_SECONDS:

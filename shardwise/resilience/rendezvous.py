@@ -4,6 +4,9 @@ One line each way over one connection a host (resilience/channel.py). Whatever g
 not there yet), the host forgets the connection and dials anew; since a report says everything and orders say everything, nothing
 is lost. The leader keeps only the newest report of each host, with the time it came: no clocks are compared.
 
+On each connection a host first says who it is (resilience/newcomer.py). One that does not fit the run is answered with orders to
+end, which say why, and none of its reports reaches the leader.
+
 Anyone may dial. A caller who has not shown that it knows the run's secret is given a few seconds and a few hundred bytes, only so
 many of them are there at a time, and nothing that it says is looked at.
 """
@@ -27,9 +30,11 @@ from shardwise.resilience.channel import (
     TooLong,
     admit,
     answer,
+    greeted_version,
     greeting,
 )
-from shardwise.resilience.team import Orders, Report
+from shardwise.resilience.newcomer import Newcomer, different_version, refusal
+from shardwise.resilience.team import Orders, Refusal, Report
 
 REPLY_SECONDS = 3.0
 HELLO_SECONDS = 5.0
@@ -44,8 +49,14 @@ _REFUSED = b"refused\n"
 class Rendezvous:
     """The leader's end: takes reports, hands out the newest orders."""
 
-    def __init__(self, address: str, port: int, credentials: Credentials) -> None:
+    def __init__(self, address: str, port: int, credentials: Credentials, own: Newcomer) -> None:
         self._lock = threading.Lock()
+        self._own = own
+        """What other hosts are compared with."""
+        self._new_refusals: list[Refusal] = []
+        """Hosts that did not fit when they called."""
+        self._refused: dict[str, Refusal] = {}
+        """Hosts that fitted, and that the leader does not want any more."""
         self._reports: dict[str, tuple[Report, float]] = {}
         self._informed: set[str] = set()
         self._orders = Orders()
@@ -71,6 +82,18 @@ class Rendezvous:
         with self._lock:
             reports, self._reports = list(self._reports.values()), {}
         return reports
+
+    def new_refusals(self) -> list[Refusal]:
+        """Hosts that were refused when they called, since the last call of this."""
+        with self._lock:
+            refusals, self._new_refusals = self._new_refusals, []
+        return refusals
+
+    def refuse(self, refused: Refusal) -> None:
+        """Answer this host with orders to end from now on."""
+        with self._lock:
+            self._refused[refused.host] = refused
+            self._reports.pop(refused.host, None)
 
     def tell(self, orders: Orders) -> None:
         """Answer every host with these orders from now on."""
@@ -114,10 +137,17 @@ class Rendezvous:
         try:
             channel = await asyncio.wait_for(self._greet(reader, writer), HELLO_SECONDS)
             self._strangers.pop(writer, None)
+            first = await asyncio.wait_for(reader.readuntil(b"\n"), IDLE_SECONDS)
+            refused = self._check_newcomer(channel.message(first))
+            writer.write(channel.line(refused.orders().to_json() if refused else self._message))
+            if refused:
+                writer.close()
+                await asyncio.wait_for(writer.wait_closed(), IDLE_SECONDS)
+                return
             while True:
+                await asyncio.wait_for(writer.drain(), IDLE_SECONDS)
                 line = await asyncio.wait_for(reader.readuntil(b"\n"), IDLE_SECONDS)
                 writer.write(channel.line(self._answer(channel.message(line))))
-                await asyncio.wait_for(writer.drain(), IDLE_SECONDS)
         except (OSError, EOFError, asyncio.LimitOverrunError, TimeoutError, NotOurs, TooLong):
             pass  # a host that was cut off dials anew
         finally:
@@ -126,7 +156,7 @@ class Rendezvous:
             writer.transport.abort()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel:
-        greeted = greeting()
+        greeted = greeting(self._own.version)
         writer.write(greeted)
         answered = await reader.readuntil(b"\n")
         try:
@@ -137,36 +167,64 @@ class Rendezvous:
             await writer.wait_closed()
             raise
 
-    def _answer(self, message: object) -> object:
+    def _check_newcomer(self, message: object) -> Refusal | None:
+        """Why a host whose first message this is may not take part in the run; None if it may."""
         try:
-            report = Report.from_json(message)
-        except ValueError as error:
-            raise NotOurs(f"no report: {error}") from None
+            newcomer = Newcomer.from_json(message)
+            host, workers, why = newcomer.host, newcomer.workers, refusal(self._own, newcomer)
+        except ValueError:
+            report = _report(message)  # as hosts began before they said their version
+            host, workers = report.host, len(report.slots)
+            why = different_version(host, "of an older version, which does not say its number", self._own.version)
+        if why is None:
+            return None
+        refused = Refusal(host, workers, why)
         with self._lock:
+            self._new_refusals.append(refused)
+        return refused
+
+    def _answer(self, message: object) -> object:
+        report = _report(message)
+        with self._lock:
+            if report.host in self._refused:
+                return self._refused[report.host].orders().to_json()
             self._reports[report.host] = (report, time.monotonic())
             self._informed.add(report.host)
             return self._message
 
 
+def _report(message: object) -> Report:
+    try:
+        return Report.from_json(message)
+    except ValueError as error:
+        raise NotOurs(f"no report: {error}") from None
+
+
 class RendezvousClient:
     """A host's end. `call` never blocks for longer than a few seconds, and returns None while the leader is out of reach."""
 
-    def __init__(self, find: Callable[[], tuple[str, int, Credentials | None]]) -> None:
-        self._find = find
+    def __init__(self, find: Callable[[], tuple[str, int, Credentials | None]], own: Newcomer) -> None:
+        self._find, self._own = find, own
         self.address, self.port, _ = find()
         self.own_address = ""
         """This host's, as the leader sees it, once it was dialled."""
         self.refused = False
-        """Whether somebody answered the last call who does not know this run's secret."""
+        """Whether somebody answered the last call who does not know this run's secret, or is of an older version."""
+        self.older = False
+        """Whether that was a leader of a shardwise that does not say its version."""
         self._socket: socket.socket | None = None
         self._channel: Channel | None = None
         self._received = b""
+        self._refused_by: Orders | None = None
+        """Orders to end, where the leader answered this host's first word with them."""
 
     def call(self, report: Report) -> Orders | None:
         """Tell the leader how things are here; what it wants."""
         deadline = time.monotonic() + REPLY_SECONDS
         try:
             channel = self._channel or self._dial(deadline)
+            if self._refused_by is not None:
+                return self._refused_by
             self._send(_fitting(channel, report), deadline)
             orders = Orders.from_json(channel.message(self._line(deadline)))
         except NotOurs:
@@ -191,8 +249,14 @@ class RendezvousClient:
             raise OSError("the run's secret is not known yet")
         self._socket = socket.create_connection((self.address, self.port), timeout=REPLY_SECONDS)
         self.own_address = str(self._socket.getsockname()[0])
-        hello, channel = answer(credentials, self._line(deadline))
-        self._send(hello, deadline)
+        greeted = self._line(deadline)
+        hello, channel = answer(credentials, greeted)
+        self.older = not greeted_version(greeted)
+        if self.older:  # it would put this host into a team without having compared anything
+            raise NotOurs("the leader does not say its version")
+        self._send(hello + channel.line(self._own.to_json()), deadline)
+        orders = Orders.from_json(channel.message(self._line(deadline)))
+        self._refused_by = orders if orders.wish == "end" else None
         self._channel = channel
         return channel
 

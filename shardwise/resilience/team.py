@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeInt, PlainValidator, TypeAdapter
 
+from shardwise.errors import RunFailed, UserError
 from shardwise.observe import present_time
 from shardwise.plan import Plan
 from shardwise.resilience.stopping import RESUME_ME
@@ -31,8 +32,8 @@ LOST_SECONDS = 10.0
 """A host that was not heard of for this long is lost."""
 FRUITLESS = 3
 """So many times the attempts at one step may a run fail at various steps without getting on."""
-QUIET_SECONDS = 2.0
-"""A host that was not heard of for this long may be lost: nobody is put into a team with it."""
+QUIET_SECONDS = 1.0
+"""A host that was not heard of for this long may be lost: no team is formed with it. Hosts call four times a second."""
 PATIENCE_SECONDS = 30.0
 """How long the first team waits for the workers above the minimum."""
 ECHO_SECONDS = 1.0
@@ -156,6 +157,20 @@ class Orders:
         return _ORDERS.validate_json(json.dumps(value), strict=True)
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """A host that may not take part in the run, and why. The run goes on without it."""
+
+    host: str
+    workers: int
+    why: str
+    status: int = UserError.status
+
+    def orders(self) -> Orders:
+        """What the host is told."""
+        return Orders("end", None, self.status, self.why)
+
+
 _REPORT, _ORDERS = TypeAdapter(Report), TypeAdapter(Orders)
 """Check every field of what came from another host."""
 
@@ -182,6 +197,12 @@ class Lead:
         self._store_name = secrets.token_hex(16)
         self.faults: list[Fault] = []
         """Every fault so far, one for each team that broke: the first cause."""
+        self._failed_attempts: list[Fault] = []
+        """The faults of teams that really were there: each is a failed attempt at its step."""
+        self._noticed = (0, 0.0)
+        """The generation that broke last, and when the leader first heard of it."""
+        self._known_generations: dict[str, int] = {}
+        """The newest generation that each host has reported."""
         self.lacks: str | None = None
         """What keeps the next team from being formed."""
         self._reports: dict[str, tuple[Report, float]] = {}
@@ -191,6 +212,14 @@ class Lead:
         """The furthest step of any fault, and the faults since that came no further."""
         self._heard_at: dict[tuple[str, int, int | None], float] = {}
         """When a fault of a host, a generation and a rank was first heard of."""
+        self.refusals: list[Refusal] = []
+        """Hosts that failed before they had ever done a step in a run that trains: it goes on without them."""
+        self._proven: set[str] = set()
+        """Hosts that were in a team that did a step."""
+        self._newcomer_faults: dict[str, int] = {}
+        """How often each host failed that is not among them."""
+        self._refused_workers = 0
+        """Workers of hosts that were refused before the first team was formed."""
         self._awaited: dict[str, float] = {}
         """Hosts that are to be heard before the next team is formed, and until when."""
 
@@ -203,11 +232,22 @@ class Lead:
 
     def hear(self, report: Report, now: float, from_afar: bool = False) -> None:
         """Take note of what a host says. Faults on another machine count from when they are heard of: its clock is not ours."""
+        if any(refused.host == report.host for refused in self.refusals):
+            return
         if from_afar:
             report = replace(report, faults=tuple(self._stamped(report.host, fault) for fault in report.faults))
         self._reports[report.host] = (report, now)
+        self._known_generations[report.host] = report.generation
         self._awaited.pop(report.host, None)
         self._reached = max(self._reached, report.step)
+
+    def note_refused(self, refused: Refusal) -> None:
+        """A host called that does not fit this run. Before the first team that ends the run if it cannot begin without as many
+        workers: where every host was started once, nobody would come in its place."""
+        if self.orders.team is None and self.orders.wish != "end":
+            self._refused_workers += refused.workers
+            if self.bounds.most - self._refused_workers < self.bounds.least:
+                self.orders = refused.orders()
 
     def _stamped(self, host: str, fault: Fault) -> Fault:
         return replace(fault, at=self._heard_at.setdefault((host, fault.generation, fault.rank), present_time()))
@@ -232,33 +272,44 @@ class Lead:
     def _look_after(self, team: Team, now: float) -> None:
         reports = {name: report for name, (report, _) in self._reports.items()}
         hosts = {member.host for member in team.members}
+        if self._has_stepped(team):
+            self._proven |= hosts
         faults = [fault for report in reports.values() for fault in report.faults if fault.generation == team.generation]
         faults += [_lost(team, name, self._reached) for name in hosts - reports.keys()]
         present = [reports[name] for name in hosts & reports.keys() if reports[name].generation == team.generation]
         done = [report.done for report in present if report.done is not None]
         faults = faults or [fault for fault in self.faults[-1:] if fault.generation == team.generation]  # it stays broken
         if faults:
-            self._broken(faults, now)
+            self._broken(team, faults, now)
         elif len(done) == len(hosts):
             self.orders = replace(self.orders, wish="end", status=max(done))
         elif self.orders.wish == "regroup":
             if len(present) == len(hosts) and all(report.idle for report in present):
                 self._form(now, None)
-                if self.orders.wish == "regroup" and any(report.leaving for report in present):  # too few are left to go on
+                if self.lacks is not None and any(report.leaving for report in present):  # too few are left to go on
                     self.orders = replace(self.orders, wish="end", status=RESUME_ME)
         elif self.orders.wish == "work":
             self._reconsider(team, now)
 
-    def _broken(self, faults: list[Fault], now: float) -> None:
+    def _broken(self, team: Team, faults: list[Fault], now: float) -> None:
+        if self._noticed[0] != team.generation:
+            self._noticed = (team.generation, now)
         if all(fault.echo for fault in faults) and self._cause_may_come(faults, now):
+            return
+        newcomers = self._newcomers(team)
+        theirs = [fault for fault in faults if not fault.echo and _host_of(team, fault) in newcomers]
+        if theirs:
+            self._blame_newcomer(team, min(theirs, key=lambda fault: (fault.status is None, fault.at)), now)
             return
         fatal = [fault for fault in faults if fault.status is not None]
         first = min(fatal or faults, key=lambda fault: (fault.echo, fault.kind == "host lost", fault.at))
         if not self.faults or self.faults[-1].generation != first.generation:
             self.faults.append(first)
-            self._fruitless = 0 if first.step > self._furthest else self._fruitless + 1
-            self._furthest = max(self._furthest, first.step)
-        alike = [fault for fault in self.faults[-self.attempts :] if fault.step == first.step]
+            if self._was_attempt(team, first):
+                self._failed_attempts.append(first)
+                self._fruitless = 0 if first.step > self._furthest else self._fruitless + 1
+                self._furthest = max(self._furthest, first.step)
+        alike = [fault for fault in self._failed_attempts[-self.attempts :] if fault.step == first.step]
         if fatal:
             self.orders = replace(self.orders, wish="end", status=first.status or 1, message=first.cause)
         elif self.orders.wish == "stop":
@@ -277,6 +328,33 @@ class Lead:
         else:
             self._form(now, self._to_recover_from(self.faults[-1]))
 
+    def _newcomers(self, team: Team) -> set[str]:
+        """Hosts of a team that has not done a step yet which were in no team that did, where the other hosts were: what goes
+        wrong on one of them is no failure of the run."""
+        hosts = {member.host for member in team.members}
+        return hosts - self._proven if hosts & self._proven and not self._has_stepped(team) else set()
+
+    def _blame_newcomer(self, team: Team, fault: Fault, now: float) -> None:
+        """Go on after a fault of a host that is new to the run. It is refused where trying again cannot help, or where it has
+        failed as often as a step may."""
+        host = _host_of(team, fault)
+        if not self.faults or self.faults[-1].generation != fault.generation:
+            self.faults.append(fault)
+            self._newcomer_faults[host] = self._newcomer_faults.get(host, 0) + 1
+            if fault.status is not None or self._newcomer_faults[host] >= self.attempts:
+                workers = sum(member.host == host for member in team.members)
+                why = f"host {host} failed before its first step in this run, which goes on without it: {fault.cause}"
+                self.refusals.append(Refusal(host, workers, why, fault.status or RunFailed.status))
+                self._reports.pop(host, None)
+        self._form(now, self._to_recover_from(self.faults[-1]))
+
+    def _was_attempt(self, team: Team, fault: Fault) -> bool:
+        """Whether the team really was there when it broke. If not, a host of it was gone before it knew of the team: that is no
+        second failure after the one for which the team was formed."""
+        if fault.kind != "host lost":
+            return True
+        return self._known_generations.get(_host_of(team, fault), 0) >= team.generation
+
     def _to_recover_from(self, fault: Fault) -> Fault:
         """The fault as it was when it was noticed: a wait for workers is part of the recovery. So is a team that was formed to
         recover from an earlier one and broke before it did a step."""
@@ -287,11 +365,18 @@ class Lead:
 
     def _cause_may_come(self, faults: list[Fault], now: float) -> bool:
         """Whether some host may still say why a peer is gone, or turn out to be lost."""
-        quiet = any(now - seen > QUIET_SECONDS for _, seen in self._reports.values())
-        return quiet or present_time() - min(fault.at for fault in faults) < ECHO_SECONDS
+        return self._may_be_lost(now, since=self._noticed[1]) or present_time() - min(fault.at for fault in faults) < ECHO_SECONDS
+
+    def _may_be_lost(self, now: float, since: float = 0.0) -> bool:
+        """Whether some host has not called lately, or not since this time. It will call in a moment, or it is lost."""
+        return any(seen < since or now - seen >= QUIET_SECONDS for _, seen in self._reports.values())
 
     def _form(self, now: float, fault: Fault | None) -> None:
-        """The next team, if there are enough workers; the first waits a while for all of them."""
+        """The next team, if there are enough workers; the first waits a while for all of them. After a fault each host must have
+        called again: one that died with the team it was in would be put into the next one, which would fail for the same loss.
+        """
+        if self._may_be_lost(now, since=self._noticed[1] if fault is not None else 0.0):
+            return
         before, slots = self.orders.team, self._slots()
         plan = self.make_plan(min(len(slots), self.bounds.most)) if len(slots) >= self.bounds.least else None
         if plan is None or plan.world < self.bounds.least:
@@ -328,7 +413,8 @@ class Lead:
             enough = len(slots) >= self.bounds.least and self.make_plan(len(slots)) is not None
             self.orders = replace(self.orders, wish="regroup" if enough else "stop")
             return
-        plan = self.make_plan(min(len(slots), self.bounds.most)) if len(slots) > len(team.members) else None
+        grows = len(slots) > len(team.members) and not self._may_be_lost(now)
+        plan = self.make_plan(min(len(slots), self.bounds.most)) if grows else None
         if plan is None or plan.world <= len(team.members):
             self._enough_since = None
         elif self._enough_since is None:
@@ -344,6 +430,11 @@ class Lead:
         """Slots fit for work, the leader's host first: hosts are heard of in the order in which they came."""
         reports = [report for report, _ in self._reports.values() if not report.leaving]
         return [Member(report.host, slot) for report in reports for slot in report.slots]
+
+
+def _host_of(team: Team, fault: Fault) -> str:
+    """The host of the worker that failed; empty where no worker did."""
+    return team.members[fault.rank].host if fault.rank is not None and fault.rank < len(team.members) else ""
 
 
 def _lost(team: Team, host: str, step: int) -> Fault:

@@ -10,27 +10,33 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import hashlib
+import json
 import logging
 import os
 import shutil
 import signal
 import socket
 import sys
+import tomllib
 import traceback
 import uuid
 from contextlib import closing
 from functools import partial
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from shardwise import __version__
 from shardwise.checkpoint import checkpoint_folder, checkpoints, step_of
 from shardwise.config import Config, to_toml
 from shardwise.mesh import Node, Worker, worker_environment
 from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines
 from shardwise.observe import EventsFile, unblocked_output
+from shardwise.resilience.first_node import FirstNodeFile
 from shardwise.resilience.host import Host
 from shardwise.resilience.meeting import MeetingFile
+from shardwise.resilience.newcomer import Newcomer
 from shardwise.resilience.other_hosts import Hold, OtherHosts
 from shardwise.resilience.server import start_server
 from shardwise.resilience.store import FindPort, open_store
@@ -41,13 +47,25 @@ log = logging.getLogger("shardwise")
 
 LOG_BYTES = 4 << 20
 """Of a rank's log, before it begins anew."""
+LONGEST_SETTING = 120
+"""Characters of a setting as hosts tell it to each other."""
 WORKERS_IMPORT = ("shardwise.train.run",)
 """Modules that the server imports before workers are forked from it."""
 
 
-def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, planner: Planner, hold: Hold) -> int:
+def launch(
+    config: Config,
+    workers: int,
+    bounds: Bounds,
+    node: Node | None,
+    planner: Planner,
+    hold: Hold,
+    first_node: FirstNodeFile | None = None,
+    data: str = "",
+) -> int:
     """Take part in the run with this many local workers; returns the exit status, or raises the first cause. `hold` keeps
-    other runs out of this one's folders, which is what the host that leads it does.
+    other runs out of this one's folders, which is what the host that leads it does. With several nodes, `first_node` is where
+    the first one leaves its sign, and `data` says what the data hold.
 
     Only here does the server start that imports torch: a job that is refused before leaves at once.
     """
@@ -61,8 +79,10 @@ def launch(config: Config, workers: int, bounds: Bounds, node: Node | None, plan
     if node is None or first is None:
         with hold(), open_store(LOOPBACK) as port:
             return _host(name, config, workers, make_lead(port), None)
-    meeting = MeetingFile(Path(config.run.folder), name, node.run_id or _name_of_job(config), node.secret, first)
-    with closing(OtherHosts(name, first, meeting, hold, make_lead)) as others:
+    meeting = MeetingFile(Path(config.run.folder), name, node.run_id, node.secret, first)
+    own = Newcomer(name, __version__, version("torch"), workers, _settings(config), data)
+    first_node = first_node or FirstNodeFile(Path(config.run.folder), node.run_id)
+    with closing(OtherHosts(own, first, meeting, first_node, hold, make_lead)) as others:
         return _host(name, config, workers, others.begin() if node.node_rank == 0 else None, others)
 
 
@@ -94,9 +114,15 @@ def newest_saved(config: Config) -> int | None:
     return max(map(step_of, checkpoints(checkpoint_folder(config))), default=None)
 
 
-def _name_of_job(config: Config) -> str:
-    """What tells a run from others where the launcher gives it no name: nodes with different jobs never belong together."""
-    return hashlib.sha256(to_toml(config, as_asked=True).encode()).hexdigest()
+def _settings(config: Config) -> dict[str, str]:
+    """Every setting of the job as text, by its name: hosts compare them. Of a long one the middle is replaced by a checksum."""
+    tables = tomllib.loads(to_toml(config, as_asked=True))
+    return {f"{name}.{key}": _short(json.dumps(value)) for name, table in tables.items() for key, value in table.items()}
+
+
+def _short(text: str) -> str:
+    checksum = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return text if len(text) <= LONGEST_SETTING else f"{text[: LONGEST_SETTING // 2]}… (checksum {checksum})"
 
 
 def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connection) -> NoReturn:

@@ -23,6 +23,7 @@ from shardwise.cli.verify import _prove
 from shardwise.config import read
 from shardwise.errors import UserError
 from shardwise.mesh import Node
+from shardwise.resilience.first_node import FirstNodeFile
 from shardwise.resilience.stopping import STOP_SIGNALS
 from shardwise.resilience.team import Bounds
 from shardwise.train import launch
@@ -181,3 +182,24 @@ def test_nodes_meet_at_an_address_that_other_machines_can_call(monkeypatch: pyte
     node = Node(2, 0, 1, "node-1", 29400, "run", "a test")
     with pytest.raises(UserError, match=r"the first node is at \('the address of node-1', 29400\)"):
         launch.launch(read(JOB, []), 1, Bounds(1, 2), node, cast(Any, None), nullcontext)
+
+
+def test_hosts_compare_every_setting_of_the_job() -> None:
+    one, other = (launch._settings(read(JOB, ["train.steps=7", *more])) for more in ([], ["data.text_field=answer"]))
+    assert (one["train.steps"], one["run.folder"]) == ("7", '"runs/quickstart"')
+    assert {name for name in one if one[name] != other[name]} == {"data.text_field"}
+    long = [launch._settings(read(JOB, [f"run.folder={'x' * 200}{end}"]))["run.folder"] for end in "ab"]
+    assert long[0] != long[1]
+    assert max(map(len, long)) < 120
+
+
+def test_a_first_node_that_cannot_begin_leaves_the_reason_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_check_data", lambda config: pytest.fail("hours may pass before the name is looked up"))
+    node = Node(2, 0, 1, "n1.invalid", 20001, "slurm-1-0", "a test")
+    config = read(JOB, [f"run.folder={tmp_path / 'run'}", "layout.data=2"])
+    with pytest.raises(UserError, match=r"the name n1\.invalid, .*, cannot be resolved"):
+        command._start(config, node, None, (None, None))
+    sign = FirstNodeFile(tmp_path / "run", "slurm-1-0").heard()
+    assert sign is not None
+    assert "the name n1.invalid" in sign.ended
+    assert sign.status == 2

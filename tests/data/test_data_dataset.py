@@ -217,3 +217,20 @@ def test_a_corrupt_shard_stops_before_training(folders: list[Path], tmp_path: Pa
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"shard-00000\.bin is damaged"):
         Dataset.open(Data(source=str(tmp_path), sequence_length=8), 0)
+
+
+def test_the_same_text_has_the_same_content_wherever_it_lies(tmp_path: Path) -> None:
+    """By which hosts compare their data: neither the path nor the time of a file counts."""
+    texts = {
+        "here": "to be or not to be" * 9,
+        "there": "to be or not to be" * 9,
+        "other": "to be or not to bee" + "to be or not to be" * 8,
+    }
+    contents = {}
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text(text)
+        data = Data(source=str(tmp_path / name / "text.txt"), sequence_length=8, cache=str(tmp_path / name / "cache"))
+        contents[name] = Dataset.open(data, seed=1).content
+    assert contents["here"] == contents["there"] != contents["other"]
+    assert contents["here"].startswith("163 tokens (checksum ")

@@ -18,7 +18,7 @@ OUTSIDE = "10.0.0.5"
 def names(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
     """Every name has these addresses."""
 
-    def answer(*_: Any) -> list[Any]:
+    def answer(*_: Any, **__: Any) -> list[Any]:
         if not answers:
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in answers]
@@ -73,3 +73,15 @@ def test_a_machine_of_which_nobody_knows_the_address_outside_is_refused(
     network(monkeypatch, False, *addresses)
     with pytest.raises(UserError, match=r"node-1 leads to 127.0.1.1 here, .*name the first node by its address"):
         address_for_other_machines("node-1")
+
+
+def test_a_name_that_cannot_be_resolved_is_named_with_what_to_set_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    names(monkeypatch)
+    network(monkeypatch, True, OUTSIDE)
+    with pytest.raises(UserError) as refused:
+        sockets.listen("n1", 20001)
+    told = str(refused.value)
+    assert told.startswith("the name n1, by which the launcher names the first node, cannot be resolved on ")
+    assert "(Temporary failure in name resolution)" in told
+    assert "MASTER_ADDR=ADDRESS under Slurm (export it before srun), PET_RDZV_ENDPOINT=ADDRESS:PORT elsewhere" in told
+    assert told.endswith(f"The address of {socket.gethostname()} is {OUTSIDE}")

@@ -30,7 +30,7 @@ from shardwise.resilience.messages import Done, Failed, Progress, Signalled, Wai
 from shardwise.resilience.process import WorkerProcess
 from shardwise.resilience.server import server_pid, start_server
 from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, STOP_SIGNALS
-from shardwise.resilience.team import Bounds, Fault, Lead, Member, Orders, Report, Team
+from shardwise.resilience.team import Bounds, Fault, Lead, Member, Orders, Refusal, Report, Team
 
 pytestmark = pytest.mark.usefixtures("signals_as_before")  # a host leaves them ignored: its process is about to end
 Events = list[tuple[str, dict[str, Any]]]
@@ -360,11 +360,19 @@ class PretendedRendezvous:
 
     def __init__(self, when_called: Callable[[], None]) -> None:
         self.told: list[Orders] = []
+        self.refusals: list[Refusal] = []
         self._when_called = when_called
 
     def new_reports(self) -> list[tuple[Report, float]]:
         self._when_called()
         return [(Report("there", "10.0.0.2", (0, 1)), time.monotonic())]
+
+    def new_refusals(self) -> list[Refusal]:
+        refusals, self.refusals = self.refusals, []
+        return refusals
+
+    def refuse(self, refused: Refusal) -> None:
+        self.told.append(refused.orders())
 
     def tell(self, orders: Orders) -> None:
         self.told.append(orders)
@@ -395,3 +403,28 @@ def test_a_host_that_takes_over_reports_the_address_that_it_has_by_then(tmp_path
     host.others = cast(Any, SimpleNamespace(address="10.0.0.7", silence=lambda: 0.0, take_over=lambda: host.lead))
     host._on_leader_unreachable()
     assert host._report().address == "10.0.0.7"
+
+
+def test_a_run_records_a_host_that_it_refuses_and_trains_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    host, events = a_host(tmp_path, {})
+    others = PretendedRendezvous(list)
+
+    def refuse() -> None:
+        others.refusals.append(Refusal("c", 2, "host c was started with another job"))
+
+    after_three_steps(tmp_path, refuse)
+    host.others = cast(Any, SimpleNamespace(rendezvous=others, check_lead=lambda: None, lost_lead=lambda: False))
+    assert host.run() == 0
+    assert events == [("refused", {"host": "c", "cause": "host c was started with another job"})]
+    assert capsys.readouterr().err == "refused: host c was started with another job\n"
+
+
+def test_a_host_that_does_not_lead_offers_a_slot_once_a_worker_has_come_up_in_it(tmp_path: Path) -> None:
+    host, _ = a_host(tmp_path, {})
+    host.lead = None
+    assert host._report().slots == ()
+    worker = WorkerProcess(1, multiprocessing.Process(), multiprocessing.Pipe()[0])
+    host._hear(worker, Waiting())
+    assert host._report().slots == (1,)
+    worker.state = "starting"  # its successor
+    assert host._report().slots == (1,)

@@ -6,19 +6,22 @@ import errno
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pretend import plan_for
 
-from shardwise.errors import UserError
+from shardwise.errors import RunFailed, UserError
 from shardwise.locks import take_lock
 from shardwise.resilience import meeting as meeting_module
 from shardwise.resilience import other_hosts as other_hosts_module
+from shardwise.resilience.channel import greeting
+from shardwise.resilience.first_node import FirstNodeFile
 from shardwise.resilience.forked import free_port
 from shardwise.resilience.meeting import FILE, MeetingFile
+from shardwise.resilience.newcomer import Newcomer
 from shardwise.resilience.other_hosts import OtherHosts
 from shardwise.resilience.store import FindPort
 from shardwise.resilience.team import Bounds, Lead, Orders, Report
@@ -80,11 +83,15 @@ def test_a_leader_is_silent_once_its_number_stands_still(tmp_path: Path, monkeyp
     assert second.still_leads()
 
 
-def others(host: str, folder: Path, port: int, hold: Any = nullcontext, given: str | None = None) -> OtherHosts:
+def others(
+    host: str, folder: Path, port: int, hold: Any = nullcontext, given: str | None = None, version: str = "0.1.0"
+) -> OtherHosts:
     def make_lead(port: FindPort) -> Lead:
         return Lead(Bounds(1, 1), plan_for, 3, port)
 
-    return OtherHosts(host, (HERE, port), MeetingFile(folder, host, "run", given, (HERE, port)), hold, make_lead)
+    own = Newcomer(host, version)
+    meeting = MeetingFile(folder, host, "run", given, (HERE, port))
+    return OtherHosts(own, (HERE, port), meeting, FirstNodeFile(folder, "run"), hold, make_lead)
 
 
 def in_use() -> Any:
@@ -308,3 +315,97 @@ def test_a_host_takes_over_at_the_address_by_which_it_called_its_leader(
     assert second.take_over() is not None
     assert (second.address, json.loads((tmp_path / FILE).read_text())["address"]) == (HERE, HERE)
     second.close()
+
+
+def test_a_first_node_with_another_job_in_a_folder_that_a_run_uses_is_told_both(tmp_path: Path, no_store: None) -> None:
+    port = free_port()
+    first, second = others("a", tmp_path, port), others("a2", tmp_path, port, in_use, version="0.2.0")
+    assert first.begin() is not None
+    assert second.begin() is None
+    orders = second.call(Report("a2", HERE, (0,)))
+    assert orders is not None
+    assert (orders.wish, orders.status) == ("end", 2)
+    assert orders.message == (
+        "another run is writing there now. To take part in that run instead: host a2 has shardwise 0.2.0, and the run has "
+        "shardwise 0.1.0: install the same version on every host"
+    )
+    for host in (first, second):
+        host.close()
+
+
+def test_a_host_gives_up_on_a_leader_of_an_older_version_and_names_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None
+) -> None:
+    monkeypatch.setattr("shardwise.resilience.rendezvous.greeting", lambda version: greeting())
+    port = free_port()
+    first, second = others("a", tmp_path, port), others("b", tmp_path, port)
+    assert first.begin() is not None
+    assert second.call(Report("b", HERE, (0,))) is None
+    monkeypatch.setattr(other_hosts_module, "REFUSED_SECONDS", -1.0)
+    with pytest.raises(
+        UserError, match=r"has an older version of shardwise, .*, and this host has 0.1.0: install the same version"
+    ):
+        second.give_up_if_too_long()
+    for host in (first, second):
+        host.close()
+
+
+def test_nodes_that_wait_end_when_the_first_node_has_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "made by the first node"
+    waiting = others("b", folder, free_port())
+    with suppress(UserError), FirstNodeFile(folder, "run").tell():
+        assert waiting.call(Report("b", HERE, (0,))) is None
+        waiting.give_up_if_too_long()
+        assert waiting.trouble().startswith("the first node has started, and does not lead the run yet")
+        assert waiting.patience() == other_hosts_module.GIVE_UP_SECONDS
+        raise UserError("no room")
+    with pytest.raises(UserError, match=r"^the first node has ended: no room$") as ended:
+        waiting.give_up_if_too_long()
+    assert ended.value.status == 2
+    waiting.close()
+
+
+@pytest.mark.parametrize("error", [RunFailed("it broke"), KeyboardInterrupt()])
+def test_nodes_that_wait_end_with_the_kind_of_failure_of_the_first_node(tmp_path: Path, error: BaseException) -> None:
+    waiting = others("b", tmp_path, free_port())
+    with pytest.raises(type(error)), FirstNodeFile(tmp_path, "run").tell():
+        raise error
+    with pytest.raises(RunFailed, match=r"^the first node has ended: (it broke|it was stopped \(KeyboardInterrupt\))$"):
+        waiting.give_up_if_too_long()
+    waiting.close()
+
+
+@pytest.mark.parametrize(("name", "counts"), [("run", True), ("an earlier run", False), ("", False)])
+def test_word_of_a_first_node_from_before_counts_after_a_minute_if_it_is_of_this_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, counts: bool
+) -> None:
+    with pytest.raises(UserError), FirstNodeFile(tmp_path, name).tell():
+        raise UserError("no room")
+    waiting = others("b", tmp_path, free_port())
+    waiting.give_up_if_too_long()
+    monkeypatch.setattr(waiting, "silence", lambda: other_hosts_module.REFUSED_SECONDS + 1)
+    if counts:
+        assert waiting.patience() == other_hosts_module.REFUSED_SECONDS
+        with pytest.raises(UserError, match=r"^the first node has ended: no room$"):
+            waiting.give_up_if_too_long()
+    with FirstNodeFile(tmp_path, "run").tell():  # started again
+        waiting.give_up_if_too_long()
+    waiting.close()
+
+
+def test_a_first_node_of_which_nothing_was_heard_is_not_waited_for_as_long_as_one_that_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_store: None
+) -> None:
+    port = free_port()
+    waiting = others("b", tmp_path, port)
+    assert waiting.patience() == other_hosts_module.UNHEARD_SECONDS < other_hosts_module.GIVE_UP_SECONDS
+    assert others("c", tmp_path / "own", port, given="given by the site").patience() == other_hosts_module.GIVE_UP_SECONDS
+    monkeypatch.setattr(waiting, "silence", lambda: other_hosts_module.UNHEARD_SECONDS + 1)
+    with pytest.raises(RunFailed, match=r"the first node writes .*, and nothing was heard of it so far. Is it running"):
+        waiting.give_up_if_too_long()
+    first = others("a", tmp_path, port)
+    assert first.begin() is not None
+    waiting.give_up_if_too_long()
+    assert waiting.patience() == other_hosts_module.GIVE_UP_SECONDS
+    for host in (first, waiting):
+        host.close()

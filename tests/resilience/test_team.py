@@ -21,6 +21,7 @@ from shardwise.resilience.team import (
     Lead,
     Member,
     Orders,
+    Refusal,
     Report,
     Team,
 )
@@ -398,3 +399,146 @@ def test_the_wait_for_a_lost_host_is_part_of_the_recovery_from_its_loss(monkeypa
     assert orders.team.generation == 2
     assert orders.team.fault == judge.faults[0]
     assert (orders.team.fault.at, orders.team.formed) == (lost_at, 1100.0)
+
+
+def seconds_of(judge: Lead, seconds: range, *reports: Report) -> Orders:
+    """The last orders after these hosts, and no others, have called four times a second."""
+    for quarter in range(4 * seconds.start, 4 * seconds.stop):
+        orders = decide(judge, quarter / 4, *reports)
+    return orders
+
+
+@pytest.mark.parametrize("dead", ["b", "bc"])
+@pytest.mark.parametrize("first_word", ["an echo", "a fault", "none"])
+def test_hosts_that_die_at_once_cost_one_attempt(monkeypatch: pytest.MonkeyPatch, dead: str, first_word: str) -> None:
+    """Whether the workers that are left lose their peers at once, die of it, or notice nothing (a cable that was pulled)."""
+    now = [0.0]
+    monkeypatch.setattr(team_module, "present_time", lambda: now[0])
+    judge = lead(2, 6, attempts=2)
+    decide(judge, 0, host("a", 2), host("b", 2), host("c", 2))
+    alive = [name for name in "abc" if name not in dead]
+    for quarter in range(1, 4 * 25):
+        now[0] = quarter / 4
+        assert judge.orders.team is not None
+        generation = judge.orders.team.generation
+        word = fault(1, step=8, echo=first_word == "an echo", at=5.0, rank=0)
+        faults = (word,) if now[0] >= 5 and first_word != "none" and generation == 1 else ()
+        calling = alive if now[0] > 5 else ["a", "b", "c"] if now[0] < 4.75 else ["a", "c"]  # c calls once more than b
+        reports = [host(name, 2, generation=generation, step=7, faults=faults if name == "a" else ()) for name in calling]
+        orders = decide(judge, now[0], *reports)
+    assert (orders.wish, orders.message) == ("work", "")
+    assert orders.team is not None
+    assert {member.host for member in orders.team.members} == set(alive)
+    assert orders.team.generation == 2, "no team was formed with a host that was gone"
+    assert len(judge.faults) == 1
+
+
+def test_a_team_formed_with_a_host_that_is_gone_is_no_attempt() -> None:
+    """It died between its last call and the orders: no call of it ever told that it knew the team."""
+    judge = lead(2, 4, attempts=2)
+    decide(judge, 0, host("a", 2), host("b", 2))
+    died = fault(1, step=8)
+    both = [host("a", 2, generation=1, step=7, faults=(died,)), host("b", 2, generation=1, step=7)]
+    orders = decide(judge, 1, *both)
+    assert (orders.wish, len(team_of(orders))) == ("work", 4)
+    orders = seconds_of(judge, range(2, 14), host("a", 2, generation=2))
+    assert orders.wish == "work", orders.message
+    assert team_of(orders) == [Member("a", 0), Member("a", 1)]
+    assert [one.kind for one in judge.faults] == ["died", "host lost"], "both are recorded"
+
+
+def test_a_newcomer_that_is_gone_again_does_not_disturb_a_team() -> None:
+    judge, now = lost_and_back()
+    decide(judge, now, host("c", 2))
+    orders = seconds_of(judge, range(int(now) + 1, int(now) + 9), host("a", 2, generation=2, idle=False, step=9))
+    assert orders.wish == "work"
+    orders = seconds_of(judge, range(int(now) + 9, int(now) + 14), host("a", 2, generation=2, idle=False, step=9))
+    assert (orders.wish, team_of(orders)) == ("work", [Member("a", 0), Member("a", 1)])
+
+
+def test_a_lost_leader_costs_one_attempt() -> None:
+    first = lead(2, 6, attempts=2)
+    orders = decide(first, 0, host("a", 2), host("b", 2), host("c", 2))
+    second = lead(2, 6, attempts=2)
+    second.take_over(orders, "b", "a", now=100)
+    gone = {"generation": 1, "step": 7, "faults": (fault(1, step=8, echo=True),)}
+    assert decide(second, 100, host("b", 2, **gone)) == orders
+    orders = seconds_of(second, range(101, 116), host("b", 2, **gone), host("c", 2, **gone))
+    assert orders.wish == "work"
+    assert [member.host for member in team_of(orders)] == ["b", "b", "c", "c"]
+    assert len(second.faults) == 1
+
+
+def with_a_newcomer(attempts: int = 2) -> tuple[Lead, Team]:
+    """A run of two hosts that has done steps, and the team that it forms with a third."""
+    judge = lead(2, 6, attempts=attempts)
+    decide(judge, 0, host("a", 2), host("b", 2))
+    decide(judge, PATIENCE_SECONDS, host("a", 2), host("b", 2))
+    at_work = [host(name, 2, generation=1, idle=False, step=7) for name in "ab"]
+    orders = seconds_of(judge, range(31, 34), *at_work, host("c", 2))
+    assert orders.wish == "regroup"
+    idle = [host(name, 2, generation=1, idle=True, step=8) for name in "ab"]
+    team = decide(judge, 35, *idle, host("c", 2)).team
+    assert team is not None
+    assert (team.generation, len(team.members)) == (2, 6)
+    return judge, team
+
+
+def test_a_host_that_fails_for_good_before_its_first_step_is_refused_alone() -> None:
+    judge, team = with_a_newcomer()
+    rank = team.members.index(Member("c", 1))
+    fatal = fault(2, step=0, rank=rank, kind="failed", cause="rank 5 was started with another job than rank 0", status=2)
+    echo = fault(2, step=0, rank=0, echo=True)
+    others = [host("a", 2, generation=2, faults=(echo,)), host("b", 2, generation=2)]
+    orders = decide(judge, 36, *others, host("c", 2, generation=2, faults=(fatal,)))
+    assert (orders.wish, {member.host for member in team_of(orders)}) == ("work", {"a", "b"})
+    (refused,) = judge.refusals
+    assert (refused.host, refused.workers, refused.status) == ("c", 2, 2)
+    assert "host c failed before its first step" in refused.why
+    assert "was started with another job than rank 0" in refused.why
+    again = [host(name, 2, generation=3, idle=False, step=9) for name in "ab"]
+    orders = seconds_of(judge, range(37, 50), *again, host("c", 2))
+    assert (orders.wish, {member.host for member in team_of(orders)}) == ("work", {"a", "b"}), "it is not asked again"
+
+
+def test_a_host_that_fails_again_and_again_before_its_first_step_costs_the_run_no_attempt() -> None:
+    judge, team = with_a_newcomer(attempts=2)
+    rank = team.members.index(Member("c", 0))
+    for generation in (2, 3):
+        died = fault(generation, step=0, rank=rank, cause="out of memory")
+        others = [host(name, 2, generation=generation) for name in "ab"]
+        orders = decide(judge, 36 + generation, *others, host("c", 2, generation=generation, faults=(died,)))
+        assert orders.wish == "work"
+    assert {member.host for member in team_of(orders)} == {"a", "b"}
+    assert [(refused.host, refused.status) for refused in judge.refusals] == [("c", 1)]
+
+
+def test_a_newcomer_that_is_lost_before_its_first_step_costs_the_run_no_attempt() -> None:
+    judge, _ = with_a_newcomer(attempts=1)
+    decide(judge, 36, *[host(name, 2, generation=2) for name in "abc"])
+    orders = seconds_of(judge, range(37, 48), *[host(name, 2, generation=2) for name in "ab"])
+    assert (orders.wish, {member.host for member in team_of(orders)}) == ("work", {"a", "b"})
+
+
+def test_a_fault_of_a_newcomer_after_its_first_step_is_one_of_the_run() -> None:
+    judge, team = with_a_newcomer()
+    rank = team.members.index(Member("c", 1))
+    decide(judge, 36, *[host(name, 2, generation=2, step=9) for name in "abc"])
+    fatal = fault(2, step=10, rank=rank, kind="failed", cause="the loss is nan", status=1)
+    reports = [host(name, 2, generation=2, step=9, faults=(fatal,) if name == "c" else ()) for name in "abc"]
+    orders = decide(judge, 37, *reports)
+    assert (orders.wish, orders.status, orders.message, judge.refusals) == ("end", 1, "the loss is nan", [])
+
+
+def test_a_host_that_was_refused_ends_only_a_run_that_cannot_begin_without_it() -> None:
+    refused = Refusal("c", 2, "host c has another job")
+    fixed = lead(4, 4)
+    decide(fixed, 0, host("a", 2))
+    fixed.note_refused(refused)
+    orders = decide(fixed, 1, host("a", 2))
+    assert (orders.wish, orders.status, orders.message) == ("end", 2, "host c has another job")
+    elastic, training = lead(2, 4), lead(4, 4)
+    decide(training, 0, host("a", 2), host("b", 2))
+    for judge in (elastic, training):
+        judge.note_refused(refused)
+        assert decide(judge, 1, host("a", 2, generation=1), host("b", 2, generation=1)).wish == "work"
