@@ -261,10 +261,11 @@ def _check(planner: Planner) -> None:
 def _check_room(config: Config, plan: Plan) -> None:
     """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on it."""
     from shardwise.checkpoint import checkpoint_folder
-    from shardwise.observe.files import check_room
+    from shardwise.observe.files import check_room, check_run_files
     from shardwise.plan.dtypes import BYTES, state_dtype
 
     check_room(Path(config.run.folder), "run.folder", 0)
+    check_run_files(Path(config.run.folder))
     saved_to = checkpoint_folder(config)
     if "://" not in saved_to:
         numbers = plan.groups * plan.state_numbers
