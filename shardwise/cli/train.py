@@ -78,8 +78,10 @@ def _read_by_worker(job: Path, overrides: list[str]) -> Config:
     from shardwise.cli.doctor import torch_problem
     from shardwise.config import read
     from shardwise.errors import UserError
+    from shardwise.limits import check_limits
 
     config = read(job, overrides)
+    check_limits()
     if problem := torch_problem():
         raise UserError(problem)
     return config
@@ -163,6 +165,7 @@ def _check_servers(config: Config, workers: int, limits: Limits) -> None:
 def _start(config: Config, node: Node | None, workers: int | None, limits: Limits) -> int:
     """Plan, prepare the data, and start; in this order, so that a job which is refused leaves nothing behind."""
     from shardwise.checkpoint import to_resume
+    from shardwise.limits import check_limits
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
     from shardwise.words import counted
@@ -172,6 +175,7 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     slots, bounds = crew.here, Bounds(crew.least, crew.most)
     if config.train.driver == "server":
         config, slots, bounds = _with_servers(config, node, crew)
+    check_limits(slots)
     _warn(config, slots)
     planner = _planner(config, slots, bounds.most, nodes)
     if config.train.driver in ("server", "hogwild"):
