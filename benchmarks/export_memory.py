@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents, write_checkpoint
 from shardwise.checkpoint.folder import Manifest
-from shardwise.cli.main import app
+from shardwise.cli.app import app
 from shardwise.config import Model
 from shardwise.plan import parameter_shapes
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 BEGAN = 1_700_000_000.0
 MEASURE = "import resource, sys, time; {work}; use = resource.getrusage(resource.RUSAGE_SELF)\n"
 MEASURE += "print(use.ru_utime + use.ru_stime, use.ru_maxrss / 1024, file=sys.stderr)"
-REPORT = "from shardwise.cli.main import app; sys.argv = ['shardwise', 'report', sys.argv[1]]; app(standalone_mode=False)"
+REPORT = "from shardwise.cli.app import app; sys.argv = ['shardwise', 'report', sys.argv[1]]; app(standalone_mode=False)"
 RESUME = "from shardwise.observe import MetricsFile; MetricsFile(sys.argv[1] + '/metrics.jsonl', int(sys.argv[2])).close()"
 
 

@@ -35,6 +35,7 @@ LARGEST = 1 << 30
 DEEPEST = 64
 """Tables in tables; a plan has six."""
 _LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
+_NOT_REGULAR = "it is not a regular file"
 _SEAL = b',\n "crc32": '
 
 T = TypeVar("T")
@@ -74,6 +75,21 @@ def open_regular(path: Path, advice: str = "") -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def only_regular(path: str, flags: int) -> int:
+    """An `opener` for `open` that writes to regular files alone: a pipe would wait for its reader, and a device need not keep
+    anything. Others are an OSError, for which writers are prepared anyway."""
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # of a pipe without a reader
+            raise
+        raise OSError(errno.EINVAL, _NOT_REGULAR, path) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, _NOT_REGULAR, path)
+    return descriptor
 
 
 def may_pass(error: BaseException) -> bool:

@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 PRELOAD = (
-    "typer", "rich.progress", "shardwise.cli.main", "shardwise.train.run", "shardwise.train.launch", "shardwise.verify.measure",
+    "typer", "rich.progress", "shardwise.cli.app", "shardwise.train.run", "shardwise.train.launch", "shardwise.verify.measure",
     "shardwise.verify.localise", "shardwise.verify.prove", "shardwise.verify.drill", "shardwise.probe.measure",
     "shardwise.search.forecast", "shardwise.probe.quick", "torch.distributed.pipelining.schedules", "shardwise.parallel.pipeline",
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """The public side of a server: what workers pull, push, ask for and bring, each in a thread of its own.
 
+One thread greets all callers, so that a flood of strangers costs at most `MOST_STRANGERS` connections and no threads.
+
 A `Shelf` has the newest weights to be pulled and the gradients that were pushed. The first server has a `Desk` too, which deals
 out the work (work.py). A `Front` listens, greets, and talks with every worker; the server's main thread takes what is due from
 the desk and the shelf, and puts new weights on the shelf.
@@ -13,12 +15,13 @@ from __future__ import annotations
 
 import logging
 import math
+import selectors
 import socket
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,7 +29,7 @@ import torch
 from torch import Tensor
 
 from shardwise.asynchronous import messages
-from shardwise.asynchronous.wire import Wire, greet
+from shardwise.asynchronous.wire import Stranger, Wire
 from shardwise.asynchronous.work import Contribution, State, Work
 from shardwise.comm.codecs import codec
 from shardwise.config.compression import Compression
@@ -39,6 +42,8 @@ ASK_SECONDS = 1.0
 """How long a worker that asks is kept waiting before it is told to ask again."""
 MOST_STRANGERS = 64
 """Callers that have not shown yet that they know the secret: the next one takes the place of the oldest."""
+GREETER_SECONDS = 0.5
+"""How long at most until the thread that greets callers notices that one's time is over."""
 PATIENCE = 0.5
 """Of the time that a worker takes for a portion: for so long it is kept waiting for weights that are about to come."""
 OVERDUE, SHORTEST_OVERDUE = 20.0, 20.0
@@ -320,6 +325,55 @@ class Desk:
         self._changed.notify_all()
 
 
+class _Strangers:
+    """Callers that have not shown yet that they know the secret, the oldest first. One thread waits for all of them."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._credentials = credentials
+        self._strangers: dict[socket.socket, Stranger] = {}
+
+    def __enter__(self) -> _Strangers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in list(self._strangers):
+            self._hang_up(connection)
+        self.selector.close()
+
+    def add(self, stranger: Stranger) -> None:
+        """Wait for the answer of one more."""
+        self._strangers[stranger.connection] = stranger
+        self.selector.register(stranger.connection, selectors.EVENT_READ)
+
+    def admitted(self, ready: Container[object]) -> Iterator[Wire]:
+        """Of those that have sent something, the connections of those that know the secret. Others are hung up on."""
+        for connection, stranger in [entry for entry in self._strangers.items() if entry[0] in ready]:
+            try:
+                wire = stranger.admitted(self._credentials)
+            except (OSError, NotOurs):
+                self._hang_up(connection)
+                continue
+            if wire is not None:
+                self._forget(connection)
+                yield wire
+
+    def hang_up_on_late_ones(self) -> None:
+        """Hang up on those whose time is over, and on the oldest while there are too many."""
+        now = time.monotonic()
+        for connection, stranger in list(self._strangers.items()):
+            if stranger.deadline < now or len(self._strangers) > MOST_STRANGERS:
+                self._hang_up(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        self.selector.unregister(connection)
+        del self._strangers[connection]
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        _hang_up(connection)
+
+
 class Front:
     """Listens for workers, and talks with each in a thread of its own."""
 
@@ -330,51 +384,67 @@ class Front:
         self._credentials, self._shelf, self._desk = credentials, shelf, desk
         self._job, self._rows = job, rows
         self._listener = listen(address)
+        self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._lock = threading.Lock()
-        self._strangers: dict[socket.socket, None] = {}
         self._wires: set[Wire] = set()
         self._closed = False
-        threading.Thread(target=self._accept, name="front", daemon=True).start()
+        self._greeter = threading.Thread(target=self._greet_callers, name="front", daemon=True)
+        self._greeter.start()
 
     def close(self) -> None:
         """Hang up on everybody."""
         self._shelf.close()
+        self._closed = True
+        with suppress(OSError):  # on some systems what only listens cannot be shut down; the thread looks up soon anyway
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._greeter.join()
         with self._lock:
-            self._closed = True
-            wires, strangers = list(self._wires), list(self._strangers)
-        _hang_up(self._listener)
-        for stranger in strangers:
-            _hang_up(stranger)
+            wires = list(self._wires)
         for wire in wires:
             wire.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.1)  # out of file descriptors, say
-                continue
-            with self._lock:
-                self._strangers[connection] = None
-                oldest = next(iter(self._strangers)) if len(self._strangers) > MOST_STRANGERS else None
-                if oldest is not None:
-                    del self._strangers[oldest]
-            if oldest is not None:
-                _hang_up(oldest)
-            threading.Thread(target=self._converse, args=(connection,), name="worker", daemon=True).start()
+    def _greet_callers(self) -> None:
+        """Take callers in and greet them, until the server ends. A worker that knows the secret gets a thread."""
+        with self._listener, _Strangers(self._credentials) as strangers:
+            strangers.selector.register(self._listener, selectors.EVENT_READ)
+            while not self._closed:
+                ready = {key.fileobj for key, _ in strangers.selector.select(GREETER_SECONDS)}
+                # Strangers come before the next caller, which may take the place of one that has just answered.
+                for wire in strangers.admitted(ready):
+                    self._start_thread(wire)
+                if self._listener in ready and (stranger := self._take_in()) is not None:
+                    strangers.add(stranger)
+                strangers.hang_up_on_late_ones()
 
-    def _converse(self, connection: socket.socket) -> None:
-        worker: str | None = None
-        wire: Wire | None = None
+    def _take_in(self) -> Stranger | None:
+        """The next caller, greeted; None where it is gone already, or there is nothing left to take it in with."""
         try:
-            wire = greet(connection, self._credentials)
+            connection, _ = self._listener.accept()
+        except OSError:
+            if not self._closed:
+                time.sleep(0.1)  # out of file descriptors, say
+            return None
+        try:
+            return Stranger(connection)
+        except OSError:
+            _hang_up(connection)
+            return None
+
+    def _start_thread(self, wire: Wire) -> None:
+        with self._lock:
+            self._wires.add(wire)
+        try:
+            threading.Thread(target=self._converse, args=(wire,), name="worker", daemon=True).start()
+        except RuntimeError as error:  # the system allows no more threads, for now
+            log.warning("a worker was turned away, and may call again: %s", error)
             with self._lock:
-                self._strangers.pop(connection, None)
-                self._wires.add(wire)
+                self._wires.discard(wire)
+            wire.close()
+
+    def _converse(self, wire: Wire) -> None:
+        worker: str | None = None
+        try:
             worker = self._welcome(wire)
             while self._answer(wire, worker):
                 pass
@@ -383,10 +453,8 @@ class Front:
                 log.warning("worker %s is gone: %s", worker, error)
         finally:
             with self._lock:
-                self._strangers.pop(connection, None)
-                if wire is not None:
-                    self._wires.discard(wire)
-            _hang_up(connection)
+                self._wires.discard(wire)
+            wire.close()
             if worker is not None:
                 self._shelf.gone(worker)
                 if self._desk is not None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
@@ -136,7 +137,9 @@ def dial(address: str, port: int, credentials: Credentials) -> Wire:
     """A worker's end of a connection to a server."""
     connection = socket.create_connection((address, port), timeout=HELLO_SECONDS)
     try:
-        answered, channel = answer(credentials, _line(connection))
+        greeted = bytearray()
+        _read_line(connection, greeted)
+        answered, channel = answer(credentials, bytes(greeted))
         connection.sendall(answered)
         return Wire(connection, channel.key, "worker")
     except BaseException:
@@ -144,23 +147,32 @@ def dial(address: str, port: int, credentials: Credentials) -> Wire:
         raise
 
 
-def greet(connection: socket.socket, credentials: Credentials) -> Wire:
-    """A server's end, if the caller knows the secret."""
-    connection.settimeout(HELLO_SECONDS)
-    greeted = greeting()
-    connection.sendall(greeted)
-    return Wire(connection, admit(credentials, greeted, _line(connection)).key, "server")
+class Stranger:
+    """A server's end of a connection whose caller has not shown yet that it knows the secret. Nothing here waits for the caller,
+    so one thread can greet many."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.deadline = connection, time.monotonic() + HELLO_SECONDS
+        self._greeted, self._answer = greeting(), bytearray()
+        connection.setblocking(False)
+        connection.send(self._greeted)  # the first bytes of a connection: there is room for them
+
+    def admitted(self, credentials: Credentials) -> Wire | None:
+        """The connection, once the caller has shown that it knows the secret; None: more of its answer has to come."""
+        try:
+            _read_line(self.connection, self._answer)
+        except BlockingIOError:
+            return None
+        return Wire(self.connection, admit(credentials, self._greeted, bytes(self._answer)).key, "server")
 
 
-def _line(connection: socket.socket) -> bytes:
-    """A short line. Byte by byte: what follows it is not for us to take."""
-    line = b""
+def _read_line(connection: socket.socket, line: bytearray) -> None:
+    """Read the rest of a short line. Byte by byte: what follows it is not for us to take."""
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte or len(line) >= HELLO_BYTES:
             raise NotOurs("no greeting")
         line += byte
-    return line
 
 
 def _pieces(content: memoryview) -> Iterator[memoryview]:

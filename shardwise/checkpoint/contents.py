@@ -5,7 +5,8 @@ and its pieces: which part of the whole (offset and shape), in which file, from 
 tensor together again on any mesh, and it is checked before a byte is read: pieces must lie inside their tensor and inside
 their file, and fill the tensor.
 
-State names: `model.NAME`, `optimizer.NAME.MOMENT`, `random.RANK.cpu`. A checkpoint may hold weights only.
+State names: `model.NAME`, `optimizer.NAME.MOMENT`, `random.RANK.cpu`; those of a group begin with `group.N.`. A checkpoint may
+hold weights only. The first words of a name say what a tensor is: NAME is the user's, and may hold any of these words itself.
 
 The checksum of a data file is made while it is written, by another thread: zlib lets go of the interpreter, so with a second
 core it costs nothing where a disk is slower than 1 GB/s, and no file is read again.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import secrets
 import zlib
 from collections import defaultdict
@@ -47,12 +49,25 @@ DTYPES = {
 }
 """What a tensor in a checkpoint may be made of."""
 
+_MOMENT = re.compile(r"(group\.\d+\.)?optimizer\..+")
+_FLOAT8_MAXIMA = re.compile(r"(group\.\d+\.)?model\..+\.float8\.((gate_up|down)\.)?(input|gradient)\.maxima")
+
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The first corner of a part of a tensor, and the one past its last."""
 Files = dict[str, WrittenFile]
 """Size and CRC-32 of files by name."""
+
+
+def is_moment(name: str) -> bool:
+    """Whether a tensor of this name is the optimizer's."""
+    return _MOMENT.fullmatch(name) is not None
+
+
+def is_float8_maxima(name: str) -> bool:
+    """Whether a tensor of this name is what products in float8 remember (models/float8.py)."""
+    return _FLOAT8_MAXIMA.fullmatch(name) is not None
 
 
 def _known_dtype(name: str) -> str:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.contents import Contents, damaged_files, save_id
+from shardwise.checkpoint.contents import Contents, damaged_files, is_float8_maxima, is_moment, save_id
 from shardwise.checkpoint.dcp import DcpReader, load_planner
 from shardwise.checkpoint.folder import (
     MANIFEST,
@@ -384,10 +384,6 @@ def _prune(task: _Save) -> None:
         log.warning("old checkpoints in %s could not be removed: %s", task.folder, error)
 
 
-FLOAT8 = ".float8."
-"""In the names of what products in float8 remember."""
-
-
 def _expected(state: State, contents: Contents, layout: Layout) -> State:
     """What a checkpoint is to fill. Moments are left out, and zero, where it holds none: none at all, or not of weights that were
     frozen then; so are maxima of products in float8, all of them, where it does not hold each. What compression left out is
@@ -403,11 +399,11 @@ def _expected(state: State, contents: Contents, layout: Layout) -> State:
         if (name not in residuals or same) and (not name.startswith(FACTOR) or name in known)
     }
     missing = {name for name in state if name not in contents.tensors}
-    looks_anew = any(FLOAT8 in name for name in missing)
+    looks_anew = any(map(is_float8_maxima, missing))
     new = {
         name: value
         for name, value in state.items()
-        if ("optimizer." in name and name in missing) or (FLOAT8 in name and looks_anew)
+        if (is_moment(name) and name in missing) or (is_float8_maxima(name) and looks_anew)
     }
     for part in own_parts(new).values():
         part.zero_()

@@ -1,6 +1,10 @@
-"""The command line. Words in, words out: each command lives in its own file and imports what is heavy only when it runs.
+"""Where every command begins and ends.
 
-A user's mistake ends in one message on standard error and the error's status, never in a traceback.
+A user's mistake ends in one message on standard error and the error's status, never in a traceback. So does a limit of the system
+that is too low (limits.py).
+
+Importing this file costs a few milliseconds. The commands (app.py) are imported once signals are answered for: a scheduler may
+change its mind in the first moment of a job. What comes before, the start of Python itself, cannot be covered.
 """
 
 from __future__ import annotations
@@ -8,81 +12,32 @@ from __future__ import annotations
 import os
 import sys
 
-import typer
-
-from shardwise import __version__
-from shardwise.cli.checkpoint import checkpoint
-from shardwise.cli.config import config
-from shardwise.cli.data import data
-from shardwise.cli.doctor import doctor
-from shardwise.cli.drill import drill
-from shardwise.cli.generate import generate
-from shardwise.cli.new import new
-from shardwise.cli.plan import plan
-from shardwise.cli.probe import probe
-from shardwise.cli.report import report
-from shardwise.cli.train import train
-from shardwise.cli.verify import verify
 from shardwise.errors import UserError
-
-app = typer.Typer(
-    name="shardwise",
-    help="Plan, prove and run distributed training of transformer models on PyTorch.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # it takes [model] for a style
-)
-app.command()(new)
-app.command()(plan)
-app.command()(verify)
-app.command()(drill)
-app.command()(probe)
-app.command()(report)
-app.command()(generate)
-app.command()(doctor)
-app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(data, name="data")
-app.add_typer(config, name="config")
-
-
-def _train_help() -> str:
-    from shardwise.config.reference import help_text
-
-    return "\b\n" + help_text().replace("\n\n", "\n\n\b\n")
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
-) -> None:
-    pass
-
-
-app.command(epilog=_train_help() if {"train", "--help"} <= set(sys.argv) else None)(train)
+from shardwise.limits import limit_reached
+from shardwise.resilience.stopping import stopped_with_nothing_begun
 
 
 def main() -> None:
     """Run a command; turn a user's mistake into one message. Mistakes in the words of the command are typer's to answer."""
     try:
-        app()
+        with stopped_with_nothing_begun(sys.argv[1:2] == ["train"]):
+            from shardwise.cli.app import app
+
+            app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.status)
-    except OSError as error:
-        if (mistake := _mistake_of_place(error)) is None:
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        if (mistake := _mistake_of_place(error) or limit_reached(error)) is None:
             raise
         print(f"error: {mistake}", file=sys.stderr)
         sys.exit(UserError.status)
 
 
-def _mistake_of_place(error: OSError) -> str | None:
+def _mistake_of_place(error: BaseException) -> str | None:
     """What is wrong with where the command is run, if that is why it failed."""
+    if not isinstance(error, OSError):
+        return None
     try:
         os.getcwd()
     except OSError:

@@ -79,8 +79,10 @@ def _read_by_worker(job: Path, overrides: list[str]) -> Config:
     from shardwise.cli.doctor import torch_problem
     from shardwise.config import read
     from shardwise.errors import UserError
+    from shardwise.limits import check_limits
 
     config = read(job, overrides)
+    check_limits()
     if problem := torch_problem():
         raise UserError(problem)
     return config
@@ -167,6 +169,7 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     from shardwise.checkpoint import to_resume
     from shardwise.mesh.sockets import check_resolves
     from shardwise.resilience.first_node import FirstNodeFile
+    from shardwise.limits import check_limits
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
     from shardwise.words import counted
@@ -176,6 +179,7 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     slots, bounds = crew.here, Bounds(crew.least, crew.most)
     if config.train.driver == "server":
         config, slots, bounds = _with_servers(config, node, crew)
+    check_limits(slots)
     _warn(config, slots)
     planner = _planner(config, slots, bounds.most, nodes)
     if config.train.driver in ("server", "hogwild"):
@@ -260,21 +264,18 @@ def _check(planner: Planner) -> None:
         from shardwise.parallel import check_first_values, check_module
 
         check_module(settled(planner.config), plan.layout)
-        if not to_resume(planner.config) and (name := check_first_values(planner.config)):
-            typer.echo(
-                f"warning: {name} is frozen and begins at random: values that a constructor gives are not kept. Add a method "
-                "initial_value(name, shape, seed) to the module (docs/sharding.md)",
-                err=True,
-            )
+        for warning in () if to_resume(planner.config) else check_first_values(planner.config):
+            typer.echo(f"warning: {warning}", err=True)
 
 
 def _check_room(config: Config, plan: Plan) -> None:
     """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on it."""
     from shardwise.checkpoint import checkpoint_folder
-    from shardwise.observe.files import check_room
+    from shardwise.observe.files import check_room, check_run_files
     from shardwise.plan.dtypes import BYTES, state_dtype
 
     check_room(Path(config.run.folder), "run.folder", 0)
+    check_run_files(Path(config.run.folder))
     saved_to = checkpoint_folder(config)
     if "://" not in saved_to:
         numbers = plan.groups * plan.state_numbers

@@ -1,8 +1,8 @@
 """Conversations, and prompts with their completion, as text of which the model learns to say the answers.
 
 A conversation is written the way the model was taught to read it, by the chat template that came with its tokenizer: a small
-program in Jinja, run by the library that the transformers library runs it with, in a sandbox, since it comes from elsewhere. The
-text is then what `apply_chat_template` gives, character for character.
+program in Jinja, run by the library that the transformers library runs it with, in a sandbox and within limits, since it comes
+from elsewhere (render.py). The text is then what `apply_chat_template` gives, character for character.
 
 Which characters are the assistant's? A template that marks them (`{% generation %}`) says so. Any other is asked what it writes
 before the answer, for a model to go on from, and what once the answer is there. The answer is the difference, up to the mark
@@ -20,17 +20,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.config.pretrained import TOKENIZER_CONFIG, file_of, tokenizer_settings
+from shardwise.data.render import Failed, NotATemplate, Refused, Request, renderer
 from shardwise.errors import UserError, shown
 from shardwise.files import read_bytes, reading
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 """Fields of a record."""
@@ -125,27 +122,16 @@ class ChatTemplate:
         return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
 
     def _written(self, messages: Sequence[Message], generation_prompt: bool = False) -> tuple[str, tuple[Span, ...]]:
-        from jinja2 import TemplateError
-
+        variables = {"messages": messages, "add_generation_prompt": generation_prompt, **_ABSENT, **self.tokens}
         try:
-            said = self._template.render(messages=messages, add_generation_prompt=generation_prompt, **_ABSENT, **self.tokens)
-        except UserError:
-            raise
-        except TemplateError as error:
-            raise UserError(f"the chat template refuses it: {error}") from None
-        except Exception as error:  # it is a program, and may fail in any way
-            raise UserError(f"the chat template fails at it: {type(error).__name__}: {error}") from None
-        return _without_marks(without_lone_surrogates(said))
-
-    @cached_property
-    def _template(self) -> Template:
-        from jinja2 import TemplateError
-
-        try:
-            template: Template = _environment().from_string(self.source)
-        except TemplateError as error:
+            said = renderer().render(Request(self.source, variables, (_OPEN, _CLOSE)))
+        except NotATemplate as error:
             raise UserError(f"{self.file} is not a chat template: {error}") from None
-        return template
+        except Refused as error:
+            raise UserError(f"the chat template refuses it: {error}") from None
+        except Failed as error:
+            raise UserError(f"the chat template in {self.file} {error}") from None
+        return _without_marks(without_lone_surrogates(said))
 
 
 def find_template(tokenizer: str | Path) -> ChatTemplate | None:
@@ -242,34 +228,3 @@ def _without_marks(text: str) -> tuple[str, tuple[Span, ...]]:
             spans.append((len(plain), len(plain) + len(inside)))
         plain += inside + rest
     return plain, tuple(spans)
-
-
-def _environment() -> Any:
-    """Jinja as chat templates are written for: white space of blocks trimmed, and three words more."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012  (jinja's own way)
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Any) -> str:
-            return f"{_OPEN}{caller()}{_CLOSE}"
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)  # jinja's own escapes for HTML
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment

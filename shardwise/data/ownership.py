@@ -4,17 +4,19 @@ Preparing clears a folder that was made from other sources. `index.json` and `to
 what is in a file tells that the folder is ours: the index of finished data, or the record of unfinished work. The
 record is the first file written and goes only after the index is there, so a folder we touched always holds one of
 them, wherever a crash fell. A new folder must be empty; a user's own is refused and left as it is.
+
+The same names tell that a source is no text: shards are never tokenised again, whatever became of their index.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from shardwise.data.chat import FILES as CHAT_FILES
-from shardwise.data.shards import INDEX, Index
+from shardwise.data.shards import INDEX, Index, prepare_again
 from shardwise.data.tokenizer import FILE
 from shardwise.errors import UserError
 from shardwise.files import parse_json, read_bytes, reading
@@ -23,7 +25,7 @@ RECORD = "preparing.json"
 LOCK = ".lock"
 _RECORD_NAMES = ("fingerprint", "shards", "file", "piece")
 _UNTOUCHED = {LOCK, RECORD + ".partial"}  # all there can be before the record is
-_SHARD = re.compile(r"shard-\d{5,}\.bin")
+_SHARD = re.compile(r"shard-\d{5,}\.(bin|ends|answers)")
 _OTHERS = re.compile(r"shard-\d{5,}\.(bin|ends|answers)(\.partial)?|(index|preparing)\.json\.partial")
 
 
@@ -48,6 +50,21 @@ def check_target(folder: Path) -> None:
             f"{folder} is not empty and was not made by shardwise; nothing in it was changed. "
             "Choose another folder for the prepared data."
         )
+
+
+def refuse_shards(names: Iterable[Path]) -> None:
+    """Refuse to read prepared tokens as text. A prepared folder that has lost its index looks like any folder of files."""
+    shard = next((path for path in names if _SHARD.fullmatch(path.name)), None)
+    if shard is None:
+        return
+    folder, index = shard.parent, shard.parent / INDEX
+    if is_prepared(folder):
+        raise UserError(f"{shard} holds prepared tokens, not text. Give its folder {folder} as data.source.")
+    if not os.path.lexists(index):
+        problem = "is missing"
+    else:
+        problem = "is not one that shardwise wrote" if index.is_file() else "is not a regular file"
+    raise UserError(f"{index} {problem}, so {shard.name} beside it cannot be read. {prepare_again(folder)}")
 
 
 def clear(folder: Path) -> None:

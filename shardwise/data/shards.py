@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
 from shardwise.errors import UserError
-from shardwise.files import inside, read_bytes, read_sealed, seal
+from shardwise.files import inside, only_regular, read_bytes, read_sealed, seal
 
 VERSION = 2
 """Since 2 the index is sealed (files.py)."""
@@ -141,7 +141,7 @@ def token_dtype(vocabulary: int) -> str:
 def write_atomically(path: Path, content: bytes) -> None:
     """Put a file in place so that it is there whole or not at all."""
     aside = path.with_name(path.name + ".partial")
-    with open(aside, "wb") as file:
+    with open(aside, "wb", opener=only_regular) as file:
         file.write(content)
         _sync(file)
     os.replace(aside, path)
@@ -165,7 +165,7 @@ class ShardWriter:
         self._answers: list[NDArray[np.int64]] = []
         self._path = folder / shard_name(number)
         self._aside = self._path.with_name(self._path.name + ".partial")
-        self._file = open(self._aside, "wb")  # noqa: SIM115  (closed by finish or abandon)
+        self._file = open(self._aside, "wb", opener=only_regular)  # noqa: SIM115  (closed by finish or abandon)
         self._dtype = np.dtype(dtype)
         self._buffer = bytearray()
         self._ends: list[int] = []

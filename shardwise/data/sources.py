@@ -10,8 +10,8 @@
 
 In a folder that has JSONL, Parquet or Arrow files only those are read: a README beside them is not data. Hidden files,
 and .json files met in a folder (they describe data sets), are passed over. Text and JSON files may be gzipped. Rows
-without text are no documents. A source holds texts or it holds answers (conversations and prompts with a completion,
-data/chat.py): its first record says which.
+without text are no documents. Shards of prepared tokens are refused: they are no text. A source holds texts or it holds
+answers (conversations and prompts with a completion, data/chat.py): its first record says which.
 
 Whole text files are read in pieces of about 1 MiB cut after a line, so that memory stays bounded; a piece knows whether
 it ends its document. The cost: a token that would have spanned the cut is split there, once in a MiB.
@@ -33,6 +33,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from shardwise.data.chat import COMPLETION, MESSAGES, PROMPT, ChatTemplate, Span, answered_texts, without_lone_surrogates
 from shardwise.data.columnar import arrow_rows, parquet_rows
+from shardwise.data.ownership import refuse_shards
 from shardwise.errors import UserError
 from shardwise.files import inside, parse_as, read_bytes, reading
 
@@ -94,6 +95,7 @@ def find_files(source: str | Path) -> list[SourceFile]:
         raise UserError("data source: an empty path. Give a text, JSONL or Parquet file, or a folder of them.")
     with reading(f"data source {source}:"):
         paths = _paths(source)
+        refuse_shards(paths)
     if not paths:
         raise UserError(f"data source {source}: no files in it. Give a text, JSONL or Parquet file, or a folder of them.")
     return [_described(path) for path in paths]
@@ -194,6 +196,7 @@ def _in_folder(folder: Path) -> list[Path]:
         raise UserError(f"data source {folder}: holds several splits; give one of them: {', '.join(splits)}")
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return _saved_to_disk(folder)
+    refuse_shards(sorted(folder.iterdir()))  # also where other files beside them would be read
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
     data = [path for path in files if path.suffix.lower() != ".json" and _kind(path) != "text"]
     return data or [path for path in files if path.suffix.lower() != ".json"]

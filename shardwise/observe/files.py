@@ -17,12 +17,15 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import UserError
+from shardwise.files import only_regular
 from shardwise.observe.clock import present_time
 from shardwise.observe.format import format_bytes
 from shardwise.observe.records import Record, read_metrics, to_json
@@ -34,6 +37,11 @@ KEPT_BYTES = 16 << 20
 PROBE_BYTES = 1 << 20
 """What must fit into a folder at the start of a run."""
 _BLOCK = 1 << 16
+_WRITTEN = {
+    "": ("config.toml*", "plan.json*", "metrics.jsonl", "events.jsonl", "wandb-id", "trace*.json*"),
+    "logs": ("rank-*.log*", "workers-*.json*"),
+}
+"""What a run writes, by folder; checkpoints are made under new names."""
 
 log = logging.getLogger("shardwise")
 
@@ -81,7 +89,8 @@ def write_text(path: Path, text: str, say: Say = log.warning) -> None:
     """Put a file in place whole, in one move; that it cannot be written is said, and the old one stays."""
     beside = path.with_name(path.name + ".part")
     try:
-        beside.write_text(text, encoding="utf-8")
+        with open(beside, "w", encoding="utf-8", opener=only_regular) as file:
+            file.write(text)
         beside.replace(path)
     except OSError as error:
         say(f"{path} cannot be written: {_reason(error)}")
@@ -103,6 +112,23 @@ def check_room(folder: Path, setting: str, needed: int) -> None:
     if free < needed:
         room = f"{format_bytes(free)} are free, and one checkpoint of this model takes {format_bytes(needed)}"
         raise UserError(f"{setting} = {str(folder)!r}: {room}. {way_out}")
+
+
+def check_run_files(folder: Path) -> None:
+    """Refuse a run folder in which something that a run writes is there already, and is not a regular file."""
+    found = []
+    for place, patterns in _WRITTEN.items():
+        with suppress(OSError):  # no such folder: `check_room` tells whether it can be made
+            entries = os.listdir(folder / place)
+            names = [name for name in entries if any(fnmatch(name, pattern) for pattern in patterns)]
+            found += [str(Path(place) / name) for name in names if not (folder / place / name).is_file()]
+    if found:
+        *most, last = sorted(found)
+        names_found = f"{', '.join(most)} and {last} are not regular files" if most else f"{last} is not a regular file"
+        raise UserError(
+            f"run.folder = {str(folder)!r}: {names_found}, which a run would write. "
+            f"Remove {'them' if most else 'it'}, or give another run.folder"
+        )
 
 
 class _LineWriter:
@@ -159,7 +185,7 @@ class _LineWriter:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _cut_torn_line(self._path)
-            self._file = FileIO(self._path, "a")
+            self._file = FileIO(self._path, "a", opener=only_regular)
         return self._file
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.errors import UserError
-from shardwise.files import parse_toml, read_bytes
+from shardwise.files import only_regular, parse_toml, read_bytes
 from shardwise.observe.files import EventsFile, MetricsFile, Say, log
 from shardwise.observe.records import Record
 from shardwise.plan import read_plan
@@ -81,10 +81,10 @@ class WandbSink:
             raise _missing(f"observe.wandb = {project!r}", "wandb") from None
         identity = folder / "wandb-id"
         if not (resume_step and identity.exists()):
-            identity.write_text(uuid.uuid4().hex[:8])
-        self._run = wandb.init(
-            project=project, name=folder.name, id=identity.read_text(), resume="allow", dir=str(folder), config=_job(folder)
-        )
+            with open(identity, "w", opener=only_regular) as file:
+                file.write(uuid.uuid4().hex[:8])
+        known = read_bytes(identity).decode("utf-8", "replace")
+        self._run = wandb.init(project=project, name=folder.name, id=known, resume="allow", dir=str(folder), config=_job(folder))
 
     def write(self, record: Record) -> None:
         """One row a step."""

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.errors import UserError
-from shardwise.files import parse_as, read_bytes
+from shardwise.files import only_regular, parse_as, read_bytes
 from shardwise.observe.clock import Stretch, present_time
 from shardwise.observe.files import write_text
 from shardwise.observe.ledger import Collective
@@ -90,7 +90,8 @@ def merge(folder: Path) -> Path | None:
     events = [event for path in files for event in parse_as(_TraceFile, read_bytes(path, _ADVICE), path, _ADVICE)["traceEvents"]]
     merged = folder / MERGED
     try:
-        merged.write_text(to_json({"traceEvents": events}), encoding="utf-8")
+        with open(merged, "w", encoding="utf-8", opener=only_regular) as file:
+            file.write(to_json({"traceEvents": events}))
     except OSError as error:
         raise UserError(f"{merged} cannot be written ({error.strerror}); the ranks' own traces are beside it") from None
     return merged

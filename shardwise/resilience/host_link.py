@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Literal
 
 from shardwise.errors import Unreadable, UserError, without_middle
+from shardwise.limits import limit_reached
 from shardwise.mesh import Worker
 from shardwise.observe import present_time
 from shardwise.plan import Plan
@@ -124,8 +125,9 @@ class HostLink(NoHost):
 
     def failed(self, error: BaseException) -> None:
         """Tell the host that this worker ends, and why."""
-        ours, line = isinstance(error, UserError), own_line(error)
-        said = str(error) if ours else f"{type(error).__name__}: {error}"
+        limit = limit_reached(error)
+        ours, line = isinstance(error, UserError) or limit is not None, own_line(error)
+        said = limit or (str(error) if ours else f"{type(error).__name__}: {error}")
         causes = [f"{line}: {said}" if line and not ours else said, *getattr(error, "__notes__", ())]
         trace = "" if ours else "".join(traceback.format_exception(error))
         fault = Fault(

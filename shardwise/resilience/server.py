@@ -26,11 +26,13 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 
+from shardwise.limits import check_limits
 from shardwise.resilience.stopping import STOP_SIGNALS
 
 
 def start_server(preload: Sequence[str]) -> None:
     """Start it, if it does not run yet. It ends with the thread that calls this (preload.py): the main one."""
+    check_limits()
     multiprocessing.get_context("forkserver").set_forkserver_preload(["shardwise.resilience.preload", *preload])
     ensure_server()
 

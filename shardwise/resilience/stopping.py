@@ -12,12 +12,13 @@ reaches also one that is stopped, and would see no pipe end.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from shardwise.errors import RunFailed
@@ -105,6 +106,28 @@ def handle_stop_signals(handler: signal.Handlers | Callable[[int, FrameType | No
             signal.signal(number, handler)
 
 
+@contextmanager
+def stopped_with_nothing_begun(for_this_command: bool) -> Iterator[None]:
+    """Leave at once, with the status that says so, when a signal comes before the command itself answers for signals: it has
+    started nothing and has nothing to save. `for_this_command`: whether the command is one that ends with these statuses.
+    """
+
+    def leave(number: int, _: FrameType | None) -> None:
+        os.write(2, b"stopped at once; what was saved is kept\n")
+        os._exit(INTERRUPTED if number == signal.SIGINT else RESUME_ME)
+
+    may_set = for_this_command and threading.current_thread() is threading.main_thread()  # others may not set signals
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS} if may_set else {}
+    if before:
+        handle_stop_signals(leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is leave:
+                signal.signal(number, handler)
+
+
 def stop_signals_as_bytes() -> int:
     """Have the signals written to a pipe, a byte each, by the kernel's handler itself: a thread that reads there hears of them
     even while the main one is stuck. Those that were held back since this process was forked come now. The pipe's reading end.
@@ -120,4 +143,6 @@ def stop_signals_as_bytes() -> int:
 def signal_on_death_of_parent(number: int = signal.SIGKILL) -> None:
     """From now on this process gets that signal when the thread that forked it ends; on Linux, and elsewhere none."""
     if sys.platform == "linux":
+        import ctypes  # not at the top: commands answer for signals before they import anything that takes time
+
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -23,13 +23,15 @@ import uuid
 from contextlib import closing
 from functools import partial
 from importlib.metadata import version
+from io import TextIOWrapper
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn, TextIO, cast
 
 from shardwise import __version__
 from shardwise.checkpoint import checkpoint_folder, checkpoints, step_of
 from shardwise.config import Config, to_toml
+from shardwise.files import only_regular
 from shardwise.mesh import Node, Worker, worker_environment
 from shardwise.mesh.sockets import LOOPBACK, address_for_other_machines
 from shardwise.observe import EventsFile, unblocked_output
@@ -178,6 +180,10 @@ class BoundedLog(logging.FileHandler):
                 with contextlib.suppress(OSError):
                     shutil.copyfile(self.baseFilename, f"{self.baseFilename}.1")
                 self.file.truncate(0)
+
+    def _open(self) -> TextIOWrapper:
+        opener = None if self.baseFilename == os.devnull else only_regular
+        return cast(TextIOWrapper, open(self.baseFilename, self.mode, encoding=self.encoding, opener=opener))
 
     @property
     def file(self) -> TextIO:

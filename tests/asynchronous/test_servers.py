@@ -118,6 +118,51 @@ def test_every_portion_is_in_the_weights_once_though_workers_come_and_go(served:
 
 
 @pytest.mark.parametrize("served", [(1, 10, 0)], indirect=True)
+def test_a_flood_of_strangers_opens_no_thread_and_keeps_few_connections(served: Served) -> None:
+    threads, descriptors = threading.active_count(), psutil.Process().num_fds()
+    flood = []
+    most = 0
+    for index in range(500):
+        flood.append(socket.create_connection((LOOPBACK, served.front.port), timeout=5))
+        if index % 3 == 0:
+            with suppress(OSError):  # hung up on already
+                flood[-1].sendall(b"0123")  # the beginning of an answer
+        most = max(most, threading.active_count() - threads)
+    wire = dial(LOOPBACK, served.front.port, OURS)  # greeted once all of them were taken in
+    assert isinstance(said(wire, Hello("honest")), Welcome)
+    kept = psutil.Process().num_fds() - descriptors - len(flood) - 1
+    assert most == 0
+    assert kept <= servers.MOST_STRANGERS + 1
+    wire.close()
+    for stranger in flood:
+        stranger.close()
+    work_until_the_end(served, "another", random.Random(0), 0.0)
+
+
+@pytest.mark.parametrize("served", [(1, 10, 0)], indirect=True)
+def test_a_thread_that_cannot_start_turns_one_worker_away_and_no_other(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusing, start = [1, 2], threading.Thread.start
+
+    def refuse_first(thread: threading.Thread) -> None:
+        if thread.name == "worker" and refusing:
+            refusing.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_first)
+    for _ in range(2):
+        wire = dial(LOOPBACK, served.front.port, OURS)
+        with pytest.raises((EOFError, OSError)):
+            said(wire, Hello("turned away"))
+        wire.close()
+    work_until_the_end(served, "honest", random.Random(0), 0.0)
+    assert sorted(served.used) == list(range(10))
+    assert "can't start new thread" in caplog.text
+
+
+@pytest.mark.parametrize("served", [(1, 10, 0)], indirect=True)
 def test_strangers_change_nothing_and_take_no_memory(served: Served) -> None:
     """Over a thousand connections that say nothing, garbage, or the right thing with the wrong secret."""
     chance = random.Random(0)

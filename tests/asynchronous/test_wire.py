@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from shardwise.asynchronous import wire as wire_module
-from shardwise.asynchronous.wire import PIECE_BYTES, Wire, dial, greet, stays_on_this_machine
+from shardwise.asynchronous.wire import PIECE_BYTES, Stranger, Wire, dial, stays_on_this_machine
 from shardwise.mesh.sockets import LOOPBACK, listen
 from shardwise.resilience.channel import Credentials, NotOurs
 
@@ -32,7 +33,10 @@ class Meeting:
     def _greet(self) -> None:
         connection, _ = self.listener.accept()
         try:
-            self.greeted.append(greet(connection, OURS))
+            stranger = Stranger(connection)
+            while (wire := stranger.admitted(OURS)) is None:
+                select.select([connection], [], [], 10)
+            self.greeted.append(wire)
         except (NotOurs, OSError) as error:
             connection.close()
             self.greeted.append(error)

@@ -15,7 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwise import invoked
-from shardwise.cli.main import app, main
+from shardwise.cli.app import app
+from shardwise.cli.main import main
 from shardwise.cli.new import Template
 from shardwise.cli.train import _crew
 from shardwise.config import read

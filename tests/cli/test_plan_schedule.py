@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner, Result
 
-from shardwise.cli.main import app
+from shardwise.cli.app import app
 from shardwise.errors import ConfigError, UserError
 
 JOB = str(Path(__file__).parents[2] / "examples" / "quickstart.toml")

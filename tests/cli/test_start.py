@@ -164,6 +164,35 @@ def test_a_command_that_is_stopped_before_its_workers_start_says_by_whom(
     os.kill(os.getpid(), sent)  # as many senders do: it changes nothing any more
 
 
+EARLY = """
+import os, signal, sys
+class SignalAt:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            os.kill(os.getpid(), int(sys.argv[3]))
+sys.meta_path.insert(0, SignalAt())
+"""
+ENTRIES = ["from shardwise.cli.main import main; main()", "import runpy; runpy.run_module('shardwise', run_name='__main__')"]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=["script", "module"])
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_run_that_is_stopped_while_it_imports_its_first_modules_says_so(entry: str, sent: signal.Signals, status: int) -> None:
+    command = [sys.executable, "-c", EARLY + entry, "train", "job.toml", str(int(sent))]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (status, "stopped at once; what was saved is kept\n")
+
+
+def test_limits_that_are_too_low_for_a_run_are_named_before_anything_is_written(tmp_path: Path) -> None:
+    low = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (48, 48)); r.setrlimit(r.RLIMIT_AS, (900 << 20, 900 << 20))"
+    run = ["train", str(JOB), "layout.data=2", f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
+    command = [sys.executable, "-c", f"{low}; {ENTRIES[0]}", *run]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    assert [line.partition("ulimit ")[2] for line in ended.stderr.splitlines()] == ["-n 4096", "-v unlimited"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_command_that_was_not_stopped_leaves_signals_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     monkeypatch.setattr(command, "_train", lambda *_: 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from shardwise.cli.main import app
+from shardwise.cli.app import app
 from shardwise.config import read
 from shardwise.config.model_config import MIXTRAL, _differences
 from shardwise.train.describe import peak_of_device

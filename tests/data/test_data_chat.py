@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from tokenizers import Tokenizer, models, processors
 
 from shardwise.config import Data
+from shardwise.data import render
 from shardwise.data.chat import find_template
 from shardwise.data.dataset import IGNORED, Dataset
 from shardwise.data.prepare import prepare
@@ -271,6 +275,60 @@ def test_a_template_may_compute_but_not_reach_out(folder: Any, tmp_path: Path) -
     template = find_template(path)
     assert template is not None
     assert template.write([{"role": "user", "content": "<é>"}]) == '[{"role": "user", "content": "<é>"}]<é>4'
+
+
+LOOPS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+TWICE = "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(60) }}"
+SQUARED = "{% set n = namespace(x='xy') %}" + "{% set n.x = n.x | replace('', n.x) %}" * 7 + "{{ n.x }}"
+LARGE = r"needs more than 512 MiB"
+LONG = r"writes more than [\d,]+ characters for one conversation"
+SLOW = r"takes more than 0\.3 s of processor time"
+
+
+@pytest.mark.parametrize(
+    ("source", "limit"),
+    [
+        ("{{ 'x' * 10**9 }}", LARGE),
+        ("{{ 'x' * 2 * 10**9 }}{{ messages[0].content }}", LARGE),
+        ("{% set n = messages | length * 10**9 %}{{ 'x' * n }}", LARGE),
+        ("{{ messages | batch(10**9, 'x') | list }}", LARGE),
+        ("{{ 'x' | center(10**9) }}", LARGE),
+        ("{{ '%1000000000d' % 1 }}", LARGE),
+        ("{{ 'x'.ljust(10**9) }}", LARGE),
+        (SQUARED, LARGE),
+        ("{{ 'x' * 10**7 }}", LONG),
+        ("{% for i in range(9999) %}{{ i * 'x' }}{% endfor %}", LONG),
+        (LOOPS, SLOW),
+        (TWICE, SLOW),
+        ("{{ 10 ** (10 ** 8) }}", SLOW),
+        ("{{ lipsum(n=10**9) }}", SLOW),
+    ],
+)
+def test_a_template_without_end_is_stopped_by_a_limit_that_is_named(
+    folder: Any, tmp_path: Path, source: str, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if limit == SLOW:
+        monkeypatch.setattr(render, "SECONDS", 0.3)
+    talks = jsonl(tmp_path / "talks.jsonl", TALKS)
+    with pytest.raises(UserError, match=rf"line 1: the chat template in \S+tokenizer_config\.json {limit}"):
+        prepare(talks, folder(source + CHATML), tmp_path / "out")
+    template = find_template(folder(CHATML))
+    assert template is not None
+    assert template.write(TALKS[0]["messages"]).startswith("<|im_start|>user\nto be?"), "others are written as ever"
+
+
+def test_a_process_that_writes_templates_is_replaced_when_it_is_gone_and_ended_with_this_one(folder: Any) -> None:
+    template = find_template(folder(CHATML))
+    assert template is not None
+    expected = template.write(TALKS[0]["messages"])
+    first = render.renderer()
+    os.kill(first.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    assert template.write(TALKS[0]["messages"]) == expected
+    second = render.renderer()
+    assert second.pid != first.pid
+    second.close()
+    assert not psutil.pid_exists(second.pid)
 
 
 def test_a_conversation_without_a_template_is_refused_and_bytes_have_one(bpe: Path, tmp_path: Path) -> None:

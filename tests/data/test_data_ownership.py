@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -136,6 +139,57 @@ def test_a_damaged_index_of_ours_is_called_damaged(source: Path, tmp_path: Path,
         Tokens.open(prepared(Data(source=str(folder)))[0][0])
     with pytest.raises(UserError, match=r"index\.json is damaged.*Delete the folder"):
         prepare(source, "bytes", folder)
+
+
+def _socket_at(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        here = os.open(path.parent, os.O_RDONLY)  # the path may be longer than an address can be
+        listener.bind(f"/proc/self/fd/{here}/{path.name}")
+        os.close(here)
+
+
+@pytest.mark.parametrize(
+    "beside", [{}, {"notes.txt": "a text"}, {"more.jsonl": '{"text": "a line"}\n'}], ids=["alone", "text", "json"]
+)
+@pytest.mark.parametrize(
+    ("put", "found"),
+    [
+        pytest.param(lambda path: None, "is missing", id="nothing"),
+        pytest.param(os.mkfifo, "is not a regular file", id="pipe"),
+        pytest.param(Path.mkdir, "is not a regular file", id="folder"),
+        pytest.param(lambda path: path.symlink_to(path.name), "is not a regular file", id="link to itself"),
+        pytest.param(lambda path: path.symlink_to("/dev/null"), "is not a regular file", id="device"),
+        pytest.param(_socket_at, "is not a regular file", id="socket"),
+        pytest.param(lambda path: path.write_text(json.dumps(FOREIGN)), "is not one that shardwise wrote", id="foreign"),
+    ],
+)
+def test_shards_whose_index_is_not_a_file_of_ours_are_never_read_as_text(
+    source: Path, tmp_path: Path, put: Callable[[Path], object], found: str, beside: dict[str, str]
+) -> None:
+    folder = tmp_path / "out"
+    prepare(source, "bytes", folder)
+    (folder / "index.json").unlink()
+    put(folder / "index.json")
+    for name, text in beside.items():
+        (folder / name).write_text(text)
+    before = sorted(os.listdir(folder))
+    data = Data(source=str(folder), sequence_length=4, cache=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=rf"out/index\.json {found}.*shard-00000\.bin.*prepare the data again"):
+        prepared(data)
+    with pytest.raises(UserError, match=r"index\.json"):
+        prepare(folder, "bytes", tmp_path / "copy")
+    assert sorted(os.listdir(folder)) == before
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("given", ["out", "out/shard-00000.bin", "out/shard-*", "."])
+def test_prepared_tokens_are_no_text_wherever_they_are_met(
+    source: Path, tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(source, "bytes", tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"out/shard-00000\.(bin|ends)? holds prepared tokens"):
+        prepare(given, "bytes", tmp_path / "copy")
 
 
 def test_a_file_as_target_is_named_as_such(source: Path) -> None:

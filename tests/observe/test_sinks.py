@@ -182,6 +182,49 @@ def test_records_that_are_no_regular_file_are_refused_and_hold_nobody_up(tmp_pat
     assert newest(tmp_path) == {}
 
 
+NOT_FILES = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/null"),
+    "folder": Path.mkdir,
+    "link to itself": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_FILES)
+@pytest.mark.timeout(20)
+def test_what_is_no_regular_file_in_a_run_folder_is_never_waited_for(tmp_path, kind):
+    """Put there while a run goes on: it is said, and records are kept until they can be written."""
+    for name in ("metrics.jsonl", "events.jsonl", "plan.json.part"):
+        NOT_FILES[kind](tmp_path / name)
+    said = []
+    metrics, events = MetricsFile(tmp_path / "metrics.jsonl", 3, said.append), EventsFile(tmp_path / "events.jsonl", said.append)
+    metrics.write({"step": 4, "loss": 1.0})
+    events.write("save")
+    files.write_text(tmp_path / "plan.json", "{}", said.append)
+    refused = [text for text in said if "cannot be written" in text]
+    assert len(refused) == 3, said
+    (tmp_path / "metrics.jsonl").rmdir() if kind == "folder" else (tmp_path / "metrics.jsonl").unlink()
+    metrics.write({"step": 5, "loss": 1.0})
+    metrics.close()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [4, 5]
+
+
+@pytest.mark.parametrize("kind", NOT_FILES)
+@pytest.mark.timeout(20)
+def test_a_run_folder_with_such_files_is_refused_before_workers_start(tmp_path, kind):
+    names = ["config.toml", "events.jsonl", "logs/rank-1.log", "metrics.jsonl", "plan.json", "wandb-id"]
+    (tmp_path / "logs").mkdir()
+    for name in names:
+        NOT_FILES[kind](tmp_path / name)
+    with pytest.raises(UserError) as refused:
+        files.check_run_files(tmp_path)
+    assert str(refused.value) == (
+        f"run.folder = {str(tmp_path)!r}: config.toml, events.jsonl, logs/rank-1.log, metrics.jsonl, plan.json and wandb-id are "
+        "not regular files, which a run would write. Remove them, or give another run.folder"
+    )
+    files.check_run_files(tmp_path / "elsewhere")
+
+
 class Disk:
     """Stands between a file and its disk: room for so many more bytes."""
 
@@ -242,7 +285,8 @@ def test_what_cannot_be_written_is_kept_up_to_a_limit_and_what_is_lost_is_counte
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
-def test_a_disk_that_is_really_full_stops_nothing(tmp_path, name):
+def test_a_disk_that_is_really_full_stops_nothing(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(files, "only_regular", None)  # else a device is refused
     (tmp_path / name).symlink_to("/dev/full")
     said: list[str] = []
     sinks = open_sinks(tmp_path, Observe(), 0, said.append)

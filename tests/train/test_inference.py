@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from warm import Server
 
 from shardwise.checkpoint.huggingface import export_checkpoint
-from shardwise.cli.main import app
+from shardwise.cli.app import app
 from shardwise.data.tokenizer import as_text, load_tokenizer
 from shardwise.errors import UserError
 from shardwise.models import continuation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,16 @@ def test_a_log_is_two_files_at_most_and_all_that_write_to_it_go_on(
     assert kept.index("step 999") < kept.index("test_a_log_is_two_files") < kept.index("the last")
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("there", ["a file as the folder", "a pipe as the log"])
 def test_a_log_that_cannot_be_opened_is_said_and_done_without(
-    tmp_path: Path, log: logging.Logger, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, log: logging.Logger, capsys: pytest.CaptureFixture[str], there: str
 ) -> None:
-    (tmp_path / "logs").write_text("a file")
+    if there == "a file as the folder":
+        (tmp_path / "logs").write_text("a file")
+    else:
+        (tmp_path / "logs").mkdir()
+        os.mkfifo(tmp_path / "logs" / "rank-0.log")
     log_to(tmp_path / "logs" / "rank-0.log")
     log.info("lost")
     assert "no log is kept" in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""The command line's words: each command lives in its own file and imports what is heavy only when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from shardwise import __version__
+from shardwise.cli.checkpoint import checkpoint
+from shardwise.cli.config import config
+from shardwise.cli.data import data
+from shardwise.cli.doctor import doctor
+from shardwise.cli.drill import drill
+from shardwise.cli.generate import generate
+from shardwise.cli.new import new
+from shardwise.cli.plan import plan
+from shardwise.cli.probe import probe
+from shardwise.cli.report import report
+from shardwise.cli.train import train
+from shardwise.cli.verify import verify
+
+app = typer.Typer(
+    name="shardwise",
+    help="Plan, prove and run distributed training of transformer models on PyTorch.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # it takes [model] for a style
+)
+app.command()(new)
+app.command()(plan)
+app.command()(verify)
+app.command()(drill)
+app.command()(probe)
+app.command()(report)
+app.command()(generate)
+app.command()(doctor)
+app.add_typer(checkpoint, name="checkpoint")
+app.add_typer(data, name="data")
+app.add_typer(config, name="config")
+
+
+def _train_help() -> str:
+    from shardwise.config.reference import help_text
+
+    return "\b\n" + help_text().replace("\n\n", "\n\n\b\n")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
+
+
+app.command(epilog=_train_help() if {"train", "--help"} <= set(sys.argv) else None)(train)

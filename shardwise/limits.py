@@ -1,0 +1,94 @@
+"""Limits that a system sets for a process (`ulimit`): checked before workers start, and named where one is reached.
+
+A limit that is too low shows up anywhere: an import that cannot map a library, a socket that cannot be opened, a thread that does
+not start. No traceback of such a place says what to do about it, so these errors become one line with the limit and the command
+that raises it. A soft limit, which every process may raise by itself, is raised without a word.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+
+from shardwise.errors import UserError
+
+FILES, FILES_OF_A_WORKER = 64, 8
+"""Open files of the busiest process of a run, the one that starts the others: in any case, and for each worker."""
+USUAL_FILES = 4096
+"""What the limit is raised to."""
+ADDRESS_SPACE = 1280 << 20
+"""Bytes that a worker maps before its model is there: PyTorch's libraries, and the stacks of threads."""
+_STARTING = {"fork", "spawnv_passfds", "_execute_child", "_launch"}
+"""Functions of Python that start a process."""
+
+
+def check_limits(workers: int = 1) -> None:
+    """Refuse, with all that is too low, to start so many workers here. Soft limits are raised where that helps."""
+    checks = (
+        (resource.RLIMIT_NOFILE, FILES + FILES_OF_A_WORKER * workers, _files_needed),
+        (resource.RLIMIT_AS, ADDRESS_SPACE, _space_needed),
+    )
+    problems = [words(allowed, needed) for limit, needed, words in checks if (allowed := _raised(limit, needed)) is not None]
+    if problems:
+        raise UserError("\n".join(f"workers cannot start: {problem}" for problem in problems))
+
+
+def limit_reached(error: BaseException) -> str | None:
+    """Which limit of this process an error comes from, and how it is raised; None where it is about something else."""
+    text = str(error)
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE or os.strerror(errno.EMFILE) in text:
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"a process may have no more than {allowed} open files here. Raise that, with: ulimit -n {USUAL_FILES}"
+    allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if allowed != resource.RLIM_INFINITY and (isinstance(error, MemoryError) or number == errno.ENOMEM or _lacks_memory(text)):
+        return (
+            f"a process may have no more than {allowed >> 10} KiB of address space here, and needs more. Raise that, with: "
+            "ulimit -v unlimited"
+        )
+    if "can't start new thread" in text or _cannot_start_process(error):
+        return (
+            "no more processes or threads can be started here. Raise the limit, with: ulimit -u 4096 (in a container or a "
+            "job of a scheduler: its limit of processes)"
+        )
+    return None
+
+
+def _raised(limit: int, needed: int) -> int | None:
+    """What is allowed, where that is less than is needed and this process may not raise it."""
+    soft, hard = resource.getrlimit(limit)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return None
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        enough = max(needed, USUAL_FILES) if limit == resource.RLIMIT_NOFILE else hard
+        resource.setrlimit(limit, (enough if hard == resource.RLIM_INFINITY else min(enough, hard), hard))
+        return None
+    return soft
+
+
+def _files_needed(allowed: int, needed: int) -> str:
+    enough = max(USUAL_FILES, needed)
+    return f"a process may have {allowed} open files here, and needs up to {needed}. Raise that, with: ulimit -n {enough}"
+
+
+def _space_needed(allowed: int, needed: int) -> str:
+    return (
+        f"a process may have {allowed >> 10} KiB of address space here, and PyTorch alone needs {needed >> 10} KiB. Raise that, "
+        "with: ulimit -v unlimited"
+    )
+
+
+def _lacks_memory(text: str) -> bool:
+    """Whether this is what the loader of libraries, the system or torch says for want of address space."""
+    said = ("failed to map segment", os.strerror(errno.ENOMEM), "can't allocate memory", os.strerror(errno.EAGAIN))
+    return any(words in text for words in said)
+
+
+def _cannot_start_process(error: BaseException) -> bool:
+    if not isinstance(error, OSError) or error.errno != errno.EAGAIN:
+        return False
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and frame.tb_frame.f_code.co_name in _STARTING
