@@ -45,6 +45,7 @@ from shardwise.train.contribute import build_contributor, contribute
 from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.guard import check_joined
 from shardwise.train.hogwild import LockFree
+from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothing_is_left
 from shardwise.train.serve import Contributions
 from shardwise.train.sources import Source
@@ -108,6 +109,8 @@ def _in_team(config: Config, worker: Worker, team: Team, dataset: Dataset, link:
     link.progress("restore", 0)
     chosen = _go_on(training, team, copies)
     check_joined(training)
+    if training.step == 0:
+        check_summed_loss(training)
     timestamps["restored"] = present_time()
     link.progress("step", training.step)
     status: int | None = 0
