@@ -5,7 +5,8 @@ compared before a number is read, and all that is missing, left over or of anoth
 
 Headers are read without torch, so that a job's weights are looked at before anything starts (cli/check_job.py). The files are
 read with the safetensors library, because a folder from elsewhere is to be distrusted and its checks of a header
-are good ones; the index may name no file outside of the folder. Pickled weights are refused: opening one runs whatever is in it.
+are good ones; the index may name no file outside of the folder, though a file may be a link to one. Pickled weights are refused:
+opening one runs whatever is in it.
 
 The checkpoint has step 0 and weights alone, in the dtype they came in, and beside them the folder's other files (kept.py). Memory
 is that of the largest tensor, for experts of one layer's: files are mapped, and let go after each tensor.
@@ -180,7 +181,7 @@ def _full_name(name: str, family: Family) -> str:
 
 def _files(folder: Path) -> dict[str, set[str] | None]:
     """The files with weights, and the tensors that the index promises in each; None: whatever is there."""
-    if (folder / INDEX).is_file():
+    if file_of(folder, INDEX).is_file():
         weight_map = parse_as(_WeightIndex, read_bytes(file_of(folder, INDEX)), folder / INDEX)["weight_map"]
         promised: dict[str, set[str]] = {}
         for name, file in weight_map.items():
@@ -189,7 +190,7 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
         if absent := [file for file in files if not file_of(folder, file).is_file()]:
             raise UserError(f"{folder} lacks {listed(sorted(absent))}, which {INDEX} names; download it again")
         return files
-    if (folder / WEIGHTS).is_file():
+    if file_of(folder, WEIGHTS).is_file():
         return {WEIGHTS: None}
     if pickled := sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)):
         raise UserError(

@@ -130,6 +130,8 @@ def import_(
     from shardwise.checkpoint.pretrained import import_folder
     from shardwise.invoked import typed
 
+    if folder.is_dir():
+        note_links(folder)
     with _bar("importing") as progress:
         imported = import_folder(folder, checkpoint, progress)
     tables: dict[str, dict[str, Any]] = {"model": _set_fields(imported.model)}
@@ -158,6 +160,14 @@ def need_torch() -> None:
 
     if problem := torch_problem():
         raise UserError(problem)
+
+
+def note_links(folder: Path) -> None:
+    """Say where files of a Hugging Face folder are links to files elsewhere: they are read, and kept in checkpoints."""
+    from shardwise.config.pretrained import links_outside
+
+    if sentence := links_outside(folder):
+        typer.echo(f"note: {sentence}", err=True)
 
 
 def _checkpoints_of(folder: str) -> list[str]:

@@ -198,9 +198,12 @@ def _with_servers(config: Config, node: Node | None, crew: Crew) -> tuple[Config
 
 def _warn(config: Config, workers: int) -> None:
     """Say what is doubtful of so many workers here, before they or a measurement of this machine take their time."""
+    from shardwise.cli.checkpoint import note_links
     from shardwise.cli.machine import doubts
     from shardwise.cost.clusters import asked_for
 
+    if config.model.pretrained is not None and Path(config.model.pretrained).is_dir():
+        note_links(Path(config.model.pretrained))
     for doubt in doubts(workers, asked_for(config) if config.model.module is None else None, config.run.device):
         typer.echo(f"warning: {doubt}", err=True)
 

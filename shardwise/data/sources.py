@@ -34,7 +34,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 from shardwise.data.chat import COMPLETION, MESSAGES, PROMPT, ChatTemplate, Span, answered_texts, without_lone_surrogates
 from shardwise.data.columnar import arrow_rows, parquet_rows
 from shardwise.errors import UserError
-from shardwise.files import inside, parse_as, read_bytes, reading
+from shardwise.files import linked, parse_as, read_bytes, reading
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20
@@ -213,7 +213,7 @@ def _saved_to_disk(folder: Path) -> list[Path]:
     state = parse_as(_SavedState, read_bytes(path, advice), path, advice)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise UserError(f"{folder} was saved with an index of chosen rows; call flatten_indices() on it and save it again.")
-    return [inside(folder, entry["filename"]) for entry in state["_data_files"]]
+    return [linked(folder, entry["filename"]) for entry in state["_data_files"]]
 
 
 def _described(path: Path) -> SourceFile:
