@@ -34,7 +34,7 @@ from shardwise.config import Model
 from shardwise.config.families import Family
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, read_model
 from shardwise.errors import UserError
-from shardwise.files import parse_as, read_bytes
+from shardwise.files import parse_as, read_bytes, reading
 from shardwise.plan import parameter_shapes
 
 if TYPE_CHECKING:
@@ -140,16 +140,31 @@ def open_folder(folder: Path) -> Pretrained:
     return Pretrained(folder, model, plan, stored, tokenizer if tokenizer.is_file() else None)
 
 
+def check_tokenizer(pretrained: Pretrained) -> None:
+    """Refuse a folder whose model cannot be asked in words."""
+    if pretrained.tokenizer is None:
+        raise UserError(
+            f"{pretrained.folder} has no {TOKENIZER}, so the model cannot be asked in words; put that of the model there"
+        )
+
+
+def check_empty(folder: Path) -> None:
+    """Refuse a folder to write to that has something in it."""
+    with reading(folder, "Give another folder."):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is there already and not empty; give another folder, or remove it")
+
+
 def import_folder(folder: Path, checkpoint: str, progress: Progress = no_progress) -> Pretrained:
     """Write the weights of a Hugging Face folder as a checkpoint of step 0, without optimizer state."""
-    import torch
+    if storage(checkpoint).names():
+        raise UserError(f"{checkpoint} is there already and not empty; give another folder, or remove it")
+    pretrained = open_folder(folder)
+    import torch  # only now: what is refused above is refused at once
 
     from shardwise.checkpoint.contents import write_checkpoint
     from shardwise.checkpoint.kept import kept_of_folder
 
-    if storage(checkpoint).names():
-        raise UserError(f"{checkpoint} is there already and not empty; give another folder, or remove it")
-    pretrained = open_folder(folder)
     data = {} if pretrained.tokenizer is None else {"tokenizer": str(pretrained.tokenizer.absolute())}
     manifest = Manifest(0, pretrained.model.settings(), {}, data, {}, {}, world=1, torch=str(torch.__version__), files={})
     weights = ((PREFIX + name, tensor) for name, tensor in pretrained.read(progress))

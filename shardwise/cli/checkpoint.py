@@ -70,11 +70,12 @@ def check(folder: Many, json: Json = False) -> None:
 def diff(first: Checkpoint, second: Checkpoint, json: Json = False) -> None:
     """Compare two checkpoints tensor by tensor, whatever layouts wrote them. Status 1 if any bit of a tensor differs."""
     need_torch()
+    addresses = [newest(address) for address in (first, second)]  # refused before torch is imported
     from shardwise.checkpoint.compare import compare
     from shardwise.checkpoint.contents import Contents
 
     with _bar("comparing", in_bytes=False) as progress:
-        left, right = (Contents.open(newest(address)) for address in (first, second))
+        left, right = (Contents.open(address) for address in addresses)
         comparison = compare(left, right, lambda done, total: progress(done, total, done, total))
     if json:
         _print_json({"first": left.address, "second": right.address, **comparison.to_json()})
@@ -93,12 +94,9 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder: config.json, safetensors, tokenizer. Holds one tensor in memory."""
     need_torch()
+    address, limit = _check_export(checkpoint, folder, dtype), parse_size(shard_size)
     from shardwise.checkpoint.huggingface import export_checkpoint
-    from shardwise.checkpoint.pretrained import DTYPES
 
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype}: not known; use one of {', '.join(DTYPES)}")
-    address, limit = newest(checkpoint), parse_size(shard_size)
     with _bar("exporting") as progress:
         done = export_checkpoint(address, folder, dtype, limit, progress)
     if json:
@@ -119,6 +117,22 @@ def export(
         typer.echo(f"note: {done.note}", err=True)
 
 
+def _check_export(checkpoint: str, folder: Path, dtype: str | None) -> str:
+    """The checkpoint to export. What can be refused without torch is, because importing torch takes seconds."""
+    from shardwise.checkpoint.folder import held_model, read_manifest
+    from shardwise.checkpoint.pretrained import DTYPES, check_empty
+    from shardwise.config.model_config import to_config
+
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: not known; use one of {', '.join(DTYPES)}")
+    check_empty(folder)
+    address = newest(checkpoint)
+    model = held_model(read_manifest(address), address)
+    if model.module is not None:
+        to_config(model)  # refuses it
+    return address
+
+
 @checkpoint.command("import")
 def import_(
     folder: Annotated[Path, typer.Argument(help="A Hugging Face folder with safetensors.")],
@@ -130,8 +144,7 @@ def import_(
     from shardwise.checkpoint.pretrained import import_folder
     from shardwise.invoked import typed
 
-    if folder.is_dir():
-        note_links(folder)
+    note_links(folder)
     with _bar("importing") as progress:
         imported = import_folder(folder, checkpoint, progress)
     tables: dict[str, dict[str, Any]] = {"model": _set_fields(imported.model)}

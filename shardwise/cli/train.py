@@ -202,7 +202,7 @@ def _warn(config: Config, workers: int) -> None:
     from shardwise.cli.machine import doubts
     from shardwise.cost.clusters import asked_for
 
-    if config.model.pretrained is not None and Path(config.model.pretrained).is_dir():
+    if config.model.pretrained is not None:
         note_links(Path(config.model.pretrained))
     for doubt in doubts(workers, asked_for(config) if config.model.module is None else None, config.run.device):
         typer.echo(f"warning: {doubt}", err=True)

@@ -71,7 +71,8 @@ def links_outside(folder: Path) -> str | None:
     real = Path(os.path.realpath(folder))  # the folder itself may be reached by a link into the cache
     root = real.parents[1] if real.parent.name == "snapshots" else real
     with reading(folder):
-        outside = [path for path in sorted(folder.iterdir()) if path.is_file() and leads_out(path, root)]
+        files = sorted(folder.iterdir()) if folder.is_dir() else []
+        outside = [path for path in files if path.is_file() and leads_out(path, root)]
     if not outside:
         return None
     first, are = outside[0], "is a link" if len(outside) == 1 else "are links"

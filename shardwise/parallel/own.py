@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout
+from shardwise.config.own_module import without_table
 from shardwise.errors import ConfigError, UserError
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items, matches
 from shardwise.models.own import accepted
 from shardwise.parallel.tensor import missing_entry, unfit
-
-SPLITTING = ("tensor", "pipeline", "context", "expert")
-"""Axes that cannot be used without a table."""
 
 LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose weight is a table of vectors."""
@@ -104,12 +102,7 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
 def _table(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
     name = _name(model)
     if getattr(model, "sharding", None) is None:
-        for axis in SPLITTING:
-            if (size := getattr(layout, axis)) > 1:
-                yield (
-                    f"layout.{axis} = {size}: {name} has no sharding table, so only replica, data and zero can be used. Give it "
-                    "an attribute `sharding` (docs/sharding.md)"
-                )
+        yield from without_table(name, layout)
     paths = [path for path, _ in model.named_modules()]
     patterns = [*table.modules, *(pattern for pattern in (table.mixing, table.mask) if pattern)]
     for pattern in patterns:

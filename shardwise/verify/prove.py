@@ -180,6 +180,11 @@ def _check_plain(config: Config, dtype: Dtype) -> None:
         raise UserError(f"--against plain: computes in float64 only; leave out --dtype {dtype}")
     if config.train.precision == "float8":
         raise UserError("--against plain: plain torch has no products in float8; add train.precision=bfloat16 to prove the rest")
+    if config.model.module is not None:
+        raise UserError(
+            "--against plain: knows the built-in transformer only, not model.module; leave it out, and the layout is proven "
+            "against your module on one device"
+        )
     from shardwise.verify.plain import check_known
 
     check_known(config)
