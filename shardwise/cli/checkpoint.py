@@ -153,7 +153,7 @@ def import_(
     if json:
         _print_json({"checkpoint": checkpoint, "tensors": imported.tensors, "bytes": imported.bytes, "job": tables})
         return
-    typer.echo(f"{checkpoint}: {imported.tensors} tensors, {_size(imported.bytes)}; the job says", err=True)
+    typer.echo(f"{checkpoint}: {counted(imported.tensors, 'tensor')}, {_size(imported.bytes)}; the job says", err=True)
     print("\n\n".join(_table(name, values) for name, values in tables.items()))
     typer.echo(f"and `{typed()} train JOB checkpoint.resume={checkpoint}` starts from it", err=True)
 
@@ -274,9 +274,9 @@ def _show(comparison: Comparison, first: str, second: str) -> None:
     ]
     _print_list("tensors that differ, weights first:", differences)
     if comparison.equal:
-        print(f"equal to the bit: {comparison.compared} tensors")
+        print(f"equal to the bit: {counted(comparison.compared, 'tensor')}")
     else:
-        print(f"different: {len(differences)} of the {comparison.compared} tensors that both have")
+        print(f"different: {len(differences)} of the {counted(comparison.compared, 'tensor')} that both have")
 
 
 def _print_list(title: str, lines: list[str]) -> None:

@@ -36,7 +36,8 @@ def with_pretrained(tables: Tables, problems: list[str]) -> Tables:
         return tables
     both = [f"model.{key}" for key in ("preset", "module") if model.get(key) is not None]
     if both:
-        problems.append(f"{' and '.join(both)} and model.pretrained are both given; keep one")
+        every = "both" if len(both) == 1 else "all"
+        problems.append(f"{', '.join(both)} and model.pretrained are {every} given; keep one")
         return tables
     folder = Path(model["pretrained"])
     try:

@@ -9,9 +9,9 @@
 | any other folder, in depth and sorted; a glob | as above, for each file |
 
 In a folder that has JSONL, Parquet or Arrow files only those are read: a README beside them is not data. Hidden files,
-and .json files met in a folder (they describe data sets), are passed over. Text and JSON files may be gzipped. Rows
-without text are no documents. A source holds texts or it holds answers (conversations and prompts with a completion,
-data/chat.py): its first record says which.
+.json files met in a folder (they describe data sets), and folders of runs (metrics, logs and checkpoints) are passed over.
+Text and JSON files may be gzipped. Rows without text are no documents. A source holds texts or it holds answers
+(conversations and prompts with a completion, data/chat.py): its first record says which.
 
 Whole text files are read in pieces of about 1 MiB cut after a line, so that memory stays bounded; a piece knows whether
 it ends its document. The cost: a token that would have spanned the cut is split there, once in a MiB.
@@ -40,6 +40,8 @@ T = TypeVar("T")
 PIECE_BYTES = 1 << 20
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _TABLES = (".parquet", ".arrow")
+RUN_FILES = ("config.toml", "plan.json")
+"""Files that every run writes first into its folder."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,8 @@ def _in_folder(folder: Path) -> list[Path]:
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return _saved_to_disk(folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
+    runs = {path.parent for path in files if all((path.parent / name).is_file() for name in RUN_FILES)}
+    files = [path for path in files if runs.isdisjoint(path.parents)]
     data = [path for path in files if path.suffix.lower() != ".json" and _kind(path) != "text"]
     return data or [path for path in files if path.suffix.lower() != ".json"]
 

@@ -20,6 +20,7 @@ from shardwise.errors import ConfigError, UserError
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items, matches
 from shardwise.models.own import accepted
 from shardwise.parallel.tensor import missing_entry, unfit
+from shardwise.words import counted
 
 LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose weight is a table of vectors."""
@@ -139,7 +140,7 @@ def _pipeline(model: nn.Module, table: Sharding, config: Config, layout: Layout)
     blocks = [key for key, _ in paths[table.blocks].named_children()]
     if blocks != [str(number) for number in range(config.model.layers)]:
         asked = f"model.layers = {config.model.layers}"
-        yield f"{name}.{table.blocks} has {len(blocks)} modules; a pipeline needs an nn.ModuleList of {asked}"
+        yield f"{name}.{table.blocks} has {counted(len(blocks), 'module')}; a pipeline needs an nn.ModuleList of {asked}"
     owners = (table.blocks, *table.first, *table.last)
     for parameter, _ in model.named_parameters(remove_duplicate=False):
         if not any(parameter.startswith(f"{owner}.") for owner in owners):

@@ -10,6 +10,8 @@ from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
 from shardwise.observe import peak_flops
+from shardwise.optim import OneBitAdam
+from shardwise.optim.rounding import RoundedAdamW
 from shardwise.parallel import is_compiled
 from shardwise.plan import compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
 from shardwise.plan.float8 import unfit
@@ -34,7 +36,7 @@ def describe_run(training: Training) -> dict[str, str]:
         "attention": _attention(training),
         "compile": "each block" if is_compiled(config, plan.layout, device) and training.parallel.table.blocks else "off",
         "recompute": str(plan.recompute),
-        "optimizer": "AdamW, fused kernel",
+        "optimizer": describe_optimizer(training.optimizer, None if training.outer is None else config.local.steps),
         **_repeatable(training),
         "MFU": _convention(training),
         "saving": _saving(config.checkpoint),
@@ -77,7 +79,7 @@ def _devices(training: Training) -> dict[str, str]:
     if config.train.driver == "server":
         return {
             "servers": f"{training.mesh.worker.world}, in host memory; workers as they come",
-            "batch": f"{batch} in {config.server.portions} portions; staleness {_bound(config)}",
+            "batch": f"{batch} in {counted(config.server.portions or 1, 'portion')}; staleness {_bound(config)}",
         }
     return {
         "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
@@ -103,7 +105,24 @@ def _saving(checkpoint: Checkpoint) -> str:
     end = "at the end and when asked to stop"
     if checkpoint.every:
         return f"every {counted(checkpoint.every, 'step')}, {end}"
-    return f"every {checkpoint.every_minutes:g} minutes (checkpoint.every_minutes), {end}" if checkpoint.every_minutes else end
+    return f"every {_minutes(checkpoint.every_minutes)} (checkpoint.every_minutes), {end}" if checkpoint.every_minutes else end
+
+
+def _minutes(minutes: float) -> str:
+    return "minute" if minutes == 1 else f"{minutes:g} minutes"
+
+
+def describe_optimizer(optimizer: torch.optim.AdamW, outer_every: int | None) -> str:
+    """The optimizer that makes the updates, and after how many steps groups make an outer one, if they do."""
+    if isinstance(optimizer, OneBitAdam):
+        name = "1-bit Adam: AdamW at first, then momentum that devices exchange as signs, with a constant variance"
+    elif isinstance(optimizer, RoundedAdamW):
+        name = "AdamW on bfloat16 weights and moments, rounded by chance"
+    else:
+        name = "AdamW, fused kernel"
+    if outer_every is None:
+        return name
+    return f"{name}; an outer step of all groups every {'step' if outer_every == 1 else counted(outer_every, 'step')}"
 
 
 def _stored(train: Train) -> str:

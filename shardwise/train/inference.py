@@ -37,6 +37,7 @@ from shardwise.mesh import local_gpus
 from shardwise.models import Remembering, Step, Transformer, attention_backends, continuation
 from shardwise.parallel import build_plain
 from shardwise.parallel.apply import allocate
+from shardwise.words import counted
 
 GENERATION_CONFIG = "generation_config.json"
 AFTER = 8
@@ -109,7 +110,7 @@ class Speaker:
         room = self.model.max_positions - len(ids)
         if room < 1:
             most = f"model.max_positions is {self.model.max_positions}"
-            raise UserError(f"{what}: {len(ids)} tokens, and {most}; make it shorter, or begin anew")
+            raise UserError(f"{what}: {counted(len(ids), 'token')}, and {most}; make it shorter, or begin anew")
         if (largest := max(ids)) >= self.model.vocabulary:
             raise UserError(f"{what}: has the token {largest}, of a model of {self.model.vocabulary}: its tokenizer is another")
         new = continuation(

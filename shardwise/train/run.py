@@ -50,6 +50,7 @@ from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothi
 from shardwise.train.serve import Contributions
 from shardwise.train.sources import Source
 from shardwise.train.steps import Step, steps
+from shardwise.words import counted
 
 log = logging.getLogger("shardwise")
 
@@ -254,7 +255,7 @@ def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> N
     failed, attempts = training.checkpointer.failed_in_a_row, training.config.checkpoint.attempts
     if training.mesh.is_main and outcomes and isinstance(outcomes[-1], SaveFailed) and 0 < attempts <= failed:
         raise RunFailed(
-            f"{failed} saves in a row failed, so the run stops before more work is at risk "
+            f"{counted(failed, 'save')} in a row failed, so the run stops before more work is at risk "
             f"(checkpoint.attempts = {attempts}; 0: go on without). The last one: {outcomes[-1].message}"
         )
 
