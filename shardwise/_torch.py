@@ -191,6 +191,15 @@ def _groups(unit: FSDPModule) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def forget_forwards(unit: FSDPModule) -> None:
+    """Drop FSDP2's record of forwards that no backward followed. It prefetches weights in a backward by that record, and after an
+    evaluation the next backward would gather weights that it does not use.
+    """
+    for group in _groups(unit):
+        group._post_forward_indices.clear()
+        group.comm_ctx.post_forward_order.clear()
+
+
 def reduce_gathered(unit: FSDPModule) -> None:
     """Reduce the gradients that FSDP2 holds whole, now; where it is told not to, add to them what has come, in the dtype of sums.
     It does so by itself when a backward ends; after the halves of a split backward, which autograd's hooks do not see, it has to

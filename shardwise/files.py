@@ -8,7 +8,8 @@ control characters, which would reach a terminal as commands to it. pydantic the
 What we write and later rely on is sealed: a JSON object whose last key is the CRC-32 of all that stands before it, so that one
 flipped bit is noticed. A seal is against damage, not against a hand that knows the format: meaning is checked as well.
 
-A file may name others only in its own folder (`inside`): no `..`, no absolute path, no link that leads out.
+A file may name others only in its own folder (`inside`): no `..`, no absolute path, no link that leads out. Models on shared
+storage and in the hub's cache are folders of links on purpose: those are followed to regular files (`linked`).
 """
 
 from __future__ import annotations
@@ -174,18 +175,41 @@ def read_sealed(schema: type[T], content: bytes, source: str | Path, version: tu
     return parse_as(schema, body, source, advice)
 
 
-def inside(folder: Path, name: str, root: Path | None = None) -> Path:
-    """The file of this name in a folder, refused if it is elsewhere: by its name, or by a link that leads out of `root`, which is
-    the folder where not given. The folder itself may be reached by a link: that is its owner's choice.
+def inside(folder: Path, name: str) -> Path:
+    """The file of this name in a folder, refused if it is elsewhere: by its name, or by a link that leads out of the folder. The
+    folder itself may be reached by a link: that is its owner's choice.
     """
-    path = folder / name
-    if not name or name in (".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
-        raise UserError(f"{folder} names a file {shown(name)}; only files in the folder itself are read")
+    path = _child(folder, name)
     with reading(path):
-        # Not Path.resolve, which raises for a link to itself.
-        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root or folder)):
+        if leads_out(path, folder):
             raise UserError(f"{path} is a link that leads out of its folder; put the file itself there")
     return path
+
+
+def linked(folder: Path, name: str) -> Path:
+    """The file of this name in a folder, or where a link of this name leads to, which may be anywhere. A link to what is not a
+    regular file is refused: one that leads nowhere or to itself, a folder, a pipe, a device.
+    """
+    path = _child(folder, name)
+    with reading(path):
+        if path.is_symlink() and not path.is_file():
+            is_there = os.path.exists(path)
+            wrong = "is not a regular file" if is_there else "is not there"
+            raise UserError(f"{path} is a link to {os.readlink(path)}, which {wrong}")
+    return path
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    """Whether a path is a link to something outside of a folder."""
+    # Not Path.resolve, which raises for a link to itself.
+    return path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def _child(folder: Path, name: str) -> Path:
+    """The path of this name in a folder, refused if the name leads elsewhere."""
+    if not name or name in (".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
+        raise UserError(f"{folder} names a file {shown(name)}; only files in the folder itself are read")
+    return folder / name
 
 
 def _end_of(body: bytes) -> bytes:

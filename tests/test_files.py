@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from shardwise import files
 from shardwise.errors import ConfigError, UserError
-from shardwise.files import inside, parse_as, parse_json, parse_toml, read_bytes, reading, seal, unseal
+from shardwise.files import inside, linked, parse_as, parse_json, parse_toml, read_bytes, reading, seal, unseal
 
 
 def test_what_was_sealed_comes_back_and_one_flipped_bit_is_noticed() -> None:
@@ -82,10 +83,30 @@ def test_a_name_stays_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").symlink_to(folder)
     assert inside(folder, "in").read_text() == "text"
     assert inside(tmp_path / "elsewhere", "in").read_text() == "text"
-    assert inside(folder, "out", root=tmp_path).read_text() == "text"
-    for name in ("out", "..", ".", "", "within/file", "/etc/passwd", "../outside", "a\0b", "x" * 300):
-        with pytest.raises(UserError):
-            inside(folder, name)
+    assert linked(folder, "out").read_text() == "text"
+    with pytest.raises(UserError, match="leads out of its folder"):
+        inside(folder, "out")
+    for name in ("..", ".", "", "within/file", "/etc/passwd", "../outside", "a\0b", "x" * 300):
+        for find in (inside, linked):
+            with pytest.raises(UserError):
+                find(folder, name)
+
+
+def test_links_are_followed_to_regular_files_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    wrong = {
+        "absent": "is not there",
+        "loop": "is not there",
+        "pipe": "is not a regular file",
+        "/dev/zero": "is not a regular file",
+    }
+    wrong |= {".": "is not a regular file"}
+    for target, why in wrong.items():
+        (tmp_path / "loop").unlink(missing_ok=True)
+        (tmp_path / "loop").symlink_to(target)
+        with pytest.raises(UserError, match=f"loop is a link to {re.escape(target)}, which {why}"):
+            linked(tmp_path, "loop")
+    assert not linked(tmp_path, "nothing").exists()
 
 
 def test_a_path_that_the_system_refuses_is_refused_with_the_reason(tmp_path: Path) -> None:

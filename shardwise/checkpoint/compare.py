@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.kept import PREFIX as KEPT
+from shardwise.words import counted
 
 COMPARED_KEYS = ("step", "model", "train", "data", "layout", "loss_scale", "world", "torch")
 FILES = KEPT.removesuffix(".")
@@ -97,7 +98,7 @@ def _left_out(first: Contents, second: Contents) -> dict[str, str]:
     if {"model"} in states:
         reasons |= dict.fromkeys(sorted(states[0] ^ states[1]), "one of the two holds weights alone")
     if first.manifest.world != second.manifest.world:
-        reasons["random"] = f"written by {first.manifest.world} and by {second.manifest.world} processes"
+        reasons["random"] = "written " + " and ".join(f"by {counted(one.manifest.world, 'process')}" for one in (first, second))
     return reasons
 
 

@@ -25,12 +25,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, with_config
+from pydantic import AfterValidator, ConfigDict, Field, GetPydanticSchema, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from shardwise.checkpoint.storage import Storage, parent, storage
 from shardwise.config import Config, Model
-from shardwise.errors import Unreadable, UserError
+from shardwise.config.check import problems_across
+from shardwise.errors import Unreadable, UserError, shown
 from shardwise.files import may_pass, read_sealed, seal
 from shardwise.locks import take_lock
 from shardwise.plan import KeptLayout
@@ -111,6 +112,18 @@ class Manifest:
     def write(self, folder: str | Path) -> None:
         """As checkpoint.json in that folder: from now on it is a checkpoint."""
         storage(folder).put(MANIFEST, self.encode())
+
+
+def held_model(manifest: Manifest, address: str) -> Model:
+    """The model that a checkpoint says it holds."""
+    try:
+        model = Model.model_validate(manifest.model)
+    except ValidationError as error:
+        wrong = ", ".join(f"model.{detail['loc'][0]} = {shown(detail['input'])}" for detail in error.errors())
+        raise UserError(f"{address} holds a model that this version of shardwise does not know: {wrong}") from None
+    if problems := problems_across({"model": model}):
+        raise UserError(f"{address} holds a model that cannot be: {problems[0]}")
+    return model
 
 
 def read_manifest(folder: str | Path) -> Manifest:

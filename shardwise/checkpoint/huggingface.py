@@ -24,23 +24,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.families import TensorMatch, tensor_matches, their_shapes
+from shardwise.checkpoint.folder import held_model
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
-from shardwise.checkpoint.pretrained import DTYPES, INDEX, PREFIX, WEIGHTS, Progress, listed, no_progress
+from shardwise.checkpoint.pretrained import DTYPES, INDEX, PREFIX, WEIGHTS, Progress, check_empty, listed, no_progress
 from shardwise.config import Model
-from shardwise.config.check import problems_across
 from shardwise.config.families import Family
 from shardwise.config.model_config import to_config, to_model
 from shardwise.config.pretrained import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data import load_tokenizer
 from shardwise.data.prepare import tokenizer_of_run
 from shardwise.data.tokenizer import BYTES, HuggingFaceTokenizer
-from shardwise.errors import UserError, shown
-from shardwise.files import parse_as, reading
+from shardwise.errors import UserError
+from shardwise.files import parse_as
 from shardwise.plan import parameter_shapes
 
 
@@ -91,7 +90,7 @@ def export_checkpoint(
 ) -> Exported:
     """Write the weights of a checkpoint as a folder that `from_pretrained` opens; `dtype` None keeps each tensor's."""
     contents = Contents.open(checkpoint)
-    model = held_model(contents)
+    model = held_model(contents.manifest, contents.address)
     kept = as_files(kept_of_checkpoint(contents))
     _described(model, kept)  # refused before every byte is read
     _check_shapes(contents, model)
@@ -100,18 +99,6 @@ def export_checkpoint(
     tokenizer, end = tokenizer_of_run(contents.manifest.data)
     source = ExportSource(model, dtypes, lambda name: contents.read(PREFIX + name), tokenizer, end, kept)
     return write_folder(source, folder, dtype, shard_bytes, progress)
-
-
-def held_model(contents: Contents) -> Model:
-    """The model that a checkpoint says it holds."""
-    try:
-        model = Model.model_validate(contents.manifest.model)
-    except ValidationError as error:
-        wrong = ", ".join(f"model.{detail['loc'][0]} = {shown(detail['input'])}" for detail in error.errors())
-        raise UserError(f"{contents.address} holds a model that this version of shardwise does not know: {wrong}") from None
-    if problems := problems_across({"model": model}):
-        raise UserError(f"{contents.address} holds a model that cannot be: {problems[0]}")
-    return model
 
 
 def _check_shapes(contents: Contents, model: Model) -> None:
@@ -125,9 +112,7 @@ def write_folder(
     source: ExportSource, folder: Path, dtype: str | None, shard_bytes: int, progress: Progress = no_progress
 ) -> Exported:
     """A Hugging Face folder of a model. It has its name only once it is whole."""
-    with reading(folder, "Give another folder."):
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} is there already and not empty; give another folder, or remove it")
+    check_empty(folder)
     family, config = _described(source.model, source.kept)
     plan = tensor_matches(family, source.model)
     entries = _entries(source, plan, dtype)

@@ -10,7 +10,6 @@ Kept is every file of the folder but weights, and of its subfolders the one that
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,8 +23,6 @@ from shardwise.config.pretrained import TOKENIZER, file_of
 from shardwise.data.tokenizer import hash_of
 from shardwise.errors import UserError, shown
 from shardwise.files import read_bytes, reading
-
-log = logging.getLogger("shardwise")
 
 PREFIX = "file."
 """Of their names in a checkpoint."""
@@ -74,9 +71,4 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
             for path in sorted(inside.iterdir()) if inside.is_dir() and not (subfolder and inside.is_symlink()) else ():
                 name = path.relative_to(folder).as_posix()
                 if path.is_file() and _NAME.fullmatch(name) and not _WEIGHTS.fullmatch(name):
-                    try:
-                        file = file_of(folder, path.name, subfolder)
-                    except UserError as error:  # what a model needs of the folder was read before, and not refused
-                        log.warning("%s; it is not kept", error)
-                    else:
-                        yield name, file
+                    yield name, file_of(folder, path.name, subfolder)

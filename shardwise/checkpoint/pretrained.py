@@ -5,7 +5,8 @@ compared before a number is read, and all that is missing, left over or of anoth
 
 Headers are read without torch, so that a job's weights are looked at before anything starts (cli/check_job.py). The files are
 read with the safetensors library, because a folder from elsewhere is to be distrusted and its checks of a header
-are good ones; the index may name no file outside of the folder. Pickled weights are refused: opening one runs whatever is in it.
+are good ones; the index may name no file outside of the folder, though a file may be a link to one. Pickled weights are refused:
+opening one runs whatever is in it.
 
 The checkpoint has step 0 and weights alone, in the dtype they came in, and beside them the folder's other files (kept.py). Memory
 is that of the largest tensor, for experts of one layer's: files are mapped, and let go after each tensor.
@@ -33,7 +34,7 @@ from shardwise.config import Model
 from shardwise.config.families import Family
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, read_model
 from shardwise.errors import UserError
-from shardwise.files import parse_as, read_bytes
+from shardwise.files import parse_as, read_bytes, reading
 from shardwise.plan import parameter_shapes
 
 if TYPE_CHECKING:
@@ -139,16 +140,31 @@ def open_folder(folder: Path) -> Pretrained:
     return Pretrained(folder, model, plan, stored, tokenizer if tokenizer.is_file() else None)
 
 
+def check_tokenizer(pretrained: Pretrained) -> None:
+    """Refuse a folder whose model cannot be asked in words."""
+    if pretrained.tokenizer is None:
+        raise UserError(
+            f"{pretrained.folder} has no {TOKENIZER}, so the model cannot be asked in words; put that of the model there"
+        )
+
+
+def check_empty(folder: Path) -> None:
+    """Refuse a folder to write to that has something in it."""
+    with reading(folder, "Give another folder."):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} is there already and not empty; give another folder, or remove it")
+
+
 def import_folder(folder: Path, checkpoint: str, progress: Progress = no_progress) -> Pretrained:
     """Write the weights of a Hugging Face folder as a checkpoint of step 0, without optimizer state."""
-    import torch
+    if storage(checkpoint).names():
+        raise UserError(f"{checkpoint} is there already and not empty; give another folder, or remove it")
+    pretrained = open_folder(folder)
+    import torch  # only now: what is refused above is refused at once
 
     from shardwise.checkpoint.contents import write_checkpoint
     from shardwise.checkpoint.kept import kept_of_folder
 
-    if storage(checkpoint).names():
-        raise UserError(f"{checkpoint} is there already and not empty; give another folder, or remove it")
-    pretrained = open_folder(folder)
     data = {} if pretrained.tokenizer is None else {"tokenizer": str(pretrained.tokenizer.absolute())}
     manifest = Manifest(0, pretrained.model.settings(), {}, data, {}, {}, world=1, torch=str(torch.__version__), files={})
     weights = ((PREFIX + name, tensor) for name, tensor in pretrained.read(progress))
@@ -180,7 +196,7 @@ def _full_name(name: str, family: Family) -> str:
 
 def _files(folder: Path) -> dict[str, set[str] | None]:
     """The files with weights, and the tensors that the index promises in each; None: whatever is there."""
-    if (folder / INDEX).is_file():
+    if file_of(folder, INDEX).is_file():
         weight_map = parse_as(_WeightIndex, read_bytes(file_of(folder, INDEX)), folder / INDEX)["weight_map"]
         promised: dict[str, set[str]] = {}
         for name, file in weight_map.items():
@@ -189,7 +205,7 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
         if absent := [file for file in files if not file_of(folder, file).is_file()]:
             raise UserError(f"{folder} lacks {listed(sorted(absent))}, which {INDEX} names; download it again")
         return files
-    if (folder / WEIGHTS).is_file():
+    if file_of(folder, WEIGHTS).is_file():
         return {WEIGHTS: None}
     if pickled := sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)):
         raise UserError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import shutil
 import sys
 
 import typer
@@ -26,18 +28,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # it takes [model] for a style
+    context_settings={"max_content_width": shutil.get_terminal_size().columns},  # else lines end at 80
 )
-app.command()(new)
-app.command()(plan)
-app.command()(verify)
-app.command()(drill)
-app.command()(probe)
-app.command()(report)
-app.command()(generate)
-app.command()(doctor)
-app.add_typer(checkpoint, name="checkpoint")
-app.add_typer(data, name="data")
-app.add_typer(config, name="config")
 
 
 def _train_help() -> str:
@@ -59,4 +51,22 @@ def _options(
     pass
 
 
+app.command()(new)
 app.command(epilog=_train_help() if {"train", "--help"} <= set(sys.argv) else None)(train)
+for command in (report, generate, plan, verify, drill, probe, doctor):
+    app.command()(command)
+for name, group in (("checkpoint", checkpoint), ("data", data), ("config", config)):
+    app.add_typer(group, name=name)
+
+
+def _describe_whole(commands: typer.Typer) -> None:
+    """Let the list of commands show each description whole, on lines as wide as the terminal; else it is cut with an ellipsis."""
+    for command in commands.registered_commands:
+        command.short_help = inspect.getdoc(command.callback)
+    for group in commands.registered_groups:
+        if group.typer_instance is not None:
+            group.short_help = group.typer_instance.info.help
+            _describe_whole(group.typer_instance)
+
+
+_describe_whole(app)

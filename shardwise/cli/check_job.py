@@ -99,12 +99,12 @@ def weights_problems(sections: Sections) -> Iterator[str]:
 
 
 def _module(sections: Sections) -> Iterator[str]:
-    from shardwise.config import Model
+    from shardwise.config import Layout, Model
     from shardwise.config.own_module import problems_of_module
 
-    model = sections.get("model")
+    model, layout = sections.get("model"), sections.get("layout")
     if isinstance(model, Model) and model.module is not None:
-        yield from problems_of_module(model)
+        yield from problems_of_module(model, layout if isinstance(layout, Layout) else None)
 
 
 def _resume(sections: Sections) -> Iterator[str]:

@@ -70,11 +70,12 @@ def check(folder: Many, json: Json = False) -> None:
 def diff(first: Checkpoint, second: Checkpoint, json: Json = False) -> None:
     """Compare two checkpoints tensor by tensor, whatever layouts wrote them. Status 1 if any bit of a tensor differs."""
     need_torch()
+    addresses = [newest(address) for address in (first, second)]  # refused before torch is imported
     from shardwise.checkpoint.compare import compare
     from shardwise.checkpoint.contents import Contents
 
     with _bar("comparing", in_bytes=False) as progress:
-        left, right = (Contents.open(newest(address)) for address in (first, second))
+        left, right = (Contents.open(address) for address in addresses)
         comparison = compare(left, right, lambda done, total: progress(done, total, done, total))
     if json:
         _print_json({"first": left.address, "second": right.address, **comparison.to_json()})
@@ -93,12 +94,9 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder: config.json, safetensors, tokenizer. Holds one tensor in memory."""
     need_torch()
+    address, limit = _check_export(checkpoint, folder, dtype), parse_size(shard_size)
     from shardwise.checkpoint.huggingface import export_checkpoint
-    from shardwise.checkpoint.pretrained import DTYPES
 
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"--dtype {dtype}: not known; use one of {', '.join(DTYPES)}")
-    address, limit = newest(checkpoint), parse_size(shard_size)
     with _bar("exporting") as progress:
         done = export_checkpoint(address, folder, dtype, limit, progress)
     if json:
@@ -119,6 +117,22 @@ def export(
         typer.echo(f"note: {done.note}", err=True)
 
 
+def _check_export(checkpoint: str, folder: Path, dtype: str | None) -> str:
+    """The checkpoint to export. What can be refused without torch is, because importing torch takes seconds."""
+    from shardwise.checkpoint.folder import held_model, read_manifest
+    from shardwise.checkpoint.pretrained import DTYPES, check_empty
+    from shardwise.config.model_config import to_config
+
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: not known; use one of {', '.join(DTYPES)}")
+    check_empty(folder)
+    address = newest(checkpoint)
+    model = held_model(read_manifest(address), address)
+    if model.module is not None:
+        to_config(model)  # refuses it
+    return address
+
+
 @checkpoint.command("import")
 def import_(
     folder: Annotated[Path, typer.Argument(help="A Hugging Face folder with safetensors.")],
@@ -130,6 +144,7 @@ def import_(
     from shardwise.checkpoint.pretrained import import_folder
     from shardwise.invoked import typed
 
+    note_links(folder)
     with _bar("importing") as progress:
         imported = import_folder(folder, checkpoint, progress)
     tables: dict[str, dict[str, Any]] = {"model": _set_fields(imported.model)}
@@ -138,7 +153,7 @@ def import_(
     if json:
         _print_json({"checkpoint": checkpoint, "tensors": imported.tensors, "bytes": imported.bytes, "job": tables})
         return
-    typer.echo(f"{checkpoint}: {imported.tensors} tensors, {_size(imported.bytes)}; the job says", err=True)
+    typer.echo(f"{checkpoint}: {counted(imported.tensors, 'tensor')}, {_size(imported.bytes)}; the job says", err=True)
     print("\n\n".join(_table(name, values) for name, values in tables.items()))
     typer.echo(f"and `{typed()} train JOB checkpoint.resume={checkpoint}` starts from it", err=True)
 
@@ -158,6 +173,14 @@ def need_torch() -> None:
 
     if problem := torch_problem():
         raise UserError(problem)
+
+
+def note_links(folder: Path) -> None:
+    """Say where files of a Hugging Face folder are links to files elsewhere: they are read, and kept in checkpoints."""
+    from shardwise.config.pretrained import links_outside
+
+    if sentence := links_outside(folder):
+        typer.echo(f"note: {sentence}", err=True)
 
 
 def _checkpoints_of(folder: str) -> list[str]:
@@ -251,9 +274,9 @@ def _show(comparison: Comparison, first: str, second: str) -> None:
     ]
     _print_list("tensors that differ, weights first:", differences)
     if comparison.equal:
-        print(f"equal to the bit: {comparison.compared} tensors")
+        print(f"equal to the bit: {counted(comparison.compared, 'tensor')}")
     else:
-        print(f"different: {len(differences)} of the {comparison.compared} tensors that both have")
+        print(f"different: {len(differences)} of the {counted(comparison.compared, 'tensor')} that both have")
 
 
 def _print_list(title: str, lines: list[str]) -> None:

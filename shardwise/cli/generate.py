@@ -44,17 +44,28 @@ def generate(
 
 
 def _load(model: str) -> Speaker:
-    from shardwise.cli.checkpoint import need_torch, newest
-
-    need_torch()
+    """The model, with its weights. What can be refused without torch is, before torch is imported, which takes seconds."""
+    from shardwise.checkpoint.folder import held_model, read_manifest
+    from shardwise.checkpoint.pretrained import check_tokenizer, open_folder
+    from shardwise.cli.checkpoint import need_torch, newest, note_links
     from shardwise.config.pretrained import CONFIG
     from shardwise.files import reading
-    from shardwise.train.inference import load_checkpoint, load_folder
 
+    need_torch()
     folder = Path(model)
     with reading(model, "Give a run folder, a step-N folder or a Hugging Face folder first, and the text after --prompt."):
         is_folder = (folder / CONFIG).is_file()
-    return load_folder(folder) if is_folder else load_checkpoint(newest(model))
+    if is_folder:
+        check_tokenizer(open_folder(folder))
+        note_links(folder)
+        from shardwise.train.inference import load_folder
+
+        return load_folder(folder)
+    address = newest(model)
+    held_model(read_manifest(address), address)
+    from shardwise.train.inference import load_checkpoint
+
+    return load_checkpoint(address)
 
 
 def _sampling(max_tokens: int, temperature: float, seed: int) -> Sampling:

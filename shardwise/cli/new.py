@@ -1,13 +1,15 @@
 """`shardwise new NAME`: a folder to begin with, made from the templates that are part of the package.
 
 A template is a folder beside this file: a commented job, a README, and what they need. Each is a job that runs as it is, on two
-CPU cores too, so that the first change is made to something that works. `NAME` in its text is the name that was given.
+CPU cores too, so that the first change is made to something that works. In its text `NAME` is the name that was given, and in
+commands `JOB_FILE` and `RUN_FOLDER` are the paths of the job and of its run, quoted for a shell.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import shutil
 from enum import StrEnum
@@ -59,7 +61,12 @@ def _quoted(path: str) -> str:
 def _contents(name: str, template: Template) -> dict[str, str]:
     """What the folder will hold: text by file name. The job has the folder's name, which is that of its runs too."""
     files = {path.name: path.read_text(encoding="utf-8") for path in (TEMPLATES / template).iterdir() if path.is_file()}
-    files = {f"{name}.toml" if file == "job.toml" else file: text.replace("NAME", name) for file, text in files.items()}
+    words = {"NAME": name, "JOB_FILE": _quoted(f"{name}.toml"), "RUN_FOLDER": _quoted(f"runs/{name}")}
+
+    def filled(text: str) -> str:
+        return re.sub("|".join(words), lambda found: words[found[0]], text)
+
+    files = {f"{name}.toml" if file == "job.toml" else file: filled(text) for file, text in files.items()}
     return files if template == Template.FINE_TUNE else {**files, TEXT: (TEMPLATES / TEXT).read_text(encoding="utf-8")}
 
 

@@ -62,13 +62,14 @@ def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[s
     from shardwise.config import read
     from shardwise.errors import UserError
     from shardwise.search.calibrate import LEAST_STEPS, calibrate
+    from shardwise.words import counted
 
     rows = summary["predicted_and_measured"]
     if not rows and summary["measured_steps"]:
         why = "A run keeps one if its job names a cluster: a preset, or a file as `shardwise probe` writes it"
         raise UserError(f"--calibrate: {run} has no prediction. {why}")
     if summary["measured_steps"] < LEAST_STEPS:
-        few = f"{summary['measured_steps']} steps of {run} can be compared with the plan (the first two warm up)"
+        few = f"{counted(summary['measured_steps'], 'step')} of {run} can be compared with the plan (the first two warm up)"
         raise UserError(f"--calibrate: {few}; it takes {LEAST_STEPS} or more. Train for longer")
     config = _as_planned(read(run / "config.toml"), summary)
     path = _file(config, asked)

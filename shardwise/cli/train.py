@@ -167,9 +167,9 @@ def _check_servers(config: Config, workers: int, limits: Limits) -> None:
 def _start(config: Config, node: Node | None, workers: int | None, limits: Limits) -> int:
     """Plan, prepare the data, and start; in this order, so that a job which is refused leaves nothing behind."""
     from shardwise.checkpoint import to_resume
+    from shardwise.limits import check_limits
     from shardwise.mesh.sockets import check_resolves
     from shardwise.resilience.first_node import FirstNodeFile
-    from shardwise.limits import check_limits
     from shardwise.resilience.team import Bounds
     from shardwise.train.launch import launch
     from shardwise.words import counted
@@ -212,9 +212,12 @@ def _with_servers(config: Config, node: Node | None, crew: Crew) -> tuple[Config
 
 def _warn(config: Config, workers: int) -> None:
     """Say what is doubtful of so many workers here, before they or a measurement of this machine take their time."""
+    from shardwise.cli.checkpoint import note_links
     from shardwise.cli.machine import doubts
     from shardwise.cost.clusters import asked_for
 
+    if config.model.pretrained is not None:
+        note_links(Path(config.model.pretrained))
     for doubt in doubts(workers, asked_for(config) if config.model.module is None else None, config.run.device):
         typer.echo(f"warning: {doubt}", err=True)
 

@@ -53,6 +53,12 @@ def verify(
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
         raise typer.Exit(130) from None
+    if result.proof.world == 1 and against == "one-device" and dtype == "float64":
+        typer.echo(
+            "note: the layout is one device, so it was compared with itself, which proves nothing of a layout; give one of "
+            "several, for example layout.data=2",
+            err=True,
+        )
     if json:
         from json import dumps
 

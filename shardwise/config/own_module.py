@@ -1,7 +1,8 @@
 """Where a user's own module is (`[model] module = "file.py:Class"`), and what can be said of it without running it.
 
 Running it needs torch, which takes seconds. That the file is there, is Python, and has something of that name is known from its
-text.
+text. So is, mostly, that a class has no sharding table: where neither it nor the classes it is derived from, up to torch's own,
+are in a file that has the word `sharding`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwise.config.schema import Model
+from shardwise.config.schema import Layout, Model
 from shardwise.errors import UserError
 from shardwise.files import read_bytes, reading
 
@@ -31,8 +32,24 @@ def locate_module(model: Model) -> tuple[Path, str]:
     return path, name
 
 
-def problems_of_module(model: Model) -> Iterator[str]:
-    """What is wrong with the module's file, as far as its text tells."""
+SPLITTING = ("tensor", "pipeline", "context", "expert")
+"""Axes that cannot be used without a table."""
+TABLE = "sharding"
+"""The attribute of a module that is its table."""
+
+
+def without_table(name: str, layout: Layout) -> Iterator[str]:
+    """What of a layout a module that has no sharding table cannot have."""
+    for axis in SPLITTING:
+        if (size := getattr(layout, axis)) > 1:
+            yield (
+                f"layout.{axis} = {size}: {name} has no sharding table, so only replica, data and zero can be used. Give it "
+                f"an attribute `{TABLE}` (docs/sharding.md)"
+            )
+
+
+def problems_of_module(model: Model, layout: Layout | None = None) -> Iterator[str]:
+    """What is wrong with the module's file, as far as its text tells, and with a layout for a module without a table."""
     path, name = locate_module(model)
     where = f"model.module = {model.module!r}"
     try:
@@ -45,6 +62,54 @@ def problems_of_module(model: Model) -> Iterator[str]:
     if name not in names and "*" not in names:
         own = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
         yield f"{where}: {path.name} has no class or function {name}; it has {', '.join(own) or 'none at all'}"
+    elif layout is not None and _surely_without_table(tree, name):
+        yield from without_table(name, layout)
+
+
+def _surely_without_table(tree: ast.Module, name: str) -> bool:
+    """Whether this is a class, derived from classes of the file and of torch alone, and nothing in the file could be a table."""
+    if any(TABLE in _words(node) for node in ast.walk(tree)):
+        return False
+    classes: dict[str, list[ast.ClassDef]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            classes.setdefault(node.name, []).append(node)
+    of_torch, pending, seen = _names_of_torch(tree), [name], set()
+    while pending:
+        if (wanted := pending.pop()) in seen:
+            continue
+        seen.add(wanted)
+        found = classes.get(wanted, [])
+        if len(found) != 1 or found[0].decorator_list or found[0].keywords:  # a decorator or a metaclass may add anything
+            return False
+        for base in found[0].bases:
+            root = base
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if not isinstance(root, ast.Name):
+                return False
+            if root.id not in of_torch:
+                if root is not base:
+                    return False
+                pending.append(root.id)
+    return True
+
+
+def _words(node: ast.AST) -> tuple[object, ...]:
+    """Every name and text that a node of the syntax tree has."""
+    values = [value for _, value in ast.iter_fields(node)]
+    return tuple(word for value in values for word in (value if isinstance(value, list) else [value]) if isinstance(word, str))
+
+
+def _names_of_torch(tree: ast.Module) -> set[str]:
+    """Names in a file that only an import of torch gives."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname or "torch" for alias in node.names if alias.name.split(".")[0] == "torch"}
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "torch":
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
 
 
 def _names(tree: ast.Module) -> Iterator[str]:

@@ -19,7 +19,8 @@ from shardwise.config.families import Family
 from shardwise.config.model_config import to_model
 from shardwise.config.schema import Model
 from shardwise.errors import UserError, shown
-from shardwise.files import inside, parse_as, read_bytes, reading
+from shardwise.files import leads_out, linked, parse_as, read_bytes, reading
+from shardwise.words import counted
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 OF_TRAINING = ("balance_loss", "router_z_loss")
@@ -35,7 +36,8 @@ def with_pretrained(tables: Tables, problems: list[str]) -> Tables:
         return tables
     both = [f"model.{key}" for key in ("preset", "module") if model.get(key) is not None]
     if both:
-        problems.append(f"{' and '.join(both)} and model.pretrained are both given; keep one")
+        every = "both" if len(both) == 1 else "all"
+        problems.append(f"{', '.join(both)} and model.pretrained are {every} given; keep one")
         return tables
     folder = Path(model["pretrained"])
     try:
@@ -49,18 +51,33 @@ def with_pretrained(tables: Tables, problems: list[str]) -> Tables:
 
 def read_model(folder: Path) -> tuple[Family, Model]:
     """The family and our model of a folder's config.json."""
-    path = folder / CONFIG
+    path = file_of(folder, CONFIG)
     with reading(path):
         if not path.is_file():
             hint = "" if folder.is_dir() else ". A name on the hub is downloaded first: `hf download NAME --local-dir FOLDER`"
             raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}{hint}")
-    return to_model(parse_as(dict[str, Any], read_bytes(file_of(folder, CONFIG)), path), str(path))
+    return to_model(parse_as(dict[str, Any], read_bytes(path), path), str(path))
 
 
 def file_of(folder: Path, name: str, subfolder: str = "") -> Path:
-    """A file of the folder. In the hub's own cache it is a link to where the blobs of all versions of a model are."""
+    """A file of the folder, which may be a link: on shared storage and in the hub's cache they usually are."""
+    return linked(folder / subfolder, name)
+
+
+def links_outside(folder: Path) -> str | None:
+    """A sentence about the files of a folder that are links to files elsewhere; None where there are none.
+
+    In the hub's cache, snapshots have links to the blobs of all versions of a model, which belong to it.
+    """
     real = Path(os.path.realpath(folder))  # the folder itself may be reached by a link into the cache
-    return inside(folder / subfolder, name, real.parents[1] if real.parent.name == "snapshots" else real)
+    root = real.parents[1] if real.parent.name == "snapshots" else real
+    with reading(folder):
+        files = sorted(folder.iterdir()) if folder.is_dir() else []
+        outside = [path for path in files if path.is_file() and leads_out(path, root)]
+    if not outside:
+        return None
+    first, are = outside[0], "is a link" if len(outside) == 1 else "are links"
+    return f"{folder}: {counted(len(outside), 'file')} {are} to files elsewhere ({first.name}: {os.path.realpath(first)})"
 
 
 def _disagreements(model: dict[str, Any], described: dict[str, Any], folder: Path) -> Iterator[str]:

@@ -9,6 +9,10 @@ before the answer, for a model to go on from, and what once the answer is there.
 that ends it; white space that follows is the template's, and no model need say it. A template may also write a message in another
 way once others follow (some leave earlier thoughts out). Then a conversation of n answers becomes n texts, each as the model will
 have it before it when it gives that answer, with that answer alone to be learnt. What cannot be told apart is refused.
+
+The content of a message is text, a list of parts of text, or null beside tool calls. Null reaches the template as it is. So do
+parts, where the template takes them: for a message with one part it writes what it writes for the text of that part. Other
+templates were written for strings, and get the parts joined without a separator, as templates that take parts write them.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from shardwise.files import read_bytes, reading
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 """Fields of a record."""
+TOOL_CALLS = "tool_calls"
+"""Field of a message whose content may be null."""
 FILE = "chat_template.jinja"
 FILES = (FILE, TOKENIZER_CONFIG)
 """Those that say how conversations are written, beside a tokenizer.json."""
@@ -40,6 +46,8 @@ BYTES_TEMPLATE = """\
 {% for message in messages %}\
 {% if message.role not in ['system', 'user', 'assistant'] %}\
 {{ raise_exception('the roles are system, user and assistant, not ' ~ message.role) }}{% endif %}\
+{% if message.content is not string %}\
+{{ raise_exception('a message without content: the byte tokenizer has no way to write tool calls') }}{% endif %}\
 {{ message.role }}: {{ message.content }}{{ eos_token if message.role == 'assistant' else '\\n' }}\
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -86,7 +94,10 @@ class ChatTemplate:
 
     def answered(self, messages: Sequence[Message]) -> list[AnsweredText]:
         """The conversation up to its last answer: one text, or one for each answer if a template writes it in several ways."""
+        messages = [self._taken(message) for message in messages]
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        for turn in turns:
+            self._check_tool_calls(messages[: turn + 1])
         whole, marked = self._written(messages[: turns[-1] + 1])
         if self._marks:
             if not marked:
@@ -106,6 +117,45 @@ class ChatTemplate:
             return ""
         _, found, mark = written.rstrip().rpartition(said)
         return mark if found else ""
+
+    def _taken(self, message: Message) -> Message:
+        """The message as this template takes it: parts of text joined, unless it takes parts."""
+        if not isinstance(message.get("content"), list) or self._takes_parts(message["role"]):
+            return message
+        return {**message, "content": text_of(message["content"])}
+
+    def _takes_parts(self, role: str) -> bool:
+        """Whether the template writes a message of one part of text as it writes that text."""
+        if role not in self._known_roles:
+            before: list[Message] = [] if role in ("system", "developer", "user") else [{"role": "user", "content": "a question"}]
+            after: list[Message] = [{"role": "user", "content": "a question"}] if role in ("system", "developer") else []
+            with_content = (
+                [*before, {"role": role, "content": content}, *after] for content in ("some words", [text_part("some words")])
+            )
+            try:
+                text, parts = (self.write(messages) for messages in with_content)
+                self._known_roles[role] = text == parts
+            except UserError:  # it is asked again with the text, and what is wrong with that is said then
+                self._known_roles[role] = False
+        return self._known_roles[role]
+
+    @cached_property
+    def _known_roles(self) -> dict[str, bool]:
+        return {}
+
+    def _check_tool_calls(self, messages: Sequence[Message]) -> None:
+        """Refuse an answer of tool calls alone that the template leaves out, or writes as `None`."""
+        *before, last = messages
+        if text_of(last.get("content")).strip():
+            return
+        with_calls, without_calls = self.write(messages), None
+        with suppress(UserError):  # a template that refuses a message without them does write them
+            without_calls = self.write([*before, {key: value for key, value in last.items() if key != TOOL_CALLS}])
+        if with_calls == without_calls:
+            raise UserError(
+                f"message {len(messages)} has tool calls and no text, and the chat template writes no tool calls; give a "
+                "data.tokenizer whose template does, or leave the conversation out"
+            )
 
     def _last_answer(self, messages: Sequence[Message]) -> AnsweredText:
         before, text = self.write(messages[:-1], generation_prompt=True), self.write(messages)
@@ -188,19 +238,50 @@ def _messages(value: object, where: str) -> list[dict[str, Any]]:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(f"{where}: message {number} is {shown(message)}, not an object with `role` and `content`")
-        content = _text(message.get("content"), f"{where}: the content of message {number}")
-        if message["role"] == "assistant" and not content.strip():
+        content = _content(message, f"{where}: the content of message {number}")
+        if message["role"] == "assistant" and not text_of(content).strip() and not message.get(TOOL_CALLS):
             raise UserError(f"{where}: message {number} is an empty answer; leave the conversation out, or end it before")
         # A table has every field in every row, with nothing in those that a message lacks.
-        messages.append({key: part for key, part in message.items() if part is not None} | {"content": content})
+        given = {key: part for key, part in message.items() if part is not None}
+        messages.append(given | ({"content": content} if "content" in message else {}))
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(f"{where}: no message has the role `assistant`, so there is nothing to learn; leave the record out")
     return messages
 
 
+def _content(message: Mapping[str, Any], what: str) -> str | list[dict[str, str]] | None:
+    """The content of a message: text, parts of text, or nothing beside tool calls."""
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and message.get(TOOL_CALLS):
+        return None
+    if isinstance(content, list):
+        return [_part(part, f"{what}, part {number},") for number, part in enumerate(content, start=1)]
+    return _text(content, what)
+
+
+def _part(part: object, what: str) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or kind != "text":
+        found = f"is of type {shown(kind)}" if isinstance(part, dict) else f"is {shown(part)}"
+        raise UserError(
+            f'{what} {found}; only text is learnt from, {{"type": "text", "text": …}}. Leave the part out, or the conversation'
+        )
+    return text_part(_text(part.get("text"), f"{what} `text`"))
+
+
+def text_part(text: str) -> dict[str, str]:
+    """A part of a message's content."""
+    return {"type": "text", "text": text}
+
+
+def text_of(content: str | list[dict[str, str]] | None) -> str:
+    """The text of a message, whose parts are joined; nothing of one without content."""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str):
-        raise UserError(f"{what} is {type(value).__name__}, not text")
+        raise UserError(f"{what} is {'null' if value is None else type(value).__name__}, not text")
     return without_lone_surrogates(value)
 
 

@@ -36,6 +36,7 @@ from shardwise.data.tokenizer import BYTES, FILE, Offsets, Tokenizer, load_token
 from shardwise.errors import UserError
 from shardwise.files import inside, parse_as, read_bytes, seal, unseal
 from shardwise.locks import take_lock
+from shardwise.words import counted
 
 Progress = Callable[[int, int], None]
 """Called with the bytes of source done and the bytes in all."""
@@ -243,7 +244,9 @@ class _Preparation:
             self._start_over(point)
         shards = self._tokenise(point)
         if not shards:
-            raise UserError(f"{self.files[0].path}: no text in it (of {len(self.files)} files). Give a source that has some.")
+            raise UserError(
+                f"{self.files[0].path}: no text in it (of {counted(len(self.files), 'file')}). Give a source that has some."
+            )
         self.tokenizer.save(self.folder)
         name = BYTES if self.tokenizer.name == BYTES else FILE
         if name == FILE:

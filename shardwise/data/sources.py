@@ -9,9 +9,10 @@
 | any other folder, in depth and sorted; a glob | as above, for each file |
 
 In a folder that has JSONL, Parquet or Arrow files only those are read: a README beside them is not data. Hidden files,
-and .json files met in a folder (they describe data sets), are passed over. Text and JSON files may be gzipped. Rows
-without text are no documents. Shards of prepared tokens are refused: they are no text. A source holds texts or it holds
-answers (conversations and prompts with a completion, data/chat.py): its first record says which.
+.json files met in a folder (they describe data sets), and folders of runs (metrics, logs and checkpoints) are passed over.
+Text and JSON files may be gzipped. Rows without text are no documents. Shards of prepared tokens are refused: they are no
+text. A source holds texts or it holds answers (conversations and prompts with a completion, data/chat.py): its first record
+says which.
 
 Whole text files are read in pieces of about 1 MiB cut after a line, so that memory stays bounded; a piece knows whether
 it ends its document. The cost: a token that would have spanned the cut is split there, once in a MiB.
@@ -35,12 +36,14 @@ from shardwise.data.chat import COMPLETION, MESSAGES, PROMPT, ChatTemplate, Span
 from shardwise.data.columnar import arrow_rows, parquet_rows
 from shardwise.data.ownership import refuse_shards
 from shardwise.errors import UserError
-from shardwise.files import inside, parse_as, read_bytes, reading
+from shardwise.files import linked, parse_as, read_bytes, reading
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _TABLES = (".parquet", ".arrow")
+RUN_FILES = ("config.toml", "plan.json")
+"""Files that every run writes first into its folder."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,8 @@ def _in_folder(folder: Path) -> list[Path]:
         return _saved_to_disk(folder)
     refuse_shards(sorted(folder.iterdir()))  # also where other files beside them would be read
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
+    runs = {path.parent for path in files if all((path.parent / name).is_file() for name in RUN_FILES)}
+    files = [path for path in files if runs.isdisjoint(path.parents)]
     data = [path for path in files if path.suffix.lower() != ".json" and _kind(path) != "text"]
     return data or [path for path in files if path.suffix.lower() != ".json"]
 
@@ -216,7 +221,7 @@ def _saved_to_disk(folder: Path) -> list[Path]:
     state = parse_as(_SavedState, read_bytes(path, advice), path, advice)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise UserError(f"{folder} was saved with an index of chosen rows; call flatten_indices() on it and save it again.")
-    return [inside(folder, entry["filename"]) for entry in state["_data_files"]]
+    return [linked(folder, entry["filename"]) for entry in state["_data_files"]]
 
 
 def _described(path: Path) -> SourceFile:

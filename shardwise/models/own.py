@@ -48,6 +48,12 @@ from shardwise.words import counted
 
 OPTIONAL = ("documents", "positions", "logits_at")
 """Arguments that a module's forward may have or lack."""
+WHAT_TO_RETURN = (
+    "Return the loss, one number, summed over the targets that are not -100, for example "
+    'F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"): shardwise divides by the number of such targets '
+    "in the global batch. If it is to be divided by something else, add a method count_items(inputs, targets) that says by what"
+)
+"""Advice for a `forward` that returns something else where it gets targets."""
 MIXED = (torch.bfloat16, torch.float16)
 """Dtypes to compute in while weights are kept in float32."""
 
@@ -197,8 +203,4 @@ def _checked_loss(result: Any, name: str) -> Tensor:
     if isinstance(result, Tensor) and result.ndim == 0:
         return result
     returned = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-    raise UserError(
-        f"{name}.forward returned {returned} where it got targets; it must return the loss, one number, summed over the targets "
-        'that are not -100, for example F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"). If it is '
-        "not to be divided by the number of such targets, add a method count_items(inputs, targets) that says by what"
-    )
+    raise UserError(f"{name}.forward returned {returned} where it got targets. {WHAT_TO_RETURN}")

@@ -43,6 +43,11 @@ def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", float(value)
 
 
+def curves(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a record that are shown over steps: all but the step and the time of day, which every tool notes itself."""
+    return ((tag, value) for tag, value in scalars(record) if tag not in ("step", "time"))
+
+
 class TensorBoardSink:
     """Scalars in `FOLDER/tensorboard`, through TensorBoard's own writer: it needs no torch."""
 
@@ -59,7 +64,7 @@ class TensorBoardSink:
 
     def write(self, record: Record) -> None:
         """One summary a step."""
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record) if tag != "step"]
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in curves(record)]
         self._add(record["step"], summary=self._summary(value=values))
 
     def close(self) -> None:
@@ -88,7 +93,7 @@ class WandbSink:
 
     def write(self, record: Record) -> None:
         """One row a step."""
-        self._run.log({tag: value for tag, value in scalars(record) if tag != "step"}, step=record["step"])
+        self._run.log(dict(curves(record)), step=record["step"])
 
     def close(self) -> None:
         """Wait for the upload."""

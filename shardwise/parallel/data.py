@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise._torch import add_to_gradients, end_backward, reduce_gathered, unit_pieces
+from shardwise._torch import add_to_gradients, end_backward, forget_forwards, reduce_gathered, unit_pieces
 from shardwise.comm import (
     EXPOSED,
     Comm,
@@ -253,9 +253,11 @@ class Sharded(DataParallel):
             copies.last = last
 
     def settle(self) -> None:
-        """An evaluation leaves weights gathered below zero = 3; drop them so that parameters are shards again."""
+        """Drop the weights that an evaluation leaves gathered below zero = 3, so that parameters are shards again, and FSDP2's
+        record of its forwards."""
         for unit in self.units:
             unit.reshard()
+            forget_forwards(unit)
 
 
 def replicate(model: nn.Module, comm: Comm, settings: CompressionSettings | None, bucket_bytes: int | None) -> Replicated:

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout
+from shardwise.config.own_module import without_table
 from shardwise.errors import ConfigError, UserError
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items, matches
 from shardwise.models.own import accepted
 from shardwise.parallel.tensor import missing_entry, unfit
-
-SPLITTING = ("tensor", "pipeline", "context", "expert")
-"""Axes that cannot be used without a table."""
+from shardwise.words import counted
 
 LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose weight is a table of vectors."""
@@ -104,12 +103,7 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
 def _table(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
     name = _name(model)
     if getattr(model, "sharding", None) is None:
-        for axis in SPLITTING:
-            if (size := getattr(layout, axis)) > 1:
-                yield (
-                    f"layout.{axis} = {size}: {name} has no sharding table, so only replica, data and zero can be used. Give it "
-                    "an attribute `sharding` (docs/sharding.md)"
-                )
+        yield from without_table(name, layout)
     paths = [path for path, _ in model.named_modules()]
     patterns = [*table.modules, *(pattern for pattern in (table.mixing, table.mask) if pattern)]
     for pattern in patterns:
@@ -146,7 +140,7 @@ def _pipeline(model: nn.Module, table: Sharding, config: Config, layout: Layout)
     blocks = [key for key, _ in paths[table.blocks].named_children()]
     if blocks != [str(number) for number in range(config.model.layers)]:
         asked = f"model.layers = {config.model.layers}"
-        yield f"{name}.{table.blocks} has {len(blocks)} modules; a pipeline needs an nn.ModuleList of {asked}"
+        yield f"{name}.{table.blocks} has {counted(len(blocks), 'module')}; a pipeline needs an nn.ModuleList of {asked}"
     owners = (table.blocks, *table.first, *table.last)
     for parameter, _ in model.named_parameters(remove_duplicate=False):
         if not any(parameter.startswith(f"{owner}.") for owner in owners):

@@ -199,14 +199,14 @@ def _with_data(config: Config, devices: int) -> Layout:
     if layout.data == -1 and devices % layout.fixed:
         nearest = nearest_layout(config.model, config.data, config.train, layout, devices)
         advice = f"\n  the nearest layout that works: {nearest}" if nearest else ""
-        problem = f"layout: the other axes take {layout.fixed} devices, which does not divide {devices}{advice}"
+        problem = f"layout: the other axes take {counted(layout.fixed, 'device')}, which does not divide {devices}{advice}"
         raise ConfigError(f"the job on {counted(devices, 'device')}", [problem])
     if layout.data == -1:
         layout = layout.model_copy(update={"data": devices // layout.fixed})
     if layout.world != devices:
         problem = (
-            f"layout: {_product(layout)} = {layout.world} devices, but {devices} are there; "
-            f"start {layout.world} workers (--workers {layout.world}), or write layout.data=-1 to use them all"
+            f"layout: {_product(layout)} = {counted(layout.world, 'device')}, but {devices} are there; "
+            f"start {counted(layout.world, 'worker')} (--workers {layout.world}), or write layout.data=-1 to use them all"
         )
         raise ConfigError(f"the job on {counted(devices, 'device')}", [problem])
     return layout

@@ -12,6 +12,8 @@ from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.products import multiplies_in_float32
 from shardwise.observe import peak_flops
+from shardwise.optim import OneBitAdam
+from shardwise.optim.rounding import RoundedAdamW
 from shardwise.parallel import is_compiled
 from shardwise.plan import COPIES, compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
 from shardwise.plan.float8 import in_float8, products, unfit
@@ -63,13 +65,13 @@ def _emulated(config: Config, device: torch.device) -> str:
 
 
 def _optimizer(training: Training) -> str:
-    train, layout = training.config.train, training.plan.layout
-    if train.optimizer == "adamw":
-        return "AdamW, fused kernel"
-    clipped = (
-        "train.clip and the logged gradient norm are those" if train.clip is not None else "the logged gradient norm is that"
-    )
-    return f"1-bit Adam; after step {layout.compression_warmup} {clipped} of summed momenta"
+    """The optimizer, and what clipping acts on where it sums momenta instead of gradients."""
+    config = training.config
+    name = describe_optimizer(training.optimizer, None if training.outer is None else config.local.steps)
+    if not isinstance(training.optimizer, OneBitAdam):
+        return name
+    clipped = "train.clip and the logged gradient norm are those" if config.train.clip else "the logged gradient norm is that"
+    return f"{name}; after step {training.plan.layout.compression_warmup} {clipped} of summed momenta"
 
 
 def peak_of_device(training: Training) -> float | None:
@@ -98,7 +100,7 @@ def _devices(training: Training) -> dict[str, str]:
     if config.train.driver == "server":
         return {
             "servers": f"{training.mesh.worker.world}, in host memory; workers as they come",
-            "batch": f"{batch} in {config.server.portions} portions; staleness {_bound(config)}",
+            "batch": f"{batch} in {counted(config.server.portions or 1, 'portion')}; staleness {_bound(config)}",
         }
     return {
         "devices": f"{training.mesh.worker.world} x {device_name(device)}{_threads(device)}",
@@ -124,7 +126,24 @@ def _saving(checkpoint: Checkpoint) -> str:
     end = "at the end and when asked to stop"
     if checkpoint.every:
         return f"every {counted(checkpoint.every, 'step')}, {end}"
-    return f"every {checkpoint.every_minutes:g} minutes (checkpoint.every_minutes), {end}" if checkpoint.every_minutes else end
+    return f"every {_minutes(checkpoint.every_minutes)} (checkpoint.every_minutes), {end}" if checkpoint.every_minutes else end
+
+
+def _minutes(minutes: float) -> str:
+    return "minute" if minutes == 1 else f"{minutes:g} minutes"
+
+
+def describe_optimizer(optimizer: torch.optim.AdamW, outer_every: int | None) -> str:
+    """The optimizer that makes the updates, and after how many steps groups make an outer one, if they do."""
+    if isinstance(optimizer, OneBitAdam):
+        name = "1-bit Adam: AdamW at first, then momentum that devices exchange as signs, with a constant variance"
+    elif isinstance(optimizer, RoundedAdamW):
+        name = "AdamW on bfloat16 weights and moments, rounded by chance"
+    else:
+        name = "AdamW, fused kernel"
+    if outer_every is None:
+        return name
+    return f"{name}; an outer step of all groups every {'step' if outer_every == 1 else counted(outer_every, 'step')}"
 
 
 def _stored(train: Train) -> str:

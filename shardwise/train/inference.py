@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.huggingface import held_model
+from shardwise.checkpoint.folder import held_model
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
-from shardwise.checkpoint.pretrained import DTYPES, PREFIX, open_folder
+from shardwise.checkpoint.pretrained import DTYPES, PREFIX, check_tokenizer, open_folder
 from shardwise.config import Config, Model, Train
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, tokenizer_settings
 from shardwise.data import Tokenizer, load_tokenizer
@@ -37,6 +37,7 @@ from shardwise.mesh import local_gpus
 from shardwise.models import Remembering, Step, Transformer, attention_backends, continuation
 from shardwise.parallel import build_plain
 from shardwise.parallel.apply import allocate
+from shardwise.words import counted
 
 GENERATION_CONFIG = "generation_config.json"
 AFTER = 8
@@ -109,7 +110,7 @@ class Speaker:
         room = self.model.max_positions - len(ids)
         if room < 1:
             most = f"model.max_positions is {self.model.max_positions}"
-            raise UserError(f"{what}: {len(ids)} tokens, and {most}; make it shorter, or begin anew")
+            raise UserError(f"{what}: {counted(len(ids), 'token')}, and {most}; make it shorter, or begin anew")
         if (largest := max(ids)) >= self.model.vocabulary:
             raise UserError(f"{what}: has the token {largest}, of a model of {self.model.vocabulary}: its tokenizer is another")
         new = continuation(
@@ -127,8 +128,7 @@ class Speaker:
 def load_folder(folder: Path) -> Speaker:
     """The model of a Hugging Face folder."""
     pretrained = open_folder(folder)
-    if pretrained.tokenizer is None:
-        raise UserError(f"{folder} has no {TOKENIZER}, so the model cannot be asked in words; put that of the model there")
+    check_tokenizer(pretrained)
     dtypes = [getattr(torch, _OURS[tensor.dtype]) for tensor in pretrained.stored.values()]
     step = _ready(str(folder), pretrained.model, dtypes, pretrained.read)
     return Speaker(str(folder), pretrained.model, step, _speech_of_folder(folder))
@@ -137,7 +137,7 @@ def load_folder(folder: Path) -> Speaker:
 def load_checkpoint(address: str) -> Speaker:
     """The model of a checkpoint."""
     contents = Contents.open(address)
-    model = held_model(contents)
+    model = held_model(contents.manifest, contents.address)
     speech = _speech(contents)
     contents.check()
     names = [name for name in contents.tensors if name.startswith(PREFIX)]

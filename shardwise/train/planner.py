@@ -23,6 +23,7 @@ from shardwise.mesh import Worker
 from shardwise.plan import Asked, OwnParameters, Plan, choose, engine_of, fit, state_dtype
 from shardwise.plan.dtypes import BYTES
 from shardwise.search.forecast import forecast, is_open, plan_job
+from shardwise.words import counted
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Planner:
     def _of_groups(self, config: Config, groups: int, devices: int) -> Plan:
         """So many groups on these devices: each on its part of the batch, as if it were alone."""
         if devices % groups:
-            raise ConfigError(f"the job on {devices} devices", [f"local.groups = {groups}: does not divide {devices} devices"])
+            so_many = counted(devices, "device")
+            raise ConfigError(f"the job on {so_many}", [f"local.groups = {groups}: does not divide {so_many}"])
         train = config.train.model_copy(update={"global_batch": config.train.global_batch // groups})
         part = config.model_copy(update={"train": train})
         return replace(choose(part, devices // groups, self.memory_bytes, self.parameters), groups=groups)

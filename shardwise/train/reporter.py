@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -188,6 +189,11 @@ class RunReporter(Reporter):
         self.progress.update(record)
         if held_out is not None:
             self.progress.message(f"step {done.step}: held-out loss {held_out:.4f}")
+            if not math.isfinite(held_out):
+                self.warn(
+                    f"the held-out loss is {held_out}, though the loss of every training step is finite: some held-out "
+                    "sequences have a loss that is not (held-out data, or what a module of your own computes in eval mode)"
+                )
         if done.skipped:
             self.sinks.event("skip", step=done.step, reason="float16 overflow", loss_scale=done.loss_scale)
             self.progress.message(f"step {done.step}: float16 overflow, step skipped, scale {done.loss_scale:g} halved")

@@ -45,10 +45,12 @@ from shardwise.train.contribute import build_contributor, contribute
 from shardwise.train.evaluate import held_out_loss, sample
 from shardwise.train.guard import check_joined
 from shardwise.train.hogwild import LockFree
+from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.reporter import Beginning, Reporter, RunReporter, say_nothing_is_left
 from shardwise.train.serve import Contributions
 from shardwise.train.sources import Source
 from shardwise.train.steps import Step, steps
+from shardwise.words import counted
 
 log = logging.getLogger("shardwise")
 
@@ -108,6 +110,8 @@ def _in_team(config: Config, worker: Worker, team: Team, dataset: Dataset, link:
     link.progress("restore", 0)
     chosen = _go_on(training, team, copies)
     check_joined(training)
+    if training.step == 0:
+        check_summed_loss(training)
     timestamps["restored"] = present_time()
     link.progress("step", training.step)
     status: int | None = 0
@@ -251,7 +255,7 @@ def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> N
     failed, attempts = training.checkpointer.failed_in_a_row, training.config.checkpoint.attempts
     if training.mesh.is_main and outcomes and isinstance(outcomes[-1], SaveFailed) and 0 < attempts <= failed:
         raise RunFailed(
-            f"{failed} saves in a row failed, so the run stops before more work is at risk "
+            f"{counted(failed, 'save')} in a row failed, so the run stops before more work is at risk "
             f"(checkpoint.attempts = {attempts}; 0: go on without). The last one: {outcomes[-1].message}"
         )
 

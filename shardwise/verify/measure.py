@@ -32,6 +32,7 @@ from shardwise.parallel.placement import held
 from shardwise.plan import COPIES
 from shardwise.train.build import Training, build
 from shardwise.train.evaluate import held_out_loss
+from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.shares import Shares
 from shardwise.train.steps import Step, steps
 from shardwise.verify.job import ProofJob, Sabotage
@@ -67,6 +68,7 @@ def _uneven(shares: Shares, least: int) -> Shares:
 def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
     """Train on one device, and write gradients and weights to a file."""
     training = build_proof(worker, proof)
+    check_summed_loss(training)
     tensors: dict[Key, Tensor] = {}
     frozen = {name: parameter.detach().clone() for name, parameter in _frozen(training)}
 

@@ -54,11 +54,6 @@ NUMBERS = {
 
 def check_known(config: Config) -> None:
     """Refuse what is not written here, rather than prove something else."""
-    if config.model.module is not None:
-        raise UserError(
-            "--against plain: knows the built-in transformer only, not model.module; leave it out, and the layout is proven "
-            "against your module on one device"
-        )
     for name, field in Model.model_fields.items():
         value = getattr(config.model, name)
         if value not in KNOWN.get(name, (value,) if name in NUMBERS else (field.default,)):

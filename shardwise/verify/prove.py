@@ -25,6 +25,7 @@ from shardwise.verify.reports import HELD_OUT, RankReport, Reference, ShortSum
 from shardwise.verify.rows import ProofDataset, Reached, what_is_reached
 from shardwise.verify.verdict import CompressedVerdict, Verdict, judge, judge_compressed, what_is_compressed
 from shardwise.verify.workers import Workers
+from shardwise.words import counted
 
 REFER, COMPARE = "shardwise.verify.measure:write_reference", "shardwise.verify.measure:compare_with_reference"
 REFER_PLAIN = "shardwise.verify.measure:write_plain_reference"
@@ -131,15 +132,15 @@ def prove(
     if proof.config.model.module is not None:
         proof = replace(proof, ids=min(embedded or dataset.vocabulary, proof.ids))
     with Workers(proof.world) if workers is None else nullcontext(workers) as workers:
-        say(f"{steps} steps {'in plain torch' if against == 'plain' else 'on one device'}")
+        say(f"{counted(steps, 'step')} {'in plain torch' if against == 'plain' else 'on one device'}")
         path = workers.folder / (PLAIN_FILE if against == "plain" else REFERENCE_FILE)
         refer = REFER_PLAIN if against == "plain" else REFER
         (reference,) = workers.run(refer, proof.on_one_device("float64"), path, on=1)
         cost = None
         if dtype != "float64":
-            say(f"{steps} steps on one device in {dtype}, for the cost of rounding")
+            say(f"{counted(steps, 'step')} on one device in {dtype}, for the cost of rounding")
             (cost,) = workers.run(COMPARE, proof.on_one_device(dtype), path, reference, on=1)
-        say(f"{steps} steps on {proof.world} processes")
+        say(f"{counted(steps, 'step')} on {counted(proof.world, 'process')}")
         reports = workers.run(COMPARE, proof, path, reference, sabotage, on=proof.world)
         verdict = judge(reports, reference, cost, dtype)
         diagnosis = None
@@ -180,6 +181,11 @@ def _check_plain(config: Config, dtype: Dtype) -> None:
         raise UserError(f"--against plain: computes in float64 only; leave out --dtype {dtype}")
     if config.train.precision == "float8":
         raise UserError("--against plain: plain torch has no products in float8; add train.precision=bfloat16 to prove the rest")
+    if config.model.module is not None:
+        raise UserError(
+            "--against plain: knows the built-in transformer only, not model.module; leave it out, and the layout is proven "
+            "against your module on one device"
+        )
     from shardwise.verify.plain import check_known
 
     check_known(config)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.contents import Contents, write_checkpoint
-from shardwise.checkpoint.folder import Manifest
-from shardwise.checkpoint.huggingface import export_checkpoint, held_model
+from shardwise.checkpoint.folder import Manifest, held_model
+from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.pretrained import import_folder
 from shardwise.config import Model
 from shardwise.models import Transformer
@@ -96,7 +96,7 @@ def save(module: Transformer, folder: Path, tokenizer: str = "bytes") -> str:
 def load(checkpoint: str) -> Transformer:
     """The plain model of a checkpoint."""
     contents = Contents.open(checkpoint)
-    module = Transformer(held_model(contents))
+    module = Transformer(held_model(contents.manifest, contents.address))
     weights = {name.removeprefix("model."): contents.read(name) for name in contents.tensors if name.startswith("model.")}
     assert weights.keys() == {name for name, _ in module.named_parameters()}
     module.load_state_dict(weights, strict=False)  # a tied head is no weight of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shardwise.checkpoint.kept import as_files, has_tokenizer, kept_of_folder
 from shardwise.checkpoint.pretrained import import_folder, open_folder
 from shardwise.cli.check_job import weights_problems
 from shardwise.config import Config, Data, Model, from_tables, to_toml
+from shardwise.config.pretrained import links_outside
 from shardwise.data import Dataset
 from shardwise.data.check import problems_of_data, unnamed_tokenizer
 from shardwise.data.prepare import prepare
@@ -208,27 +210,45 @@ def test_a_folder_without_a_tokenizer_is_not_trained_on_bytes_unasked(folder: Pa
         assert [*unnamed_tokenizer(config.data, config.model.pretrained)] == []
 
 
-def test_a_snapshot_in_the_cache_of_the_hub_is_read_through_its_links(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    repository, outside = tmp_path / "hub" / "models--a--b", tmp_path / "outside.txt"
-    snapshot = repository / "snapshots" / "0123"
+def as_links(folder: Path, stored: Path, mine: Path) -> None:
+    """The files of a folder under numbers in `stored`, and links to them, with their names, in `mine`."""
+    stored.mkdir(parents=True)
     for number, name in enumerate([*files(folder), "model.safetensors"]):
-        (repository / "blobs").mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / name, repository / "blobs" / str(number))
-        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
-        (snapshot / name).symlink_to(repository / "blobs" / str(number))
-    (tmp_path / "mine").symlink_to(snapshot)
-    outside.write_text("not of the model")
-    (snapshot / "NOTICE").symlink_to(outside)
+        shutil.copy(folder / name, stored / str(number))
+        (mine / name).parent.mkdir(parents=True, exist_ok=True)
+        (mine / name).symlink_to(os.path.relpath(stored / str(number), (mine / name).parent))
+
+
+def test_a_snapshot_in_the_cache_of_the_hub_is_read_through_its_links_without_a_word(folder: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--a--b"
+    as_links(folder, repository / "blobs", repository / "snapshots" / "0123")
+    (tmp_path / "mine").symlink_to(repository / "snapshots" / "0123")
     assert open_folder(tmp_path / "mine").model == open_folder(folder).model
-    kept = as_files(kept_of_folder(tmp_path / "mine"))
-    assert kept == files(folder)
-    assert "NOTICE is a link that leads out of its folder" in caplog.text
-    (snapshot / "config.json").unlink()
-    (snapshot / "config.json").symlink_to(outside)
-    with pytest.raises(UserError, match=r"config\.json is a link that leads out"):
-        open_folder(tmp_path / "mine")
+    assert as_files(kept_of_folder(tmp_path / "mine")) == files(folder)
+    assert links_outside(tmp_path / "mine") is None
+
+
+def test_a_folder_of_links_to_shared_storage_is_read_and_said_to_be_one(folder: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    as_links(folder, tmp_path / "storage", mine)
+    found, truth = (dict(open_folder(each).read()) for each in (mine, folder))
+    assert found.keys() == truth.keys()
+    assert all(torch.equal(found[name], truth[name]) for name in truth)
+    assert as_files(kept_of_folder(mine)) == files(folder)
+    count = len([path for path in mine.iterdir() if path.is_symlink()])
+    said = str(links_outside(mine))
+    assert said.startswith(f"{mine}: {count} files are links to files elsewhere (")
+    assert str(tmp_path / "storage") in said
+    assert links_outside(folder) is None
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_broken_link_in_a_folder_is_named(folder: Path, tmp_path: Path, name: str) -> None:
+    mine = shutil.copytree(folder, tmp_path / "mine")
+    (mine / name).unlink()
+    (mine / name).symlink_to("../gone")
+    with pytest.raises(UserError, match=rf"{name} is a link to \.\./gone, which is not there"):
+        open_folder(mine)
 
 
 def test_a_run_that_goes_on_needs_the_weights_of_the_folder_no_more(folder: Path, tmp_path: Path) -> None:

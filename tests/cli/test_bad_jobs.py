@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -145,15 +146,52 @@ def test_a_second_run_in_the_same_folder_is_refused(shardwise: Shardwise, tmp_pa
         refused(shardwise("train", JOB, "run.folder=run"), "another run is writing there now")
 
 
-def test_a_mistake_is_found_before_torch_is_loaded(shardwise_of_a_user: Shardwise, tmp_path: Path) -> None:
-    """A torch that cannot be imported stands in the way; only its metadata may be looked at."""
+@pytest.fixture
+def without_torch(shardwise_of_a_user: Shardwise, tmp_path: Path) -> Shardwise:
+    """Calls `shardwise ARGUMENTS` where a torch that cannot be imported stands in the way; its metadata may be looked at."""
     (tmp_path / "trap" / "torch").mkdir(parents=True)
     (tmp_path / "trap" / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
-    environment = {"PYTHONPATH": f"{tmp_path / 'trap'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    return partial(shardwise_of_a_user, PYTHONPATH=f"{tmp_path / 'trap'}:{ROOT}", CUDA_VISIBLE_DEVICES="")
+
+
+OWN_JOB = "examples/own_model.toml"
+TABLELESS = """
+from torch import nn
+
+class Body(nn.Module):
+    pass
+
+class Mine(Body):
+    def forward(self, inputs, targets=None):
+        return 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["generate", "nowhere", "--prompt", "x"], "nowhere: no such folder, or nothing in it"),
+        (["checkpoint", "export", "nowhere", "out"], "nowhere: no such folder, or nothing in it"),
+        (["checkpoint", "export", "nowhere", "full"], "full is there already and not empty"),
+        (["checkpoint", "import", "full", "out"], "full is not a Hugging Face folder"),
+        (["checkpoint", "import", "nowhere", "full"], "full is there already and not empty"),
+        (["checkpoint", "diff", "nowhere", "full"], "nowhere: no such folder, or nothing in it"),
+        (["train", OWN_JOB, "model.module=own.py:Mine", "layout.tensor=2", "layout.data=1"], "Mine has no sharding table"),
+        (["verify", OWN_JOB, "--against", "plain"], "knows the built-in transformer only"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_what_can_be_refused_without_torch_is(without_torch: Shardwise, tmp_path: Path, words: list[str], says: str) -> None:
+    (tmp_path / "full" / "inner").mkdir(parents=True)
+    (tmp_path / "own.py").write_text(TABLELESS)
+    refused(without_torch(*words), says)
+
+
+def test_a_mistake_is_found_before_torch_is_loaded(without_torch: Shardwise) -> None:
     mistakes = ["train.stpes=1", "data.source=nowhere.txt", "model.module=nowhere.py:Model", "layout.data=4"]
-    done = shardwise_of_a_user("train", JOB, *mistakes, "--workers", "2", **environment)
+    done = without_torch("train", JOB, *mistakes, "--workers", "2")
     refused(done, "train.stpes", "nowhere.txt", "nowhere.py")
-    refused(shardwise_of_a_user("train", JOB, "layout.data=4", "--workers", "2", **environment), "4 devices, but 2 are there")
+    refused(without_torch("train", JOB, "layout.data=4", "--workers", "2"), "4 devices, but 2 are there")
     for command in (["--help"], ["train", "--help"], ["doctor"], ["new", "demo"], ["config", "show", JOB]):
-        done = shardwise_of_a_user(*command, **environment)
+        done = without_torch(*command)
         assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from warm import Server
 
 from shardwise import invoked
 from shardwise.cli.app import app
@@ -48,17 +50,41 @@ def test_every_template_is_a_job_that_can_be_read_where_it_lies(
     assert not any("NAME" in word for word in words)
 
 
+def commands_of(folder: Path) -> list[list[str]]:
+    """The commands that a folder's README shows, in order, as a shell splits them."""
+    lines = [line.strip() for line in (folder / "README.md").read_text().splitlines() if line.startswith("    ")]
+    return [shlex.split(line) for line in lines if line.startswith("shardwise ")]
+
+
+@pytest.mark.parametrize("template", list(Template))
+def test_commands_of_a_readme_are_quoted_for_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: Template) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("new", "it's two", "--template", template)
+    words = [word for command in commands_of(tmp_path / "it's two") for word in command]
+    assert "it's two.toml" in words
+    assert "runs/it's two" in words or template == Template.OWN_MODULE
+
+
 @pytest.mark.parametrize(
-    "template", [Template.QUICKSTART, *(pytest.param(name, marks=pytest.mark.full) for name in [*Template][1:])]
+    "template", [*(pytest.param(name, marks=pytest.mark.full) for name in [*Template][:-1]), Template.OWN_MODULE]
 )
-def test_a_new_folder_trains(shardwise: Shardwise, tmp_path: Path, template: Template) -> None:
-    run("new", str(tmp_path / "demo"), "--template", template)
-    (tmp_path / "text.txt").symlink_to("demo/text.txt")
-    (tmp_path / "model.py").symlink_to("demo/model.py")
-    (tmp_path / "chat.jsonl").symlink_to("demo/chat.jsonl")
-    few = ["train.steps=2", "observe.sample_tokens=2", "train.evaluate_sequences=4", "run.folder=run"]
-    done = shardwise("train", "demo/demo.toml", *few)
-    assert done.returncode == 0, done.stderr
+def test_every_command_of_a_readme_works_after_the_ones_before(
+    warm: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: Template
+) -> None:
+    """As written, one after the other, in a new folder; only the model is smaller and the steps are fewer."""
+    monkeypatch.chdir(tmp_path)
+    run("new", "demo", "--template", template)
+    folder = tmp_path / "demo"
+    job = folder / "demo.toml"
+    commands = commands_of(folder)
+    few = 20 if "drill" in [command[1] for command in commands] else 2  # the faults of a drill are some steps apart
+    keys = "steps|every|evaluate_every|sample_tokens|warmup"
+    job.write_text(re.sub(rf"(?m)^({keys}) = \d+", rf"\1 = {few}", job.read_text().replace("bytes-2m", "bytes-400k")))
+    assert len(commands) >= 3
+    for _, *words in commands:
+        done = warm.run(*words, cwd=folder, environment={})
+        assert done.returncode == 0, (words, done.stderr)
+        assert "nothing to do" not in done.stderr, words
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 4])

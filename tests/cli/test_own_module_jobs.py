@@ -216,3 +216,24 @@ def test_an_exception_in_a_users_own_code_stops_at_its_first_repetition(shardwis
     assert re.match(r"error: wrong.py, line \d+, in forward: AssertionError: not today; rank \d was at step 1", last)
     assert "Traceback" not in done.stderr
     assert "Traceback" in "".join(log.read_text() for log in (tmp_path / "wrong" / "logs").glob("rank-*.log"))
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+def test_a_module_that_returns_a_mean_is_told_what_to_return(shardwise: Shardwise, tmp_path: Path, command: str) -> None:
+    text = (ROOT / "examples" / "own_model.py").read_text()
+    (tmp_path / "mean.py").write_text(text.replace(', reduction="sum")', ")"))
+    few = ["train.steps=2", "train.evaluate_sequences=5", "observe.sample_tokens=2", "run.folder=run", "layout.data=2"]
+    done = shardwise(command, JOB, "model.module=mean.py:OwnModel", *few)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error:") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    flat = " ".join(done.stderr.split())
+    assert "OwnModel.forward returns a mean" in flat
+    assert 'reduction="sum"' in flat
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def test_a_held_out_loss_that_is_not_finite_is_warned_of(shardwise: Shardwise, tmp_path: Path) -> None:
+    done = shardwise(*own_module(tmp_path, "blind", "self.norm.eps = 1e-5 if self.training else float('nan')"))
+    assert done.returncode == 0, done.stderr
+    assert "warning: the held-out loss is nan, though the loss of every training step is finite" in " ".join(done.stderr.split())

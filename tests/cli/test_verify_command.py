@@ -31,6 +31,15 @@ def test_json_is_all_that_goes_to_standard_output(shardwise) -> None:
     assert found["worst"]["relative_error"] < 1e-9
 
 
+def test_a_proof_of_one_device_against_itself_is_said_to_be_one(shardwise) -> None:
+    done = shardwise("verify", "examples/quickstart.toml", "layout.data=1", "--steps", "1", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "note: the layout is one device, so it was compared with itself" in done.stderr
+    assert "1 step on one device" in done.stderr
+    assert "1 step on 1 process\n" in done.stderr
+    assert json.loads(done.stdout)["pass"]
+
+
 def test_a_layout_is_held_against_plain_torch(shardwise) -> None:
     done = shardwise("verify", JOB, "layout.expert=2", "data.reset_attention=true", "--against", "plain")
     assert done.returncode == 0, done.stdout + done.stderr

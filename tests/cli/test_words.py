@@ -11,9 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from shardwise.cli.app import app
-from shardwise.config import read
+from shardwise.config import Train, read
 from shardwise.config.model_config import MIXTRAL, _differences
-from shardwise.train.describe import peak_of_device
+from shardwise.errors import UserError
+from shardwise.models.dtypes import DTYPES
+from shardwise.optim import make_optimizer
+from shardwise.plan import state_dtype
+from shardwise.train.describe import describe_optimizer, peak_of_device
 
 QUICKSTART = Path(__file__).parents[2] / "examples/quickstart.toml"
 
@@ -63,3 +67,37 @@ def test_a_measured_peak_is_gone_by_where_it_was_measured(file: str | None, devi
         plan=SimpleNamespace(cluster_file=file, predicted={"device": device, "peak_flops": 1e11}),
     )
     assert peak_of_device(cast(Any, training)) == (1e11 if known else None)
+
+
+def test_help_shows_descriptions_whole_and_train_among_the_first() -> None:
+    listed = CliRunner().invoke(app, ["--help"]).output.partition("Commands:")[2]
+    assert "…" not in listed
+    assert "..." not in listed
+    assert "weights after a few steps." in " ".join(listed.split())
+    names = [line.split()[0] for line in listed.splitlines() if line[:2] == "  " and line[2:3].strip()]
+    assert names[:6] == ["new", "train", "report", "generate", "plan", "verify"]
+    assert "..." not in CliRunner().invoke(app, ["checkpoint", "--help"]).output.partition("Commands:")[2]
+
+
+def test_what_is_given_three_times_is_not_both(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('[model]\npreset = "bytes-2m"\nmodule = "a.py:A"\npretrained = "folder"\n[data]\nsource = "x.txt"\n')
+    with pytest.raises(UserError, match=r"model\.preset, model\.module and model\.pretrained are all given; keep one"):
+        read(job)
+
+
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        ({}, "AdamW, fused kernel"),
+        ({"optimizer": "1bit-adam"}, "1-bit Adam"),
+        ({"precision": "bfloat16", "state_dtype": "bfloat16"}, "AdamW on bfloat16 weights and moments, rounded by chance"),
+    ],
+    ids=["adamw", "1bit-adam", "bfloat16"],
+)
+def test_the_header_names_the_optimizer_that_runs(train: dict[str, Any], says: str) -> None:
+    settings = Train(**train)
+    made = make_optimizer([("weight", torch.nn.Parameter(torch.zeros(2, 2, dtype=DTYPES[state_dtype(settings)])))], settings)
+    assert describe_optimizer(made, None).startswith(says)
+    assert describe_optimizer(made, 1).endswith("; an outer step of all groups every step")
+    assert describe_optimizer(made, 8).endswith("; an outer step of all groups every 8 steps")

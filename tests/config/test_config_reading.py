@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import PRESETS, Config, Layout, context_attention, divisors, from_tables, read, to_toml
+from shardwise.config import PRESETS, Config, Layout, Model, context_attention, divisors, from_tables, read, to_toml
+from shardwise.config.own_module import problems_of_module
 from shardwise.errors import ConfigError
 
 TEXT = {"source": "text.txt"}
@@ -138,3 +139,28 @@ def test_a_window_over_a_ring_is_refused_with_what_works() -> None:
     from_tables({**tables, "data": {"source": "text", "sequence_length": 16}})  # where the window cuts nothing
     with pytest.raises(ConfigError, match="as many context devices as divide the 3 heads"):
         from_tables({**tables, "model": {"window": 16, "heads": 3, "kv_heads": 3}, "layout": {"context": 2}})
+
+
+CLASS = "class Mine(nn.Module):\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "sure"),
+    [
+        (f"from torch import nn\n{CLASS}", True),
+        (f"import torch.nn as nn\n{CLASS}", True),
+        ("import torch\nclass Mine(torch.nn.Module):\n    pass\n", True),
+        (f"from torch import nn\n{CLASS}    sharding = None\n", False),
+        (f"from torch import nn\n{CLASS}    def __init__(self):\n        self.sharding = 1\n", False),
+        (f"from torch import nn\n{CLASS}setattr(Mine, 'sharding', 1)\n", False),
+        ("from elsewhere import Base\nclass Mine(Base):\n    pass\n", False),
+        (f"from torch import nn\nfrom elsewhere import with_table\n@with_table\n{CLASS}", False),
+        ("from torch import nn\ndef Mine(config):\n    return nn.Linear(2, 2)\n", False),
+    ],
+)
+def test_a_module_is_said_to_have_no_table_only_where_its_text_leaves_no_doubt(tmp_path: Path, text: str, sure: bool) -> None:
+    (tmp_path / "own.py").write_text(text)
+    model = Model(module=f"{tmp_path / 'own.py'}:Mine")
+    assert [*problems_of_module(model, Layout(data=2, zero=3))] == []
+    found = [*problems_of_module(model, Layout(data=1, tensor=2, pipeline=2))]
+    assert [problem.partition(":")[0] for problem in found] == (["layout.tensor = 2", "layout.pipeline = 2"] if sure else [])

@@ -47,6 +47,25 @@ FORGETFUL = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
+PARTS = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.content is string %}{{ message.content }}
+    {%- else %}{% for part in message.content %}{{ part.text if part.type == 'text' }}{{ '\n' if not loop.last }}{% endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+CALLS = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.content is defined and message.content is not none %}{{ message.content }}{% endif %}
+    {%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
 
 
 def said(*contents: str, first: str = "user") -> dict[str, Any]:
@@ -230,7 +249,19 @@ BAD = [
     ({"messages": "hello"}, "not a list of messages"),
     ({"messages": ["hello"]}, "message 1 is 'hello', not an object"),
     ({"messages": [{"content": "x"}]}, "message 1 .* not an object with `role`"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "the content of message 1 is list, not text"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "the content of message 1, part 1, `text` is null, not text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "message 1, part 1, is of type 'image'; only text is learnt from",
+    ),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "message 1, part 1, is 'x'; only text is learnt from"),
+    ({"messages": [{"role": "user", "content": {"a": 1}}]}, "the content of message 1 is dict, not text"),
+    ({"messages": [{"role": "user", "content": None}]}, "the content of message 1 is null, not text"),
+    ({"messages": [*said("x")["messages"], {"role": "assistant", "content": None}]}, "message 2 is null, not text"),
+    (said("x", []), "message 2 is an empty answer"),
     ({"messages": [{"role": "user", "content": "x"}]}, "no message has the role `assistant`"),
     (said("x", " "), "message 2 is an empty answer"),
     (said("x", "y", "z", first="system"), "the chat template refuses it: no system here"),
@@ -246,6 +277,62 @@ def test_a_bad_record_is_refused_by_file_and_line(folder: Any, tmp_path: Path, r
     source = jsonl(tmp_path / "talks.jsonl", [TALKS[0], record])
     with pytest.raises(UserError, match=f"talks.jsonl, line 2: .*{words}"):
         prepare(source, folder(FORGETFUL), tmp_path / "out")
+
+
+def in_parts(talk: dict[str, Any]) -> dict[str, Any]:
+    """The same conversation, every content in two parts of text."""
+    halves = [(message, len(message["content"]) // 2) for message in talk["messages"]]
+    return {
+        "messages": [
+            {
+                **message,
+                "content": [{"type": "text", "text": message["content"][part]} for part in (slice(cut), slice(cut, None))],
+            }
+            for message, cut in halves
+        ]
+    }
+
+
+def test_parts_of_text_reach_a_template_that_takes_them_as_in_transformers(folder: Any, tmp_path: Path) -> None:
+    path, talks = folder(PARTS), [in_parts(talk) for talk in TALKS]
+    prepare(jsonl(tmp_path / "talks.jsonl", talks), path, tmp_path / "out")
+    found = documents(tmp_path / "out")
+    assert [ids for ids, _ in found] == [theirs(path, talk["messages"])["input_ids"] for talk in talks]
+    assert spoken(path, found[0]) == ["or not\n to be<|im_end|>"], "the template's own way to put parts together"
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, MARKED, FORGETFUL.replace("'user', ", "'user', 'system', ")], ids=["plain", "marked", "forgetful"]
+)
+def test_parts_of_text_are_joined_for_a_template_of_strings(folder: Any, tmp_path: Path, template: str) -> None:
+    path = folder(template)
+    prepare(jsonl(tmp_path / "parts.jsonl", [in_parts(talk) for talk in TALKS]), path, tmp_path / "parts")
+    prepare(jsonl(tmp_path / "talks.jsonl", TALKS), path, tmp_path / "text")
+    assert documents(tmp_path / "parts") == documents(tmp_path / "text")
+
+
+CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"title": "Emma"}}}
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}], ids=["null", "empty", "absent"])
+def test_tool_calls_without_content_are_written_as_in_transformers_and_learnt(
+    folder: Any, tmp_path: Path, content: dict[str, Any]
+) -> None:
+    calling = {"role": "assistant", **content, "tool_calls": [CALL]}
+    messages = [*said("Emma?")["messages"], calling, {"role": "tool", "content": "one left"}, *said("", "Yes.")["messages"][1:]]
+    path = folder(CALLS)
+    prepare(jsonl(tmp_path / "talks.jsonl", [{"messages": messages}]), path, tmp_path / "out")
+    (document,) = documents(tmp_path / "out")
+    assert document[0] == theirs(path, messages)["input_ids"]
+    assert spoken(path, document) == [json.dumps(CALL["function"]) + "<|im_end|>", "Yes.<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHATML.replace("message.content +", "message.content ~"), "bytes"], ids=["chatml", "bytes"])
+def test_tool_calls_that_a_template_does_not_write_are_refused(folder: Any, tmp_path: Path, template: str) -> None:
+    messages = [*said("Emma?")["messages"], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    source = jsonl(tmp_path / "talks.jsonl", [{"messages": messages}])
+    with pytest.raises(UserError, match=r"line 1: .*(writes no tool calls; give|has no way to write tool calls)"):
+        prepare(source, template if template == "bytes" else folder(template), tmp_path / "out")
 
 
 def test_a_template_that_answers_otherwise_than_it_asks_is_refused(folder: Any, tmp_path: Path) -> None:

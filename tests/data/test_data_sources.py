@@ -124,6 +124,19 @@ def test_folders_and_globs_are_read_in_sorted_order(tmp_path: Path) -> None:
     assert documents(f"{tmp_path}/[ab]") == ["a/10.txt", "a/9.txt", "b/2.txt"]
 
 
+def test_the_folders_of_runs_are_no_data(tmp_path: Path) -> None:
+    """As where a job lies beside its data, and its runs beneath them."""
+    for name in ("runs/demo/config.toml", "runs/demo/plan.json", "runs/demo/events.jsonl", "runs/demo/logs/rank-0.log"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
+    (tmp_path / "text.txt").write_text("to be")
+    assert [file.path.name for file in find_files(tmp_path)] == ["text.txt"]
+    (tmp_path / "more.jsonl").write_text(json_lines())
+    assert documents(tmp_path) == DOCUMENTS
+    with pytest.raises(UserError, match="no files in it"):
+        find_files(tmp_path / "runs" / "demo")
+
+
 def test_missing_and_empty_places_are_explained(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="data source: an empty path"):
         find_files("")

@@ -29,7 +29,7 @@ from shardwise.observe import (
     records,
     to_json,
 )
-from shardwise.observe.sinks import scalars
+from shardwise.observe.sinks import curves, scalars
 
 
 def bits(value: float) -> bytes:
@@ -372,6 +372,11 @@ def test_the_bundle_writes_metrics_and_events_to_the_run_folder(tmp_path):
     sinks.close()
     assert list(read_metrics(tmp_path / "a" / "run")) == [{"step": 1, "loss": 2.5}]
     assert [event["event"] for event in read_events(tmp_path / "a" / "run")] == ["start"]
+
+
+def test_neither_the_step_nor_the_time_of_day_is_a_curve():
+    record = {"step": 1, "time": 1.7e9, "loss": 2.5, "spans": {"data": 0.1}}
+    assert dict(curves(record)) == {"loss": 2.5, "spans/data": 0.1}
 
 
 @pytest.mark.parametrize(("setting", "package"), [({"tensorboard": True}, "tensorboard"), ({"wandb": "p"}, "wandb")])

@@ -447,3 +447,46 @@ class Countless(nn.Module):
 
 def number(config: Model) -> int:
     return 3
+
+
+class MeanOfTokens(Tied):
+    """Returns torch's default, the mean, where a sum is asked for."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        result = super().forward(inputs, targets, documents)
+        return result if targets is None or self.head is None else result / (targets != -100).sum()
+
+
+class MeanOfRows(NoTable):
+    """Sums over tokens, and takes the mean over the batch."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        result = super().forward(inputs, targets)
+        return result if targets is None else result / len(inputs)
+
+
+class NoTargets(NoTable):
+    """Sums means of sequences, of which one without a target has none."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = self.scores(self.table(inputs))
+        if targets is None:
+            return logits
+        each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(1)
+        return (each / (targets != -100).sum(1)).sum()
+
+    def count_items(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return (targets != -100).any(1).sum()
+
+
+class Noting(Dropping):
+    """Draws random numbers and changes a buffer in every forward, in eval mode too."""
+
+    def __init__(self, config: Model) -> None:
+        super().__init__(config)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        self.forwards += 1
+        torch.rand(3)
+        return super().forward(inputs, targets, documents)

@@ -21,11 +21,13 @@ from shardwise.data import Dataset
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.models import initial_value
+from shardwise.optim import local
 from shardwise.parallel import build_plain, check_module, count_parameters
 from shardwise.plan import OwnParameters, Plan, StateBytes, choose
 from shardwise.train.build import build, restore, save
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.hogwild import LockFree
+from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.planner import Planner
 from shardwise.train.replay import Pace, Replay
 from shardwise.train.steps import steps
@@ -323,6 +325,72 @@ def test_too_few_logits_are_refused_in_words(corpus: str) -> None:
     training = start(ALONE, tables_of(corpus, own("OneAnswer"), {}))
     with pytest.raises(UserError, match=r"OneAnswer.forward gave logits of 1 position of a longer sequence"):
         training.parallel.logits(torch.tensor([[5, 7, 11]]))
+
+
+def refusal(worker: Worker, tables: Tables) -> str:
+    with pytest.raises(UserError) as error:
+        check_summed_loss(start(worker, tables))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "says"),
+    [
+        ("MeanOfTokens", {}, "MeanOfTokens.forward returns a mean"),
+        ("MeanOfTokens", {"pipeline": 2, "data": 2, "zero": 1}, "MeanOfTokens.forward returns a mean"),
+        ("MeanOfTokens", {"tensor": 2}, "MeanOfTokens.forward returns a mean"),
+        ("MeanOfRows", {"data": 2, "zero": 3}, "MeanOfRows.forward returns a mean"),
+        ("NoTargets", {"data": 2, "zero": 0}, "NoTargets.forward returns nan for a sequence whose targets are all -100"),
+    ],
+    ids=str,
+)
+def test_a_loss_that_is_not_a_sum_is_refused_before_the_first_step_on_any_layout(
+    ranks: Callable[[int], Pool], corpus: str, module: str, layout: dict[str, Any], says: str
+) -> None:
+    tables = tables_of(corpus, own(module), layout, evaluate_sequences=7)
+    for message in ranks(Layout(**tables["layout"]).world).run(refusal, tables):
+        assert says in message
+        assert 'reduction="sum"' in message
+
+
+def test_rows_without_a_target_are_not_asked_about_where_evaluation_has_none(corpus: str) -> None:
+    check_summed_loss(start(ALONE, tables_of(corpus, own("NoTargets"), {}, evaluate_sequences=8)))
+
+
+def checked_first(worker: Worker, tables: Tables) -> tuple[bool, Trained]:
+    """Whether nothing that is saved, drawn or counted changes by the check, and the training after it."""
+    training = start(worker, tables)
+
+    def present() -> list[Tensor]:
+        held = [*training.parallel.named_parameters(), *training.parallel.named_buffers()]
+        return [torch.get_rng_state(), *(local(tensor.detach()).clone() for _, tensor in held)]
+
+    before = present()
+    check_summed_loss(training)
+    same = all(torch.equal(*pair) for pair in zip(before, present(), strict=True)) and not training.comm.ledger.take()
+    return same, Trained(list(steps(training)), weights(training))
+
+
+@pytest.mark.parametrize(
+    ("module", "layout"),
+    [
+        ("Noting", {}),
+        ("Noting", {"data": 2, "zero": 3}),
+        ("Tied", {"pipeline": 2, "data": 2, "zero": 1}),
+        ("Classes", {"tensor": 2}),
+        ("Convolved", {"data": 2, "zero": 0}),
+    ],
+    ids=str,
+)
+def test_the_check_of_a_summed_loss_leaves_no_trace(
+    ranks: Callable[[int], Pool], corpus: str, module: str, layout: dict[str, Any]
+) -> None:
+    pool, tables = ranks(Layout(**{"data": 1, **layout}).world), tables_of(corpus, own(module), layout)
+    for (same, found), unchecked in zip(pool.run(checked_first, tables), pool.run(train, tables), strict=True):
+        assert same
+        assert (found.losses, found.norms) == (unchecked.losses, unchecked.norms)
+        assert [step.collectives for step in found.steps] == [step.collectives for step in unchecked.steps]
+        assert all(torch.equal(found.weights[name], unchecked.weights[name]) for name in unchecked.weights)
 
 
 @pytest.mark.filterwarnings("error:Casting complex")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks.faults import snapshot
-from ranks.jobs import ALONE, FAMILIES, Tables, Trained, job, on_one_device, start, weights, worst_difference
+from ranks.jobs import ALONE, FAMILIES, Tables, Trained, job, on_one_device, start, train, weights, worst_difference
 from ranks.pool import Pool
 
 from shardwise.config import Layout
@@ -109,6 +109,25 @@ def unchanged(worker: Worker, tables: Tables) -> bool:
 @pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_weights_are_shards_again_after_an_evaluation(ranks: Callable[[int], Pool], corpus: str, zero: int) -> None:
     assert ranks(2).run(unchanged, evaluated(corpus, layout={"data": 2, "zero": zero})) == [True, True]
+
+
+def counted(worker: Worker, tables: Tables) -> list[Any]:
+    """The collectives of each step, without those of the evaluations that came before it."""
+    training, counts = start(worker, tables), []
+    generator = steps(training)
+    for _ in range(2):
+        held_out_loss(training)
+        training.comm.ledger.take()
+        counts.append(next(generator).collectives)
+    return counts
+
+
+def test_a_step_after_an_evaluation_sends_what_any_step_sends(ranks: Callable[[int], Pool], corpus: str) -> None:
+    layout = {"pipeline": 2, "data": 2, "zero": 1}
+    tables = evaluated(corpus, model=FAMILIES["tied"], train={"steps": 2, "global_batch": 4}, layout=layout)
+    pool = ranks(4)
+    for counts, plain in zip(pool.run(counted, tables), pool.run(train, tables), strict=True):
+        assert counts == [step.collectives for step in plain.steps]
 
 
 def test_nothing_held_out_means_no_evaluation(corpus: str) -> None:
