@@ -17,6 +17,7 @@ from shardwise.cli.data import data
 from shardwise.cli.doctor import doctor
 from shardwise.cli.drill import drill
 from shardwise.cli.generate import generate
+from shardwise.cli.job_command import JobCommand
 from shardwise.cli.new import new
 from shardwise.cli.plan import plan
 from shardwise.cli.probe import probe
@@ -33,9 +34,9 @@ app = typer.Typer(
     rich_markup_mode=None,  # it takes [model] for a style
 )
 app.command()(new)
-app.command()(plan)
-app.command()(verify)
-app.command()(drill)
+app.command(cls=JobCommand)(plan)
+app.command(cls=JobCommand)(verify)
+app.command(cls=JobCommand)(drill)
 app.command()(probe)
 app.command()(report)
 app.command()(generate)
@@ -64,7 +65,7 @@ def _options(
     pass
 
 
-app.command(epilog=_train_help() if {"train", "--help"} <= set(sys.argv) else None)(train)
+app.command(cls=JobCommand, epilog=_train_help() if {"train", "--help"} <= set(sys.argv) else None)(train)
 
 
 def main() -> None:
