@@ -15,6 +15,7 @@ from shardwise.cli.data import data
 from shardwise.cli.doctor import doctor
 from shardwise.cli.drill import drill
 from shardwise.cli.generate import generate
+from shardwise.cli.job_command import JobCommand
 from shardwise.cli.new import new
 from shardwise.cli.plan import plan
 from shardwise.cli.probe import probe
@@ -52,9 +53,13 @@ def _options(
 
 
 app.command()(new)
-app.command(epilog=_train_help() if {"train", "--help"} <= set(sys.argv) else None)(train)
-for command in (report, generate, plan, verify, drill, probe, doctor):
-    app.command()(command)
+app.command(cls=JobCommand, epilog=_train_help() if {"train", "--help"} <= set(sys.argv) else None)(train)
+app.command()(report)
+app.command()(generate)
+for command in (plan, verify, drill):
+    app.command(cls=JobCommand)(command)
+app.command()(probe)
+app.command()(doctor)
 for name, group in (("checkpoint", checkpoint), ("data", data), ("config", config)):
     app.add_typer(group, name=name)
 

@@ -36,7 +36,7 @@ def checks_of_run(crew_of: Callable[[Config], Crew]) -> Sequence[Check]:
 
 def checks_of_proof() -> Sequence[Check]:
     """For a job that is to be computed here at all."""
-    return [_torch, _device, _data, _module]
+    return [_torch, _device, _data, _module, float8_problems]
 
 
 def _torch(sections: Sections) -> Iterator[str]:
@@ -58,11 +58,10 @@ def _device(sections: Sections) -> Iterator[str]:
 
 def _extras(sections: Sections) -> Iterator[str]:
     from shardwise.config import Observe
-    from shardwise.observe.sinks import check_extras
+    from shardwise.observe.sinks import missing_extras
 
     if isinstance(observe := sections.get("observe"), Observe):
-        check_extras(observe)
-    yield from ()
+        yield from missing_extras(observe)
 
 
 def _data(sections: Sections) -> Iterator[str]:
@@ -71,8 +70,8 @@ def _data(sections: Sections) -> Iterator[str]:
 
     data, model = sections.get("data"), sections.get("model")
     if isinstance(data, Data) and (data.source is not None or data.sources):
-        known = (model.vocabulary, model.pretrained) if isinstance(model, Model) else (None, None)
-        yield from problems_of_data(data, *known)
+        known = model.__dict__ if isinstance(model, Model) else {}  # a value that is itself wrong is not in it
+        yield from problems_of_data(data, known.get("vocabulary"), known.get("pretrained"))
         if has_to_be_prepared(data):
             yield from _unusable("data.cache", data.cache, ".shardwise/data")
 
@@ -105,6 +104,16 @@ def _module(sections: Sections) -> Iterator[str]:
     model, layout = sections.get("model"), sections.get("layout")
     if isinstance(model, Model) and model.module is not None:
         yield from problems_of_module(model, layout if isinstance(layout, Layout) else None)
+
+
+def float8_problems(sections: Sections) -> Iterator[str]:
+    """What is asked of float8 and has no effect, whatever else is wrong with the model or the layout."""
+    from shardwise.config import Model, Train
+    from shardwise.plan.float8 import problems_of_float8
+
+    model, train = sections.get("model"), sections.get("train")
+    if isinstance(model, Model) and isinstance(train, Train) and model.module is None:
+        yield from problems_of_float8(model, train)
 
 
 def _resume(sections: Sections) -> Iterator[str]:
@@ -147,7 +156,7 @@ def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
 
 def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str]:
     """A layout that cannot be on so many devices, or in their memory; of one that is searched for, whether there is any."""
-    from shardwise.config import whole
+    from shardwise.config import layout_is_possible, whole
     from shardwise.mesh import device_memory
     from shardwise.plan import choose
     from shardwise.train.planner import left_to_the_planner
@@ -155,6 +164,8 @@ def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str
     if (config := whole(sections)) is None or config.layout.data == 0:
         return
     crew = crew_of(config)
+    if not layout_is_possible(config.model, config.data, config.train, config.layout):
+        return  # `read` names what works instead; more devices would be counted for a layout that cannot be
     named = config.cluster.preset is not None or config.cluster.file is not None
     plain = config.model.module is None and config.train.driver == "synchronous"
     if plain and left_to_the_planner(config, crew.most, cluster_is_named=named):

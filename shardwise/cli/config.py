@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.cli.job_command import JobCommand
+
 if TYPE_CHECKING:
     from shardwise.config import Config, Origins
 
@@ -25,10 +27,12 @@ def schema() -> None:
     print(dumps(job_schema(), indent=2))
 
 
-@config.command()
+@config.command(cls=JobCommand)
 def show(
     job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, as section.key=value.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """Every value of a job, and where it comes from: a default, the job file, an override, or what filled it in."""

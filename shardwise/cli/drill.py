@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def drill(
     job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, as section.key=value.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out.")
+    ] = None,
     faults: Annotated[
         str, typer.Option("--faults", help="Kinds, with commas between: kill, hang, corrupt, full, term, lose.")
     ] = "kill,hang,corrupt,full,term",

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def plan(
     job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes to it, as section.key=value; a layout key fixes it.")
+        list[str] | None,
+        typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out. A layout key fixes it."),
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write the answer as one page to this file.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="List every candidate, not each layout in its best form.")] = False,
@@ -47,6 +48,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
     """The best layout for a job: what it takes, why it wins, what the next best loses on."""
+    from shardwise.cli.check_job import float8_problems
     from shardwise.config import read
     from shardwise.search.search import check_countable
 
@@ -60,6 +62,7 @@ def plan(
             lambda _: _problems_of_numbers(numbers),
             lambda _: _unwritable({"--html": html, "--svg": svg}),
             _problems_of_cluster,
+            float8_problems,
         ],
     )
     if schedule or svg is not None:

@@ -31,7 +31,9 @@ Limits = tuple[int | None, int | None]
 
 def train(
     job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, as section.key=value.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out.")
+    ] = None,
     workers: Annotated[
         int | None,
         typer.Option(

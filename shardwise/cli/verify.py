@@ -22,7 +22,9 @@ SHOWN = 8
 
 def verify(
     job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to it, as section.key=value.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out.")
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[
         str, typer.Option("--dtype", help="float64 proves; float32 and bfloat16 tell what rounding costs.")

@@ -6,59 +6,88 @@ Each rule returns the problems it finds, in the user's words: the key, what was 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
+from typing import Any, TypeVar
 
 from shardwise.config.compression import AUTO, SETTINGS, WEIGHT_CODECS, Compression, SumCompression
 from shardwise.config.schema import ClusterSection, Data, Hogwild, Layout, Local, Model, Recovery, Section, Server, Train
 
 MOST_WEIGHTS = 10**15
+T = TypeVar("T")
+
+
+MODEL_SOURCES = ("preset", "module", "pretrained")
+"""Keys of [model] that each say where the whole model comes from."""
 
 
 def problems_across(sections: Mapping[str, Section]) -> list[str]:
-    """Every broken rule among the sections that are valid in themselves."""
-    model, data, train, layout = (sections.get(name) for name in ("model", "data", "train", "layout"))
+    """Every broken rule among the tables that are given.
+
+    A rule names the tables that it needs as its parameters, and is left out where one of them is not there.
+    """
     problems: list[str] = []
-    if isinstance(model, Model):
-        problems += _model(model)
-    if isinstance(data, Data):
-        problems += _data(data)
-    if isinstance(train, Train):
-        problems += _train(train)
-    if isinstance(layout, Layout):
-        problems += _layout(layout)
-    if isinstance(train, Train) and isinstance(layout, Layout) and train.optimizer == "1bit-adam":
-        problems += _one_bit_adam(train, layout)
-    server, local, hogwild = (sections.get(name) for name in ("server", "local", "hogwild"))
-    if isinstance(train, Train) and isinstance(server, Server):
-        problems += _server(train, server)
-        if train.driver == "server" and isinstance(model, Model) and isinstance(layout, Layout):
-            problems += _whole_models(model, train, layout)
-    if isinstance(train, Train) and isinstance(local, Local):
-        problems += _local(train, local)
-        if train.driver == "local" and isinstance(layout, Layout):
-            problems += _in_groups(layout)
-    if isinstance(train, Train) and isinstance(hogwild, Hogwild):
-        if train.driver != "hogwild":
-            problems += _without_driver("hogwild", hogwild)
-        elif isinstance(model, Model) and isinstance(layout, Layout):
-            problems += _whole_models(model, train, layout)
-    if isinstance(train, Train) and isinstance(recovery := sections.get("recovery"), Recovery) and recovery.copies:
-        problems += _copies(train)
-    if isinstance(cluster := sections.get("cluster"), ClusterSection) and cluster.preset and cluster.file:
-        problems.append("cluster.preset and cluster.file are both given; keep one (a file may itself start from a preset)")
-    if isinstance(model, Model) and isinstance(data, Data):
-        problems += _positions(model, data)
-    if isinstance(train, Train) and isinstance(layout, Layout) and train.precision == "float8":
-        problems += _float8_on_the_wire(train, layout)
-    if isinstance(model, Model) and isinstance(train, Train) and model.module is not None and train.precision == "float8":
-        problems.append(
-            "train.precision = 'float8': is for the transformer of [model], whose products are known; use 'bfloat16' where "
-            "model.module is given"
-        )
+    for rule in RULES:
+        needed = [sections.get(name) for name in signature(rule).parameters]
+        if None not in needed:
+            problems += found_by(rule, *needed)
     return problems
 
 
+def found_by(check: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
+    """The problems that a check finds, up to where it reads a value that its table lacks (`Section.without`).
+
+    Such a value is itself wrong and already reported; what else the check would find depends on what it is set to.
+    """
+    try:
+        yield from check(*arguments)
+    except AttributeError as error:
+        if not isinstance(error.obj, Section) or error.name not in type(error.obj).model_fields:
+            raise
+
+
+def sources_of_model(model: Mapping[str, Any]) -> list[str]:
+    """The keys given that say where the model comes from, if a folder is one of them; empty otherwise.
+
+    A folder must be the only one. A module may have a preset beside it.
+    """
+    given = [key for key in MODEL_SOURCES if model.get(key) is not None]
+    return given if "pretrained" in given else []
+
+
+def _keep_one(*keys: str) -> str:
+    ways = " or ".join(f"{key}=" for key in keys)
+    return f"{' and '.join(keys)} are both given; keep one: on the command line, {ways} leaves it out"
+
+
+def _one_source(model: Model) -> Iterator[str]:
+    if len(given := sources_of_model(model.__dict__)) > 1:
+        yield _keep_one(*(f"model.{key}" for key in given))
+
+
+def _one_cluster(cluster: ClusterSection) -> Iterator[str]:
+    if cluster.preset and cluster.file:
+        yield _keep_one("cluster.preset", "cluster.file") + " (a file may itself start from a preset)"
+
+
+def _float8_module(model: Model, train: Train) -> Iterator[str]:
+    if model.module is not None and train.precision == "float8":
+        yield (
+            "train.precision = 'float8': is for the transformer of [model], whose products are known; use 'bfloat16' where "
+            "model.module is given"
+        )
+
+
+def _leave_out(what: str, section: str, table: Section, names: Sequence[str], why: str = "") -> Iterator[str]:
+    """The problem that some of these keys were given, where this driver has no use for them."""
+    given = [f"{section}.{name}" for name in names if getattr(table, name) != type(table).model_fields[name].default]
+    if given:
+        yield f"{what}: leave {' and '.join(given)} out{why}"
+
+
 def _float8_on_the_wire(train: Train, layout: Layout) -> Iterator[str]:
+    if train.precision != "float8":
+        return
     if layout.weight_compression:
         yield (
             f"layout.weight_compression = {layout.weight_compression!r}: with train.precision = 'float8' weights are gathered in "
@@ -74,19 +103,27 @@ def _float8_on_the_wire(train: Train, layout: Layout) -> Iterator[str]:
         )
 
 
-def _model(model: Model) -> Iterator[str]:
+def _heads(model: Model) -> Iterator[str]:
     if model.heads % model.kv_heads:
         yield (
             f"model.kv_heads = {model.kv_heads}: does not divide model.heads = {model.heads}; "
             f"use one of {', '.join(map(str, divisors(model.heads)))}"
         )
+
+
+def _head_dim(model: Model) -> Iterator[str]:
     if model.positions == "rotary" and model.head_dim % 2:
         yield f"model.head_dim = {model.head_dim}: rotary positions need an even head_dim"
+
+
+def _window(model: Model) -> Iterator[str]:
     if model.window is None and model.window_layers != "all":
         yield f"model.window_layers = {model.window_layers!r}: has no effect without model.window; give that, or leave both out"
+
+
+def _size(model: Model) -> Iterator[str]:
     if (weights := _weights(model)) > MOST_WEIGHTS:
         yield f"model: {weights:.1e} weights, of at most {MOST_WEIGHTS:.0e}; give fewer model.layers, or less of another size"
-    yield from _experts(model) if model.experts else _dense(model)
 
 
 def _weights(model: Model) -> int:
@@ -99,6 +136,10 @@ def _weights(model: Model) -> int:
 
 
 def _experts(model: Model) -> Iterator[str]:
+    yield from _mixture(model) if model.experts else _dense(model)
+
+
+def _mixture(model: Model) -> Iterator[str]:
     if not 1 <= model.experts_per_token <= model.experts:
         yield (
             f"model.experts_per_token = {model.experts_per_token}: a token visits at least 1 and at most all "
@@ -127,33 +168,43 @@ def _data(data: Data) -> Iterator[str]:
     if data.source is None and not data.sources:
         yield "data.source: missing; give a text, JSONL or Parquet file, a folder, or prepared shards"
     if data.source is not None and data.sources:
-        yield "data.source and data.sources are both given; keep one"
+        yield _keep_one("data.source", "data.sources")
 
 
-def _train(train: Train) -> Iterator[str]:
+def _recompute(train: Train) -> Iterator[str]:
     if isinstance(train.recompute, float) and not 0 <= train.recompute <= 1:
         yield f"train.recompute = {train.recompute}: a memory budget lies between 0 (recompute all) and 1 (keep all)"
+
+
+def _state_dtype(train: Train) -> Iterator[str]:
     if train.precision == "float64" and train.state_dtype not in ("auto", "float64"):
         yield f"train.state_dtype = {train.state_dtype!r}: float64 precision keeps float64 states; leave it out"
     if train.precision != "float64" and train.state_dtype == "float64":
         yield f"train.state_dtype = 'float64': only with train.precision = 'float64' (given {train.precision!r})"
     if train.precision in ("float32", "float16") and train.state_dtype == "bfloat16":
         yield f"train.state_dtype = 'bfloat16': needs train.precision = 'bfloat16' or 'float8' (given {train.precision!r})"
+
+
+def _float8_settings(train: Train) -> Iterator[str]:
     own = ("float8_scaling", "float8_head", "float8_leave_out")
     given = [name for name in own if getattr(train, name) != Train.model_fields[name].default]
     if given and train.precision != "float8":
         yield f"train.{given[0]}: has no effect without train.precision = 'float8'; leave it out, or set that"
+
+
+def _betas(train: Train) -> Iterator[str]:
     if not all(0 <= beta < 1 for beta in train.betas):
         yield f"train.betas = {list(train.betas)}: both must be at least 0 and below 1"
 
 
-def _layout(layout: Layout) -> Iterator[str]:
+def _open_data(layout: Layout) -> Iterator[str]:
     if layout.data == 0:
         yield "layout.data = 0: give a number of devices, or -1 for the rest of them"
+
+
+def _offload(layout: Layout) -> Iterator[str]:
     if layout.offload and layout.zero == 0:
         yield "layout.offload = true: only sharded states can be offloaded; use layout.zero = 1, 2 or 3"
-    yield from problems_of_compression(layout)
-    yield from _gathers(layout)
 
 
 def _gathers(layout: Layout) -> Iterator[str]:
@@ -208,6 +259,8 @@ def needs_whole_momenta(train: Train, layout: Layout) -> bool:
 
 def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
     what = "train.optimizer = '1bit-adam'"
+    if train.optimizer != "1bit-adam":
+        return
     if layout.compression is None:
         yield f"{what}: has no effect without layout.compression; name a codec, 'sign' say, or leave it out"
         return
@@ -230,20 +283,22 @@ def _server(train: Train, server: Server) -> Iterator[str]:
     if train.driver != "server":
         yield from _without_driver("server", server)
         return
-    if server.portions and train.global_batch % server.portions:
+    if server.damping and server.max_staleness == 0:
+        yield "server.damping = true: with server.max_staleness = 0 no gradient is stale; raise that, or leave it out"
+
+
+def _portions(train: Train, server: Server) -> Iterator[str]:
+    if train.driver == "server" and server.portions and train.global_batch % server.portions:
         yield (
             f"server.portions = {server.portions}: does not divide train.global_batch = {train.global_batch}; "
             f"use one of {', '.join(map(str, divisors(train.global_batch)))}"
         )
-    if server.damping and server.max_staleness == 0:
-        yield "server.damping = true: with server.max_staleness = 0 no gradient is stale; raise that, or leave it out"
 
 
 def _local(train: Train, local: Local) -> Iterator[str]:
     if train.driver != "local":
         yield from _without_driver("local", local)
         return
-    what = "train.driver = 'local'"
     if train.global_batch % local.groups:
         yield (
             f"local.groups = {local.groups}: does not divide train.global_batch = {train.global_batch}; "
@@ -259,51 +314,76 @@ def _local(train: Train, local: Local) -> Iterator[str]:
             f"local.overlap = {local.overlap}: an exchange has to be over before the next begins, after "
             f"{local.steps // local.fragments} steps; use at most {local.steps // local.fragments - 1}"
         )
+
+
+def _train_of_groups(train: Train) -> Iterator[str]:
+    what = "train.driver = 'local'"
+    if train.driver != "local":
+        return
     if train.precision == "float16":
         yield f"{what}: float16 needs a loss scale that all devices agree on in each step; use bfloat16 or float32"
     if train.state_dtype == "bfloat16":
         yield f"{what}: groups move by less than bfloat16 can tell; leave train.state_dtype out"
-    if train.optimizer != "adamw" or train.shares != "even":
-        yield f"{what}: leave train.optimizer and train.shares out"
+    yield from _leave_out(what, "train", train, ("optimizer", "shares"))
 
 
-def _in_groups(layout: Layout) -> Iterator[str]:
+def _layout_of_groups(train: Train, layout: Layout) -> Iterator[str]:
     what = "train.driver = 'local'"
+    if train.driver != "local":
+        return
     if layout.offload:
         yield f"{what}: groups exchange what is on the devices; leave layout.offload out"
-    if layout.compression or layout.weight_compression:
-        yield f"{what}: leave layout.compression and layout.weight_compression out; what groups exchange is local.compression"
+    exchanged = "; what groups exchange is local.compression"
+    yield from _leave_out(what, "layout", layout, ("compression", "weight_compression"), exchanged)
+
+
+def _hogwild(train: Train, hogwild: Hogwild) -> Iterator[str]:
+    if train.driver != "hogwild":
+        yield from _without_driver("hogwild", hogwild)
 
 
 def _without_driver(driver: str, section: Section) -> Iterator[str]:
-    given = [name for name, field in type(section).model_fields.items() if getattr(section, name) != field.default]
-    for name in given:
+    fields = type(section).model_fields
+    for name in [name for name, value in section.__dict__.items() if value != fields[name].default]:
         yield f"{driver}.{name}: has no effect without train.driver = {driver!r}; leave it out, or set that"
 
 
-def _copies(train: Train) -> Iterator[str]:
+def _copies(train: Train, recovery: Recovery) -> Iterator[str]:
     why = {"local": "whose groups differ", "hogwild": "whose workers have one memory"}
-    if train.driver in why:
+    if recovery.copies and train.driver in why:
         yield f"recovery.copies: not with train.driver = {train.driver!r}, {why[train.driver]}; leave it out"
 
 
-def _whole_models(model: Model, train: Train, layout: Layout) -> Iterator[str]:
-    """What workers of one device each do not do, be it for a parameter server or in shared memory."""
+WHOLE_MODELS = ("server", "hogwild")
+"""Drivers whose workers are one device each: for a parameter server, or in shared memory."""
+
+
+def _whole_models(train: Train, layout: Layout) -> Iterator[str]:
+    if train.driver not in WHOLE_MODELS:
+        return
     what = f"train.driver = {train.driver!r}"
-    usual = {name for name, field in Layout.model_fields.items() if getattr(layout, name) == field.default}
+    usual = {name for name, value in layout.__dict__.items() if value == Layout.model_fields[name].default}
     usual |= {"zero"} if train.driver == "hogwild" and layout.zero == 0 else set()
     if given := sorted(layout.model_fields_set - usual - {"data"}):
         yield f"{what}: each of layout.data workers has a whole model; leave layout.{', layout.'.join(given)} out"
+
+
+def _train_of_whole_models(train: Train) -> Iterator[str]:
+    if train.driver not in WHOLE_MODELS:
+        return
+    what = f"train.driver = {train.driver!r}"
     if train.precision == "float16":
         yield f"{what}: float16 needs a loss scale that all gradients of a step agree on; use bfloat16 or float32"
     if train.precision == "float8":
         yield f"{what}: float8 needs scales that all gradients of a step agree on; use bfloat16 or float32"
     if train.driver == "hogwild" and train.state_dtype == "bfloat16":
         yield f"{what}: updates of single rows are smaller than bfloat16 can tell; leave train.state_dtype out"
-    if train.optimizer != "adamw" or train.shares != "even":
-        yield f"{what}: leave train.optimizer and train.shares out"
-    if model.experts:
-        yield f"{what}: not with experts, whose loads are known to single workers alone"
+    yield from _leave_out(what, "train", train, ("optimizer", "shares"))
+
+
+def _dense_models(model: Model, train: Train) -> Iterator[str]:
+    if train.driver in WHOLE_MODELS and model.experts:
+        yield f"train.driver = {train.driver!r}: not with experts, whose loads are known to single workers alone"
 
 
 def _positions(model: Model, data: Data) -> Iterator[str]:
@@ -319,11 +399,10 @@ def problems_of_batch(train: Train, layout: Layout) -> Iterator[str]:
     """The batch must split evenly over the data-parallel devices and into micro-batches."""
     size = layout.data_parallel
     if train.global_batch % size:
-        below, above = train.global_batch // size * size, -(-train.global_batch // size) * size
-        nearest = " or ".join(str(value) for value in (below, above) if value)
+        multiple = size * (train.micro_batch or 1)
         yield (
             f"train.global_batch = {train.global_batch}: does not divide over {size} data-parallel devices "
-            f"(replica {layout.replica} x data {layout.data}); use {nearest}"
+            f"(replica {layout.replica} x data {layout.data}); use {nearest_multiples(train.global_batch, multiple)}"
         )
     elif train.micro_batch and (train.global_batch // size) % train.micro_batch:
         share = train.global_batch // size
@@ -333,7 +412,49 @@ def problems_of_batch(train: Train, layout: Layout) -> Iterator[str]:
         )
 
 
+def nearest_multiples(number: int, factor: int, most: int | None = None) -> str:
+    """The multiples of a factor around a number, in words; `most` is the largest that is allowed."""
+    below = number // factor * factor
+    around = [value for value in (below, below + factor) if value and (most is None or value <= most)]
+    return " or ".join(map(str, around or [factor]))
+
+
 def divisors(number: int) -> list[int]:
     """Every divisor, ascending."""
     small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
     return sorted({*small, *(number // value for value in small)})
+
+
+RULES: tuple[Callable[..., Iterator[str]], ...] = (
+    _one_source,
+    _heads,
+    _head_dim,
+    _window,
+    _size,
+    _experts,
+    _data,
+    _recompute,
+    _state_dtype,
+    _float8_settings,
+    _betas,
+    _open_data,
+    _offload,
+    problems_of_compression,
+    _gathers,
+    _one_bit_adam,
+    _server,
+    _portions,
+    _local,
+    _train_of_groups,
+    _layout_of_groups,
+    _hogwild,
+    _whole_models,
+    _train_of_whole_models,
+    _dense_models,
+    _copies,
+    _one_cluster,
+    _positions,
+    _float8_on_the_wire,
+    _float8_module,
+)
+"""Small, so that a wrong value ends few of them (`found_by`)."""

@@ -6,18 +6,18 @@ else may be combined: any product of the axes, with any ZeRO stage, schedule, pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from math import lcm, log2, prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from shardwise.config.check import divisors, problems_of_batch
+from shardwise.config.check import divisors, found_by, nearest_multiples, problems_of_batch
 from shardwise.config.schema import Data, Layout, Model, Train
 
 SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
+"""Schedules that compute the gradients of inputs and of weights apart."""
 BY_OPERATOR = ("selective", "all-but-attention")
 """Recomputation that keeps what some operators put out, and allows one pass backward."""
-"""Schedules that compute the gradients of inputs and of weights apart."""
 IN_A_V = ("zbv", "dualpipev")
 """Schedules with two stages a device: the model goes down the devices and comes back."""
 MOST_TRIED = 100_000
@@ -26,38 +26,101 @@ BORROWED_FROM = ("tensor", "context", "data")
 """Axes whose devices hold the experts, in the order in which they are taken."""
 
 
+class Broken(NamedTuple):
+    """A rule that a layout breaks."""
+
+    problem: str
+    fields: tuple[str, ...] = ()
+    """Degrees of the layout of which another value may help, the likeliest first."""
+    has_advice: bool = False
+    """Whether the problem ends with advice already, so that the values are a second way."""
+
+
 def problems_of_layout(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> list[str]:
-    """Every rule that the layout breaks, and below the last the nearest layout that breaks none, on as many devices where that
-    number is known. Rules about how many devices read other sequences wait for it.
+    """Every rule that the layout breaks, with the values that would break none.
+
+    The last one also names the nearest layout that works, on `devices` where that number is known. Rules about the
+    data-parallel devices are checked once layout.data is a number.
     """
-    broken, batch = _rules(model, data, train, layout), _batch(train, layout)
-    nearest = nearest_layout(model, data, train, layout, devices) if broken else None
-    if nearest:
-        broken[-1] += f"\n  the nearest layout that works: {nearest}"
-    return [*batch, *broken]
+    broken, batch = list(_rules(model, data, train, layout)), list(found_by(_batch, train, layout))
+    problems = [rule.problem for rule in broken]
+    if broken and all(section.is_whole for section in (model, data, train, layout)):
+        problems = [rule.problem + _values(model, data, train, layout, rule, broken, devices) for rule in broken]
+        if nearest := nearest_layout(model, data, train, layout, devices):
+            problems[-1] += f"\n  the nearest layout that works: {nearest}"
+    return [*batch, *problems]
 
 
-def _rules(model: Model, data: Data, train: Train, layout: Layout) -> list[str]:
-    return [
-        *_tensor(model, layout),
-        *_sequence(model, data, layout),
-        *_pipeline(model, layout),
-        *_recompute(train, layout),
-        *_shares(train, layout),
-        *_expert(model, layout),
-        *problems_of_nearby(layout),
-    ]
+def layout_is_possible(model: Model, data: Data, train: Train, layout: Layout) -> bool:
+    """Whether the layout breaks no rule."""
+    return next(_rules(model, data, train, layout), None) is None
 
 
-def problems_of_nearby(layout: Layout) -> Iterator[str]:
+def _rules(model: Model, data: Data, train: Train, layout: Layout) -> Iterator[Broken]:
+    yield from found_by(_tensor, model, layout)
+    yield from found_by(_sequence, model, data, layout)
+    yield from found_by(_pipeline, model, layout)
+    yield from found_by(_recompute, train, layout)
+    yield from found_by(_shares, train, layout)
+    yield from found_by(_expert, model, layout)
+    yield from found_by(problems_of_nearby, layout)
+
+
+def _values(
+    model: Model, data: Data, train: Train, layout: Layout, rule: Broken, broken: Sequence[Broken], devices: int | None
+) -> str:
+    """The end of a message: for the first degree that can be changed, all values with which no rule is broken.
+
+    Other degrees that are refused too are taken as 1, since they have to change as well.
+    """
+    others = {field: 1 for other in broken for field in other.fields[:1]}
+    for field in rule.fields:
+        relaxed = layout.model_copy(update={name: one for name, one in others.items() if name not in rule.fields})
+        tried = (relaxed.model_copy(update={field: value}) for value in _candidates(field, model, data, layout))
+        works = [other for other in tried if _divides(other, devices) and layout_is_possible(model, data, train, other)]
+        if works:
+            values = _in_words([getattr(other, field) for other in works])
+            end = "" if rule.problem.startswith(f"layout.{field} ") else f" as layout.{field}"
+            return f"{'; or use' if rule.has_advice else '; use'} {values}{end}"
+    return ""
+
+
+def _candidates(field: str, model: Model, data: Data, layout: Layout) -> Sequence[int]:
+    """Every value that a degree of a layout could have for this model and these data."""
+    match field:
+        case "tensor":
+            return divisors(model.heads)
+        case "context":
+            return divisors(data.sequence_length)
+        case "pipeline":
+            return range(1, model.layers + 1)
+        case "expert":
+            return divisors(model.experts)
+    return divisors(layout.data * layout.context)  # neighbours that keep a copy for backward
+
+
+def _divides(layout: Layout, devices: int | None) -> bool:
+    """Whether as many devices, where their number is known, can be shared out with an open data axis."""
+    return devices is None or layout.data > 0 or devices % layout.fixed == 0
+
+
+def _in_words(values: Sequence[int]) -> str:
+    """Values to choose from, ascending: "3", "1 or 2", "one of 1, 2, 4", "1 to 80"."""
+    if len(values) > 3 and values[-1] - values[0] == len(values) - 1:
+        return f"{values[0]} to {values[-1]}"
+    return f"one of {', '.join(map(str, values))}" if len(values) > 2 else " or ".join(map(str, values))
+
+
+def problems_of_nearby(layout: Layout) -> Iterator[Broken]:
     """What keeps neighbours from holding a copy of the weights among them for backward."""
     if layout.backward_shards is None:
         return
     what = f"layout.backward_shards = {layout.backward_shards}"
     if layout.pipeline * layout.expert > 1:
-        yield f"{what}: not with pipeline or expert axes; leave it out"
-    if layout.data > 0 and layout.data * layout.context % layout.backward_shards:
-        yield f"{what}: does not divide the {layout.data * layout.context} devices that share the weights (data x context)"
+        yield Broken(f"{what}: not with pipeline or expert axes; leave it out")
+    elif layout.data > 0 and layout.shards % layout.backward_shards:
+        problem = f"{what}: does not divide the {layout.shards} devices that share the weights (data x context)"
+        yield Broken(problem, ("backward_shards",))
 
 
 def with_nearby_that_divides(layout: Layout, data: int) -> Layout:
@@ -124,89 +187,103 @@ def sequence_multiple(model: Model, layout: Layout) -> int:
     return layout.context * lcm(layout.tensor, chunks)
 
 
-def _tensor(model: Model, layout: Layout) -> Iterator[str]:
-    tensor = layout.tensor
+def _tensor(model: Model, layout: Layout) -> Iterator[Broken]:
+    what, tensor = f"layout.tensor = {layout.tensor}", layout.tensor
     if model.heads % tensor:
-        yield f"layout.tensor = {tensor}: does not divide model.heads = {model.heads}, and heads stay whole"
+        yield Broken(f"{what}: does not divide model.heads = {model.heads}, and heads stay whole", ("tensor",))
     elif model.kv_heads % tensor and tensor % model.kv_heads:
-        yield (
-            f"layout.tensor = {tensor}: {model.kv_heads} key heads can neither be split nor repeated evenly over it; "
-            "one must divide the other"
+        yield Broken(
+            f"{what}: {model.kv_heads} key heads can neither be split nor repeated evenly over it; one must divide the other",
+            ("tensor",),
         )
-    if model.vocabulary < tensor:
-        yield f"layout.tensor = {tensor}: more than model.vocabulary = {model.vocabulary}"
+    elif model.vocabulary < tensor:
+        yield Broken(f"{what}: more than model.vocabulary = {model.vocabulary}", ("tensor",))
 
 
-def _sequence(model: Model, data: Data, layout: Layout) -> Iterator[str]:
-    heads = model.heads // layout.tensor
+def _sequence(model: Model, data: Data, layout: Layout) -> Iterator[Broken]:
+    if list(_tensor(model, layout)):
+        layout = layout.model_copy(update={"tensor": 1})  # the sequence must divide by another number, once that is mended
+    heads, length = model.heads // layout.tensor, data.sequence_length
     if layout.context > 1 and layout.attention == "ulysses" and heads % layout.context:
-        yield (
-            f"layout.attention = 'ulysses': {heads} heads a tensor device do not divide over context {layout.context}; "
-            "use 'ring', which works with any number of heads"
+        ring = layout.model_copy(update={"attention": "ring"})
+        advice = "; use 'ring', which works with any number of heads" if not list(_sequence(model, data, ring)) else ""
+        yield Broken(
+            f"layout.attention = 'ulysses': {heads} heads a tensor device do not divide over context {layout.context}{advice}",
+            ("context",),
+            has_advice=bool(advice),
         )
         return
-    lacks = ring_lacks(model, data.sequence_length)
+    lacks = ring_lacks(model, length)
     if lacks and layout.context > 1 and context_attention(model, layout) == "ring":
-        yield (
+        yield Broken(
             f"layout.context = {layout.context}: passing keys around a ring cannot keep to {lacks}; use layout.attention = "
-            f"'ulysses', and as many context devices as divide the {heads} heads of a tensor device"
+            f"'ulysses', and as many context devices as divide the {heads} heads of a tensor device",
+            ("context",),
+            has_advice=True,
         )
         return
     multiple = sequence_multiple(model, layout)
-    if data.sequence_length % multiple:
-        below, above = data.sequence_length // multiple * multiple, -(-data.sequence_length // multiple) * multiple
-        shared = f"context {layout.context} x tensor {layout.tensor} devices share a sequence, in parts of equal length"
-        nearest = " or ".join(str(value) for value in (below, above) if value)
-        yield f"data.sequence_length = {data.sequence_length}: {shared}; use a multiple of {multiple}, such as {nearest}"
+    if length % multiple:
+        axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("context", "tensor") if getattr(layout, axis) > 1)
+        nearest = nearest_multiples(length, multiple, model.max_positions)
+        yield Broken(
+            f"data.sequence_length = {length}: {axes} devices share a sequence, in parts of equal length; use a multiple of "
+            f"{multiple}, such as {nearest}",
+            ("context", "tensor") if layout.context > 1 else ("tensor",),
+            has_advice=True,
+        )
 
 
-def _pipeline(model: Model, layout: Layout) -> Iterator[str]:
+def _pipeline(model: Model, layout: Layout) -> Iterator[Broken]:
     stages = layout.pipeline * stages_on_a_rank(layout)
     fixed = 2 if layout.schedule in IN_A_V else 1
     if layout.schedule != "interleaved" and layout.stages_per_rank not in (None, fixed):
-        yield (
+        yield Broken(
             f"layout.stages_per_rank = {layout.stages_per_rank}: {layout.schedule} has {fixed} a device; leave it out, or use "
             "layout.schedule = 'interleaved'"
         )
     elif layout.pipeline > 1 and stages > model.layers:
-        yield (
+        yield Broken(
             f"layout.pipeline = {layout.pipeline}: {layout.schedule} cuts the model into {stages} stages of at least one block, "
-            f"and model.layers = {model.layers} makes at most {model.layers} stages"
+            f"and model.layers = {model.layers} makes at most {model.layers} stages",
+            ("pipeline",),
         )
     elif layout.pipeline > 1 and layout.stages and (len(layout.stages), sum(layout.stages)) != (stages, model.layers):
-        yield (
+        yield Broken(
             f"layout.stages = {list(layout.stages)}: give {stages} numbers that add up to model.layers = {model.layers}, "
             "or leave it out"
         )
 
 
-def _recompute(train: Train, layout: Layout) -> Iterator[str]:
+def _recompute(train: Train, layout: Layout) -> Iterator[Broken]:
     if layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD and train.recompute in BY_OPERATOR:
-        yield (
+        yield Broken(
             f"train.recompute = {train.recompute!r}: {layout.schedule} goes through backward in two halves, and recomputation "
             "by operators allows one pass; use 'full', a number from 0 to 1, or layout.schedule = '1f1b'"
         )
 
 
-def _shares(train: Train, layout: Layout) -> Iterator[str]:
+def _shares(train: Train, layout: Layout) -> Iterator[Broken]:
     if train.shares == "by speed" and layout.pipeline > 1:
-        yield (
+        yield Broken(
             f"train.shares = 'by speed': the stages of a pipeline (layout.pipeline = {layout.pipeline}) send each other messages "
             "of one size; use train.shares = 'even', or another axis"
         )
 
 
-def _expert(model: Model, layout: Layout) -> Iterator[str]:
+def _expert(model: Model, layout: Layout) -> Iterator[Broken]:
     if layout.expert == 1:
         return
+    what = f"layout.expert = {layout.expert}"
     if not model.experts:
-        yield f"layout.expert = {layout.expert}: the model has no experts; use layout.data or layout.tensor"
+        yield Broken(f"{what}: the model has no experts; use layout.data or layout.tensor")
     elif model.experts % layout.expert:
-        yield f"layout.expert = {layout.expert}: does not divide model.experts = {model.experts}"
+        yield Broken(f"{what}: does not divide model.experts = {model.experts}", ("expert",))
     elif layout.data > 0 and not can_borrow(layout):
-        yield (
-            f"layout.expert = {layout.expert}: borrows devices from tensor {layout.tensor}, then context {layout.context}, then "
-            f"data {layout.data}, whole axes first, and cannot be made of these"
+        yield Broken(
+            f"{what}: borrows devices from tensor {layout.tensor}, then context {layout.context}, then data {layout.data}, whole "
+            "axes first, and cannot be made of these",
+            ("expert",),
         )
 
 
@@ -244,7 +321,7 @@ def nearest_to(model: Model, data: Data, train: Train, layout: Layout, devices: 
     """The layout on as many devices that works and changes the degrees least."""
     world = devices or (layout.world if layout.data > 0 else None)
     others = islice(_others(model, layout, world), MOST_TRIED)
-    works = [other for other in others if not _rules(model, data, train, other) and not _batch(train, other)]
+    works = [other for other in others if layout_is_possible(model, data, train, other) and not _batch(train, other)]
     return min(works, key=lambda other: _distance(layout, other), default=None)
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.check import sources_of_model
 from shardwise.config.families import Family
 from shardwise.config.model_config import to_model
 from shardwise.config.schema import Model
@@ -30,18 +31,18 @@ Tables = dict[str, dict[str, Any]]
 
 
 def with_pretrained(tables: Tables, problems: list[str]) -> Tables:
-    """The tables of a job, filled from the folder that its model comes from, if it names one."""
+    """The tables of a job, filled from the folder that its model comes from, if it names one.
+
+    Where the job also gives a preset or a module, it is refused (config/check.py) and [model] is left as it is. The
+    folder's tokenizer is still filled in, so that nothing is said against a folder that is complete.
+    """
     model, data = tables.get("model", {}), tables.get("data", {})
     if not isinstance(model.get("pretrained"), str) or not model["pretrained"]:
         return tables
-    both = [f"model.{key}" for key in ("preset", "module") if model.get(key) is not None]
-    if both:
-        every = "both" if len(both) == 1 else "all"
-        problems.append(f"{', '.join(both)} and model.pretrained are {every} given; keep one")
-        return tables
     folder = Path(model["pretrained"])
+    alone = len(sources_of_model(model)) == 1
     try:
-        described = read_model(folder)[1].settings()
+        described = read_model(folder)[1].settings() if alone else {}
         problems += [*_disagreements(model, described, folder), *_other_tokenizer(data, folder)]
     except UserError as error:
         problems.append(f"model.pretrained: {error}")

@@ -1,17 +1,20 @@
 """Reading a job: TOML plus command-line overrides in, one valid `Config` out, or every problem at once.
 
-Each table is validated on its own, so that a mistake in one does not hide a mistake in another; then the checks that span
-tables (config/check.py) run over the tables that were valid.
+Each table is validated on its own, so that a mistake in one does not hide a mistake in another. Then the rules
+that span tables (config/check.py) run. A value that is wrong in itself is taken out of its table first: a rule
+that needs it ends there, and every other rule still runs.
 
-What has to be looked up elsewhere (files of the data, the workers of a command) is checked by whoever reads a job, over the same
-sound tables (`Check`), so that all mistakes are in one list.
+What has to be looked up elsewhere (files of the data, the workers of a command) is checked by whoever reads a
+job, over the same tables (`Check`), so that all mistakes are in one list.
 
-Where a value comes from is noted on the way (`Origins`): the file, an override, or what filled it in; all else is a default.
+An override `section.key=value` replaces a value of the file. With nothing after the sign (`section.key=`, or
+`section=` for a whole table) the job is read as if the file did not have the key.
+
+The origin of each value is noted (`Origins`): the file, an override, or what filled it in. All others are defaults.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from shardwise.config.check import problems_across
+from shardwise.config.check import MODEL_SOURCES, found_by, problems_across, sources_of_model
 from shardwise.config.compression import AUTO
 from shardwise.config.layouts import problems_of_layout
+from shardwise.config.other_names import did_you_mean, our_key, suggestion
 from shardwise.config.presets import PRESETS
 from shardwise.config.pretrained import Tables, with_pretrained
-from shardwise.config.schema import SPELLINGS, Config, Data, Layout, Model, Section, Train
+from shardwise.config.schema import SECTIONS, SPELLINGS, Config, Data, Layout, Model, Section, Source, Train
 from shardwise.errors import ConfigError, RunFailed, UserError, shown
 from shardwise.files import parse_toml, read_bytes
 from shardwise.invoked import typed
@@ -32,14 +36,12 @@ from shardwise.invoked import typed
 Origins = dict[str, str]
 """By section.key, where a value comes from; one that is not in it has its default."""
 Sections = Mapping[str, Section]
-"""The tables that are sound in themselves."""
+"""The tables of a job by name. Values that are wrong in themselves are not in them (`Section.without`)."""
 Check = Callable[[Sections], Iterable[str]]
 """Gives the problems that it finds, or raises one as a `UserError`."""
 
-SECTIONS: dict[str, type[Section]] = {
-    name: field.annotation for name, field in Config.model_fields.items() if isinstance(field.annotation, type)
-}
-
+NOTHING = ("none", "None", "null", "nil", "unset")
+"""Words that people write to leave a key out."""
 
 PLANNED_LAYOUTS: Tables = {"auto": {}, "auto+lossy": {"compression": AUTO}}
 """Words in place of the layout's table that leave it to the planner: exact, or with compression if that pays."""
@@ -63,9 +65,9 @@ def read_with_origins(
     for override in overrides:
         origins |= dict.fromkeys(_apply(override, tables, problems), f"override {override}")
     origins |= _fill(tables, problems)
-    if not tables.setdefault("run", {}).get("folder"):
-        tables["run"].setdefault("folder", f"runs/{path.stem}")
-        origins.setdefault("run.folder", "the job's name")
+    if "folder" not in tables.setdefault("run", {}):
+        tables["run"]["folder"] = f"runs/{path.stem}"
+        origins["run.folder"] = "the job's name"
     return _validate(tables, str(path), problems, devices, checks), origins
 
 
@@ -106,8 +108,8 @@ def _tables(raw: dict[str, Any], problems: list[str]) -> Tables:
     for name, table in raw.items():
         if name == "layout" and isinstance(table, str) and table in PLANNED_LAYOUTS:
             tables[name] = dict(PLANNED_LAYOUTS[table])
-        elif not isinstance(table, dict) and name not in SECTIONS and (homes := _homes(name)):
-            problems.append(f"{name} = {shown(table)}: a key outside of a section. Did you mean {' or '.join(homes)}?")
+        elif not isinstance(table, dict) and name not in SECTIONS and (meant := our_key(name)):
+            problems.append(f"{name} = {shown(table)}: a key outside of a section. {meant}")
         elif not isinstance(table, dict):
             words = f", or one of {', '.join(map(repr, PLANNED_LAYOUTS))}" if name == "layout" else ""
             problems.append(f"{name} = {shown(table)}: expected a table; write [{name}] and its keys below it{words}")
@@ -116,23 +118,39 @@ def _tables(raw: dict[str, Any], problems: list[str]) -> Tables:
     return tables
 
 
-def _homes(key: str) -> list[str]:
-    """Where a key of this name belongs."""
-    return [f"{section}.{key}" for section, kind in SECTIONS.items() if key in kind.model_fields]
-
-
 def _apply(override: str, tables: Tables, problems: list[str]) -> list[str]:
-    """Lay an override over the tables; the keys that it gives."""
-    key, equals, text = override.partition("=")
-    if key.strip() == "layout" and (word := text.strip(" \"'")) in PLANNED_LAYOUTS:
+    """Lay an override over the tables, and return the names of the keys that it gives or leaves out."""
+    key, equals, text = (part.strip() for part in override.partition("="))
+    if key == "layout" and (word := text.strip("\"'")) in PLANNED_LAYOUTS:
         before, tables["layout"] = tables.get("layout", {}), dict(PLANNED_LAYOUTS[word])
         return [_name("layout", field) for field in {*before, *tables["layout"]}]
-    section, dot, field = key.strip().partition(".")
+    section, dot, field = key.partition(".")
+    if equals and not text and section and (field or not dot):
+        return _leave_out(section, field, tables, problems)
     if not equals or not section or not dot or not field:
-        problems.append(f"override {shown(override)}: write it as section.key=value, for example train.steps=100")
+        meant = our_key(key) if equals and not dot and key not in SECTIONS else None
+        example = f"here {meant.setting(text)}" if meant else "for example train.steps=100"
+        problems.append(f"override {shown(override)}: write it as section.key=value, {example}")
         return []
-    tables.setdefault(section, {})[field] = _parse(text.strip(), section, field)
+    tables.setdefault(section, {})[field] = _parse(text, section, field)
     return [_name(section, field)]
+
+
+def _leave_out(section: str, field: str, tables: Tables, problems: list[str]) -> list[str]:
+    """Take a key out of its table, or all keys of it where none is named, as if the file did not have them."""
+    kind = SECTIONS.get(section)
+    if kind is None:
+        problems.append(f"[{section}]: unknown section{did_you_mean(section, SECTIONS)}")
+        return []
+    name = _name(section, field)
+    if field and name.partition(".")[2] not in kind.model_fields:
+        problems.append(f"{section}.{field}: unknown key{suggestion(field, section)}")
+        return []
+    table = tables.get(section, {})
+    left_out = [key for key in table if not field or _name(section, key) == name]
+    for key in left_out:
+        del table[key]
+    return [name] if field else [_name(section, key) for key in left_out]
 
 
 def _parse(text: str, section: str, field: str) -> Any:
@@ -150,18 +168,12 @@ def _parse(text: str, section: str, field: str) -> Any:
 def _validate(
     tables: Tables, source: str, problems: list[str], devices: int | None = None, checks: Sequence[Check] = ()
 ) -> Config:
-    sections: dict[str, Section] = {}
     for name in tables.keys() - SECTIONS.keys():
-        problems.append(f"[{name}]: unknown section{_suggest(name, SECTIONS)}")
-    for name, kind in SECTIONS.items():
-        table = tables.get(name, {})
-        try:
-            sections[name] = kind.model_validate(table)
-        except ValidationError as error:
-            problems.extend(_explain(name, kind, detail) for detail in error.errors())
-            if all(detail["type"] == "extra_forbidden" and len(detail["loc"]) == 1 for detail in error.errors()):
-                unknown = {detail["loc"][0] for detail in error.errors()}  # the rest is sound, and can be checked further
-                sections[name] = kind.model_validate({key: value for key, value in table.items() if key not in unknown})
+        problems.append(f"[{name}]: unknown section{did_you_mean(name, SECTIONS)}{_keys_meant(name, tables[name])}")
+    read_tables = {name: _read_table(name, tables.get(name, {}), problems) for name in SECTIONS}
+    sections = {name: section for name, section in read_tables.items() if section is not None}
+    if isinstance(model := sections.get("model"), Model) and len(sources_of_model(model.__dict__)) > 1:
+        sections["model"] = model.without(Model.model_fields.keys() - set(MODEL_SOURCES))  # its shape is that of either
     problems.extend(problems_across(sections))
     model, data, train, layout = (sections.get(name) for name in ("model", "data", "train", "layout"))
     if isinstance(model, Model) and isinstance(data, Data) and isinstance(train, Train) and isinstance(layout, Layout):
@@ -173,9 +185,25 @@ def _validate(
     return Config.model_validate(sections)
 
 
+def _read_table(name: str, table: dict[str, Any], problems: list[str]) -> Section | None:
+    """A table without its unknown keys and wrong values; None where it is wrong as a whole."""
+    kind = SECTIONS[name]
+    try:
+        return kind.model_validate(table)
+    except ValidationError as error:
+        details = error.errors()
+    problems.extend(_explain(name, kind, details))
+    wrong = {str(detail["loc"][0]) for detail in details if detail["loc"]}
+    rest = {key: value for key, value in table.items() if _name(name, key).partition(".")[2] not in wrong}
+    try:
+        return kind.model_validate(rest).without(wrong & kind.model_fields.keys())
+    except ValidationError:
+        return None
+
+
 def _found_by(check: Check, sections: Sections, known: Sequence[str]) -> list[str]:
     try:
-        return list(check(sections))
+        return list(found_by(check, sections))
     except RunFailed:  # no mistake of the job: it may go another time
         raise
     except ConfigError as error:
@@ -185,8 +213,9 @@ def _found_by(check: Check, sections: Sections, known: Sequence[str]) -> list[st
 
 
 def whole(sections: Sections) -> Config | None:
-    """The job, if all of its tables are sound."""
-    return Config.model_validate(sections) if sections.keys() >= SECTIONS.keys() else None
+    """The job, if all of its tables are there with all of their values."""
+    sound = sections.keys() >= SECTIONS.keys() and all(section.is_whole for section in sections.values())
+    return Config.model_validate(sections) if sound else None
 
 
 def _with_preset(table: dict[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -194,33 +223,61 @@ def _with_preset(table: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     if not isinstance(preset, str):
         return table
     if preset not in PRESETS:
-        problems.append(f"model.preset = {shown(preset)}: unknown preset{_suggest(preset, PRESETS)}")
+        meant = _to_leave_out("model.preset", preset) or did_you_mean(preset, PRESETS)
+        problems.append(f"model.preset = {shown(preset)}: unknown preset{meant}")
         return table
     return {**PRESETS[preset], **table}
 
 
-def _explain(section: str, kind: type[Section], detail: ErrorDetails) -> str:
-    location = [str(part) for part in detail["loc"] if not str(part).startswith(("literal", "float", "constrained", "function"))]
-    key = ".".join([section, *_without_union_tags(location, kind)])
-    setting = f"{key} = {shown(detail['input'])}"
+def _to_leave_out(key: str, value: Any) -> str:
+    """The end of a message about a word that was meant to leave out a key without a default; empty for all others."""
+    section, _, name = key.partition(".")
+    field = SECTIONS[section].model_fields.get(name)
+    meant = isinstance(value, str) and value in NOTHING and field is not None and field.default is None
+    return f"; write {key}= with nothing after it to leave it out" if meant else ""
+
+
+def _keys_meant(section: str, table: dict[str, Any]) -> str:
+    """What keys of an unknown section are called here, as far as that is known."""
+    meant = {key: our.key for key in table if (our := our_key(key)) and our.key}
+    return "".join(f"; {section}.{key} is {ours} here" for key, ours in meant.items())
+
+
+def _explain(section: str, kind: type[Section], details: Sequence[ErrorDetails]) -> list[str]:
+    """The mistakes of a table in words, one for each key: a union has an error for every type that it allows."""
+    messages: dict[str, list[str]] = {}
+    for detail in details:
+        setting, message = _explain_one(section, kind, detail)
+        messages.setdefault(setting, []).append(message)
+    return [setting + _joined(parts) for setting, parts in messages.items()]
+
+
+def _joined(messages: Sequence[str]) -> str:
+    """Several reasons against one value: "should be at least 0, or 'unbounded'"."""
+    first, *others = dict.fromkeys(messages)
+    return ", or ".join([first, *(message.removeprefix(": input should be ") for message in others)])
+
+
+def _explain_one(section: str, kind: type[Section], detail: ErrorDetails) -> tuple[str, str]:
+    """The setting that is wrong, and what is wrong with it."""
+    location = _without_union_tags([str(part) for part in detail["loc"]])
+    key = ".".join([section, *location])
+    setting, field = f"{key} = {shown(detail['input'])}", kind.model_fields.get(location[0] if location else "")
     if detail["type"] == "extra_forbidden":
-        return f"{setting}: unknown key{_suggest(location[-1], kind.model_fields, prefix=section + '.')}"
+        inner = did_you_mean(location[-1], Source.model_fields)  # of [[data.sources]], the only table in a table
+        return setting, ": unknown key" + (suggestion(location[0], section) if len(location) == 1 else inner)
     if detail["type"] == "missing" and isinstance(detail["loc"][-1], int):  # of a list that is too short
-        return f"{key.rpartition('.')[0]} = {shown(list(detail['input']))}: too few values; at least {detail['loc'][-1] + 1}"
+        setting = f"{key.rpartition('.')[0]} = {shown(list(detail['input']))}"
+        return setting, f": too few values; at least {detail['loc'][-1] + 1}"
     if detail["type"] == "missing":
-        return f"{key}: missing"
+        return key, ": missing"
+    if detail["type"] == "tuple_type" and len(location) == 1 and field is not None:
+        return setting, f": input should be a list in brackets, such as {shown((field.examples or [list(field.default)])[0])}"
     message = detail["msg"].removeprefix("Value error, ")
-    return f"{setting}: {message[0].lower()}{message[1:]}"
+    return setting, f": {message[0].lower()}{message[1:]}{_to_leave_out(key, detail['input'])}"
 
 
-def _without_union_tags(location: list[str], kind: type[Section]) -> list[str]:
-    """pydantic appends the tried type of a union to the location; a user wants only the key."""
-    tags = {"int", "str", "bool", "float", "none"}
-    return [part for index, part in enumerate(location) if index == 0 or part not in tags]
-
-
-def _suggest(word: str, known: Any, prefix: str = "") -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    if close:
-        return f". Did you mean {prefix}{close[0]}?"
-    return f"; known are: {', '.join(known)}"
+def _without_union_tags(location: list[str]) -> list[str]:
+    """pydantic adds the type of a union that it tried to the location; users want the key alone."""
+    tags = ("int", "str", "bool", "float", "none", "literal[", "constrained-", "function-", "tuple[")
+    return [part for index, part in enumerate(location) if index == 0 or not part.startswith(tags)]

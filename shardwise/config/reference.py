@@ -16,7 +16,10 @@ from shardwise.config.schema import Config, Source
 
 def help_text() -> str:
     """Every key, its default and its meaning, in plain text."""
-    blocks = ["Any key of the job file can be given as section.key=value:"]
+    blocks = [
+        "Any key of the job file can be given as section.key=value. "
+        "section.key= with nothing after it leaves the key out, section= the whole table:"
+    ]
     for name, section in _sections():
         lines = [f"  {name}.{key} = {_default(field)}\n      {field.description}" for key, field in section.model_fields.items()]
         blocks.append("\n".join([f"{name}: {_summary(section)}", *lines]))
@@ -37,7 +40,8 @@ def markdown() -> str:
     """docs/configuration.md."""
     blocks = [
         "# Configuration",
-        "A job is one TOML file; any value can be overridden on the command line as `section.key=value`. "
+        "A job is one TOML file; any value can be overridden on the command line as `section.key=value`, and left out as "
+        "`section.key=`. "
         "This page is made from the definitions in `shardwise/config/schema.py` by `python -m shardwise.config.reference`.",
     ]
     sections: list[tuple[str, type[BaseModel]]] = [*_sections(), ("data.sources", Source)]

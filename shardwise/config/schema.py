@@ -6,6 +6,7 @@ are all made from them, so a field is documented by its `description` here and n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -52,6 +53,18 @@ class Section(BaseModel):
     """A table of the job file: unknown keys are refused, values never change after reading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    def without(self, keys: Iterable[str]) -> Self:
+        """A copy that lacks these keys: reading one of them is an AttributeError. For tables with values that are wrong."""
+        copy = self.model_copy()
+        for key in keys:
+            del copy.__dict__[key]
+        return copy
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no key is lacking."""
+        return self.__dict__.keys() >= type(self).model_fields.keys()
 
 
 class Model(Section):
@@ -163,7 +176,11 @@ class Data(Section):
         description="a text, JSONL or Parquet file, a folder or glob of them, or prepared shards; of records with `messages`, or "
         "with `prompt` and `completion`, the answers are learnt (docs/fine-tuning.md)",
     )
-    sources: tuple[Source, ...] = Field((), description="several sources with weights, instead of `source`")
+    sources: tuple[Source, ...] = Field(
+        (),
+        description="several sources with weights, instead of `source`",
+        examples=[[{"path": "a.txt", "weight": 2.0}, {"path": "b.jsonl"}]],
+    )
     tokenizer: str = Field("bytes", description="`bytes`, or the path of a Hugging Face tokenizer.json")
     end_of_document: str | None = Field(
         None, description="the token that closes each document; left out: the first of the usual ones that the tokenizer has"
@@ -239,7 +256,9 @@ class Train(Section):
     )
     float8_head: bool = Field(True, description="in float8, the products of the output head too")
     float8_leave_out: tuple[str, ...] = Field(
-        (), description='modules whose products stay in bfloat16, with * for any text: `["blocks.0.*", "*.attention.*"]`'
+        (),
+        description='modules whose products stay in bfloat16, with * for any text: `["blocks.0.*", "*.attention.*"]`',
+        examples=[["blocks.0.*", "*.attention.*"]],
     )
     state_dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field(
         "auto",
@@ -301,7 +320,9 @@ class Layout(Section):
         None, description="pipeline stages a device holds; left out: 2 for `interleaved`, `zbv` and `dualpipev`, else 1"
     )
     stages: tuple[Degree, ...] | None = Field(
-        None, description="blocks of each pipeline stage, by hand; left out: cut so that the slowest stage is as fast as can be"
+        None,
+        description="blocks of each pipeline stage, by hand; left out: cut so that the slowest stage is as fast as can be",
+        examples=[[2, 2]],
     )
     attention: Literal["auto", "ring", "ulysses"] = Field(
         "auto", description="how `context` devices attend: a ring, or all-to-all over heads; auto: ulysses where heads divide"
@@ -558,3 +579,9 @@ class Config(Section):
     hogwild: Hogwild = Field(default_factory=Hogwild, description="updates without a lock")  # type: ignore[arg-type]
     observe: Observe = Field(default_factory=Observe, description="what to show and keep")  # type: ignore[arg-type]
     run: Run = Field(default_factory=Run, description="on what it runs, and where results go")  # type: ignore[arg-type]
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation for name, field in Config.model_fields.items() if isinstance(field.annotation, type)
+}
+"""By its name, the definition of each table of a job."""

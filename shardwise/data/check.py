@@ -18,7 +18,7 @@ from shardwise.data.prepare import located, sources_of
 from shardwise.data.shards import Index
 from shardwise.data.sources import find_files, holds_answers, read_pieces
 from shardwise.data.tokenizer import BYTES, FILE, load_tokenizer, template_of
-from shardwise.errors import UserError
+from shardwise.errors import ConfigError, UserError
 
 GLANCED = 8
 """Files of a source whose first text is looked at."""
@@ -41,6 +41,8 @@ def problems_of_data(data: Data, vocabulary: int | None, pretrained: str | None 
             else:
                 ids = index.vocabulary
                 yield from () if index.holds_answers else too_short(source.path, index.tokens, data.sequence_length)
+        except ConfigError as error:
+            yield from error.problems
         except UserError as error:
             yield str(error)
     if vocabulary is not None and ids is not None:

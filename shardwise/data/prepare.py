@@ -300,7 +300,8 @@ class _Preparation:
         template = self.tokenizer.find_template() if self.answers else None
         for number, file in enumerate(self.files[point.file :], start=point.file):
             skipped = point.piece if number == point.file else 0
-            pieces = islice(read_pieces(file, self.text_field, self.answers, template), skipped, None)
+            following = self.files[number + 1 :]
+            pieces = islice(read_pieces(file, self.text_field, self.answers, template, following), skipped, None)
             for count, piece in enumerate(pieces, start=skipped + 1):
                 yield _PositionedPiece(piece, number, count, before + piece.position)
             before += file.size

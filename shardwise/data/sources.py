@@ -11,8 +11,8 @@
 In a folder that has JSONL, Parquet or Arrow files only those are read: a README beside them is not data. Hidden files,
 .json files met in a folder (they describe data sets), and folders of runs (metrics, logs and checkpoints) are passed over.
 Text and JSON files may be gzipped. Rows without text are no documents. Shards of prepared tokens are refused: they are no
-text. A source holds texts or it holds answers (conversations and prompts with a completion, data/chat.py): its first record
-says which.
+text. A source holds texts or it holds answers (conversations and prompts with a completion, data/chat.py): its first good
+record says which.
 
 Whole text files are read in pieces of about 1 MiB cut after a line, so that memory stays bounded; a piece knows whether
 it ends its document. The cost: a token that would have spanned the cut is split there, once in a MiB.
@@ -25,8 +25,10 @@ import gzip
 import json
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NotRequired, TypeVar, cast
 
@@ -35,11 +37,15 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 from shardwise.data.chat import COMPLETION, MESSAGES, PROMPT, ChatTemplate, Span, answered_texts, without_lone_surrogates
 from shardwise.data.columnar import arrow_rows, parquet_rows
 from shardwise.data.ownership import refuse_shards
-from shardwise.errors import UserError
+from shardwise.errors import ConfigError, UserError
 from shardwise.files import linked, parse_as, read_bytes, reading
 
 T = TypeVar("T")
 PIECE_BYTES = 1 << 20
+MOST_NAMED = 20
+"""Bad records that are named."""
+MOST_SEARCHED = 100_000
+"""Records after the first bad one in which others are looked for: some seconds of reading."""
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _TABLES = (".parquet", ".arrow")
 RUN_FILES = ("config.toml", "plan.json")
@@ -65,9 +71,15 @@ class TextPiece:
 class _Record:
     """A line or a row."""
 
-    values: Mapping[str, object]
+    content: Mapping[str, object] | bytes
+    """The fields of a row; or a line of JSON, which is parsed when its fields are read: a bad one must not end the file."""
     where: str
     position: int
+
+    @cached_property
+    def values(self) -> Mapping[str, object]:
+        """The fields; a UserError where the line is no JSON object."""
+        return _object(self.content, self.where) if isinstance(self.content, bytes) else self.content
 
 
 @dataclass(frozen=True)
@@ -116,29 +128,77 @@ def _paths(source: str | Path) -> list[Path]:
 
 
 def holds_answers(files: Sequence[SourceFile], text_field: str) -> bool:
-    """Whether a source holds conversations or prompts with a completion, and not texts."""
+    """Whether a source holds conversations or prompts with a completion, and not texts: the first good record tells."""
+    bad: list[str] = []
     for file in files:
         if _kind(file.path) == "text":
             return False
         for record in _read(file, text_field):
-            return _fields(record.values, text_field, record.where) != [text_field]
+            try:
+                return _fields(record.values, text_field, record.where) != [text_field]
+            except UserError as error:
+                bad.append(str(error))
+            if len(bad) == MOST_NAMED:
+                raise _refusal(bad)
+    if bad:
+        raise _refusal(bad)
     return False
 
 
 def read_pieces(
-    file: SourceFile, text_field: str, answers: bool = False, template: ChatTemplate | None = None
+    file: SourceFile,
+    text_field: str,
+    answers: bool = False,
+    template: ChatTemplate | None = None,
+    following: Sequence[SourceFile] = (),
 ) -> Iterator[TextPiece]:
-    """The documents of one file, in order; of a source of answers those, conversations written by the template."""
+    """The documents of one file, in order; of a source of answers those, conversations written by the template.
+
+    Where a record is bad, others are looked for in the rest of the file and in the `following` ones, and all are
+    refused together.
+    """
     if _kind(file.path) == "text":
         if answers:
             raise UserError(f"{file.path}: a text among conversations. Give them as sources of their own (data.sources).")
         yield from _guarded(file, _text(file.path))
         return
-    for record in _read(file, text_field):
-        if (_fields(record.values, text_field, record.where) == [text_field]) == answers:
-            kinds = "a text among conversations" if answers else "a conversation among texts"
-            raise UserError(f"{record.where}: {kinds}. Give them as sources of their own (data.sources).")
-        yield from _answers(record, template) if answers else _one_text(record, text_field)
+    records = _read(file, text_field)
+    for record in records:
+        try:
+            pieces = _pieces(record, text_field, answers, template)
+        except UserError as error:
+            tables = (_read(other, text_field) for other in following if _kind(other.path) != "text")
+            others = islice(chain(records, *tables), MOST_SEARCHED)
+            bad = _problems(others, lambda other: _pieces(other, text_field, answers, template))
+            raise _refusal([str(error), *islice(bad, MOST_NAMED - 1)]) from None
+        yield from pieces
+
+
+def _pieces(record: _Record, text_field: str, answers: bool, template: ChatTemplate | None) -> list[TextPiece]:
+    """The documents of one record; a UserError says what is wrong with it."""
+    if (_fields(record.values, text_field, record.where) == [text_field]) == answers:
+        kinds = "a text among conversations" if answers else "a conversation among texts"
+        raise UserError(f"{record.where}: {kinds}. Give them as sources of their own (data.sources).")
+    return list(_answers(record, template) if answers else _one_text(record, text_field))
+
+
+def _problems(records: Iterator[_Record], read: Callable[[_Record], object]) -> Iterator[str]:
+    """What is wrong with each record that is; a file that cannot be read at all is the last problem."""
+    try:
+        for record in records:
+            try:
+                read(record)
+            except UserError as error:
+                yield str(error)
+    except UserError as error:
+        yield str(error)
+
+
+def _refusal(problems: list[str]) -> UserError:
+    if len(problems) == 1:
+        return UserError(problems[0])
+    more = [f"and perhaps more: the search ended after {MOST_NAMED}"] if len(problems) == MOST_NAMED else []
+    return ConfigError("the data", [*problems, *more])
 
 
 def _answers(record: _Record, template: ChatTemplate | None) -> Iterator[TextPiece]:
@@ -294,8 +354,7 @@ def _json_lines(path: Path) -> Iterator[_Record]:
     with raw:
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                where = f"{path}, line {number}"
-                yield _Record(_object(line, where), where, raw.tell())
+                yield _Record(line, f"{path}, line {number}", raw.tell())
 
 
 def _object(line: bytes, where: str) -> dict[str, object]:

@@ -165,12 +165,12 @@ def _mirrors(folder: Path, observe: Observe, resume_step: int, say: Say) -> Iter
             say(f"{name} cannot be opened and gets no records; metrics.jsonl has them all: {error}")
 
 
-def check_extras(observe: Observe) -> None:
-    """Refuse, before anything starts, sinks whose package is not there."""
+def missing_extras(observe: Observe) -> Iterator[str]:
+    """A problem for each sink that is asked for and whose package is not there. To be asked before anything starts."""
     if observe.tensorboard and find_spec("tensorboard") is None:
-        raise _missing("observe.tensorboard = true", "tensorboard")
+        yield str(_missing("observe.tensorboard = true", "tensorboard"))
     if observe.wandb and find_spec("wandb") is None:
-        raise _missing(f"observe.wandb = {observe.wandb!r}", "wandb")
+        yield str(_missing(f"observe.wandb = {observe.wandb!r}", "wandb"))
 
 
 def _missing(setting: str, extra: str) -> UserError:

@@ -7,7 +7,7 @@ before; then `asked` is the job as it was given, so that the plan can say of eac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +26,11 @@ from shardwise.config import (
     stages_on_a_rank,
     with_nearby_that_divides,
 )
+from shardwise.config.check import problems_across
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.errors import ConfigError
 from shardwise.plan.engine import shares_weights
-from shardwise.plan.float8 import check_left_out
+from shardwise.plan.float8 import unknown_patterns
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token, own_flops_per_token
 from shardwise.plan.memory import state_bytes
 from shardwise.plan.parameters import OwnParameters, count
@@ -64,9 +65,11 @@ def choose(
     """The plan for this job on this many devices, each with this much memory (None: unknown). `parameters`: as counted in a
     user's own module; None: as the configuration says. `asked`: the job before something else decided some of it.
     """
-    check_left_out(config.model, config.train)
     layout = _with_data(config, devices)
-    problems = problems_of_layout(config.model, config.data, config.train, layout)
+    problems = [
+        *unknown_patterns(config.model, config.train),
+        *problems_of_layout(config.model, config.data, config.train, layout),
+    ]
     if problems:
         raise ConfigError(f"the job on {counted(devices, 'device')}", problems)
     whys = {"data": "the devices that the other axes leave"}
@@ -75,7 +78,9 @@ def choose(
     zero, whys["zero"] = _zero(config, layout, accumulation, memory_bytes, parameters)
     states = state_bytes(config, layout.model_copy(update={"zero": zero}), accumulation, parameters)
     if memory_bytes is not None and states.total > memory_bytes and not layout.offload:
-        raise ConfigError(f"the job on {counted(devices, 'device')}", [_too_large(states.total, memory_bytes, zero)])
+        smaller = _what_fits(config, layout.model_copy(update={"zero": zero}), accumulation, memory_bytes, parameters)
+        problem = _too_large(states.total, memory_bytes, zero, smaller)
+        raise ConfigError(f"the job on {counted(devices, 'device')}", [problem])
     layout, more = _completed(config, layout.model_copy(update={"zero": zero}))
     length = config.data.sequence_length
     values = {**layout.model_dump(), "micro_batch": micro_batch, "recompute": config.train.recompute}
@@ -217,10 +222,29 @@ def _product(layout: Layout) -> str:
     return " x ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1) or "data 1"
 
 
-def _too_large(states: float, memory: float, zero: int) -> str:
+def _what_fits(config: Config, layout: Layout, accumulation: int, memory: float, parameters: OwnParameters | None) -> list[str]:
+    """Single settings with which the states of a model that is too large for its devices would fit on them."""
+
+    def fits(job: Config, zero: int) -> bool:
+        return state_bytes(job, layout.model_copy(update={"zero": zero}), accumulation, parameters).total <= memory
+
+    assert layout.zero is not None, "it is chosen"
+    shards = shares_weights(layout, config.model.experts) and config.train.driver != "hogwild"
+    most = 0 if needs_whole_momenta(config.train, layout) or not shards else 3
+    zero = next((zero for zero in range(layout.zero + 1, most + 1) if fits(config, zero)), None)
+    half = config.model_copy(update={"train": config.train.model_copy(update={"state_dtype": "bfloat16"})})
+    can_halve = config.train.precision in ("bfloat16", "float8") and not list(problems_across(dict(half)))
+    return [
+        *([f"layout.zero = {zero}"] if zero is not None else []),
+        *(["train.state_dtype = 'bfloat16'"] if can_halve and fits(half, layout.zero) else []),
+    ]
+
+
+def _too_large(states: float, memory: float, zero: int, smaller: Sequence[str]) -> str:
+    advice = ", ".join(["more devices", *smaller, "or a smaller model"])
     return (
         f"model: weights, gradients and optimizer state take {states / GIB:,.1f} GiB on each device under zero = {zero}, and a "
-        f"device has {memory / GIB:,.1f} GiB; use more devices, a higher layout.zero, bfloat16 states, or a smaller model"
+        f"device has {memory / GIB:,.1f} GiB; use {advice}"
     )
 
 

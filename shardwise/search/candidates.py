@@ -215,7 +215,8 @@ def _obstacle(config: Config, degrees: Mapping[str, Any], expert: int) -> str | 
     """What keeps these axes from sending less, as the job asks for it."""
     how = {name: getattr(config.layout, name) for name in (*SETTINGS, "backward_shards")}
     layout = _layout(degrees, expert).model_copy(update=how)
-    return next(chain(problems_of_compression(layout), problems_of_nearby(layout)), None)
+    nearby = (rule.problem for rule in problems_of_nearby(layout))
+    return next(chain(problems_of_compression(layout), nearby), None)
 
 
 def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any], offload: bool) -> list[int]:

@@ -23,9 +23,9 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import Array, Ints, Space, Work, take
 from shardwise.cost.stack import SHARDWISE
-from shardwise.errors import UserError
+from shardwise.errors import ConfigError, UserError
 from shardwise.plan.dtypes import reduce_dtype, state_dtype
-from shardwise.plan.float8 import check_left_out, gathered_in_float8, scale_count, shares
+from shardwise.plan.float8 import gathered_in_float8, scale_count, shares, unknown_patterns
 from shardwise.plan.schedule import SCHEDULES, make_schedule
 from shardwise.plan.timeline import Programme, programme
 from shardwise.plan.timeline import play as play_through
@@ -86,7 +86,8 @@ class SearchResult:
 def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
     """What a step of this job computes; `bucket_bytes` as in its plan."""
     train = config.train
-    check_left_out(config.model, train)
+    if problems := list(unknown_patterns(config.model, train)):
+        raise ConfigError("the job", problems)
     widths = (train.precision, state_dtype(train), reduce_dtype(train))
     size = config.data.sequence_length, train.global_batch
     wire = SumCompression.of(config.layout), WeightGathers.of(config.layout)

@@ -21,14 +21,14 @@ from shardwise.checkpoint.folder import check_same_model, read_manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.kept import as_files, has_tokenizer, kept_of_folder
 from shardwise.checkpoint.pretrained import import_folder, open_folder
-from shardwise.cli.check_job import weights_problems
-from shardwise.config import Config, Data, Model, from_tables, to_toml
+from shardwise.cli.check_job import checks_of_proof, weights_problems
+from shardwise.config import Config, Data, Model, from_tables, read, to_toml
 from shardwise.config.pretrained import links_outside
 from shardwise.data import Dataset
 from shardwise.data.check import problems_of_data, unnamed_tokenizer
 from shardwise.data.prepare import prepare
 from shardwise.data.tokenizer import hash_of
-from shardwise.errors import UserError
+from shardwise.errors import ConfigError, UserError
 from shardwise.files import parse_toml
 from shardwise.plan import choose
 from shardwise.train.build import build, keep_files, save, start_from_pretrained
@@ -142,6 +142,27 @@ def test_what_a_job_says_besides_must_agree_with_the_folder(folder: Path, sectio
     from_tables(tables(folder, model={"layers": 2, "norm_epsilon": EPSILON}, data={"tokenizer": str(folder)}))
     with pytest.raises(UserError, match=says):
         from_tables(tables(folder, **{section: {key: value}}))
+
+
+@pytest.mark.parametrize("key", ["preset", "module"])
+def test_a_folder_beside_a_preset_or_a_module_is_one_problem_with_how_to_leave_either_out(
+    folder: Path, tmp_path: Path, key: str
+) -> None:
+    """Nothing else is said: what else is wrong depends on which of the two is kept."""
+    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    value = {"preset": "bytes-2m", "module": f"{tmp_path / 'mine.py'}:Mine"}[key]
+    job = tmp_path / "job.toml"
+    job.write_text(
+        f'[model]\n{key} = "{value}"\n' + f'[data]\nsource = "{folder.parents[1] / "corpus.txt"}"\nsequence_length = 16\n'
+    )
+    with pytest.raises(ConfigError) as refusal:
+        read(job, [f"model.pretrained={folder}"], checks=checks_of_proof())
+    assert list(refusal.value.problems) == [
+        f"model.{key} and model.pretrained are both given; keep one: on the command line, model.{key}= or model.pretrained= "
+        "leaves it out"
+    ]
+    config = read(job, [f"model.pretrained={folder}", f"model.{key}="], checks=checks_of_proof())
+    assert (config.model.layers, config.model.vocabulary) == (2, 64)
 
 
 def test_all_that_training_does_not_change_is_exported_byte_for_byte(folder: Path, tmp_path: Path) -> None:

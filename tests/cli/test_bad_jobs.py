@@ -67,7 +67,7 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         (["model.preset=lama3-8b"], ["lama3-8b", "Did you mean llama3-8b?"]),
         (["checkpoint.resume=nowhere"], ["checkpoint.resume", "nowhere"]),
         (["nonsense"], ["section.key=value"]),
-        (["run.folder="], ["run.folder"]),
+        (["run.folder=''"], ["run.folder"]),
         (["layout.dp=2", "layout.data=4"], ["data is given twice"]),
         (["train.clip=inf"], ["train.clip", "finite"]),
         (["model.hidden=100000", "model.layers=100"], ["GiB on each device", "use more devices"]),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
+from shardwise.observe import sinks
 from shardwise.train import launch
 
 TEXT = """
@@ -80,11 +81,18 @@ TRAIN = [
     # words that are misspelt, or of another kind
     ("train.stpes=3", "Did you mean train.steps?"),
     ("trian.steps=3", "[trian]: unknown section. Did you mean train?"),
-    ("steps=3", "write it as section.key=value"),
+    ("steps=3", "write it as section.key=value, here train.steps=3"),
     (".steps=3", "override '.steps=3': write it as section.key=value"),
     ("train.steps", "write it as section.key=value"),
     ("--workers=two", "valid integer"),
     ("--wrokers=2", "No such option"),
+    ("--steps 10", "--steps 10: not an option; write train.steps=10"),
+    ("--max_steps=10 --lr 1e-3", "--lr 1e-3: not an option; write train.learning_rate=1e-3"),
+    ("--train.steps=10", "--train.steps=10: not an option; write train.steps=10"),
+    ("--bf16 --seed 3", "--bf16: not an option; write train.precision=bfloat16"),
+    ("--num-train-epochs 3", "--num-train-epochs 3: not an option; the length of a run is train.steps"),
+    ("train.lr=1e-3", "unknown key. Did you mean train.learning_rate?"),
+    ("train.compress=int8", "unknown key. Did you mean layout.compression?"),
     ("train.steps=many", "valid integer"),
     ("train.steps=1.5", "train.steps = 1.5"),
     ("train.steps=0", "greater than or equal to 1"),
@@ -113,7 +121,8 @@ TRAIN = [
     ("model.preset=llama", "unknown preset"),
     ("model.heads=3", "model.kv_heads = 2: does not divide model.heads = 3"),
     ("model.head_dim=31", "even head_dim"),
-    ("model.pretrained=", "model.pretrained = '': string should have at least 1 character"),
+    ("model.pretrained=''", "model.pretrained = '': string should have at least 1 character"),
+    ("model.preset=none", "write model.preset= with nothing after it to leave it out"),
     ("model.hidden=0", "greater than or equal to 1"),
     ("model.layers=two", "valid integer"),
     ("model.vocabulary=100", "the tokenizer has 257 ids"),
@@ -129,7 +138,8 @@ TRAIN = [
     ("data.source=nowhere.txt", "no such file or folder"),
     ("data.source=nowhere/*.txt", "no files in it"),
     ("data.source=nothing", "no files in it"),
-    ("data.source=", "empty path"),
+    ("data.source=''", "empty path"),
+    ("data.source=", "data.source: missing"),
     ("data.source=empty.txt", "no text in it"),
     ("data.source=blank.jsonl", "no text in it"),
     ("data.source=short.txt", "longer than the data"),
@@ -148,13 +158,17 @@ TRAIN = [
     ("data.tokenizer=nothing", "does not exist"),
     ("data.end_of_document=</s>", "bytes have an end of their own"),
     ("data.cache=text.txt", "text.txt is not a folder. Give another, for example data.cache=.shardwise/data"),
-    ("data.cache=", "data.cache = ''"),
+    ("data.cache=''", "data.cache = ''"),
     ("data.sequence_length=4096", "model.max_positions = 2048; shorten the sequence or raise model.max_positions"),
     ("data.held_out=1", "less than 1"),
     # layouts that cannot be
     ("layout.data=3", "train.global_batch = 8: does not divide over 3"),
     ("layout.data=0", "layout.data = 0"),
-    ("layout.tensor=3", "nearest layout that works"),
+    (
+        "layout.tensor=3",
+        "has 1 problem: layout.tensor = 3: does not divide model.heads = 4, and heads stay whole; use one of 1, 2, 4",
+    ),
+    ("layout.expert=3 model.preset=moe-tiny", "has 1 problem: layout.expert = 3: does not divide model.experts = 8; use one of"),
     ("layout.pipeline=3", "at most 2 stages"),
     ("layout.context=3", "data.sequence_length = 64"),
     ("layout.expert=2", "no experts"),
@@ -173,7 +187,7 @@ TRAIN = [
     ("train.micro_batch=3", "train.micro_batch = 3"),
     ("train.global_batch=7 layout.data=2", "train.global_batch = 7"),
     # folders, checkpoints, clusters, extras
-    ("run.folder=", "run.folder"),
+    ("run.folder=''", "run.folder"),
     ("run.folder=text.txt", "text.txt is not a folder"),
     ("run.folder=/dev/null/run", "/dev/null is not a folder"),
     ("run.folder=/proc/run", "run.folder = '/proc/run': cannot be written"),
@@ -286,3 +300,35 @@ def test_mistakes_of_every_kind_are_in_one_list(
     assert (status, [words for words in ("has 3 problems", *found) if words not in said]) == (2, [])
     status, said = answer("plan job.toml --maximise=speed --days=0 train.stpes=1 --html=nothing", capsys, monkeypatch)
     assert "job.toml has 6 problems" in said
+
+
+def test_sizes_that_float8_cannot_use_do_not_wait_for_the_heads_to_be_mended(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "float8.toml").write_text(JOB + 'precision = "float8"\nfloat8_leave_out = ["x", "y", "*.query"]\n')
+    line = "train float8.toml model.heads=5 model.hidden=100 observe.wandb=x observe.tensorboard=true"
+    monkeypatch.setattr(sinks, "find_spec", lambda name: None)
+    status, said = answer(line, capsys, monkeypatch)
+    found = (
+        "model.kv_heads = 2: does not divide model.heads = 5",
+        "train.precision = 'float8': no product",
+        "train.float8_leave_out: 'x' is the name of no product",
+        "train.float8_leave_out: 'y' is the name of no product",
+        "pip install 'shardwise[wandb]'",
+        "pip install 'shardwise[tensorboard]'",
+    )
+    assert (status, [words for words in ("has 6 problems", *found) if words not in said]) == (2, []), said
+
+
+def test_records_that_cannot_be_read_are_named_all_at_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = json.dumps({"text": "To be, or not to be"}), '{"text": 7}'
+    (folder / "some.jsonl").write_text("\n".join([good, bad, good, "{", good]) + "\n")
+    before = everything(folder)
+    status, said = answer("train job.toml data.source=some.jsonl", capsys, monkeypatch)
+    assert (status, "line 2: field 'text' holds int" in said, "line 4: not valid JSON" in said) == (2, True, True), said
+    assert everything(folder) == before
+    (folder / "some.jsonl").write_text("\n".join([bad, "{", good]) + "\n")
+    status, said = answer("train job.toml data.source=some.jsonl train.stpes=1", capsys, monkeypatch)
+    assert (status, "has 3 problems" in said) == (2, True), said

@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import PRESETS, Config, Layout, Model, context_attention, divisors, from_tables, read, to_toml
+from shardwise.config import (
+    PRESETS,
+    Config,
+    Layout,
+    Model,
+    context_attention,
+    divisors,
+    from_tables,
+    read,
+    read_with_origins,
+    to_toml,
+)
 from shardwise.config.own_module import problems_of_module
 from shardwise.errors import ConfigError
 
@@ -113,6 +124,114 @@ def test_a_config_survives_being_written_and_read(
     }
     config = from_tables(tables)
     assert from_tables(tomllib.loads(to_toml(config))) == config
+
+
+UNSET = """
+[model]
+preset = "bytes-400k"
+layers = 3
+[data]
+source = "text.txt"
+[train]
+steps = 7
+micro_batch = 2
+[layout]
+tp = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "section", "expected"),
+    [
+        (["train.steps="], "train", {"steps": 100, "micro_batch": 2}),  # a key with a default
+        (["train.micro_batch="], "train", {"steps": 7, "micro_batch": None}),  # an optional key
+        (["model.layers="], "model", {"layers": 2, "hidden": 128, "preset": "bytes-400k"}),  # filled in by the preset
+        (["model.preset=", "model.hidden=64"], "model", {"layers": 3, "hidden": 64, "preset": None}),
+        (["layout.tensor="], "layout", {"tensor": 1}),  # whatever it is called in the job
+        (["layout.tp="], "layout", {"tensor": 1}),
+        (["layout="], "layout", {"tensor": 1}),  # a whole table
+        (["train="], "train", {"steps": 100, "micro_batch": None}),
+        (["cluster=", "cluster.preset="], "cluster", {"preset": None}),  # nothing to leave out
+        (["train.steps=", "train.steps=9"], "train", {"steps": 9}),  # the last one counts
+        (["train.steps=9", "train.steps="], "train", {"steps": 100}),
+        (["observe.sample=''"], "observe", {"sample": ""}),  # an empty text has quotes
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_an_override_with_nothing_after_its_sign_leaves_a_key_out(
+    tmp_path: Path, overrides: list[str], section: str, expected: dict[str, object]
+) -> None:
+    (tmp_path / "job.toml").write_text(UNSET)
+    values = getattr(read(tmp_path / "job.toml", overrides), section).model_dump()
+    assert {key: values[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("data.source=", "data.source: missing"),  # a required key
+        ("data=", "data.source: missing"),
+        ("train.stpes=", "train.stpes: unknown key. Did you mean train.steps?"),
+        ("trian=", "[trian]: unknown section. Did you mean train?"),
+        ("trian.steps=", "[trian]: unknown section. Did you mean train?"),
+        ("model.preset=none", "write model.preset= with nothing after it to leave it out"),
+        ("train.micro_batch=none", "write train.micro_batch= with nothing after it to leave it out"),
+    ],
+)
+def test_what_cannot_be_left_out_or_is_not_left_out_so_is_answered(tmp_path: Path, override: str, words: str) -> None:
+    (tmp_path / "job.toml").write_text(UNSET)
+    with pytest.raises(ConfigError) as refusal:
+        read(tmp_path / "job.toml", [override])
+    (problem,) = refusal.value.problems
+    assert words in problem
+
+
+def test_the_origin_of_a_key_that_was_left_out_is_what_left_it_out_or_filled_it_in(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(UNSET)
+    _, origins = read_with_origins(tmp_path / "job.toml", ["train.steps=", "model.layers=", "run.folder="])
+    assert origins["train.steps"] == "override train.steps="
+    assert (origins["model.layers"], origins["run.folder"]) == ("preset bytes-400k", "the job's name")
+
+
+@pytest.mark.parametrize(
+    ("tables", "problems"),
+    [
+        ({"server": {"max_staleness": -3}, "train": {"driver": "server"}, "layout": {"pipeline": 2}},
+         ["server.max_staleness = -3: input should be greater than or equal to 0, or 'unbounded'",
+          "train.driver = 'server': each of layout.data workers has a whole model; leave layout.pipeline out"]),
+        ({"train": {"recompute": 1.5, "betas": 0.9, "clip": 0}},
+         ["train.betas = 0.9: input should be a list in brackets, such as [0.9, 0.95]",
+          "train.clip = 0: input should be greater than 0",
+          "train.recompute = 1.5: a memory budget lies between 0 (recompute all) and 1 (keep all)"]),
+        ({"train": {"float8_leave_out": "head"}},
+         ["train.float8_leave_out = 'head': input should be a list in brackets, such as ['blocks.0.*', '*.attention.*']"]),
+        ({"train": {"recompute": "some"}},
+         ["train.recompute = 'some': input should be 'none', 'selective', 'all-but-attention' or 'full', or a valid number"]),
+        ({"model": {"hidden": 0, "heads": 4, "kv_heads": 3}, "train": {"steps": 0, "global_batch": 8}, "layout": {"data": 3}},
+         ["model.hidden = 0: input should be greater than or equal to 1",
+          "train.steps = 0: input should be greater than or equal to 1",
+          "model.kv_heads = 3: does not divide model.heads = 4; use one of 1, 2, 4",
+          "train.global_batch = 8: does not divide over 3 data-parallel devices (replica 1 x data 3); use 6 or 9"]),
+        ({"train": {"driver": "servers"}, "server": {"servers": 2}},  # nothing is said of what depends on a wrong value
+         ["train.driver = 'servers': input should be 'synchronous', 'server', 'local' or 'hogwild'"]),
+        ({"train": {"clip": "none"}}, ["train.clip = 'none': input should be a valid number"]),  # left out, it would be 1.0
+        ({"data": {"sources": [{"path": "a", "wieght": 2.0}]}},
+         ["data.sources.0.wieght = 2.0: unknown key. Did you mean weight?"]),
+        ({"layout": {"tensor": 0}, "model": {"heads": 3, "kv_heads": 3}},
+         ["layout.tensor = 0: input should be greater than or equal to 1"]),
+        ({"train": {"driver": "local", "shares": "by speed"}}, ["train.driver = 'local': leave train.shares out"]),
+        ({"train": {"driver": "hogwild", "shares": "by speed"}, "layout": {"data": 2}},
+         ["train.driver = 'hogwild': leave train.shares out"]),
+        ({"train": {"driver": "local"}, "layout": {"compression": "int8"}},
+         ["train.driver = 'local': leave layout.compression out; what groups exchange is local.compression"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_hides_no_other_problem_and_is_named_once(
+    tables: dict[str, dict[str, object]], problems: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        from_tables({"data": TEXT, **tables})
+    assert list(refusal.value.problems) == problems
 
 
 def test_configs_are_values_that_do_not_change() -> None:

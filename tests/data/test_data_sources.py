@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.data import sources
 from shardwise.data.sources import find_files, read_pieces
-from shardwise.errors import UserError
+from shardwise.errors import ConfigError, UserError
 
 DOCUMENTS = ["first\nof all", "second: café 中文", "third"]
 
@@ -207,3 +207,27 @@ def test_parquet_without_pyarrow_names_the_install_line(tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"pip install 'shardwise\[parquet\]'"):
         documents(tmp_path / "a.parquet")
+
+
+def test_the_first_twenty_bad_records_are_named_with_their_lines_and_files(tmp_path: Path) -> None:
+    good, bad = json.dumps({"text": "fine"}), ["{", '{"text": 3}', "[]", '{"body": "x"}']
+    lines = [bad[number // 3 % 4] if number % 3 == 0 else good for number in range(30)]
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    files = find_files(tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        list(read_pieces(files[0], "text", following=files[1:]))
+    places = [str(problem).partition(":")[0] for problem in refusal.value.problems]
+    expected = [f"{tmp_path / name}.jsonl, line {number + 1}" for name in "ab" for number in range(0, 30, 3)]
+    assert places == [*expected, "and perhaps more"]
+    with pytest.raises(ConfigError) as refusal:
+        list(read_pieces(files[2], "text"))
+    assert len(refusal.value.problems) == 10
+
+
+def test_good_records_before_a_bad_one_are_read_and_one_bad_record_is_named_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{\n{"text": "two"}\n')
+    pieces = read_pieces(find_files(tmp_path)[0], "text")
+    assert next(pieces).text == "one"
+    with pytest.raises(UserError, match=r"^\S+a\.jsonl, line 2: not valid JSON"):
+        next(pieces)

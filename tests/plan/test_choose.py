@@ -50,6 +50,24 @@ def test_a_model_whose_states_fit_on_no_device_is_refused_with_what_would_help()
     assert choose(job(offload=True), 4, memory_bytes=1e6).layout.zero == 3
 
 
+def test_what_would_help_a_model_that_is_too_large_is_only_what_does() -> None:
+    needed = [choose(job(zero=zero), 4).state_bytes.total for zero in range(4)]
+
+    def said(memory: float, train: dict[str, str] | None = None, devices: int = 4, **layout: object) -> str:
+        config = job(**layout)
+        train_section = Train.model_validate({"precision": "bfloat16", **(train or {})})
+        with pytest.raises(ConfigError) as refusal:
+            choose(config.model_copy(update={"train": train_section}), devices, memory_bytes=memory)
+        return str(refusal.value).rpartition("; use ")[2]
+
+    assert said(needed[0] - 1, zero=0) == "more devices, layout.zero = 1, train.state_dtype = 'bfloat16', or a smaller model"
+    assert said(needed[1] - 1, zero=1) == "more devices, layout.zero = 3, train.state_dtype = 'bfloat16', or a smaller model"
+    assert said(needed[3] - 1, zero=3) == "more devices, train.state_dtype = 'bfloat16', or a smaller model"
+    assert said(1e6, zero=0) == "more devices, or a smaller model"
+    assert said(1e6, devices=1, zero=3) == "more devices, or a smaller model"  # one device has nothing to shard with
+    assert said(1e6, {"state_dtype": "bfloat16"}, zero=3) == "more devices, or a smaller model"
+
+
 @pytest.mark.parametrize(
     ("precision", "states", "expected"),
     [

@@ -1,0 +1,89 @@
+"""Keys that another program would have, or another section has, are answered with the key to write here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.config import from_tables, read
+from shardwise.config.other_names import OTHER_NAMES, our_key
+from shardwise.config.schema import SECTIONS, SPELLINGS
+from shardwise.errors import ConfigError
+
+TEXT = {"source": "text.txt"}
+
+
+def problems(tables: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as refusal:
+        from_tables({"data": TEXT, **tables})
+    return list(refusal.value.problems)
+
+
+def test_every_name_of_another_program_leads_to_a_key_that_is_there() -> None:
+    for name, ours in OTHER_NAMES.items():
+        assert name == name.lower().replace("-", "_")
+        assert ours.key or ours.note
+        if ours.key:
+            section, _, field = ours.key.partition(".")
+            known = SECTIONS[section].model_fields
+            assert field in known, ours.key
+            assert name == field or name not in known, f"{section}.{name} is known, and means another thing"
+
+
+def test_values_that_names_stand_for_are_values_of_the_key(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('[data]\nsource = "text.txt"\n')
+    for key, value, _ in OTHER_NAMES.values():
+        if value and not value.isupper():  # capitals are to be replaced
+            read(tmp_path / "job.toml", [f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "ours"),
+    [
+        ("train", "lr", "train.learning_rate"),
+        ("train", "batch_size", "train.global_batch"),
+        ("train", "compress", "layout.compression"),
+        ("server", "compress", "server.compression"),
+        ("local", "lr", "local.learning_rate"),
+        ("train", "tp", "layout.tensor"),
+        ("train", "tensor", "layout.tensor"),
+        ("train", "sequence_lenght", "data.sequence_length"),
+        ("train", "max-grad-norm", "train.clip"),
+        ("model", "num_hidden_layers", "model.layers"),
+        ("train", "stpes", "train.steps"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_ours_alone(section: str, name: str, ours: str) -> None:
+    (problem,) = problems({section: {name: 1}})
+    assert f"{section}.{name} = 1: unknown key. Did you mean {ours}?" in problem
+    assert "known are" not in problem
+
+
+def test_epochs_are_answered_with_how_many_steps_they_are() -> None:
+    (problem,) = problems({"train": {"epochs": 3}})
+    assert "The length of a run is train.steps: an epoch has" in problem
+
+
+def test_a_key_of_another_program_outside_of_a_section_or_in_one_of_its_own_is_answered_too(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('lr = 3e-4\n[data]\nsource = "text.txt"\n[optimizer]\nweight_decay = 0.1\neps = 1e-8\n')
+    with pytest.raises(ConfigError) as refusal:
+        read(tmp_path / "job.toml")
+    outside, section = refusal.value.problems
+    assert outside == "lr = 0.0003: a key outside of a section. Did you mean train.learning_rate?"
+    assert section.endswith("optimizer.weight_decay is train.weight_decay here; optimizer.eps is train.epsilon here")
+
+
+def test_an_override_without_its_section_is_answered_with_the_whole_key(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('[data]\nsource = "text.txt"\n')
+    with pytest.raises(ConfigError, match=r"override 'lr=1e-3': write it as section\.key=value, here train\.learning_rate=1e-3"):
+        read(tmp_path / "job.toml", ["lr=1e-3"])
+
+
+def test_spellings_that_a_job_may_use_are_no_mistakes() -> None:
+    assert from_tables({"data": TEXT, "layout": {"tp": 1}}).layout.tensor == 1
+    for spelling, field in SPELLINGS["layout"].items():
+        meant = our_key(spelling)
+        assert meant is not None
+        assert meant.key == f"layout.{field}"
