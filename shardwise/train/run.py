@@ -110,8 +110,6 @@ def _in_team(config: Config, worker: Worker, team: Team, dataset: Dataset, link:
     link.progress("restore", 0)
     chosen = _go_on(training, team, copies)
     check_joined(training)
-    if training.step == 0:
-        check_summed_loss(training)
     timestamps["restored"] = present_time()
     link.progress("step", training.step)
     status: int | None = 0
@@ -156,6 +154,8 @@ def _reported(training: Training, beginning: Beginning, link: NoHost, copies: Co
     with closing(reporter):
         reporter.start(beginning)
         try:
+            if training.step == 0:
+                check_summed_loss(training)
             with _source(training, link) as source:
                 return _loop(training, source, reporter, link, copies)
         except UserError as error:
