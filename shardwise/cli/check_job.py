@@ -109,11 +109,11 @@ def _module(sections: Sections) -> Iterator[str]:
 def float8_problems(sections: Sections) -> Iterator[str]:
     """What is asked of float8 and has no effect, whatever else is wrong with the model or the layout."""
     from shardwise.config import Model, Train
-    from shardwise.plan.float8 import problems_of_float8
+    from shardwise.plan.float8 import unknown_patterns
 
     model, train = sections.get("model"), sections.get("train")
     if isinstance(model, Model) and isinstance(train, Train) and model.module is None:
-        yield from problems_of_float8(model, train)
+        yield from unknown_patterns(model, train)
 
 
 def _resume(sections: Sections) -> Iterator[str]:

@@ -56,8 +56,9 @@ def sources_of_model(model: Mapping[str, Any]) -> list[str]:
 
 
 def _keep_one(*keys: str) -> str:
-    ways = " or ".join(f"{key}=" for key in keys)
-    return f"{' and '.join(keys)} are both given; keep one: on the command line, {ways} leaves it out"
+    *others, last = keys
+    every, ways = "both" if len(keys) == 2 else "all", " or ".join(f"{key}=" for key in keys)
+    return f"{', '.join(others)} and {last} are {every} given; keep one: on the command line, {ways} leaves it out"
 
 
 def _one_source(model: Model) -> Iterator[str]:

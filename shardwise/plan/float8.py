@@ -90,18 +90,6 @@ def _dense(model: Model) -> Iterator[tuple[str, str, tuple[int, int]]]:
     yield "head", "head", (MULTIPLE, model.hidden)  # its rows are padded
 
 
-def problems_of_float8(model: Model, train: Train) -> Iterator[str]:
-    """What a job asks of float8 and does not get."""
-    yield from unknown_patterns(model, train)
-    if train.precision == "float8" and not in_float8(model, train):
-        why = (
-            f"has sizes that are multiples of {MULTIPLE} (model.hidden = {model.hidden}); use other sizes, or 'bfloat16'"
-            if unfit(model, train)
-            else "is left by train.float8_head and train.float8_leave_out; leave fewer out, or use 'bfloat16'"
-        )
-        yield f"train.precision = 'float8': no product of the model {why}"
-
-
 def unknown_patterns(model: Model, train: Train) -> Iterator[str]:
     """A problem for each pattern of train.float8_leave_out that leaves nothing out."""
     names = [product.name for product in products(model)]

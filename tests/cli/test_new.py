@@ -77,7 +77,7 @@ def test_every_command_of_a_readme_works_after_the_ones_before(
     folder = tmp_path / "demo"
     job = folder / "demo.toml"
     commands = commands_of(folder)
-    few = 20 if "drill" in [command[1] for command in commands] else 2  # the faults of a drill are some steps apart
+    few = 30 if "drill" in [command[1] for command in commands] else 2  # the faults of a drill are some steps apart
     keys = "steps|every|evaluate_every|sample_tokens|warmup"
     job.write_text(re.sub(rf"(?m)^({keys}) = \d+", rf"\1 = {few}", job.read_text().replace("bytes-2m", "bytes-400k")))
     assert len(commands) >= 3
