@@ -23,6 +23,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DispatchMode = TorchDispatchMode
 """Sees every operator while it is entered. Used all over the field, but torch has no public name for it."""
 
+
+def writes_to_its_input(operator: Any) -> bool:
+    """Whether an operator, as a dispatch mode sees it, changes one of its inputs. Only its private schema tells."""
+    return bool(operator._schema.is_mutable)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number for the memory that a tensor is in, the same for its views. On the meta device there is no address, and torch has
+    no public name for it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renames `all_gather_into_tensor`, which 2.11 has, and warns at each use of the old name."""
 

@@ -254,12 +254,8 @@ def _check(planner: Planner) -> None:
         from shardwise.parallel import check_first_values, check_module
 
         check_module(settled(planner.config), plan.layout)
-        if not to_resume(planner.config) and (name := check_first_values(planner.config)):
-            typer.echo(
-                f"warning: {name} is frozen and begins at random: values that a constructor gives are not kept. Add a method "
-                "initial_value(name, shape, seed) to the module (docs/sharding.md)",
-                err=True,
-            )
+        for warning in () if to_resume(planner.config) else check_first_values(planner.config):
+            typer.echo(f"warning: {warning}", err=True)
 
 
 def _check_room(config: Config, plan: Plan) -> None:

@@ -3,12 +3,12 @@
 from shardwise.models.attention import attention_backends, describe_attention
 from shardwise.models.experts import MixtureOfExperts
 from shardwise.models.generate import Remembering, Step, continuation, generate
-from shardwise.models.initialise import check_first_value, check_values, initial_value, initialise
+from shardwise.models.initialise import begins_otherwise, check_first_value, check_values, initial_value, initialise
 from shardwise.models.loss import IGNORED, VocabularyPart, linear_cross_entropy
 from shardwise.models.own import adapt, build_own, count_items, counts_items
 from shardwise.models.sharding import Role, Sharding, matches
 from shardwise.models.transformer import Block, Head, Transformer
-from shardwise.models.unfilled import weights_without_memory
+from shardwise.models.unfilled import lost_values, weights_without_memory
 
 __all__ = [
     "IGNORED",
@@ -23,6 +23,7 @@ __all__ = [
     "VocabularyPart",
     "adapt",
     "attention_backends",
+    "begins_otherwise",
     "build_own",
     "check_first_value",
     "check_values",
@@ -34,6 +35,7 @@ __all__ = [
     "initial_value",
     "initialise",
     "linear_cross_entropy",
+    "lost_values",
     "matches",
     "weights_without_memory",
 ]

@@ -107,6 +107,19 @@ def check_first_value(model: nn.Module, seed: int) -> None:
         ) from error
 
 
+def begins_otherwise(model: nn.Module, name: str, value: float | None, seed: int) -> bool:
+    """Whether a weight of a user's module begins with other values than its constructor gives. `value` is what all its numbers
+    are there; None: they differ. What `initial_value` returns is taken for what the author wants."""
+    shape = tuple(model.get_parameter(name).shape)
+    if _given(model, name, shape, seed) is not None:
+        return False
+    return len(shape) > 1 or value != (0.0 if _is_bias(name) else 1.0)
+
+
+def _is_bias(name: str) -> bool:
+    return "bias" in name.rpartition(".")[2].split("_")  # torch's own modules have in_proj_bias and bias_ih_l0 too
+
+
 def _is_offset(config: Model, name: str) -> bool:
     """Whether one is added to this weight of a norm; never to those of queries and keys."""
     of_stream = name.endswith("norm.weight") and not name.endswith(("query_norm.weight", "key_norm.weight"))
@@ -133,8 +146,7 @@ def _fill(
     gpu: torch.device | None = None,
 ) -> None:
     if len(shape) <= 1:
-        bias = "bias" in name.rpartition(".")[2].split("_")  # torch's own modules have in_proj_bias and bias_ih_l0 too
-        own.fill_(0.0 if bias else 1.0)  # the weight of a norm
+        own.fill_(0.0 if _is_bias(name) else 1.0)  # one: the weight of a norm
     else:
         draw(own, normal * _deviation(name, shape, layers), seed, name, shape, held, gpu)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from functools import lru_cache, partial
 
 import torch
@@ -28,10 +29,12 @@ from shardwise.models import (
     Sharding,
     Transformer,
     adapt,
+    begins_otherwise,
     build_own,
     check_first_value,
     check_values,
     initialise,
+    lost_values,
     weights_without_memory,
 )
 from shardwise.models.dtypes import DTYPES
@@ -90,6 +93,9 @@ def _scales(config: Config, plan: Plan, parts: list[DataParallel], names: list[s
     return Scales(models, names, comm, delayed, dtype, keep, compiled)
 
 
+_GIVE_VALUES = "Add a method initial_value(name, shape, seed) to the module that returns them (docs/sharding.md)"
+
+
 def build_plain(config: Config) -> nn.Module:
     """The whole model as on one device: weights without memory, buffers with their values."""
     train = config.train
@@ -130,14 +136,25 @@ def check_module(config: Config, layout: Layout) -> None:
         check_own(build_plain(config), config, layout)
 
 
-def check_first_values(config: Config) -> str | None:
-    """Refuse a user's own module that cannot give its weights their values; returns the name of a frozen one that would begin at
-    random, because nothing gives it any: the constructor's are not kept."""
-    model = build_plain(config)
+def check_first_values(config: Config) -> Iterator[str]:
+    """Refuse a user's own module that cannot give its weights their values. Yields what to warn of: frozen weights that begin at
+    random because nothing gives them a value, and values that the constructor gives and that are not kept."""
+    model, seed = build_plain(config), config.train.seed
+    frozen: list[str] = []
     if hasattr(model, "initial_value"):
-        check_first_value(model, config.train.seed)
-        return None
-    return next((name for name, parameter in model.named_parameters() if not parameter.requires_grad), None)
+        check_first_value(model, seed)
+    else:
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        yield f"{frozen[0]} is frozen and begins at random: values that a constructor gives are not kept. {_GIVE_VALUES}"
+    given = lost_values(lambda: build_own(config.model), seed)
+    lost = [name for name, value in given.items() if name not in frozen and begins_otherwise(model, name, value, seed)]
+    if lost:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        yield (
+            f"values that the constructor gives to {', '.join(lost[:3])}{more} are not kept: these weights begin as shardwise "
+            f"draws them. {_GIVE_VALUES}"
+        )
 
 
 def count_parameters(config: Config) -> OwnParameters | None:

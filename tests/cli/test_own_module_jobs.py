@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from shardwise.checkpoint.contents import Contents
 from shardwise.config import read
-from shardwise.parallel import build_plain
+from shardwise.parallel import build_plain, check_first_values
 
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).parents[2]
@@ -160,6 +161,34 @@ def test_weights_that_are_frozen_at_random_are_warned_of(shardwise: Shardwise, t
     done = shardwise("train", JOB, "model.module=given.py:OwnModel", *few)
     assert done.returncode == 0, done.stderr
     assert "warning: embedding.weight is frozen and begins at random" in done.stderr
+
+
+GIVEN = """
+import torch
+from own_model import OwnModel
+
+class Given(OwnModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.ones(8))  # as it would begin anyway
+        self.mixing = torch.nn.Parameter(torch.eye(8))
+        self.embedding.weight.data.copy_(torch.ones(config.vocabulary, config.hidden))
+        torch.nn.init.normal_(self.places.weight)
+
+class Told(Given):
+    def initial_value(self, name, shape, seed):
+        return torch.eye(8) if name == "mixing" else None
+"""
+
+
+@pytest.mark.parametrize(("name", "lost"), [("Given", "embedding.weight, mixing"), ("Told", "embedding.weight")])
+def test_values_that_a_constructor_gives_to_trained_weights_are_not_lost_in_silence(tmp_path: Path, name: str, lost: str) -> None:
+    shutil.copy(ROOT / "examples" / "own_model.py", tmp_path)
+    (tmp_path / "given.py").write_text(GIVEN)
+    (warning,) = check_first_values(read(ROOT / JOB, [f"model.module={tmp_path}/given.py:{name}"]))
+    assert sorted(re.findall(r"embedding\.weight|mixing|scale|places", warning)) == lost.split(", ")
+    assert "are not kept: these weights begin as shardwise draws them. Add a method initial_value(name, shape, seed)" in warning
+    assert list(check_first_values(read(ROOT / JOB))) == []
 
 
 def own_module(folder: Path, name: str, line: str) -> list[str]:
