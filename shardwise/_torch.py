@@ -26,6 +26,11 @@ DispatchMode = TorchDispatchMode
 """Sees every operator while it is entered. Used all over the field, but torch has no public name for it."""
 
 
+def writes_to_its_input(operator: Any) -> bool:
+    """Whether an operator, as a dispatch mode sees it, changes one of its inputs. Only its private schema tells."""
+    return bool(operator._schema.is_mutable)
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """A number for the memory that a tensor is in, the same for its views. On the meta device there is no address, and torch has
     no public name for it."""

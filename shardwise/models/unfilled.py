@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise._torch import DispatchMode
+from shardwise._torch import DispatchMode, writes_to_its_input
 from shardwise._torch import storage_of as _storage
 
 _aten = torch.ops.aten
@@ -88,7 +88,7 @@ class _Watch(DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = _tensors(args)
-        writes = func._schema.is_mutable and inputs
+        writes = bool(inputs) and writes_to_its_input(func)
         read = inputs[1:] if writes and func.overloadpacket in _OVERWRITE else inputs
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags or any(_storage(tensor) in self._drawn for tensor in read)
         if writes:
