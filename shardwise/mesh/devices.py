@@ -7,14 +7,13 @@ GPU, or to be a worker.
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from shardwise.errors import UserError
-from shardwise.mesh.launched import Worker, threads_of_worker
+from shardwise.mesh.launched import Worker, gpus_are_hidden, threads_of_worker
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +28,7 @@ GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
 
 def local_gpus() -> int:
     """Number of GPUs that this process may use. Torch is not imported where the answer is 0 without it."""
-    if not _has_gpu_driver() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    if not _has_gpu_driver() or gpus_are_hidden():
         return 0
     import torch
 

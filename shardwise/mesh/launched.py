@@ -160,6 +160,11 @@ def agent_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def gpus_are_hidden() -> bool:
+    """Whether the environment says that this process may use no GPU."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+
+
 def worker_environment(workers: int) -> dict[str, str]:
     """What our own workers need in their environment: a fair share of the cores."""
     return {"OMP_NUM_THREADS": str(threads_of_worker(workers))}

@@ -42,7 +42,19 @@ def result(done: subprocess.CompletedProcess[str], status: int = 0) -> dict[str,
 
 def test_a_run_with_a_killed_worker_and_a_spoilt_checkpoint_is_the_undisturbed_run(shardwise: Shardwise, tmp_path: Path) -> None:
     found = result(
-        shardwise("drill", *JOB, "train.steps=20", "--faults", "kill,corrupt", "--count", "2", "--seed", "1", "--json")
+        shardwise(
+            "drill",
+            *JOB,
+            "checkpoint.every=10",
+            "train.steps=120",
+            "--faults",
+            "kill,corrupt",
+            "--count",
+            "2",
+            "--seed",
+            "1",
+            "--json",
+        )
     )
     fields = ("pass", "faults", "loss_equal", "weights_equal", "data_repeated", "data_skipped", "goodput", "layout_changed")
     assert [found[field] for field in fields] == [True, found["faults"], True, True, [], [], found["goodput"], False]

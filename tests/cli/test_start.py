@@ -187,7 +187,8 @@ def test_limits_that_are_too_low_for_a_run_are_named_before_anything_is_written(
     low = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (48, 48)); r.setrlimit(r.RLIMIT_AS, (900 << 20, 900 << 20))"
     run = ["train", str(JOB), "layout.data=2", f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
     command = [sys.executable, "-c", f"{low}; {ENTRIES[0]}", *run]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert ended.returncode == 2, ended.stderr
     assert [line.partition("ulimit ")[2] for line in ended.stderr.splitlines()] == ["-n 4096", "-v unlimited"]
     assert list(tmp_path.iterdir()) == []

@@ -126,7 +126,9 @@ def faulty(folder: Path, kind: str = "none", fails_at: int = -1) -> Iterator[Dis
             patch.setattr(os, name, watched(name))
         patch.setattr(io, "open", open_stream)
         patch.setattr(builtins, "open", open_stream)
-        patch.setattr("shardwise.observe.files.FileIO", lambda path, mode: open_stream(path, mode + "b", buffering=0))
+        patch.setattr(
+            "shardwise.observe.files.FileIO", lambda path, mode, opener=None: open_stream(path, mode + "b", buffering=0)
+        )
         yield disk
 
 

@@ -104,6 +104,7 @@ def test_workers_of_several_nodes_meet_where_other_machines_can_call(
     monkeypatch: pytest.MonkeyPatch, local_world: int, address: str
 ) -> None:
     called: list[str] = []
+    monkeypatch.setattr(mesh_module, "check_resolves", lambda name: None)
     monkeypatch.setattr(mesh_module, "address_for_other_machines", lambda name: "10.0.0.5")
     monkeypatch.setattr(mesh_module, "use_network_towards", lambda address, port: called.append(address))
     monkeypatch.setattr(mesh_module, "TCPStore", lambda address, *_, **__: called.append(address))
