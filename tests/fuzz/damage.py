@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import sys
 import unicodedata
@@ -185,8 +186,8 @@ _watched: list[tuple[Path, list[str]]] = []
 def _note(event: str, arguments: tuple[Any, ...]) -> None:
     if _watched and event == "open" and isinstance(arguments[0], str | bytes):
         folder, outside = _watched[-1]
-        path = Path(arguments[0].decode() if isinstance(arguments[0], bytes) else arguments[0])
-        if path.resolve().is_relative_to(folder.parent) and not path.resolve().is_relative_to(folder):
+        path = Path(os.path.realpath(os.fsdecode(arguments[0])))  # of a link to itself, Path.resolve raises
+        if path.is_relative_to(folder.parent) and not path.is_relative_to(folder):
             outside.append(str(path))
 
 
