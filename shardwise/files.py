@@ -187,16 +187,27 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def linked(folder: Path, name: str) -> Path:
-    """The file of this name in a folder, or where a link of this name leads to, which may be anywhere. A link to what is not a
-    regular file is refused: one that leads nowhere or to itself, a folder, a pipe, a device.
+    """The file of this name in a folder, or where a link of this name leads to, which may be anywhere. It need not be there. What
+    is there and is not a regular file is refused: a folder, a pipe, a device, a link to one, a link that leads nowhere.
     """
     path = _child(folder, name)
     with reading(path):
-        if path.is_symlink() and not path.is_file():
-            is_there = os.path.exists(path)
-            wrong = "is not a regular file" if is_there else "is not there"
+        if os.path.lexists(path) and not path.is_file():
+            if not path.is_symlink():
+                raise UserError(f"{path} is not a regular file")
+            absent = "leads back to it" if _loops(path) else "is not there"
+            wrong = "is not a regular file" if os.path.exists(path) else absent
             raise UserError(f"{path} is a link to {os.readlink(path)}, which {wrong}")
     return path
+
+
+def _loops(path: Path) -> bool:
+    """Whether following a link never ends."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def leads_out(path: Path, folder: Path) -> bool:

@@ -96,7 +96,7 @@ def test_links_are_followed_to_regular_files_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     wrong = {
         "absent": "is not there",
-        "loop": "is not there",
+        "loop": "leads back to it",
         "pipe": "is not a regular file",
         "/dev/zero": "is not a regular file",
     }

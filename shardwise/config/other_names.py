@@ -42,6 +42,9 @@ _ACCUMULATED = OurKey(
 )
 _EPOCHS = OurKey("", "", "the length of a run is train.steps: an epoch has (sequences of the data) / train.global_batch steps")
 _EVERY_STEP = OurKey("", "", "every step is written to metrics.jsonl of run.folder; leave it out")
+_NO_LORA = OurKey("", "", "LoRA is not there; leave it out, or freeze weights in a module of your own (docs/sharding.md)")
+_BY_ITSELF = OurKey("", "", "the fastest attention that fits is chosen by itself; leave it out")
+_PACKED = OurKey("", "", "documents are always packed; leave it out")
 _WORKERS = OurKey("", "", "the number of local workers is an option: --workers N")
 _OF_ALL = OurKey(
     "train.global_batch", "", "sequences of a step over all devices; train.micro_batch: of one forward on one device"
@@ -66,6 +69,9 @@ OTHER_NAMES: dict[str, OurKey] = {
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "gradient_accumulation"), _ACCUMULATED),
     **dict.fromkeys(("epochs", "epoch", "num_epochs", "num_train_epochs", "max_epochs"), _EPOCHS),
     **dict.fromkeys(("max_steps", "train_iters", "training_steps", "num_steps", "total_steps", "iters"), OurKey("train.steps")),
+    **dict.fromkeys(("lora", "lora_r", "lora_alpha", "lora_dropout", "peft", "use_peft", "qlora", "adapter"), _NO_LORA),
+    **dict.fromkeys(("attn_implementation", "flash_attention", "use_flash_attn", "sdp_attention"), _BY_ITSELF),
+    **dict.fromkeys(("packing", "sample_packing"), _PACKED),
     **dict.fromkeys(("wd", "l2"), OurKey("train.weight_decay")),
     **dict.fromkeys(("max_grad_norm", "max_norm", "gradient_clipping", "clip_grad", "grad_clip", "gradient_clip_val"),
                     OurKey("train.clip")),
@@ -91,7 +97,7 @@ OTHER_NAMES: dict[str, OurKey] = {
     **dict.fromkeys(("resume_from_checkpoint", "resume_from", "load"), OurKey("checkpoint.resume")),
     **dict.fromkeys(("async_save", "async_mode"), OurKey("checkpoint.background", "true")),
     **dict.fromkeys(("output_dir", "out_dir", "output", "save_dir", "dump_folder", "folder"), OurKey("run.folder")),
-    "wandb_project": OurKey("observe.wandb"),
+    **dict.fromkeys(("wandb_project", "project"), OurKey("observe.wandb")),
     "report_to": OurKey("observe.wandb", "PROJECT"),
     **dict.fromkeys(("enable_tensorboard", "tensorboard_dir"), OurKey("observe.tensorboard", "true")),
     **dict.fromkeys(("tp", "tensor_parallel", "tp_size", "tensor_parallel_size", "tensor_parallel_degree",
@@ -147,13 +153,15 @@ def our_key(name: str, section: str = "") -> OurKey | None:
     `section` is where it was written. A key of that section comes before one of the same name elsewhere.
     """
     word = name.lower().replace("-", "_")
+    word = f"{section}_{word}" if f"{section}_{word}" in OTHER_NAMES else word  # checkpoint.interval: checkpoint_interval
     here = SECTIONS[section].model_fields if section in SECTIONS else {}
     if (meant := _called(word)) and (key := meant.key.partition(".")[2]) in here:
         return meant._replace(key=f"{section}.{key}")
     if near := _close(word, here, SURE):
         return OurKey(f"{section}.{near}")
     keys = [key for kind in SECTIONS.values() for key in kind.model_fields]
-    return meant or ((likely := _close(word, [*keys, *OTHER_NAMES], SURE)) and _called(likely)) or None
+    names = [name for name, meant in OTHER_NAMES.items() if meant.key]  # a mere note would be wrong for another word
+    return meant or ((likely := _close(word, [*keys, *names], SURE)) and _called(likely)) or None
 
 
 def _called(word: str) -> OurKey | None:

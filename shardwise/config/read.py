@@ -63,7 +63,7 @@ def read_with_origins(
     tables = _tables(_load(path), problems)
     origins = {_name(section, key): str(path) for section, table in tables.items() for key in table}
     for override in overrides:
-        origins |= dict.fromkeys(_apply(override, tables, problems), f"override {override}")
+        origins |= dict.fromkeys(_apply(override, tables, problems, origins), f"override {override}")
     origins |= _fill(tables, problems)
     if "folder" not in tables.setdefault("run", {}):
         tables["run"]["folder"] = f"runs/{path.stem}"
@@ -118,8 +118,9 @@ def _tables(raw: dict[str, Any], problems: list[str]) -> Tables:
     return tables
 
 
-def _apply(override: str, tables: Tables, problems: list[str]) -> list[str]:
-    """Lay an override over the tables, and return the names of the keys that it gives or leaves out."""
+def _apply(override: str, tables: Tables, problems: list[str], origins: Origins) -> list[str]:
+    """Lay an override over the tables, and return the names of the keys that it gives or leaves out. It replaces what the file
+    has under another spelling of the key; two overrides with different spellings are a mistake that is found later."""
     key, equals, text = (part.strip() for part in override.partition("="))
     if key == "layout" and (word := text.strip("\"'")) in PLANNED_LAYOUTS:
         before, tables["layout"] = tables.get("layout", {}), dict(PLANNED_LAYOUTS[word])
@@ -129,11 +130,16 @@ def _apply(override: str, tables: Tables, problems: list[str]) -> list[str]:
         return _leave_out(section, field, tables, problems)
     if not equals or not section or not dot or not field:
         meant = our_key(key) if equals and not dot and key not in SECTIONS else None
-        example = f"here {meant.setting(text)}" if meant else "for example train.steps=100"
-        problems.append(f"override {shown(override)}: write it as section.key=value, {example}")
+        example = f"here {meant.setting(text)}" if meant and meant.key else "for example train.steps=100"
+        note = f"; {meant.note}" if meant and not meant.key else ""
+        problems.append(f"override {shown(override)}: write it as section.key=value, {example}{note}")
         return []
-    tables.setdefault(section, {})[field] = _parse(text, section, field)
-    return [_name(section, field)]
+    table, name = tables.setdefault(section, {}), _name(section, field)
+    if not origins.get(name, "").startswith("override "):
+        for other in [key for key in table if key != field and _name(section, key) == name]:
+            del table[other]
+    table[field] = _parse(text, section, field)
+    return [name]
 
 
 def _leave_out(section: str, field: str, tables: Tables, problems: list[str]) -> list[str]:
@@ -169,7 +175,9 @@ def _validate(
     tables: Tables, source: str, problems: list[str], devices: int | None = None, checks: Sequence[Check] = ()
 ) -> Config:
     for name in tables.keys() - SECTIONS.keys():
-        problems.append(f"[{name}]: unknown section{did_you_mean(name, SECTIONS)}{_keys_meant(name, tables[name])}")
+        advice, meant = did_you_mean(name, SECTIONS), "; ".join(_keys_meant(name, tables[name]))
+        also = f"{' ' if advice.endswith('?') else '; '}{meant}" if meant else ""
+        problems.append(f"[{name}]: unknown section{advice}{also}")
     read_tables = {name: _read_table(name, tables.get(name, {}), problems) for name in SECTIONS}
     sections = {name: section for name, section in read_tables.items() if section is not None}
     if isinstance(model := sections.get("model"), Model) and len(sources_of_model(model.__dict__)) > 1:
@@ -237,10 +245,10 @@ def _to_leave_out(key: str, value: Any) -> str:
     return f"; write {key}= with nothing after it to leave it out" if meant else ""
 
 
-def _keys_meant(section: str, table: dict[str, Any]) -> str:
+def _keys_meant(section: str, table: dict[str, Any]) -> list[str]:
     """What keys of an unknown section are called here, as far as that is known."""
     meant = {key: our.key for key in table if (our := our_key(key)) and our.key}
-    return "".join(f"; {section}.{key} is {ours} here" for key, ours in meant.items())
+    return [f"{section}.{key} is {ours} here" for key, ours in meant.items()]
 
 
 def _explain(section: str, kind: type[Section], details: Sequence[ErrorDetails]) -> list[str]:

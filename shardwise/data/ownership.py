@@ -54,7 +54,7 @@ def check_target(folder: Path) -> None:
 
 def refuse_shards(names: Iterable[Path]) -> None:
     """Refuse to read prepared tokens as text. A prepared folder that has lost its index looks like any folder of files."""
-    shard = next((path for path in names if _SHARD.fullmatch(path.name)), None)
+    shard = next((path for path in names if _SHARD.fullmatch(path.name.removesuffix(".partial"))), None)
     if shard is None:
         return
     folder, index = shard.parent, shard.parent / INDEX

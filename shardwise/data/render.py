@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import IO, Any, NamedTuple
 
-SECONDS = 10.0
-"""Processor time for one conversation; those that people write take less than a thousandth of it."""
+SECONDS = 2.0
+"""Processor time for one conversation; those that people write take less than a hundredth of it."""
 MEMORY = 512 << 20
 """Bytes of address space of the process."""
 CHARACTERS, GROWTH = 1 << 20, 16

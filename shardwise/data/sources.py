@@ -9,7 +9,8 @@
 | any other folder, in depth and sorted; a glob | as above, for each file |
 
 In a folder that has JSONL, Parquet or Arrow files only those are read: a README beside them is not data. Hidden files,
-.json files met in a folder (they describe data sets), and folders of runs (metrics, logs and checkpoints) are passed over.
+.json files met in a folder (they describe data sets), folders of runs (metrics, logs and checkpoints), and folders of prepared
+tokens below (such as data.cache) are passed over.
 Text and JSON files may be gzipped. Rows without text are no documents. Shards of prepared tokens are refused: they are no
 text. A source holds texts or it holds answers (conversations and prompts with a completion, data/chat.py): its first good
 record says which.
@@ -24,6 +25,7 @@ import glob
 import gzip
 import json
 import stat
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +38,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from shardwise.data.chat import COMPLETION, MESSAGES, PROMPT, ChatTemplate, Span, answered_texts, without_lone_surrogates
 from shardwise.data.columnar import arrow_rows, parquet_rows
-from shardwise.data.ownership import refuse_shards
+from shardwise.data.ownership import is_begun, is_prepared, refuse_shards
 from shardwise.errors import ConfigError, UserError
 from shardwise.files import linked, parse_as, read_bytes, reading
 
@@ -45,7 +47,9 @@ PIECE_BYTES = 1 << 20
 MOST_NAMED = 20
 """Bad records that are named."""
 MOST_SEARCHED = 100_000
-"""Records after the first bad one in which others are looked for: some seconds of reading."""
+"""Records after the first bad one in which others are looked for."""
+SEARCH_SECONDS = 5.0
+"""How long they are looked for: a chat template may take long to fail."""
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _TABLES = (".parquet", ".arrow")
 RUN_FILES = ("config.toml", "plan.json")
@@ -168,7 +172,7 @@ def read_pieces(
             pieces = _pieces(record, text_field, answers, template)
         except UserError as error:
             tables = (_read(other, text_field) for other in following if _kind(other.path) != "text")
-            others = islice(chain(records, *tables), MOST_SEARCHED)
+            others = _for_a_while(islice(chain(records, *tables), MOST_SEARCHED))
             bad = _problems(others, lambda other: _pieces(other, text_field, answers, template))
             raise _refusal([str(error), *islice(bad, MOST_NAMED - 1)]) from None
         yield from pieces
@@ -180,6 +184,15 @@ def _pieces(record: _Record, text_field: str, answers: bool, template: ChatTempl
         kinds = "a text among conversations" if answers else "a conversation among texts"
         raise UserError(f"{record.where}: {kinds}. Give them as sources of their own (data.sources).")
     return list(_answers(record, template) if answers else _one_text(record, text_field))
+
+
+def _for_a_while(records: Iterator[_Record]) -> Iterator[_Record]:
+    """The records that are read within SEARCH_SECONDS."""
+    until = time.monotonic() + SEARCH_SECONDS
+    for record in records:
+        if time.monotonic() > until:
+            return
+        yield record
 
 
 def _problems(records: Iterator[_Record], read: Callable[[_Record], object]) -> Iterator[str]:
@@ -197,8 +210,9 @@ def _problems(records: Iterator[_Record], read: Callable[[_Record], object]) -> 
 def _refusal(problems: list[str]) -> UserError:
     if len(problems) == 1:
         return UserError(problems[0])
-    more = [f"and perhaps more: the search ended after {MOST_NAMED}"] if len(problems) == MOST_NAMED else []
-    return ConfigError("the data", [*problems, *more])
+    if len(problems) == MOST_NAMED:
+        problems[-1] += f"\n  and perhaps more: the search ended after {MOST_NAMED}"
+    return ConfigError("the data", problems)
 
 
 def _answers(record: _Record, template: ChatTemplate | None) -> Iterator[TextPiece]:
@@ -261,8 +275,9 @@ def _in_folder(folder: Path) -> list[Path]:
         return _saved_to_disk(folder)
     refuse_shards(sorted(folder.iterdir()))  # also where other files beside them would be read
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
-    runs = {path.parent for path in files if all((path.parent / name).is_file() for name in RUN_FILES)}
-    files = [path for path in files if runs.isdisjoint(path.parents)]
+    folders = {path.parent for path in files}
+    ours = {path for path in folders if is_prepared(path) or is_begun(path) or all((path / name).is_file() for name in RUN_FILES)}
+    files = [path for path in files if ours.isdisjoint(path.parents)]
     data = [path for path in files if path.suffix.lower() != ".json" and _kind(path) != "text"]
     return data or [path for path in files if path.suffix.lower() != ".json"]
 

@@ -104,14 +104,18 @@ class _Watch(DispatchMode):  # type: ignore[no-untyped-call]
         if is_drawn:
             self._drawn.add(key)
             self.given.pop(key, None)
-        elif target.is_meta and func.overloadpacket is _aten.copy_:
-            if not inputs[1].is_meta:
-                self.given[key] = None
-        elif target.is_meta and target.numel() * target.itemsize == target.untyped_storage().nbytes():  # all of it
-            if func.overloadpacket is _aten.zero_:
-                self.given[key] = 0.0
-            elif func.overloadpacket is _aten.fill_ and not isinstance(args[1], Tensor):
-                self.given[key] = float(args[1])
+        elif target.is_meta and func.overloadpacket in _OVERWRITE:
+            self._note_value(func.overloadpacket, inputs, args)
+
+    def _note_value(self, operation: Any, inputs: list[Tensor], args: Any) -> None:
+        """A weight without memory is given values: one for all its numbers, or several."""
+        target = inputs[0]
+        if operation is _aten.copy_ and any(_storage(weight) == _storage(inputs[1]) for weight in self._alive):
+            return  # of another weight, which has no values here
+        is_whole = target.numel() * target.itemsize == target.untyped_storage().nbytes()
+        is_one_value = operation is _aten.zero_ or (operation is _aten.fill_ and not isinstance(args[1], Tensor))
+        value = (0.0 if operation is _aten.zero_ else float(args[1])) if is_one_value else None
+        self.given[_storage(target)] = value if is_whole else None
 
     def _note_new(self, func: Any, inputs: list[Tensor], result: Any, is_drawn: bool) -> None:
         before = {_storage(tensor) for tensor in inputs}

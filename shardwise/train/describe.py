@@ -136,7 +136,7 @@ def _minutes(minutes: float) -> str:
 def describe_optimizer(optimizer: torch.optim.AdamW, outer_every: int | None) -> str:
     """The optimizer that makes the updates, and after how many steps groups make an outer one, if they do."""
     if isinstance(optimizer, OneBitAdam):
-        name = "1-bit Adam: AdamW at first, then momentum that devices exchange as signs, with a constant variance"
+        name = "1-bit Adam: AdamW at first, then momentum that devices exchange compressed, with a constant variance"
     elif isinstance(optimizer, RoundedAdamW):
         name = "AdamW on bfloat16 weights and moments, rounded by chance"
     else:

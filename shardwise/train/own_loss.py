@@ -41,7 +41,7 @@ def check_summed_loss(training: Training) -> None:
     with _without_trace(training):
         (once, items), (twice, items_of_two) = (_measured(training, batch) for batch in (row, _twice(row)))
         empty = _measured(training, untaught)[0] if _evaluation_is_filled_up(training) else 0.0
-    name = type(training.parallel.parts[0].model).__name__
+    name = training.config.model.module.rpartition(":")[2]
     if once and items_of_two > items and abs(twice - once) <= CLOSE * abs(once):
         raise UserError(
             f"{name}.forward returns a mean: the loss of one sequence is {once:.4g}, and that of the same sequence twice in a "

@@ -272,6 +272,19 @@ def test_a_broken_link_in_a_folder_is_named(folder: Path, tmp_path: Path, name: 
         open_folder(mine)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_what_is_no_file_in_a_folder_is_not_said_to_be_missing(folder: Path, tmp_path: Path, name: str) -> None:
+    mine = shutil.copytree(folder, tmp_path / "mine")
+    (mine / name).unlink()
+    os.mkfifo(mine / name)
+    with pytest.raises(UserError, match=rf"{name} is not a regular file"):
+        open_folder(mine)
+    (mine / name).unlink()
+    (mine / name).symlink_to(name)
+    with pytest.raises(UserError, match=rf"{name} is a link to {name}, which leads back to it"):
+        open_folder(mine)
+
+
 def test_a_run_that_goes_on_needs_the_weights_of_the_folder_no_more(folder: Path, tmp_path: Path) -> None:
     mine = shutil.copytree(folder, tmp_path / "mine")
     config = from_tables(tables(folder, model={"pretrained": str(mine)}, run={"folder": str(tmp_path / "run")}))

@@ -53,12 +53,18 @@ def test_values_that_names_stand_for_are_values_of_the_key(tmp_path: Path) -> No
         ("train", "max-grad-norm", "train.clip"),
         ("model", "num_hidden_layers", "model.layers"),
         ("train", "stpes", "train.steps"),
+        ("checkpoint", "interval", "checkpoint.every"),
     ],
 )
 def test_an_unknown_key_is_answered_with_ours_alone(section: str, name: str, ours: str) -> None:
     (problem,) = problems({section: {name: 1}})
     assert f"{section}.{name} = 1: unknown key. Did you mean {ours}?" in problem
     assert "known are" not in problem
+
+
+def test_a_key_on_the_command_line_replaces_the_same_key_in_another_spelling(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('[data]\nsource = "text.txt"\n[layout]\ndata = -1\n')
+    assert read(tmp_path / "job.toml", ["layout.dp=2"]).layout.data == 2
 
 
 def test_epochs_are_answered_with_how_many_steps_they_are() -> None:

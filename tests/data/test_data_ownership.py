@@ -11,6 +11,7 @@ import pytest
 
 from shardwise.config import Data, Source
 from shardwise.data.prepare import prepare, prepared
+from shardwise.data.sources import find_files
 from shardwise.data.tokens import Tokens
 from shardwise.errors import UserError
 
@@ -182,7 +183,7 @@ def test_shards_whose_index_is_not_a_file_of_ours_are_never_read_as_text(
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.parametrize("given", ["out", "out/shard-00000.bin", "out/shard-*", "."])
+@pytest.mark.parametrize("given", ["out", "out/shard-00000.bin", "out/shard-*"])
 def test_prepared_tokens_are_no_text_wherever_they_are_met(
     source: Path, tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +191,25 @@ def test_prepared_tokens_are_no_text_wherever_they_are_met(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"out/shard-00000\.(bin|ends)? holds prepared tokens"):
         prepare(given, "bytes", tmp_path / "copy")
+
+
+@pytest.mark.parametrize("given", ["out/shard-00000.bin.partial", "out/*", "out"])
+def test_half_prepared_tokens_are_no_text(tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that was killed leaves them, and somebody who removes what looks like a leftover."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "shard-00000.bin.partial").write_bytes(b"0" * 64)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"index\.json is missing, so shard-00000\.bin\.partial beside it cannot be read"):
+        prepare(given, "bytes", tmp_path / "copy")
+
+
+def test_prepared_tokens_below_a_source_are_passed_over(source: Path, tmp_path: Path) -> None:
+    """As where data.cache lies among the files that it was made of."""
+    text = source if source.is_file() else next(path for path in source.rglob("*") if path.is_file())
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "text.txt").write_bytes(text.read_bytes())
+    prepare(tmp_path / "data", "bytes", tmp_path / "data" / "cache")
+    assert [file.path.name for file in find_files(tmp_path / "data")] == ["text.txt"]
 
 
 def test_a_file_as_target_is_named_as_such(source: Path) -> None:
