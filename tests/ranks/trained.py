@@ -16,7 +16,6 @@ from ranks.jobs import ALONE, Tables, Trained, start, weights
 from ranks.pool import Pool
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from shardwise.config import SPLIT_BACKWARD, Layout, from_tables
 from shardwise.cost.clusters import CLUSTERS
@@ -143,9 +142,10 @@ def _waiting(one: Any) -> Tensor | None:
     """The whole gradient of a weight: a sum in the dtype of sums, or in the parameter's own where that is the same."""
     newest = one._unsharded_param.grad if hasattr(one, "_unsharded_param") else None
     gradient = newest if one.unsharded_accumulated_grad is None else one.unsharded_accumulated_grad
-    if isinstance(gradient, DTensor) and gradient.placements != one._unsharded_param.placements:
+    piece = local(one._unsharded_param) if hasattr(one, "_unsharded_param") else None
+    if gradient is not None and piece is not None and local(gradient).numel() > piece.numel():
         # torch 2.11 makes the sum of an unevenly split weight whole on every rank; the prediction is of later releases
-        return gradient.redistribute(placements=one._unsharded_param.placements).to_local().clone()
+        return local(gradient).new_empty(piece.shape)
     return gradient
 
 
