@@ -24,7 +24,7 @@ _STARTING = {"fork", "spawnv_passfds", "_execute_child", "_launch"}
 
 
 def check_limits(workers: int = 1) -> None:
-    """Refuse, with all that is too low, to start so many workers here. Soft limits are raised where that helps."""
+    """Raise a UserError that names every limit too low for this number of workers. Soft limits are raised first."""
     checks = (
         (resource.RLIMIT_NOFILE, FILES + FILES_OF_A_WORKER * workers, _files_needed),
         (resource.RLIMIT_AS, ADDRESS_SPACE, _space_needed),

@@ -347,7 +347,7 @@ class _Strangers:
         self.selector.register(stranger.connection, selectors.EVENT_READ)
 
     def admitted(self, ready: Container[object]) -> Iterator[Wire]:
-        """Of those that have sent something, the connections of those that know the secret. Others are hung up on."""
+        """Return the connections of callers that have shown that they know the secret, and close the others that have spoken."""
         for connection, stranger in [entry for entry in self._strangers.items() if entry[0] in ready]:
             try:
                 wire = stranger.admitted(self._credentials)

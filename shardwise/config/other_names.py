@@ -25,7 +25,7 @@ class OurKey(NamedTuple):
     value: str = ""
     """The value that the other name stands for, or in capitals what to write; empty: the value that was given to it."""
     note: str = ""
-    """How the two differ."""
+    """A sentence about how the two keys differ; may be empty."""
 
     def setting(self, given: str = "VALUE") -> str:
         """What to write on the command line for a value that was given to the other name, and how the two differ."""

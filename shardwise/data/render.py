@@ -37,7 +37,7 @@ SECONDS = 2.0
 MEMORY = 512 << 20
 """Bytes of address space of the process."""
 CHARACTERS, GROWTH = 1 << 20, 16
-"""A conversation may become so many characters, and so many more for each character that goes in."""
+"""A rendered conversation may have CHARACTERS characters, plus GROWTH for each character of its input."""
 _LENGTH = struct.Struct("<Q")
 _KEPT = 64
 """Compiled templates that the process keeps."""
@@ -57,7 +57,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """What to render."""
+    """One conversation, and the template to render it with."""
 
     source: str
     variables: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Request:
 
 
 class _Limits(NamedTuple):
-    """For one conversation."""
+    """The limits for rendering one conversation."""
 
     seconds: float
     characters: int
@@ -74,7 +74,7 @@ class _Limits(NamedTuple):
 
 
 class Renderer:
-    """This process's end: starts the other process, asks it, and ends it."""
+    """Starts the process that renders, sends it requests, and ends it."""
 
     def __init__(self) -> None:
         program = f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_path({__file__!r}, run_name='__main__')"

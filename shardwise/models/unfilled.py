@@ -72,7 +72,7 @@ class _Watch(DispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.given: dict[int, float | None] = {}
-        """Of weights: the value of all their numbers, or None for several."""
+        """By the storage of a weight: the one value that all its numbers have, or None if they differ."""
         self._empty: set[int] = set()
         self._drawn: set[int] = set()
         self._alive: list[Tensor] = []

@@ -26,7 +26,7 @@ FILE = "first-node.json"
 
 @dataclass(frozen=True)
 class Sign:
-    """What the file says."""
+    """The contents of the file."""
 
     start: str
     """Drawn anew for each start."""

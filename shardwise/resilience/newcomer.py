@@ -26,7 +26,7 @@ class Newcomer:
 
     host: str
     version: str
-    """Of shardwise."""
+    """The version of shardwise."""
     torch: str = ""
     workers: NonNegativeInt = 0
     job: dict[str, str] = field(default_factory=dict)

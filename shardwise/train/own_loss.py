@@ -55,7 +55,7 @@ def check_summed_loss(training: Training) -> None:
 
 
 def _row_with_targets(training: Training) -> Batch:
-    """Of the run's first sequences, the one with most targets: sequences of conversations may have none."""
+    """Return the one of the run's first sequences that has most targets. A sequence of a conversation may have none."""
     rows = training.dataset.sequences(0, training.plan.micro_batch)
     best = int(np.argmax((rows.targets != IGNORED).sum(1)))
     one = slice(best, best + 1)
