@@ -1,4 +1,5 @@
-"""What a build adds to pyproject.toml: the README as a package index shows it, where a relative link leads nowhere."""
+"""What a build adds to pyproject.toml: the README as a package index shows it, where a relative link leads
+nowhere."""
 
 import re
 import tomllib

@@ -1,18 +1,18 @@
 """Drivers without lockstep, against lockstep in the same run: four workers, real processes, the bundled text.
 
-    python benchmarks/asynchronous.py staleness [--steps 1500] [--seeds 3] [--portions 4] [--plot docs/staleness.svg]
-    python benchmarks/asynchronous.py uneven [--steps 80]
-    python benchmarks/asynchronous.py local [--steps 1500] [--seeds 3] [--rate 100mbit]
-    python benchmarks/asynchronous.py throughput [--rounds 8]
-    python benchmarks/asynchronous.py hogwild [--steps 20] [--seeds 3]
+    python benchmarks/asynchronous.py staleness [--steps 1500] [--seeds 3] [--portions 4] [--plot
+    docs/staleness.svg] python benchmarks/asynchronous.py uneven [--steps 80] python
+    benchmarks/asynchronous.py local [--steps 1500] [--seeds 3] [--rate 100mbit] python
+    benchmarks/asynchronous.py throughput [--rounds 8] python benchmarks/asynchronous.py hogwild [--steps 20]
+    [--seeds 3]
 
-staleness: the held-out loss after as many updates for each bound, and the staleness that was seen; with --portions 1 each
-gradient is an update by itself, so that four workers make one another's gradients old.
-uneven: one of four workers takes four times as long (uneven_model.py); time to a held-out loss that lockstep reaches.
-local: two hosts of two workers with a cable between them (slow_link.py): groups that meet every 50 steps against DDP, from a
-third of a run that was trained in lockstep on.
-hogwild: a sparse model (examples/ngrams.py) by one process, and by two without a lock and with one.
-throughput: what a server of 50 M parameters takes from and gives to four workers that compute nothing, against gloo's sends.
+staleness: the held-out loss after as many updates for each bound, and the staleness that was seen; with
+--portions 1 each gradient is an update by itself, so that four workers make one another's gradients old.
+uneven: one of four workers takes four times as long (uneven_model.py); time to a held-out loss that lockstep
+reaches. local: two hosts of two workers with a cable between them (slow_link.py): groups that meet every 50
+steps against DDP, from a third of a run that was trained in lockstep on. hogwild: a sparse model
+(examples/ngrams.py) by one process, and by two without a lock and with one. throughput: what a server of 50 M
+parameters takes from and gives to four workers that compute nothing, against gloo's sends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from slow_link import HOSTS, OURS, cable, limit
 ROOT = Path(__file__).parents[1]
 SMALL = [
     "examples/quickstart.toml", "model.preset=bytes-400k", "data.sequence_length=64", "train.global_batch=8",
-    "train.learning_rate=1e-3", "train.betas=[0.9, 0.99]", "train.final_learning_rate=0", "checkpoint.every=0",
+    "train.learning_rate=1e-3", "train.betas=[0.9, 0.99]", "train.final_learning_rate=0",
+    "checkpoint.every=0",
     "observe.sample=",
 ]  # fmt: skip
 CABLE_STEPS = 60
@@ -48,7 +49,9 @@ Records = list[dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["staleness", "uneven", "local", "throughput", "hogwild"])
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--seeds", type=int, default=3)
@@ -71,25 +74,38 @@ def main() -> None:
                 hogwild(Path(folder), given.steps or 20, given.seeds)
 
 
-# -- staleness --------------------------------------------------------------------------------------------------------------
+# -- staleness -----------------------------------------------------------------------------------------------
 
 
 def staleness(folder: Path, steps: int, seeds: int, portions: int, plot: Path | None) -> None:
     curves: dict[tuple[str, int], dict[int, float]] = {}
     seen: dict[str, Counter[int]] = {}
     ways = {"synchronous": ["layout.zero=0"]}
-    ways |= {f"bound {bound}": ["train.driver=server", f"server.portions={portions}", f"server.max_staleness={bound}"]
+    ways |= {f"bound {bound}": ["train.driver=server", f"server.portions={portions}",
+    f"server.max_staleness={bound}"]
              for bound in (0, 1, 4, 16, "unbounded")}  # fmt: skip
     for seed in range(1, seeds + 1):
         for name, words in ways.items():
             run = folder / f"{name} {seed}".replace(" ", "-")
             job = [*SMALL, "train.learning_rate=5e-4", f"train.steps={steps}", f"train.warmup={steps // 10}"]
-            train(run, [*job, f"train.evaluate_every={steps // 6}", f"train.seed={seed}", "layout.data=4", *words])
-            curves[name, seed] = {record["step"]: record["held_out_loss"] for record in records(run) if "held_out_loss" in record}
-            seen.setdefault(name, Counter()).update(age for record in records(run) for age in record.get("staleness", [0]))
+            train(
+                run,
+                [*job, f"train.evaluate_every={steps // 6}", f"train.seed={seed}", "layout.data=4", *words],
+            )
+            curves[name, seed] = {
+                record["step"]: record["held_out_loss"]
+                for record in records(run)
+                if "held_out_loss" in record
+            }
+            seen.setdefault(name, Counter()).update(
+                age for record in records(run) for age in record.get("staleness", [0])
+            )
             print(f"  {name:16} seed {seed}: {curves[name, seed][steps]:.4f}", file=sys.stderr, flush=True)
     base = statistics.mean(curves["synchronous", seed][steps] for seed in range(1, seeds + 1))
-    print(f"{'':16} held-out loss after {steps} updates, {seeds} seeds   mean    to synchronous   staleness: mean, most")
+    print(
+        f"{'':16} held-out loss after {steps} updates, {seeds} seeds   mean    to synchronous   staleness: "
+        f"mean, most"
+    )
     for name in ways:
         losses = [curves[name, seed][steps] for seed in range(1, seeds + 1)]
         mean, ages = statistics.mean(losses), seen[name]
@@ -100,17 +116,21 @@ def staleness(folder: Path, steps: int, seeds: int, portions: int, plot: Path | 
         draw(curves, list(ways), list(range(1, seeds + 1)), plot)
 
 
-# -- uneven workers ---------------------------------------------------------------------------------------------------------
+# -- uneven workers ------------------------------------------------------------------------------------------
 
 
 def uneven(folder: Path, steps: int) -> None:
     slow = folder / "slow"
     job = [
         "examples/own_model.toml", "model.module=benchmarks/uneven_model.py:Uneven", "train.global_batch=16",
-        "train.micro_batch=4", "layout.data=4", "train.evaluate_every=10", "train.evaluate_sequences=32", "checkpoint.every=0",
+        "train.micro_batch=4", "layout.data=4", "train.evaluate_every=10", "train.evaluate_sequences=32",
+        "checkpoint.every=0",
         "observe.sample=", "train.learning_rate=1e-3", "train.warmup=20",
     ]  # fmt: skip
-    fine = ["train.driver=server", "server.portions=8"]  # two for each worker: the slow one is waited for half as long
+    fine = [
+        "train.driver=server",
+        "server.portions=8",
+    ]  # two for each worker: the slow one is waited for half as long
     ways = {
         "synchronous": (steps, ["layout.zero=0"]),
         "server, bound 4": (2 * steps, [*fine, "server.max_staleness=4"]),
@@ -121,7 +141,9 @@ def uneven(folder: Path, steps: int) -> None:
     for name, (count, words) in ways.items():
         run = folder / name.replace(" ", "-").replace(",", "")
         slow.write_text("")
-        process = begin(run, [*job, f"train.steps={count}", "train.schedule=constant", *words], {"UNEVEN_SLOW": str(slow)})
+        process = begin(
+            run, [*job, f"train.steps={count}", "train.schedule=constant", *words], {"UNEVEN_SLOW": str(slow)}
+        )
         slow.write_text(f"{_a_worker(run, process)} 4")
         finish(run, process)
         curve = _by_time(run)
@@ -131,7 +153,9 @@ def uneven(folder: Path, steps: int) -> None:
         took = "not reached" if seconds is None else f"{seconds:6.1f} s, {base / seconds:.2f} times as quick"
         last = records(run)[-1]
         rows = f"; rows {last['rows']}" if "rows" in last else ""
-        print(f"{name:16} held-out loss {target:.4f} after {took}; ends at {curve[-1][1]:.4f}{rows}", flush=True)
+        print(
+            f"{name:16} held-out loss {target:.4f} after {took}; ends at {curve[-1][1]:.4f}{rows}", flush=True
+        )
 
 
 def _a_worker(run: Path, process: subprocess.Popen[bytes]) -> int:
@@ -149,24 +173,33 @@ def _by_time(run: Path) -> list[tuple[float, float]]:
     """(seconds since the first step, held-out loss) of each evaluation."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     begun = _time(events[0])
-    return [(_time(event) - begun, event["held_out_loss"]) for event in events if event["event"] == "evaluate"]
+    return [
+        (_time(event) - begun, event["held_out_loss"]) for event in events if event["event"] == "evaluate"
+    ]
 
 
 def _time(event: dict[str, Any]) -> float:
     return datetime.fromisoformat(event["time"]).timestamp()
 
 
-# -- groups over a slow link ------------------------------------------------------------------------------------------------
+# -- groups over a slow link ---------------------------------------------------------------------------------
 
 
 def local(folder: Path, steps: int, rate: str, seeds: int) -> None:
-    """A third of the steps in lockstep on one site, then the rest by groups on two. What lockstep would have come to is trained
-    without the cable, which changes no bit; its speed and bytes are those of its first steps over the cable."""
+    """A third of the steps in lockstep on one site, then the rest by groups on two. What lockstep would have
+    come to is trained without the cable, which changes no bit; its speed and bytes are those of its first
+    steps over the cable."""
     begin_at = steps // 3
     job = [*SMALL, "model.preset=bytes-2m", "train.warmup=100"]
     job += [f"checkpoint.every={begin_at}", "checkpoint.keep=4", f"train.evaluate_every={steps}"]
     lockstep = ["layout.data=4", "layout.zero=0"]
-    groups = ["train.driver=local", "local.groups=2", "local.steps=50", "local.learning_rate=1", "local.momentum=0.5"]
+    groups = [
+        "train.driver=local",
+        "local.groups=2",
+        "local.steps=50",
+        "local.learning_rate=1",
+        "local.momentum=0.5",
+    ]
     groups += ["layout.data=2", "layout.zero=0"]
     ways = {
         "local": groups,
@@ -177,7 +210,9 @@ def local(folder: Path, steps: int, rate: str, seeds: int) -> None:
         limit(rate)
         run = folder / "lockstep-cable"
         quick, wire = over_the_cable(run, [*job, *lockstep, f"train.steps={CABLE_STEPS}"], CABLE_STEPS)
-        print(f"lockstep: {1e3 * quick:.1f} ms a step, {wire / 1e3:.1f} kB a step through the cable", flush=True)
+        print(
+            f"lockstep: {1e3 * quick:.1f} ms a step, {wire / 1e3:.1f} kB a step through the cable", flush=True
+        )
         found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in ways}
         for seed in range(1, seeds + 1):
             whole = [*job, f"train.steps={steps}", f"train.seed={seed}"]
@@ -190,10 +225,17 @@ def local(folder: Path, steps: int, rate: str, seeds: int) -> None:
                 seconds, sent_bytes = over_the_cable(run, [*whole, *words], steps - begin_at)
                 loss = records(run)[-1]["held_out_loss"]
                 found[name].append((loss / base - 1, quick / seconds, wire / sent_bytes))
-                print(f"  seed {seed}: {name} {loss:.4f}, lockstep {base:.4f}: {found[name][-1]}", file=sys.stderr, flush=True)
+                print(
+                    f"  seed {seed}: {name} {loss:.4f}, lockstep {base:.4f}: {found[name][-1]}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     for name, runs in found.items():
         loss, quicker, less = (statistics.mean(column) for column in zip(*runs, strict=True))
-        print(f"{name:17} held-out loss {loss:+.2%}, {quicker:.2f} times as quick, 1/{less:.1f} of the bytes through the cable")
+        print(
+            f"{name:17} held-out loss {loss:+.2%}, {quicker:.2f} times as quick, 1/{less:.1f} of the bytes "
+            f"through the cable"
+        )
 
 
 def over_the_cable(run: Path, words: list[str], steps: int) -> tuple[float, float]:
@@ -208,13 +250,26 @@ def together(run: Path, words: list[str]) -> None:
     """Two workers on each host."""
     processes = []
     for rank, host in enumerate(HOSTS):
-        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"], "PET_NNODES": "2"}
-        environment |= {"PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": str(rank), "PET_RDZV_ENDPOINT": f"{HOSTS['a']}:29400"}
+        environment = {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "PATH": os.environ["PATH"],
+            "PET_NNODES": "2",
+        }
+        environment |= {
+            "PET_NPROC_PER_NODE": "2",
+            "PET_NODE_RANK": str(rank),
+            "PET_RDZV_ENDPOINT": f"{HOSTS['a']}:29400",
+        }
         command = ["ip", "netns", "exec", f"{OURS}{host}", sys.executable, "-m", "shardwise", "train", *words]
         with (run.parent / f"{run.name}-{host}.err").open("w") as errors:
             processes.append(
                 subprocess.Popen(
-                    [*command, f"run.folder={run}"], env=environment, stdout=subprocess.DEVNULL, stderr=errors, cwd=ROOT
+                    [*command, f"run.folder={run}"],
+                    env=environment,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    cwd=ROOT,
                 )
             )
     codes = [process.wait() for process in processes]
@@ -231,11 +286,12 @@ def sent() -> int:
     return total
 
 
-# -- without a lock ---------------------------------------------------------------------------------------------------------
+# -- without a lock ------------------------------------------------------------------------------------------
 
 
 def hogwild(folder: Path, steps: int, seeds: int) -> None:
-    """Updates a second of all steps but the first five, with data and meetings; the held-out loss; conflicts."""
+    """Updates a second of all steps but the first five, with data and meetings; the held-out loss;
+    conflicts."""
     job = [
         "examples/ngrams.toml",
         f"train.steps={steps}",
@@ -243,7 +299,11 @@ def hogwild(folder: Path, steps: int, seeds: int) -> None:
         "observe.sample=",
         "checkpoint.every_minutes=0",
     ]
-    ways = {"one process": ["layout.data=1"], "two": ["layout.data=2"], "two, locked": ["layout.data=2", "hogwild.locked=true"]}
+    ways = {
+        "one process": ["layout.data=1"],
+        "two": ["layout.data=2"],
+        "two, locked": ["layout.data=2", "hogwild.locked=true"],
+    }
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in ways}
     for seed in range(1, seeds + 1):
         for name, words in ways.items():
@@ -267,17 +327,19 @@ def hogwild(folder: Path, steps: int, seeds: int) -> None:
         )
 
 
-# -- throughput -------------------------------------------------------------------------------------------------------------
+# -- throughput ----------------------------------------------------------------------------------------------
 
 NUMBERS, WORKERS = 50_000_000, 4
 
 
 def throughput(rounds: int) -> None:
-    """Of a server: 4 pushes are summed, an update of the weights is made and published, and the weights are pulled."""
+    """Of a server: 4 pushes are summed, an update of the weights is made and published, and the weights are
+    pulled."""
     for attempt in range(3):
         gloo, own = _by_gloo(rounds), _by_server(rounds)
         print(
-            f"{attempt + 1}: gloo {WORKERS * rounds / gloo:.2f} exchanges of 200 MB each way a second, the server "
+            f"{attempt + 1}: gloo {WORKERS * rounds / gloo:.2f} exchanges of 200 MB each way a second, the "
+            f"server "
             f"{WORKERS * rounds / own:.2f} ({rounds / own:.2f} updates/s): {gloo / own:.0%}",
             flush=True,
         )
@@ -286,7 +348,9 @@ def throughput(rounds: int) -> None:
 def _by_gloo(rounds: int) -> float:
     context = multiprocessing.get_context("spawn")
     port, times = 29517, context.Queue()
-    ranks = [context.Process(target=_gloo_rank, args=(rank, port, rounds, times)) for rank in range(WORKERS + 1)]
+    ranks = [
+        context.Process(target=_gloo_rank, args=(rank, port, rounds, times)) for rank in range(WORKERS + 1)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -386,7 +450,7 @@ def _pusher(port: int) -> None:
             said(messages.Bring(task.portion, 1.0, 1, 1, 1))
 
 
-# -- runs -------------------------------------------------------------------------------------------------------------------
+# -- runs ----------------------------------------------------------------------------------------------------
 
 
 def train(run: Path, words: list[str]) -> None:
@@ -412,7 +476,11 @@ def finish(run: Path, process: subprocess.Popen[bytes]) -> None:
 
 def records(run: Path) -> Records:
     path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if path.exists()
+        else []
+    )
 
 
 if __name__ == "__main__":

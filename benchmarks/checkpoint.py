@@ -2,13 +2,14 @@
 
     python benchmarks/checkpoint.py [--gigabytes 1.2] [--workers 1] [--repeats 3] [--folder DIR]
 
-prints one JSON object. Baselines, measured in the same run: for the stall, a plain copy of as many bytes from host memory to host
-memory (`copy_` of one tensor to another, both touched before); for the save, `dd if=/dev/zero … conv=fsync` of as many bytes to
-the same disk. The state looks like a model's with AdamW: matrices of 16 MB in sets of three, and small vectors between them. With
-several workers each holds its share, as under ZeRO; all copy and write at once, and so do the baselines.
+prints one JSON object. Baselines, measured in the same run: for the stall, a plain copy of as many bytes from
+host memory to host memory (`copy_` of one tensor to another, both touched before); for the save, `dd
+if=/dev/zero … conv=fsync` of as many bytes to the same disk. The state looks like a model's with AdamW:
+matrices of 16 MB in sets of three, and small vectors between them. With several workers each holds its share,
+as under ZeRO; all copy and write at once, and so do the baselines.
 
-The first save allocates the buffers and is not counted. Each repeat measures all four, one after the other; the medians of their
-times and of the ratios are printed.
+The first save allocates the buffers and is not counted. Each repeat measures all four, one after the other;
+the medians of their times and of the ratios are printed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def state(mesh: Mesh, gigabytes: float) -> dict[str, Tensor]:
         found[f"model.{number}.norm"] = torch.randn(COLUMNS // mesh.worker.world)
     if mesh.grid is None:
         return found
-    return {name: DTensor.from_local(value, mesh.sub("data"), [Shard(0)], run_check=False) for name, value in found.items()}
+    return {
+        name: DTensor.from_local(value, mesh.sub("data"), [Shard(0)], run_check=False)
+        for name, value in found.items()
+    }
 
 
 def together(mesh: Mesh) -> None:
@@ -67,14 +71,18 @@ def dd_seconds(mesh: Mesh, folder: Path, size: int) -> float:
     together(mesh)
     began = time.perf_counter()
     blocks = [f"bs={1 << 20}", f"count={size // (1 << 20)}"]
-    subprocess.run(["dd", "if=/dev/zero", f"of={path}", *blocks, "conv=fsync"], check=True, capture_output=True)
+    subprocess.run(
+        ["dd", "if=/dev/zero", f"of={path}", *blocks, "conv=fsync"], check=True, capture_output=True
+    )
     together(mesh)
     seconds = time.perf_counter() - began
     path.unlink()
     return seconds
 
 
-def save_seconds(checkpointer: Checkpointer, folder: Path, tensors: dict[str, Tensor], step: int, wait: bool) -> Saved:
+def save_seconds(
+    checkpointer: Checkpointer, folder: Path, tensors: dict[str, Tensor], step: int, wait: bool
+) -> Saved:
     together(checkpointer.mesh)
     manifest = Manifest(step, {}, {}, {}, {}, {}, checkpointer.mesh.worker.world, str(torch.__version__), {})
     checkpointer.save(str(folder / "checkpoints"), tensors, manifest, Retention(keep=1), wait)
@@ -97,7 +105,13 @@ def measure(worker: Worker, gigabytes: float, repeats: int, folder: Path) -> lis
         written = dd_seconds(mesh, folder, size)
         waited = save_seconds(checkpointer, folder, tensors, 2 * repeat + 2, wait=True)
         rows.append(
-            {"copy": copied, "stall": stall.stall_seconds, "background": stall.seconds, "dd": written, "save": waited.seconds}
+            {
+                "copy": copied,
+                "stall": stall.stall_seconds,
+                "background": stall.seconds,
+                "dd": written,
+                "save": waited.seconds,
+            }
         )
     leave()
     return [{**row, "bytes": float(size)} for row in rows]
@@ -105,7 +119,9 @@ def measure(worker: Worker, gigabytes: float, repeats: int, folder: Path) -> lis
 
 def one_of_several(rank: int, workers: int, port: int, gigabytes: float, repeats: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    rows = measure(Worker(rank, workers, rank, workers, "127.0.0.1", port, "benchmark"), gigabytes, repeats, folder)
+    rows = measure(
+        Worker(rank, workers, rank, workers, "127.0.0.1", port, "benchmark"), gigabytes, repeats, folder
+    )
     (folder / f"rows-{rank}.json").write_text(json.dumps(rows))
 
 
@@ -124,15 +140,22 @@ def run(workers: int, gigabytes: float, repeats: int, folder: Path) -> list[dict
     for process in processes:
         process.join()
     parts = [json.loads((folder / f"rows-{rank}.json").read_text()) for rank in range(workers)]
-    return [{key: max(part[number][key] for part in parts) for key in parts[0][number]} for number in range(repeats)]
+    return [
+        {key: max(part[number][key] for part in parts) for key in parts[0][number]}
+        for number in range(repeats)
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, default=1.2)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; left out: a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="on the disk to measure; left out: a temporary folder"
+    )
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
@@ -146,7 +169,12 @@ def main() -> None:
     }
     seconds = {key: round(median[key], 3) for key in ("copy", "stall", "background", "dd", "save")}
     rounded = {name: round(ratio, 2) for name, ratio in ratios.items()}
-    print(json.dumps({**vars(arguments), "bytes_each": int(median["bytes"]), "seconds": seconds, "ratio": rounded}, default=str))
+    print(
+        json.dumps(
+            {**vars(arguments), "bytes_each": int(median["bytes"]), "seconds": seconds, "ratio": rounded},
+            default=str,
+        )
+    )
 
 
 if __name__ == "__main__":

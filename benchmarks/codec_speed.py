@@ -2,10 +2,11 @@
 
     python benchmarks/codec_speed.py [--numbers 268435456] [--feedback]
 
-To encode, a codec must read n float32 numbers and write its bytes; to decode, read those and write n numbers. "bound" is the time
-that takes at the bandwidth of a plain copy on this device, measured in the same run. "plain" is the same work by the same
-formulas in torch's own operations, one after the other: on a GPU the code that comm/codecs.py runs on a CPU. With --feedback,
-encoding also leaves in the numbers what is not sent, as a run with error feedback does.
+To encode, a codec must read n float32 numbers and write its bytes; to decode, read those and write n numbers.
+"bound" is the time that takes at the bandwidth of a plain copy on this device, measured in the same run.
+"plain" is the same work by the same formulas in torch's own operations, one after the other: on a GPU the
+code that comm/codecs.py runs on a CPU. With --feedback, encoding also leaves in the numbers what is not sent,
+as a run with error feedback does.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from shardwise.comm import codecs
 from shardwise.config.compression import Compression
 
 CODECS = (
-    "bf16", "fp16", "fp8", "int8", "int4", "qsgd(8)", "qsgd(4)", "qsgd(3)", "qsgd(2)", "terngrad", "sign", "topk(0.01)",
+    "bf16", "fp16", "fp8", "int8", "int4", "qsgd(8)", "qsgd(4)", "qsgd(3)", "qsgd(2)", "terngrad", "sign",
+    "topk(0.01)",
     "randomk(0.01)",
 )  # fmt: skip
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--numbers", type=int, default=1 << 28 if DEVICE == "cuda" else 1 << 23)
     parser.add_argument("--codecs", default=";".join(CODECS))
     parser.add_argument("--feedback", action="store_true")
@@ -39,7 +43,10 @@ def main() -> None:
     target = torch.empty_like(rows)
     bandwidth = 2 * rows.nbytes / seconds(lambda: target.copy_(rows))
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "one CPU thread"
-    print(f"{name}, torch {torch.__version__}, {given.numbers / 1e6:.0f} M numbers; a copy moves {bandwidth / 1e9:.0f} GB/s")
+    print(
+        f"{name}, torch {torch.__version__}, {given.numbers / 1e6:.0f} M numbers; a copy moves "
+        f"{bandwidth / 1e9:.0f} GB/s"
+    )
     print(f"{'':14} {'encode':>10} {'decode':>10} {'bound':>10} {'of bound':>9} {'plain':>10}")
     for text in given.codecs.split(";"):
         rows.normal_()
@@ -47,10 +54,16 @@ def main() -> None:
         wire = codec.encode(rows, 1)
         encode, decode = times(codec, rows, wire, target, given.feedback)
         bound = 2 * (rows.nbytes + wire.nbytes) / bandwidth
-        with mock.patch.object(codecs, "_in_a_kernel", return_value=False), mock.patch.object(codecs, "PART", given.numbers):
+        with (
+            mock.patch.object(codecs, "_in_a_kernel", return_value=False),
+            mock.patch.object(codecs, "PART", given.numbers),
+        ):
             plain = sum(times(codec, rows, wire, target, given.feedback))
         cells = " ".join(f"{each * 1e6:8.0f}us" for each in (encode, decode, bound))
-        print(f"{text:14} {cells} {bound / (encode + decode):8.0%} {plain / (encode + decode):9.1f}x", flush=True)
+        print(
+            f"{text:14} {cells} {bound / (encode + decode):8.0%} {plain / (encode + decode):9.1f}x",
+            flush=True,
+        )
 
 
 def times(codec: codecs.Codec, rows: Tensor, wire: Tensor, target: Tensor, take: bool) -> tuple[float, float]:

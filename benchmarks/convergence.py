@@ -1,10 +1,12 @@
-"""What compression does to training: the held-out loss of four workers on the bundled text, codec by codec, seed by seed.
+"""What compression does to training: the held-out loss of four workers on the bundled text, codec by codec,
+seed by seed.
 
-    python benchmarks/convergence.py [--steps 4000] [--seeds 3] [--at-once 1] [--runs "none;int8"] [--plot docs/convergence.svg]
+    python benchmarks/convergence.py [--steps 4000] [--seeds 3] [--at-once 1] [--runs "none;int8"] [--plot
+    docs/convergence.svg]
 
-Every run is `shardwise train` of the small Llama, compressed after a warm-up of a fifth of the steps. AdamW unless "1bit-adam":
-there momenta are compressed, not gradients; "lost": without error feedback. Printed are the final losses and how far their
-mean is above that of uncompressed runs.
+Every run is `shardwise train` of the small Llama, compressed after a warm-up of a fifth of the steps. AdamW
+unless "1bit-adam": there momenta are compressed, not gradients; "lost": without error feedback. Printed are
+the final losses and how far their mean is above that of uncompressed runs.
 """
 
 from __future__ import annotations
@@ -28,10 +30,18 @@ JOB = [
 ONE_BIT, LOST = "train.optimizer=1bit-adam", "layout.error_feedback=false"
 RUNS: dict[str, list[str]] = {
     "none": [],
-    **{codec: [f"layout.compression={codec}"] for codec in ("bf16", "int8", "qsgd(8)", "powersgd(4)", "terngrad")},
+    **{
+        codec: [f"layout.compression={codec}"]
+        for codec in ("bf16", "int8", "qsgd(8)", "powersgd(4)", "terngrad")
+    },
     "topk(0.01), 1bit-adam": ["layout.compression=topk(0.01)", ONE_BIT],
     "sign, 1bit-adam": ["layout.compression=sign", ONE_BIT],
-    "zero++": ["layout.zero=3", "layout.compression=int4", "layout.weight_compression=int8", "layout.backward_shards=2"],
+    "zero++": [
+        "layout.zero=3",
+        "layout.compression=int4",
+        "layout.weight_compression=int8",
+        "layout.backward_shards=2",
+    ],
     "topk(0.01), 1bit-adam, lost": ["layout.compression=topk(0.01)", ONE_BIT, LOST],
     "sign, 1bit-adam, lost": ["layout.compression=sign", ONE_BIT, LOST],
     "topk(0.01)": ["layout.compression=topk(0.01)"],
@@ -43,7 +53,9 @@ Curve = dict[int, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time")
@@ -64,7 +76,12 @@ def main() -> None:
             print(f"  {run[0]:28} seed {run[1]}  {curves[run][given.steps]:.4f}", file=sys.stderr, flush=True)
             if given.json:
                 given.json.write_text(
-                    json.dumps([{"run": name, "seed": seed, "curve": curve} for (name, seed), curve in curves.items()])
+                    json.dumps(
+                        [
+                            {"run": name, "seed": seed, "curve": curve}
+                            for (name, seed), curve in curves.items()
+                        ]
+                    )
                 )
 
         list(pool.map(one, wanted))
@@ -79,7 +96,9 @@ def show(curves: dict[tuple[str, int], Curve], names: list[str], seeds: list[int
     print(f"{'':28} {'held-out loss after ' + str(steps) + ' steps':<32} mean    above {names[0]}")
     for name, losses in finals.items():
         mean = statistics.mean(losses)
-        print(f"{name:28} {'  '.join(f'{loss:.4f}' for loss in losses):<32} {mean:.4f}  {mean / base - 1:+.2%}")
+        print(
+            f"{name:28} {'  '.join(f'{loss:.4f}' for loss in losses):<32} {mean:.4f}  {mean / base - 1:+.2%}"
+        )
 
 
 COLOURS = ("#000000", "#1f77b4", "#17becf", "#2ca02c", "#9467bd", "#8c564b", "#d62728", "#ff7f0e", "#7f7f7f")
@@ -90,13 +109,17 @@ def draw(curves: dict[tuple[str, int], Curve], names: list[str], seeds: list[int
     means: dict[str, Curve] = {}
     for name in names:
         of_seeds = [curves[name, seed] for seed in seeds]
-        means[name] = {step: statistics.mean(curve[step] for curve in of_seeds) for step in sorted(of_seeds[0])}
+        means[name] = {
+            step: statistics.mean(curve[step] for curve in of_seeds) for step in sorted(of_seeds[0])
+        }
     last = max(max(curve) for curve in means.values())
     low, high = min(min(curve.values()) for curve in means.values()) - 0.05, 2.6
     left, top, width, height = 50, 15, 560, 380
 
     def place(step: float, loss: float) -> str:
-        return f"{left + width * step / last:.1f},{top + height * (high - min(loss, high)) / (high - low):.1f}"
+        return (
+            f"{left + width * step / last:.1f},{top + height * (high - min(loss, high)) / (high - low):.1f}"
+        )
 
     ink = [f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#999"/>']
     for tenth in range(int(low * 10) + 1, int(high * 10) + 1, 2):
@@ -106,7 +129,8 @@ def draw(curves: dict[tuple[str, int], Curve], names: list[str], seeds: list[int
         x = place(last * quarter / 4, low).split(",")[0]
         ink.append(f'<text x="{x}" y="{top + height + 16}" text-anchor="middle">{last * quarter // 4}</text>')
     ink.append(
-        f'<text x="{left + width / 2}" y="{top + height + 34}" text-anchor="middle">step (held-out loss, mean of seeds)</text>'
+        f'<text x="{left + width / 2}" y="{top + height + 34}" text-anchor="middle">step (held-out loss, '
+        f"mean of seeds)</text>"
     )
     for index, (name, curve) in enumerate(means.items()):
         dashes = 'stroke-dasharray="5 3"' if "lost" in name else ""
@@ -115,7 +139,8 @@ def draw(curves: dict[tuple[str, int], Curve], names: list[str], seeds: list[int
         ink.append(f'<polyline fill="none" stroke-width="1.5" {style} points="{points}"/>')
         line = top + 14 + 17 * index
         ink.append(
-            f'<line x1="{left + width + 12}" y1="{line - 4}" x2="{left + width + 40}" y2="{line - 4}" stroke-width="2" {style}/>'
+            f'<line x1="{left + width + 12}" y1="{line - 4}" x2="{left + width + 40}" y2="{line - 4}" '
+            f'stroke-width="2" {style}/>'
         )
         ink.append(f'<text x="{left + width + 46}" y="{line}">{name}  {curve[max(curve)]:.3f}</text>')
     size = f'width="{left + width + 280}" height="{top + height + 45}"'
@@ -137,7 +162,10 @@ def trained(folder: Path, name: str, seed: int, steps: int) -> Curve:
     ]
     words += RUNS[name] or ["layout.zero=0"]
     if RUNS[name]:
-        words += [f"layout.compression_warmup={steps // 5}", *([] if "layout.zero=3" in RUNS[name] else ["layout.zero=0"])]
+        words += [
+            f"layout.compression_warmup={steps // 5}",
+            *([] if "layout.zero=3" in RUNS[name] else ["layout.zero=0"]),
+        ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "shardwise", "train", "examples/quickstart.toml", *words]

@@ -2,9 +2,10 @@
 
     python benchmarks/cpu_speed.py [--workers 2] [--steps 40] [--rounds 3]
 
-`shardwise train` is timed as a user runs it: data, metrics and progress included, from the fifth step to the last. The
-baselines are the shortest loops one would write around DistributedDataParallel and `fully_shard` for the same model, batch
-and data, with fused AdamW and clipping. The two alternate, so that a slow spell of the machine hits both.
+`shardwise train` is timed as a user runs it: data, metrics and progress included, from the fifth step to the
+last. The baselines are the shortest loops one would write around DistributedDataParallel and `fully_shard`
+for the same model, batch and data, with fused AdamW and clipping. The two alternate, so that a slow spell of
+the machine hits both.
 """
 
 from __future__ import annotations
@@ -33,15 +34,25 @@ WARM_UP = 5
 
 def overrides(workers: int, steps: int, zero: int) -> list[str]:
     return [
-        f"train.steps={steps}", f"layout.data={workers}", f"layout.zero={zero}", "data.held_out=0.0", "train.evaluate_every=0",
-        "checkpoint.every=0", "observe.sample=", "model.preset=bytes-10m", "data.sequence_length=256", "train.global_batch=16",
+        f"train.steps={steps}", f"layout.data={workers}", f"layout.zero={zero}", "data.held_out=0.0",
+        "train.evaluate_every=0",
+        "checkpoint.every=0", "observe.sample=", "model.preset=bytes-10m", "data.sequence_length=256",
+        "train.global_batch=16",
     ]  # fmt: skip
 
 
 def ours(workers: int, steps: int, zero: int) -> float:
     """Tokens a second of `shardwise train`."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "shardwise", "train", JOB, *overrides(workers, steps, zero), f"run.folder={folder}"]
+        command = [
+            sys.executable,
+            "-m",
+            "shardwise",
+            "train",
+            JOB,
+            *overrides(workers, steps, zero),
+            f"run.folder={folder}",
+        ]
         _run(command)
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     timed = lines[WARM_UP:]
@@ -101,7 +112,9 @@ def _wrapped(config: Config, zero: int) -> torch.nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
@@ -113,10 +126,21 @@ def main() -> None:
     for name, zero in (("DDP loop", 0), ("fully_shard loop", 3)):
         pairs = []
         for _ in range(options.rounds):
-            pairs.append((ours(options.workers, options.steps, zero), theirs(options.workers, options.steps, zero)))
-            print(f"zero {zero}: shardwise {pairs[-1][0]:,.0f} tokens/s, {name} {pairs[-1][1]:,.0f}", file=sys.stderr)
+            pairs.append(
+                (ours(options.workers, options.steps, zero), theirs(options.workers, options.steps, zero))
+            )
+            print(
+                f"zero {zero}: shardwise {pairs[-1][0]:,.0f} tokens/s, {name} {pairs[-1][1]:,.0f}",
+                file=sys.stderr,
+            )
         mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
-        result = {"zero": zero, "workers": options.workers, "shardwise": mine, "baseline": name, "baseline_speed": other}
+        result = {
+            "zero": zero,
+            "workers": options.workers,
+            "shardwise": mine,
+            "baseline": name,
+            "baseline_speed": other,
+        }
         print(json.dumps({**result, "ratio": statistics.median(a / b for a, b in pairs)}))
 
 

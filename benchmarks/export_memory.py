@@ -2,10 +2,11 @@
 
     python benchmarks/export_memory.py
 
-prints one JSON object: for each way the peak resident memory of the process, that peak as a share of the model's bytes, and
-seconds. `export` and `import` are the commands as a user runs them. `whole` is the usual way, for comparison: read every tensor,
-then write one file with the safetensors library. `nothing` is a process that only imports torch. The peak is the kernel's
-(VmHWM), which counts pages of mapped files too. Needs Linux, and three times the model on disk.
+prints one JSON object: for each way the peak resident memory of the process, that peak as a share of the
+model's bytes, and seconds. `export` and `import` are the commands as a user runs them. `whole` is the usual
+way, for comparison: read every tensor, then write one file with the safetensors library. `nothing` is a
+process that only imports torch. The peak is the kernel's (VmHWM), which counts pages of mapped files too.
+Needs Linux, and three times the model on disk.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ WAYS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--inside", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     inside = parser.parse_args().inside
     if inside is not None:
@@ -65,7 +68,11 @@ def measure(way: str, folder: str, model_bytes: int) -> dict[str, float]:
     command = [sys.executable, str(Path(__file__).absolute()), "--inside", way.split()[0], *WAYS[way]]
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
     peak = int(done.stdout.splitlines()[-1])
-    return {"bytes": peak, "of_model": round(peak / model_bytes, 3), "seconds": round(time.perf_counter() - started, 1)}
+    return {
+        "bytes": peak,
+        "of_model": round(peak / model_bytes, 3),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
 
 
 def run(way: str, arguments: list[str]) -> None:

@@ -2,12 +2,13 @@
 
     python benchmarks/gpu.py [1b] [8b] [--steps 20] [--baseline] [--trace FOLDER]
 
-Shapes: `1b` is llama3-1b untied at micro-batch 4, with float32 weights and optimizer state; `8b` is llama3-8b at micro-batch 1
-with bfloat16 states. Both at sequence 8192, bfloat16, no recomputation, clipping and AdamW included. `experts`: six layers of
-qwen3-30b-a3b, 4 sequences of 4,096. `gpt2`: 32 of 1,024. `long`: `1b` on one sequence of 131,072, recomputed. The baseline is
-transformers' LlamaForCausalLM of the same shape under bfloat16 autocast with fused AdamW and clipping, one sequence at a time
-(four at once run out of 139 GiB). torchtitan 0.2.2 reached 54,906 tokens/s and 74.2 GiB (1b), 10,498 tokens/s (8b) and 58,162
-(experts) in bfloat16 on the same kind of GPU.
+Shapes: `1b` is llama3-1b untied at micro-batch 4, with float32 weights and optimizer state; `8b` is llama3-8b
+at micro-batch 1 with bfloat16 states. Both at sequence 8192, bfloat16, no recomputation, clipping and AdamW
+included. `experts`: six layers of qwen3-30b-a3b, 4 sequences of 4,096. `gpt2`: 32 of 1,024. `long`: `1b` on
+one sequence of 131,072, recomputed. The baseline is transformers' LlamaForCausalLM of the same shape under
+bfloat16 autocast with fused AdamW and clipping, one sequence at a time (four at once run out of 139 GiB).
+torchtitan 0.2.2 reached 54,906 tokens/s and 74.2 GiB (1b), 10,498 tokens/s (8b) and 58,162 (experts) in
+bfloat16 on the same kind of GPU.
 """
 
 from __future__ import annotations
@@ -65,10 +66,14 @@ def job(shape: str, folder: Path, step_count: int, precision: str, more: dict[st
     random_tokens.write(folder, 8192 * 64, tables.get("vocabulary", 128_256))
     train = {"steps": step_count, "precision": precision, "learning_rate": 1e-4, **tables["train"], **more}
     data = {"source": str(folder), "sequence_length": tables.get("sequence", 8192), "held_out": 0.0}
-    return from_tables({"model": tables["model"], "data": data, "train": train, "run": {"folder": str(folder / "run")}})
+    return from_tables(
+        {"model": tables["model"], "data": data, "train": train, "run": {"folder": str(folder / "run")}}
+    )
 
 
-def ours(shape: str, step_count: int, trace: Path | None, precision: str, more: dict[str, Any]) -> dict[str, Any]:
+def ours(
+    shape: str, step_count: int, trace: Path | None, precision: str, more: dict[str, Any]
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = job(shape, Path(folder), step_count, precision, more)
         training = build(config, choose(config, 1), Worker(0, 1, 0, 1, "localhost", 0, "benchmark"))
@@ -103,7 +108,9 @@ def _trace(training: Any, folder: Path) -> None:
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         next(steps(training))
         torch.cuda.synchronize()
-    table = profiler.key_averages().table(sort_by="self_device_time_total", row_limit=45, max_name_column_width=90)
+    table = profiler.key_averages().table(
+        sort_by="self_device_time_total", row_limit=45, max_name_column_width=90
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "kernels.txt").write_text(table)
 
@@ -113,23 +120,33 @@ def baseline(shape: str, step_count: int) -> dict[str, Any]:
 
     config = from_tables({"model": SHAPES[shape]["model"], "data": {"source": "unused"}}).model
     theirs = LlamaConfig(
-        vocab_size=config.vocabulary, hidden_size=config.hidden, intermediate_size=config.ffn, tie_word_embeddings=False,
-        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+        vocab_size=config.vocabulary, hidden_size=config.hidden, intermediate_size=config.ffn,
+        tie_word_embeddings=False,
+        num_hidden_layers=config.layers, num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
         head_dim=config.head_dim, max_position_embeddings=8192, use_cache=False, attn_implementation="sdpa",
     )  # fmt: skip
     dtype = torch.bfloat16 if SHAPES[shape]["train"].get("state_dtype") else torch.float32
     with torch.device("cuda"):
         model = LlamaForCausalLM(theirs).to(dtype)
     batch = SHAPES[shape]["train"]["global_batch"]
-    tokens = torch.randint(0, config.vocabulary, (batch, 1, 8192), device="cuda")  # full logits: more than 1 does not fit
-    return shortest_loop(model, tokens, lambda rows: model(input_ids=rows, labels=rows).loss / batch, 8192 * batch, step_count)
+    tokens = torch.randint(
+        0, config.vocabulary, (batch, 1, 8192), device="cuda"
+    )  # full logits: more than 1 does not fit
+    return shortest_loop(
+        model, tokens, lambda rows: model(input_ids=rows, labels=rows).loss / batch, 8192 * batch, step_count
+    )
 
 
 def shortest_loop(
-    model: torch.nn.Module, micro_batches: Tensor, loss_of: Callable[[Tensor], Tensor], tokens: int, step_count: int
+    model: torch.nn.Module,
+    micro_batches: Tensor,
+    loss_of: Callable[[Tensor], Tensor],
+    tokens: int,
+    step_count: int,
 ) -> dict[str, Any]:
-    """Of steps of so many tokens as one would write them around another's model: autocast where weights are in float32, clipping,
-    fused AdamW."""
+    """Of steps of so many tokens as one would write them around another's model: autocast where weights are
+    in float32, clipping, fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     casts = next(model.parameters()).dtype == torch.float32
     torch.cuda.reset_peak_memory_stats()
@@ -150,7 +167,9 @@ def shortest_loop(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shapes", nargs="*", default=["1b"], choices=[*SHAPES, []])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--baseline", action="store_true")
@@ -159,7 +178,11 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     options = parser.parse_args()
     for shape in options.shapes or ["1b"]:
-        result: dict[str, Any] = {"shape": shape, "gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__)}
+        result: dict[str, Any] = {
+            "shape": shape,
+            "gpu": torch.cuda.get_device_name(),
+            "torch": str(torch.__version__),
+        }
         result["shardwise"] = ours(shape, options.steps, options.trace, options.precision, options.train)
         if shape in TORCHTITAN:
             result["ratio_to_torchtitan"] = result["shardwise"]["tokens_per_second"] / TORCHTITAN[shape]
@@ -167,7 +190,9 @@ def main() -> None:
         torch.cuda.empty_cache()
         if options.baseline:
             result["transformers"] = baseline(shape, max(6, options.steps // 2))
-            result["ratio"] = result["shardwise"]["tokens_per_second"] / result["transformers"]["tokens_per_second"]
+            result["ratio"] = (
+                result["shardwise"]["tokens_per_second"] / result["transformers"]["tokens_per_second"]
+            )
             gc.collect()
             torch.cuda.empty_cache()
         print(json.dumps(result, indent=1), flush=True)

@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_peer.py [1b] [8b] [--float8] [--steps 20]
 
-Needs torchtitan and, for float8, torchao: `pip install torchtitan==0.2.2 torchao`. What its trainer does on one device, without
-its files and logs: its Llama, compiled block by block, its loss, compiled, under bfloat16 autocast (`8b`: all in bfloat16),
-clipping and fused AdamW. With `--float8`, torchao's tensorwise recipe in all linear layers but the head, as torchtitan's
-documentation has it. Jobs are those of `gpu.py`, its tokens one batch again and again.
+Needs torchtitan and, for float8, torchao: `pip install torchtitan==0.2.2 torchao`. What its trainer does on
+one device, without its files and logs: its Llama, compiled block by block, its loss, compiled, under bfloat16
+autocast (`8b`: all in bfloat16), clipping and fused AdamW. With `--float8`, torchao's tensorwise recipe in
+all linear layers but the head, as torchtitan's documentation has it. Jobs are those of `gpu.py`, its tokens
+one batch again and again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def measure(name: str, float8: bool, step_count: int) -> dict[str, Any]:
     if float8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        convert_to_float8_training(model, config=Float8LinearConfig(), module_filter_fn=lambda _, path: path != "output")
+        convert_to_float8_training(
+            model, config=Float8LinearConfig(), module_filter_fn=lambda _, path: path != "output"
+        )
     for block in model.layers.values():
         block.compile(fullgraph=True)
     compiled_loss = torch.compile(cross_entropy_loss)
@@ -56,13 +59,20 @@ def measure(name: str, float8: bool, step_count: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("jobs", nargs="*", default=["1b"], choices=[*JOBS, []])
     parser.add_argument("--float8", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     for name in options.jobs or ["1b"]:
-        print(json.dumps({"job": name, "float8": options.float8, **measure(name, options.float8, options.steps)}), flush=True)
+        print(
+            json.dumps(
+                {"job": name, "float8": options.float8, **measure(name, options.float8, options.steps)}
+            ),
+            flush=True,
+        )
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -2,9 +2,10 @@
 
     python benchmarks/long_run.py [steps]
 
-The run folder is made up: steps with four spans and four collectives, a save and an evaluation every thousand steps, a fault and
-its recovery every hundred thousand. A resume is what the main rank does with the records before its first step: it cuts off the
-last 500 steps. Reading one step and importing the program takes some of both, and is measured beside them.
+The run folder is made up: steps with four spans and four collectives, a save and an evaluation every thousand
+steps, a fault and its recovery every hundred thousand. A resume is what the main rank does with the records
+before its first step: it cuts off the last 500 steps. Reading one step and importing the program takes some
+of both, and is measured beside them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,14 @@ ROOT = Path(__file__).parents[1]
 BEGAN = 1_700_000_000.0
 MEASURE = "import resource, sys, time; {work}; use = resource.getrusage(resource.RUSAGE_SELF)\n"
 MEASURE += "print(use.ru_utime + use.ru_stime, use.ru_maxrss / 1024, file=sys.stderr)"
-REPORT = "from shardwise.cli.app import app; sys.argv = ['shardwise', 'report', sys.argv[1]]; app(standalone_mode=False)"
-RESUME = "from shardwise.observe import MetricsFile; MetricsFile(sys.argv[1] + '/metrics.jsonl', int(sys.argv[2])).close()"
+REPORT = (
+    "from shardwise.cli.app import app; sys.argv = ['shardwise', 'report', sys.argv[1]]; "
+    "app(standalone_mode=False)"
+)
+RESUME = (
+    "from shardwise.observe import MetricsFile; MetricsFile(sys.argv[1] + '/metrics.jsonl', "
+    "int(sys.argv[2])).close()"
+)
 
 
 def main(steps: int) -> None:
@@ -51,7 +58,12 @@ def write(run: Path, steps: int) -> int:
 
 def step(number: int) -> dict[str, Any]:
     """As the reporter writes it."""
-    spans = {"data": 0.00123, "forward_backward": 0.7 + number % 97 / 1e3, "exposed_communication": 0.0412, "optimizer": 0.0123}
+    spans = {
+        "data": 0.00123,
+        "forward_backward": 0.7 + number % 97 / 1e3,
+        "exposed_communication": 0.0412,
+        "optimizer": 0.0123,
+    }
     kinds = ("all_gather/data", "all_reduce/tensor", "reduce_scatter/data", "send/pipeline")
     return {
         "step": number,
@@ -77,9 +89,25 @@ def happened(number: int) -> Iterator[str]:
     at = float(number)
     if number % 1000 == 0:
         yield event(at + 0.02, "evaluate", step=number, held_out_loss=2.5, seconds=0.02)
-        yield event(at + 0.9, "save", step=number, checkpoint=f"step-{number}", seconds=0.8, stall_seconds=0.05, bytes=10**9)
+        yield event(
+            at + 0.9,
+            "save",
+            step=number,
+            checkpoint=f"step-{number}",
+            seconds=0.8,
+            stall_seconds=0.05,
+            bytes=10**9,
+        )
     if number % 100_000 == 0:
-        yield event(at + 0.03, "fault", kind="died", rank=1, step=number, cause="ended by SIGKILL", generation=number // 100_000)
+        yield event(
+            at + 0.03,
+            "fault",
+            kind="died",
+            rank=1,
+            step=number,
+            cause="ended by SIGKILL",
+            generation=number // 100_000,
+        )
         yield event(at + 0.05, "resume", step=number, world=8, layout={"data": 8})
         yield event(at + 1.0, "recovery", step=number, lost_steps=0, lost_seconds=0.0, seconds=0.97, world=8)
 
@@ -92,7 +120,9 @@ def event(at: float, name: str, **facts: Any) -> str:
 def measured(work: str, *arguments: str) -> tuple[float, float]:
     """Processor seconds and MiB of a process that does this."""
     words = [sys.executable, "-c", MEASURE.format(work=work), *arguments]
-    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=True
+    )
     seconds, memory = map(float, done.stderr.split()[-2:])
     return seconds, memory
 

@@ -1,17 +1,20 @@
-"""Bytes of model state on each of four workers, measured, against the closed form of shardwise/plan/memory.py.
+"""Bytes of model state on each of four workers, measured, against the closed form of
+shardwise/plan/memory.py.
 
     python benchmarks/memory.py [--workers 4]
 
-prints one JSON object. The measurement knows nothing of the formula, nor of the wrappers that shard: it notes the storage of
-every tensor that torch makes from before the model is built, and adds up the bytes of those still alive
+prints one JSON object. The measurement knows nothing of the formula, nor of the wrappers that shard: it notes
+the storage of every tensor that torch makes from before the model is built, and adds up the bytes of those
+still alive
 
-- `held`: as the last micro-batch of a step begins, when weights, gradients and optimizer state are there and no activations
-  are: what the formula is about;
-- `fullest`: at the worst moment inside that micro-batch, which adds the units gathered just then, buffers of communication,
-  gradients on their way, copies of weights in the computing dtype that backward will need, and the activations of one
-  sequence of 16 tokens, which are few.
+- `held`: as the last micro-batch of a step begins, when weights, gradients and optimizer state are there and
+  no activations are: what the formula is about;
+- `fullest`: at the worst moment inside that micro-batch, which adds the units gathered just then, buffers of
+  communication, gradients on their way, copies of weights in the computing dtype that backward will need, and
+  the activations of one sequence of 16 tokens, which are few.
 
-Beside them stands the ZeRO paper's own formula, which keeps gradients in 16 bits where shardwise sums them in float32.
+Beside them stands the ZeRO paper's own formula, which keeps gradients in 16 bits where shardwise sums them in
+float32.
 """
 
 from __future__ import annotations
@@ -42,8 +45,17 @@ from shardwise.train.steps import steps
 
 STAGES = (0, 1, 2, 3)
 VOCABULARY = 257
-MODEL = {"layers": 12, "hidden": 192, "heads": 4, "kv_heads": 2, "head_dim": 48, "ffn": 512, "vocabulary": VOCABULARY}
-"""Five million parameters in many small units: FSDP2 keeps the buffer of the last unit it reduced, which is no model state."""
+MODEL = {
+    "layers": 12,
+    "hidden": 192,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 48,
+    "ffn": 512,
+    "vocabulary": VOCABULARY,
+}
+"""Five million parameters in many small units: FSDP2 keeps the buffer of the last unit it reduced, which is
+no model state."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -88,7 +100,8 @@ def job(folder: Path, workers: int, zero: int) -> Config:
 
 
 def measure(worker: Worker, folder: Path, zero: int) -> dict[str, float]:
-    """Live bytes on this worker, in the last micro-batch of the second step: the first made the optimizer's state."""
+    """Live bytes on this worker, in the last micro-batch of the second step: the first made the optimizer's
+    state."""
     config = job(folder, worker.world, zero)
     plan = choose(config, worker.world)
     with LiveBytes() as live:
@@ -139,7 +152,14 @@ def table(measured: list[list[dict[str, float]]], workers: int) -> dict[str, Any
     rows = []
     for zero, of_workers in zip(STAGES, measured, strict=True):
         most = max(of_workers, key=lambda row: row["held"])
-        rows.append({"zero": zero, **most, "ratio": most["held"] / most["formula"], "paper": paper(parameters, zero, workers)})
+        rows.append(
+            {
+                "zero": zero,
+                **most,
+                "ratio": most["held"] / most["formula"],
+                "paper": paper(parameters, zero, workers),
+            }
+        )
     facts = {"parameters": parameters, "workers": workers, "precision": "bfloat16", "micro_batches": 2}
     return {**facts, "bytes_per_worker": rows}
 
@@ -160,13 +180,18 @@ def _free_ports(count: int) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=4)
     workers = parser.parse_args().workers
     with tempfile.TemporaryDirectory() as name:
         folder = random_tokens.write(Path(name), 100_000, VOCABULARY)
         spawn(_work, (workers, _free_ports(len(STAGES)), folder), workers)  # type: ignore[no-untyped-call]
-        measured = [[json.loads((folder / f"{zero}-{rank}.json").read_text()) for rank in range(workers)] for zero in STAGES]
+        measured = [
+            [json.loads((folder / f"{zero}-{rank}.json").read_text()) for rank in range(workers)]
+            for zero in STAGES
+        ]
     print(json.dumps(table(measured, workers), indent=1))
 
 

@@ -1,12 +1,14 @@
-"""Every axis with several workers on one GPU: which layouts compute what one CPU process computes, and how far they are off.
+"""Every axis with several workers on one GPU: which layouts compute what one CPU process computes, and how
+far they are off.
 
     python benchmarks/one_gpu.py table.md            all rows, a few sets of workers at a time
     python benchmarks/one_gpu.py table.md --only zbv
 
-Each row is a proof (`shardwise verify ... --device cuda`) in float64 unless it says otherwise: three steps of one process on the
-CPU, and the same on workers that share the GPU, whose transfers go through host memory (shardwise/mesh/through_host.py).
-`delays`: each transfer begins after a random while of up to 5 milliseconds, so that a wait that is missing shows. The seconds are
-of the proof, whatever else the machine does; of the layout's speed on GPUs of its own they say nothing.
+Each row is a proof (`shardwise verify ... --device cuda`) in float64 unless it says otherwise: three steps of
+one process on the CPU, and the same on workers that share the GPU, whose transfers go through host memory
+(shardwise/mesh/through_host.py). `delays`: each transfer begins after a random while of up to 5 milliseconds,
+so that a wait that is missing shows. The seconds are of the proof, whatever else the machine does; of the
+layout's speed on GPUs of its own they say nothing.
 
 The table is written anew after every row.
 """
@@ -54,7 +56,12 @@ class Row:
     def overrides(self) -> list[str]:
         """Of the job."""
         layout = [f"layout.{word}" for word in self.layout.split()]
-        return [*(() if self.experts else DENSE), *layout, *(f"train.{word}" for word in self.train.split()), "run.device=cuda"]
+        return [
+            *(() if self.experts else DENSE),
+            *layout,
+            *(f"train.{word}" for word in self.train.split()),
+            "run.device=cuda",
+        ]
 
 
 ROWS = [
@@ -70,7 +77,11 @@ ROWS = [
     Row("pipeline gpipe", "pipeline=4 data=1 schedule=gpipe"),
     Row("pipeline 1f1b", "pipeline=4 data=1 schedule=1f1b"),
     Row("pipeline zb1p", "pipeline=4 data=1 schedule=zb1p"),
-    Row("pipeline interleaved x data, zero 1", "pipeline=2 data=2 schedule=interleaved zero=1", train="micro_batch=1"),
+    Row(
+        "pipeline interleaved x data, zero 1",
+        "pipeline=2 data=2 schedule=interleaved zero=1",
+        train="micro_batch=1",
+    ),
     Row("pipeline zbv x data, zero 2", "pipeline=2 data=2 schedule=zbv zero=2", train="micro_batch=1"),
     Row("pipeline dualpipev x data", "pipeline=2 data=2 schedule=dualpipev zero=0", train="micro_batch=1"),
     Row("pipeline 1f1b x data, zero 3", "pipeline=2 data=2 zero=3", train="micro_batch=1"),
@@ -85,7 +96,12 @@ ROWS = [
     Row("experts x data, zero 0", "data=4 expert=2 zero=0", experts=True),
     Row("experts x tensor x data, zero 2", "data=2 tensor=2 expert=2 zero=2", experts=True),
     Row("experts x context x data", "data=2 context=2 expert=4 zero=1", experts=True),
-    Row("experts x pipeline zbv x data", "pipeline=2 data=2 expert=2 schedule=zbv zero=1", experts=True, train="micro_batch=1"),
+    Row(
+        "experts x pipeline zbv x data",
+        "pipeline=2 data=2 expert=2 schedule=zbv zero=1",
+        experts=True,
+        train="micro_batch=1",
+    ),
     Row("data, top-k", "data=4 zero=0 compression=topk(0.05)"),
     Row("data, PowerSGD", "data=4 zero=0 compression=powersgd(2)"),
     Row("data, zero 3, ZeRO++", "data=4 zero=3 compression=int4 weight_compression=int8 backward_shards=2"),
@@ -96,7 +112,11 @@ ROWS = [
     Row("experts x data, zero 3, bfloat16", "data=4 expert=4 zero=3", experts=True, dtype="bfloat16"),
     Row("tensor x data, zero 3, compiled", "tensor=2 data=2 zero=3", train="compile=true"),
     Row("data, zero 3, compiled bfloat16", "data=4 zero=3", train="compile=true", dtype="bfloat16"),
-    Row("tensor x data, zero 3, all but attention recomputed", "tensor=2 data=2 zero=3", train="recompute=all-but-attention"),
+    Row(
+        "tensor x data, zero 3, all but attention recomputed",
+        "tensor=2 data=2 zero=3",
+        train="recompute=all-but-attention",
+    ),
     Row(
         "context ring x data, all but attention recomputed",
         "context=2 data=2 attention=ring",
@@ -111,17 +131,34 @@ ROWS = [
     Row("data, zero 3, float8", "data=4 zero=3", train="precision=float8"),
     Row("tensor x data, zero 3, float8", "tensor=2 data=2 zero=3", train="precision=float8"),
     Row("pipeline 1f1b x data, float8", "pipeline=2 data=2", train="precision=float8 micro_batch=1"),
-    Row("context ring x tensor, float8", "data=1 context=2 tensor=2 attention=ring", train="precision=float8"),
+    Row(
+        "context ring x tensor, float8", "data=1 context=2 tensor=2 attention=ring", train="precision=float8"
+    ),
     Row("experts x data, zero 3, float8", "data=4 expert=4 zero=3", experts=True, train="precision=float8"),
-    Row("tensor x data, zero 3, float8 and bfloat16", "tensor=2 data=2 zero=3", train="precision=float8", dtype="bfloat16"),
+    Row(
+        "tensor x data, zero 3, float8 and bfloat16",
+        "tensor=2 data=2 zero=3",
+        train="precision=float8",
+        dtype="bfloat16",
+    ),
     Row("pipeline x tensor x context", "pipeline=2 data=1 tensor=2 context=2 attention=ring"),
     Row("pipeline x tensor x data, zero 3", "pipeline=2 data=2 tensor=2 zero=3", train="micro_batch=1"),
-    Row("five axes", "pipeline=2 data=2 context=2 tensor=2 expert=4 zero=3", experts=True, train="micro_batch=1"),
+    Row(
+        "five axes",
+        "pipeline=2 data=2 context=2 tensor=2 expert=4 zero=3",
+        experts=True,
+        train="micro_batch=1",
+    ),
     Row("data, zero 3, delays", "data=4 zero=3", milliseconds=5),
     Row("data, zero 0 (DDP), delays", "data=4 zero=0", milliseconds=5),
     Row("replica x data, zero 3, delays", "replica=2 data=2 zero=3", milliseconds=5),
     Row("tensor x data, zero 3, delays", "tensor=2 data=2 zero=3", milliseconds=5),
-    Row("pipeline zbv x data, delays", "pipeline=2 data=2 schedule=zbv zero=1", train="micro_batch=1", milliseconds=5),
+    Row(
+        "pipeline zbv x data, delays",
+        "pipeline=2 data=2 schedule=zbv zero=1",
+        train="micro_batch=1",
+        milliseconds=5,
+    ),
     Row("pipeline 1f1b, delays", "pipeline=4 data=1", milliseconds=5),
     Row("context ring, delays", "data=1 context=4 attention=ring", milliseconds=5),
     Row("context Ulysses, delays", "data=1 context=4 attention=ulysses", milliseconds=5),
@@ -160,7 +197,9 @@ def prove_rows(rows: list[Row], results: Path, seconds: float) -> None:
             except Exception as error:
                 found, workers = {"verdict": "ERROR", "said": [str(error)[-3000:]]}, None
             with results.open("a") as file:
-                file.write(json.dumps({"name": row.name, "seconds": time.monotonic() - began, **found}) + "\n")
+                file.write(
+                    json.dumps({"name": row.name, "seconds": time.monotonic() - began, **found}) + "\n"
+                )
 
 
 def write_table(rows: list[Row], results: list[Path], table: Path) -> None:
@@ -170,8 +209,20 @@ def write_table(rows: list[Row], results: list[Path], table: Path) -> None:
     cells, said = [HEAD, ["---"] * len(HEAD)], []
     for row in (row for row in rows if row.name in known):
         found = known[row.name]
-        difference, roundings = (f"{found[key]:.2g}" if key in found else "" for key in ("difference", "roundings"))
-        cells.append([row.name, str(row.workers), row.dtype, difference, roundings, found["verdict"], f"{found['seconds']:.1f}"])
+        difference, roundings = (
+            f"{found[key]:.2g}" if key in found else "" for key in ("difference", "roundings")
+        )
+        cells.append(
+            [
+                row.name,
+                str(row.workers),
+                row.dtype,
+                difference,
+                roundings,
+                found["verdict"],
+                f"{found['seconds']:.1f}",
+            ]
+        )
         if found["verdict"] != "PASS":
             said += [f"\n## {row.name}\n", f"`{' '.join(row.overrides)}`\n", "```text", *found["said"], "```"]
     table.write_text("\n".join([f"| {' | '.join(line)} |" for line in cells] + said) + "\n")
@@ -179,14 +230,22 @@ def write_table(rows: list[Row], results: list[Path], table: Path) -> None:
 
 def main() -> None:
     """Deal the rows out to sets of workers, and keep the table up to date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("table", type=Path)
-    parser.add_argument("--only", default="", help="rows whose name has this, or one of several with semicolons between")
-    parser.add_argument("--seconds", type=float, default=120.0, help="after which workers are taken to be stuck")
+    parser.add_argument(
+        "--only", default="", help="rows whose name has this, or one of several with semicolons between"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="after which workers are taken to be stuck"
+    )
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     rows = [row for row in ROWS if any(word in row.name for word in given.only.split(";"))]
-    ordered = sorted(rows, key=lambda row: (row.milliseconds, row.workers))  # those who can share a set of workers, in a row
+    ordered = sorted(
+        rows, key=lambda row: (row.milliseconds, row.workers)
+    )  # those who can share a set of workers, in a row
     shares = [ordered[part::SETS] for part in range(SETS)]
     if given.part is not None:
         prove_rows(shares[given.part], given.table, given.seconds)
@@ -194,7 +253,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="one-gpu-") as folder:
         results = [Path(folder) / f"{part}.jsonl" for part in range(SETS)]
         command = [sys.executable, __file__, "--only", given.only, "--seconds", str(given.seconds), "--part"]
-        parts = [subprocess.Popen([*command, str(part), str(path)]) for part, path in enumerate(results) if shares[part]]
+        parts = [
+            subprocess.Popen([*command, str(part), str(path)])
+            for part, path in enumerate(results)
+            if shares[part]
+        ]
         while any(part.poll() is None for part in parts):
             time.sleep(1.0)
             write_table(rows, results, given.table)

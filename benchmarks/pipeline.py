@@ -1,26 +1,30 @@
-"""How long pipeline ranks really wait, beside what the list of actions says, and what stage 0 keeps in memory.
+"""How long pipeline ranks really wait, beside what the list of actions says, and what stage 0 keeps in
+memory.
 
     python benchmarks/pipeline.py [--quick] [--only waits|compute|memory] [--wait 0.04]
 
-prints three tables. All run shardwise's own `Pipelined` on local processes. The idle share is 1 - busy / (ranks x makespan), of
-the times at which every rank began and ended each action; the prediction is `simulate` of shardwise/plan/timeline.py for the
-same list. Steps are measured one by one and the median is shown.
+prints three tables. All run shardwise's own `Pipelined` on local processes. The idle share is 1 - busy /
+(ranks x makespan), of the times at which every rank began and ended each action; the prediction is `simulate`
+of shardwise/plan/timeline.py for the same list. Steps are measured one by one and the median is shown.
 
-`waits`: 4 ranks. A forward, the input half and the weight half of a backward are each a wait of 40 ms in the place of
-computation, so 4 processes need no 4 cores, and messages are small beside it. The halves are hung into the autograd graph where
-those gradients are computed, and counted: each must run once for every micro-batch. Stage 0, whose input wants no gradient,
-computes its whole backward where the list says W; the prediction is given those costs. `even` is the prediction for equal
-costs on all stages, which is what a plan shows. Where other work holds the cores, a message waits for its turn: wait longer.
+`waits`: 4 ranks. A forward, the input half and the weight half of a backward are each a wait of 40 ms in the
+place of computation, so 4 processes need no 4 cores, and messages are small beside it. The halves are hung
+into the autograd graph where those gradients are computed, and counted: each must run once for every
+micro-batch. Stage 0, whose input wants no gradient, computes its whole backward where the list says W; the
+prediction is given those costs. `even` is the prediction for equal costs on all stages, which is what a plan
+shows. Where other work holds the cores, a message waits for its turn: wait longer.
 
-`compute`: 2 ranks of one thread train a transformer. The prediction takes the median time of each kind of action on each stage.
-`to replay` is the difference to the same list played with the time that each single action took in that step: on a machine that
-others use too, single actions are slow, and whoever waits for them waits longer than the medians say.
+`compute`: 2 ranks of one thread train a transformer. The prediction takes the median time of each kind of
+action on each stage. `to replay` is the difference to the same list played with the time that each single
+action took in that step: on a machine that others use too, single actions are slow, and whoever waits for
+them waits longer than the medians say.
 
-`memory`: 4 ranks train a transformer with 8 and with 32 micro-batches. Counted are the storages alive on rank 0 (stage 0) at the
-fullest moment of a step, less those that were there before it (weights, gradients, buffers to receive into, which torch makes for
-every micro-batch and keeps): activations. 1F1B keeps as many as there are ranks, GPipe as many as there are micro-batches. Beside
-them lie the step's tokens, and the output of every micro-batch, which torch's runtime holds until it awaits all sends at the
-end of the step: `tokens and output of one` micro-batch.
+`memory`: 4 ranks train a transformer with 8 and with 32 micro-batches. Counted are the storages alive on rank
+0 (stage 0) at the fullest moment of a step, less those that were there before it (weights, gradients, buffers
+to receive into, which torch makes for every micro-batch and keeps): activations. 1F1B keeps as many as there
+are ranks, GPipe as many as there are micro-batches. Beside them lie the step's tokens, and the output of
+every micro-batch, which torch's runtime holds until it awaits all sends at the end of the step: `tokens and
+output of one` micro-batch.
 """
 
 from __future__ import annotations
@@ -136,11 +140,13 @@ def run_steps(step: Callable[[], Any], count: int) -> Run:
 
 def idle_share(steps: list[list[Span]]) -> float:
     """Of one step, given the spans of every rank."""
-    makespan = max(span[4] for rank in steps for span in rank) - min(span[3] for rank in steps for span in rank)
+    makespan = max(span[4] for rank in steps for span in rank) - min(
+        span[3] for rank in steps for span in rank
+    )
     return 1 - sum(span[4] - span[3] for rank in steps for span in rank) / (len(steps) * makespan)
 
 
-# -- waits in the place of computation ------------------------------------------------------------------------------------
+# -- waits in the place of computation -----------------------------------------------------------------------
 
 
 class _Wait(torch.autograd.Function):
@@ -217,7 +223,12 @@ def waits_row(name: str, runs: list[Run]) -> dict[str, Any]:
     schedule = make_schedule(name, WAITING_RANKS, MICRO_BATCHES)
     later = schedule.stages - 1
     expected = simulate(schedule, 1.0, [0.0] + [1.0] * later, [2.0] + [1.0] * later).bubble
-    return {"schedule": name, "stages": schedule.stages, "even": simulate(schedule).bubble, **_compared(expected, runs)}
+    return {
+        "schedule": name,
+        "stages": schedule.stages,
+        "even": simulate(schedule).bubble,
+        **_compared(expected, runs),
+    }
 
 
 def _compared(expected: float, runs: list[Run]) -> dict[str, Any]:
@@ -225,18 +236,31 @@ def _compared(expected: float, runs: list[Run]) -> dict[str, Any]:
     measured = statistics.median(shares)
     close = "yes" if abs(measured - expected) <= CLOSE else "NO"
     spread = f"{min(shares):.3f} to {max(shares):.3f}"
-    return {"predicted": expected, "measured": measured, "steps": spread, "difference": measured - expected, "within 0.05": close}
+    return {
+        "predicted": expected,
+        "measured": measured,
+        "steps": spread,
+        "difference": measured - expected,
+        "within 0.05": close,
+    }
 
 
-# -- a model ----------------------------------------------------------------------------------------------------------------
+# -- a model -------------------------------------------------------------------------------------------------
 
 
-def job(folder: Path, model: dict[str, int], ranks: int, schedule: str, micro_batches: int, rows: int = 1) -> Config:
+def job(
+    folder: Path, model: dict[str, int], ranks: int, schedule: str, micro_batches: int, rows: int = 1
+) -> Config:
     return from_tables(
         {
             "model": model,
             "data": {"source": str(folder), "sequence_length": LENGTH, "held_out": 0.0},
-            "train": {"steps": 1, "global_batch": rows * micro_batches, "micro_batch": rows, "precision": "float32"},
+            "train": {
+                "steps": 1,
+                "global_batch": rows * micro_batches,
+                "micro_batch": rows,
+                "precision": "float32",
+            },
             "layout": {"pipeline": ranks, "data": 1, "schedule": schedule},
         }
     )
@@ -253,7 +277,9 @@ def training_and_step(worker: Worker, config: Config) -> tuple[Training, Callabl
 
 
 def compute(worker: Worker, name: str, count: int, folder: Path) -> Run:
-    return run_steps(training_and_step(worker, job(folder, MODEL, worker.world, name, MICRO_BATCHES, ROWS))[1], count)
+    return run_steps(
+        training_and_step(worker, job(folder, MODEL, worker.world, name, MICRO_BATCHES, ROWS))[1], count
+    )
 
 
 def compute_row(name: str, runs: list[Run]) -> dict[str, Any]:
@@ -264,16 +290,29 @@ def compute_row(name: str, runs: list[Run]) -> dict[str, Any]:
     steps = [list(step) for step in zip(*runs, strict=True)]
     apart = statistics.median(idle_share(step) - replayed(schedule, step) for step in steps)
     close = "yes" if abs(apart) <= CLOSE else "NO"
-    return {"schedule": name, "F; I; W of the stages (ms)": shown, **compared, "to replay": apart, "within 0.05 of it": close}
+    return {
+        "schedule": name,
+        "F; I; W of the stages (ms)": shown,
+        **compared,
+        "to replay": apart,
+        "within 0.05 of it": close,
+    }
 
 
 def replayed(schedule: Schedule, step: list[list[Span]]) -> float:
     """The idle share if every action took exactly as long as it did in this step, and messages no time."""
-    seconds = {Action(stage, kind, index): end - start for rank in step for stage, kind, index, start, end in rank}  # type: ignore[arg-type]
+    seconds = {
+        Action(stage, kind, index): end - start for rank in step for stage, kind, index, start, end in rank
+    }  # type: ignore[arg-type]
     ends: dict[Action, float] = {}
     free = [0.0] * schedule.ranks
     for rank, action in in_order(schedule):
-        arrivals = (ends[before] for choices in waits_for(action, schedule.stages) for before in choices if before in ends)
+        arrivals = (
+            ends[before]
+            for choices in waits_for(action, schedule.stages)
+            for before in choices
+            if before in ends
+        )
         free[rank] = ends[action] = max(free[rank], *arrivals, 0.0) + seconds[action]
     return 1 - sum(seconds.values()) / (schedule.ranks * max(free))
 
@@ -291,11 +330,12 @@ def _costs(stages: int, runs: list[Run]) -> dict[str, list[float]]:
     }
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------
 
 
 def activations(worker: Worker, name: str, micro_batches: int, folder: Path) -> int:
-    """Bytes of stage 0 at the fullest moment of a step beyond those held before it; gradients are held from the step before."""
+    """Bytes of stage 0 at the fullest moment of a step beyond those held before it; gradients are held from
+    the step before."""
     config = job(folder, SMALL, worker.world, name, micro_batches)
     if worker.rank > 0:
         _, step = training_and_step(worker, config)
@@ -325,10 +365,12 @@ def memory_row(name: str, measured: list[int]) -> dict[str, Any]:
     }
 
 
-# -- workers and tables -----------------------------------------------------------------------------------------------------
+# -- workers and tables --------------------------------------------------------------------------------------
 
 
-def _work(rank: int, world: int, part: str, ports: list[int], names: tuple[str, ...], options: Options, folder: Path) -> None:
+def _work(
+    rank: int, world: int, part: str, ports: list[int], names: tuple[str, ...], options: Options, folder: Path
+) -> None:
     """One process of a part of the benchmark; each case meets on a port of its own."""
     torch.set_num_threads(1)
     cases = [(name, size) for name in names for size in (GROWING if part == "memory" else (MICRO_BATCHES,))]
@@ -345,7 +387,9 @@ def _work(rank: int, world: int, part: str, ports: list[int], names: tuple[str, 
         leave()
 
 
-def measure(part: str, world: int, names: tuple[str, ...], options: Options, folder: Path) -> list[dict[str, Any]]:
+def measure(
+    part: str, world: int, names: tuple[str, ...], options: Options, folder: Path
+) -> list[dict[str, Any]]:
     """The table of one part."""
     ports = _free_ports(len(names) * (len(GROWING) if part == "memory" else 1))
     spawn(_work, (world, part, ports, names, options, folder), world)  # type: ignore[no-untyped-call]
@@ -363,14 +407,24 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
     """A Markdown table."""
     print(f"\n{title}\n")
     for cells in (rows[0], ["---"] * len(rows[0]), *(row.values() for row in rows)):
-        print("| " + " | ".join(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |")
+        print(
+            "| "
+            + " | ".join(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells)
+            + " |"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps, and three schedules of computation")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer steps, and three schedules of computation"
+    )
     parser.add_argument("--only", choices=("waits", "compute", "memory"))
-    parser.add_argument("--wait", type=float, default=0.04, help="seconds of a forward and of each half of a backward")
+    parser.add_argument(
+        "--wait", type=float, default=0.04, help="seconds of a forward and of each half of a backward"
+    )
     given = parser.parse_args()
     options = Options(2 if given.quick else 5, given.wait)
     computing = ("gpipe", "1f1b", "zb1p") if given.quick else SCHEDULES

@@ -2,15 +2,17 @@
 
     python benchmarks/planner_accuracy.py runs.csv sweep.csv [--rows rows.csv] [--only WORDS]
 
-This command fits nothing. Every device and cluster has the constants of shardwise/cost/clusters.py, every program those of
-planner_programs.py; none belongs to a model or a row. They were chosen with published runs in view, so errors on those are not
-a forecast of errors elsewhere: benchmarks/RESULTS.md says which. `constant` is the baseline that knows the answers: the one
-TFLOP/s per device that fits the group's own rows best; `skill` is the share of its error that the planner takes away.
+This command fits nothing. Every device and cluster has the constants of shardwise/cost/clusters.py, every
+program those of planner_programs.py; none belongs to a model or a row. They were chosen with published runs
+in view, so errors on those are not a forecast of errors elsewhere: benchmarks/RESULTS.md says which.
+`constant` is the baseline that knows the answers: the one TFLOP/s per device that fits the group's own rows
+best; `skill` is the share of its error that the planner takes away.
 
-What is printed: for each file the rows, those modelled, and why others are not; for each group and set of groups the error of
-the step time; memory against what was measured; `conservation`, whether FLOP/s follow from tokens/s by each source's own count,
-and parameter counts from shapes; for sweeps, what is lost by running the planner's first choice, or the best of its first five,
-instead of the best layout that anybody measured.
+What is printed: for each file the rows, those modelled, and why others are not; for each group and set of
+groups the error of the step time; memory against what was measured; `conservation`, whether FLOP/s follow
+from tokens/s by each source's own count, and parameter counts from shapes; for sweeps, what is lost by
+running the planner's first choice, or the best of its first five, instead of the best layout that anybody
+measured.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from shardwise.cost.clusters import CLUSTERS
 from shardwise.errors import UserError
 from shardwise.plan.parameters import count
 
-# -- step time -----------------------------------------------------------------------------------------------------------
+# -- step time -----------------------------------------------------------------------------------------------
 
 
 def time_figures(group: Sequence[Judged]) -> dict[str, Any]:
@@ -62,9 +64,11 @@ def time_figures(group: Sequence[Judged]) -> dict[str, Any]:
 
 
 def best_constant(timed: Sequence[Judged], flops: Sequence[float]) -> tuple[float, float]:
-    """FLOP/s for which the mean error is smallest, and that error: |rate / constant - 1| summed is smallest where 1 / constant is
-    the median of 1 / rate, each weighing `rate`."""
-    rates = sorted((each / (one.case.seconds or 1.0) for one, each in zip(timed, flops, strict=True)), reverse=True)
+    """FLOP/s for which the mean error is smallest, and that error: |rate / constant - 1| summed is smallest
+    where 1 / constant is the median of 1 / rate, each weighing `rate`."""
+    rates = sorted(
+        (each / (one.case.seconds or 1.0) for one, each in zip(timed, flops, strict=True)), reverse=True
+    )
     half, weight = sum(rates) / 2, 0.0
     for rate in rates:
         weight += rate
@@ -78,7 +82,10 @@ def groups_of(judged: Iterable[Judged]) -> dict[str, list[Judged]]:
     groups: dict[str, list[Judged]] = defaultdict(list)
     for one in judged:
         case = one.case
-        groups[f"{Path(case.file).with_suffix('')}: {case.program} {case.device} {case.work.precision} {case.family}"].append(one)
+        groups[
+            f"{Path(case.file).with_suffix('')}: {case.program} {case.device} {case.work.precision} "
+            f"{case.family}"
+        ].append(one)
     return groups
 
 
@@ -88,8 +95,12 @@ SETS: dict[str, Callable[[Case], bool]] = {
     "llm-foundry a100-40": lambda case: case.stack == "llm-foundry" and case.device == "a100-40",
     "llm-foundry a100-80": lambda case: case.stack == "llm-foundry" and case.device == "a100-80",
     "vtrain": lambda case: case.stack == "vtrain",
-    "megatron-bridge dense pre-training": lambda case: "bridge" in case.program.lower() and case.family == "dense",
-    "megatron-bridge moe pre-training": lambda case: "bridge" in case.program.lower() and case.family == "moe",
+    "megatron-bridge dense pre-training": lambda case: (
+        "bridge" in case.program.lower() and case.family == "dense"
+    ),
+    "megatron-bridge moe pre-training": lambda case: (
+        "bridge" in case.program.lower() and case.family == "moe"
+    ),
     "torchtitan": lambda case: case.stack == "torchtitan",
     "nanotron": lambda case: case.stack == "nanotron",
     "all dense": lambda case: case.family == "dense",
@@ -98,16 +109,21 @@ SETS: dict[str, Callable[[Case], bool]] = {
 }
 
 
-# -- memory --------------------------------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------
 
 
 def memory_figures(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Errors of the peak by how it was measured, layouts said to fit that did not, and runs said not to fit that ran."""
+    """Errors of the peak by how it was measured, layouts said to fit that did not, and runs said not to fit
+    that ran."""
     groups: dict[str, list[Judged]] = defaultdict(list)
     for one in judged:
         if one.case.memory:
-            groups[f"{Path(one.case.file).with_suffix('')}: {one.case.program} {one.case.memory_kind}"].append(one)
-    status = {name: [one for one in judged if one.case.status == name] for name in ("ok", "out_of_memory", "failed")}
+            groups[
+                f"{Path(one.case.file).with_suffix('')}: {one.case.program} {one.case.memory_kind}"
+            ].append(one)
+    status = {
+        name: [one for one in judged if one.case.status == name] for name in ("ok", "out_of_memory", "failed")
+    }
     ran = [one for one in status["ok"] if one.case.memory_kind != "theory"]
     return {
         "groups": {name: _memory_errors(group) for name, group in groups.items()},
@@ -124,15 +140,20 @@ def memory_figures(judged: Sequence[Judged]) -> dict[str, Any]:
 def _memory_errors(group: Sequence[Judged]) -> dict[str, Any]:
     errors = [one.measurable / (one.case.memory or 1.0) - 1 for one in group]
     sizes = [abs(error) for error in errors]
-    return {"rows": len(group), "median_error": median(sizes), "mean_error": fmean(sizes), "bias": fmean(errors)}
+    return {
+        "rows": len(group),
+        "median_error": median(sizes),
+        "mean_error": fmean(sizes),
+        "bias": fmean(errors),
+    }
 
 
-# -- conservation --------------------------------------------------------------------------------------------------------
+# -- conservation --------------------------------------------------------------------------------------------
 
 
 def conservation(cases: Sequence[Case]) -> dict[str, Any]:
-    """Published FLOP/s against tokens/s times the source's own FLOPs a token; published parameters against our count. `rounding`
-    is the part of a difference that the printed digits explain."""
+    """Published FLOP/s against tokens/s times the source's own FLOPs a token; published parameters against
+    our count. `rounding` is the part of a difference that the printed digits explain."""
     flops: dict[str, list[tuple[float, float]]] = defaultdict(list)
     parameters: dict[str, list[bool]] = defaultdict(list)
     wrong: set[str] = set()
@@ -143,7 +164,10 @@ def conservation(cases: Sequence[Case]) -> dict[str, Any]:
             same = _same_parameters(case)
             parameters[case.program].append(same)
             if not same:
-                wrong.add(f"{case.model}: {case.printed['parameters']} B printed, {count(case.work.model) / 1e9:.3f} counted")
+                wrong.add(
+                    f"{case.model}: {case.printed['parameters']} B printed, "
+                    f"{count(case.work.model) / 1e9:.3f} counted"
+                )
     return {
         "flops": {
             name: {
@@ -161,7 +185,8 @@ def conservation(cases: Sequence[Case]) -> dict[str, Any]:
 
 
 def _flop_difference(case: Case) -> tuple[float, float] | None:
-    """Relative difference to FLOP/s or MFU, whichever is printed with more digits, and how much of it rounding may explain."""
+    """Relative difference to FLOP/s or MFU, whichever is printed with more digits, and how much of it
+    rounding may explain."""
     if "tokens" not in case.published or case.convention is None:
         return None
     peaks = CLUSTERS[case.device].device.peak if case.device in CLUSTERS else {}
@@ -170,11 +195,15 @@ def _flop_difference(case: Case) -> tuple[float, float] | None:
     if not known:
         return None
     key = min(known, key=lambda key: half_digit(case.printed[key]))
-    ours = case.published["tokens"] * published_flops(case.work.model, case.work.sequence_length, case.convention)
+    ours = case.published["tokens"] * published_flops(
+        case.work.model, case.work.sequence_length, case.convention
+    )
     difference = abs(ours / (case.published[key] * (scales[key] or 1.0)) - 1)
     sequences = case.published["tokens"] * case.devices / case.work.sequence_length
     whole = abs(sequences - round(sequences)) < 1e-6  # printed as whole sequences a second of all devices
-    return difference, half_digit(case.printed[key]) + (0.5 / sequences if whole else half_digit(case.printed["tokens"]))
+    return difference, half_digit(case.printed[key]) + (
+        0.5 / sequences if whole else half_digit(case.printed["tokens"])
+    )
 
 
 def half_digit(text: str) -> float:
@@ -191,14 +220,18 @@ def _same_parameters(case: Case) -> bool:
     return any(abs(count(model) / 1e9 - float(text)) <= half for model in models)
 
 
-# -- sweeps --------------------------------------------------------------------------------------------------------------
+# -- sweeps --------------------------------------------------------------------------------------------------
 
 
 def sweep_figures(judged: Sequence[Judged]) -> dict[str, Any]:
     """What following the planner loses, for all layouts and for those most people would try."""
     sweep = [one for one in judged if one.case.sweep]
     small = [one for one in sweep if one.case.layout["tensor"] <= 8 and one.case.devices <= 16 * 8]
-    return {name: _regrets(rows) for name, rows in (("tensor <= 8 and nodes <= 16", small), ("all", sweep)) if rows}
+    return {
+        name: _regrets(rows)
+        for name, rows in (("tensor <= 8 and nodes <= 16", small), ("all", sweep))
+        if rows
+    }
 
 
 def _regrets(rows: Sequence[Judged]) -> dict[str, Any]:
@@ -207,9 +240,13 @@ def _regrets(rows: Sequence[Judged]) -> dict[str, Any]:
         case = one.case
         variant = "tied" if case.work.model.tied else "untied"
         where = "" if case.device == "h100-hf" else f"{case.program} {case.device}: "
-        jobs[f"{where}{case.model} {variant}, {case.devices} devices, batch {case.work.global_batch}"].append(one)
+        jobs[f"{where}{case.model} {variant}, {case.devices} devices, batch {case.work.global_batch}"].append(
+            one
+        )
     groups = {
-        name: _regret(group) for name, group in sorted(jobs.items()) if sum(one.case.seconds is not None for one in group) > 1
+        name: _regret(group)
+        for name, group in sorted(jobs.items())
+        if sum(one.case.seconds is not None for one in group) > 1
     }
     figures = ("first", "best_of_five", "first_said_to_fit", "best_of_five_said_to_fit")
     summary: dict[str, Any] = {"groups": len(groups)}
@@ -221,8 +258,8 @@ def _regrets(rows: Sequence[Judged]) -> dict[str, Any]:
 
 
 def _regret(group: Sequence[Judged]) -> dict[str, Any]:
-    """Among the layouts that ran, and among those of them that the planner says fit. `first_choice_failed`: whether the layout it
-    would have named, failed ones included, is one that failed."""
+    """Among the layouts that ran, and among those of them that the planner says fit. `first_choice_failed`:
+    whether the layout it would have named, failed ones included, is one that failed."""
     ran = sorted((one for one in group if one.case.seconds is not None), key=lambda one: one.seconds)
     fitting = [one for one in ran if one.fits]
     named = min((one for one in group if one.fits), key=lambda one: one.seconds, default=None)
@@ -242,7 +279,7 @@ def _regret(group: Sequence[Judged]) -> dict[str, Any]:
     }
 
 
-# -- the command ---------------------------------------------------------------------------------------------------------
+# -- the command ---------------------------------------------------------------------------------------------
 
 
 def report(files: Sequence[Path], only: str = "") -> tuple[dict[str, Any], list[Judged]]:
@@ -275,7 +312,12 @@ def _report_file(path: Path, label: str) -> tuple[dict[str, Any], list[Judged]]:
     rows = len(cases) + sum(refused.values())
     print(f"{label}: {len(judged)} of {rows} rows modelled", file=sys.stderr)
     assumed = Counter(rule for one in judged for rule in one.case.assumed)
-    figures = {"rows": rows, "modelled": len(judged), "not_modelled": dict(Counter(refused) + without), "assumed": dict(assumed)}
+    figures = {
+        "rows": rows,
+        "modelled": len(judged),
+        "not_modelled": dict(Counter(refused) + without),
+        "assumed": dict(assumed),
+    }
     return figures, judged
 
 
@@ -291,10 +333,13 @@ def write_rows(path: Path, judged: Sequence[Judged]) -> None:
 
 def _written(one: Judged) -> dict[str, Any]:
     case, work = one.case, one.case.work
-    return {"file": case.file, "name": case.name, "program": case.program, "traits": " ".join(sorted(case.traits)),
-            "model": case.model, "device": case.device, "devices": case.devices, "sequence": work.sequence_length,
+    return {"file": case.file, "name": case.name, "program": case.program,
+    "traits": " ".join(sorted(case.traits)),
+            "model": case.model, "device": case.device, "devices": case.devices,
+            "sequence": work.sequence_length,
             "batch": work.global_batch, "precision": work.precision, **case.layout, "status": case.status,
-            "measured_s": case.seconds, "predicted_s": one.seconds, "error": one.error if case.seconds else "",
+            "measured_s": case.seconds, "predicted_s": one.seconds,
+            "error": one.error if case.seconds else "",
             "measured_gib": case.memory / GIB if case.memory else "", "memory_kind": case.memory_kind,
             "predicted_gib": one.measurable / GIB, "peak_gib": one.peak / GIB, "fits": one.fits,
             **{f"s_{name}": value for name, value in one.terms.items()},
@@ -312,7 +357,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="the planner held against measured runs")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a CSV of measured runs")
     parser.add_argument("--rows", type=Path, help="write every row, with its terms, to this CSV file")
-    parser.add_argument("--only", default="", metavar="WORDS", help="only groups whose name contains these words")
+    parser.add_argument(
+        "--only", default="", metavar="WORDS", help="only groups whose name contains these words"
+    )
     asked = parser.parse_args()
     try:
         if asked.rows:

@@ -1,10 +1,12 @@
-"""Measured training runs as cases for the planner: what was run, on what, by which program, and what was measured.
+"""Measured training runs as cases for the planner: what was run, on what, by which program, and what was
+measured.
 
-Three kinds of CSV file are read, told apart by their columns: published runs of many programs, a sweep of layouts on one
-cluster (nanotron), and a table of short GPT runs on one machine (vTrain); the latter two are published runs in other words. A row
-becomes a `Case`, or a reason why the planner cannot model it; no row is dropped in silence. What a row leaves out and the planner
-needs is filled in by one rule for all rows of a program, and the rule is named in `Case.assumed`. How cells are read is in
-planner_cells.py, what models are called in planner_models.py, and what was published of a run in planner_published.py.
+Three kinds of CSV file are read, told apart by their columns: published runs of many programs, a sweep of
+layouts on one cluster (nanotron), and a table of short GPT runs on one machine (vTrain); the latter two are
+published runs in other words. A row becomes a `Case`, or a reason why the planner cannot model it; no row is
+dropped in silence. What a row leaves out and the planner needs is filled in by one rule for all rows of a
+program, and the rule is named in `Case.assumed`. How cells are read is in planner_cells.py, what models are
+called in planner_models.py, and what was published of a run in planner_published.py.
 """
 
 from __future__ import annotations
@@ -95,11 +97,12 @@ def read_cases(path: Path, label: str = "") -> tuple[list[Case], dict[str, int]]
     return cases, dict(reasons)
 
 
-# -- layouts and batches -------------------------------------------------------------------------------------------------
+# -- layouts and batches -------------------------------------------------------------------------------------
 
 
 _SAID = {
-    "fused_loss": r"liger|cut.?cross.?entropy|(fused|chunked) (linear )?(ce\b|cross.?entropy|loss)|fused linear",
+    "fused_loss": r"liger|cut.?cross.?entropy|(fused|chunked) (linear )?(ce\b|cross.?entropy|loss)|fused "
+    r"linear",
     "overlaps_tensor": r"overlap.*\btp\b|\btp\b.*overlap|megascale",
     "native_attention": r"\bfa-?[34]\b|flash-?attention-?[34]|cudnn.*attention",
 }
@@ -133,14 +136,18 @@ def _micro_batch(row: Row, stack: str, share: int, pipeline: int, assumed: list[
         assumed.append("micro-batch: 1 in a pipeline, up to 4 without")
         return 1 if pipeline > 1 else next(size for size in (4, 3, 2, 1) if share % size == 0)
     if stack == "torchtitan" and pipeline > 1:
-        assumed.append("torchtitan's default: as many micro-batches of its local batch as there are pipeline ranks")
+        assumed.append(
+            "torchtitan's default: as many micro-batches of its local batch as there are pipeline ranks"
+        )
         return max(1, given // pipeline)
     return given
 
 
 def _axes(row: Row, model: Model) -> dict[str, int]:
     """Degrees; `data` here counts replicas too."""
-    axes = {axis: whole(row, key) or 1 for axis, key in (("pipeline", "pp"), ("tensor", "tp"), ("data", "dp"))}
+    axes = {
+        axis: whole(row, key) or 1 for axis, key in (("pipeline", "pp"), ("tensor", "tp"), ("data", "dp"))
+    }
     axes |= {"context": switched(row, "cp") or 1, "expert": switched(row, "ep") or 1}
     fixed = axes["pipeline"] * axes["context"] * axes["tensor"]
     devices, data = whole(row, "gpus"), whole(row, "dp")
@@ -152,14 +159,18 @@ def _axes(row: Row, model: Model) -> dict[str, int]:
     if fixed * axes["data"] != devices:
         raise NotModelled("layout: tp x pp x dp x cp is not the number of devices")
     lenders = axes["data"] * axes["context"] * axes["tensor"]
-    if axes["expert"] > 1 and (not model.experts or model.experts % axes["expert"] or lenders % axes["expert"]):
+    if axes["expert"] > 1 and (
+        not model.experts or model.experts % axes["expert"] or lenders % axes["expert"]
+    ):
         raise NotModelled("layout: experts do not divide so")
     if model.heads % axes["tensor"] or axes["pipeline"] > model.layers:
         raise NotModelled("layout: heads or layers do not divide so")
     return axes
 
 
-def _layout(row: Row, model: Model, stack: str, per_node: int, assumed: list[str]) -> tuple[dict[str, int], int, int]:
+def _layout(
+    row: Row, model: Model, stack: str, per_node: int, assumed: list[str]
+) -> tuple[dict[str, int], int, int]:
     """One row of a `Space`, the sequences of a step, and the devices."""
     axes = _axes(row, model)
     data, pipeline = axes["data"], axes["pipeline"]
@@ -176,7 +187,8 @@ def _layout(row: Row, model: Model, stack: str, per_node: int, assumed: list[str
         raise NotModelled("layout: more pipeline stages than layers")
     replica = _replicas(row, data, axes["context"], per_node, assumed)
     offload = "off=true" in row.get("notes", "").lower() or "offload" in row.get("zero_fsdp", "").lower()
-    axes.update(replica=replica, data=data // replica, zero=_zero(row, stack, pipeline, assumed), micro_batch=micro,
+    axes.update(replica=replica, data=data // replica, zero=_zero(row, stack, pipeline, assumed),
+    micro_batch=micro,
                 accumulation=share // micro, schedule=SCHEDULES.index(name), stages_per_rank=stages,
                 ring=int(axes["context"] > 1), offload=int(offload))  # fmt: skip
     return axes, batch, devices
@@ -194,8 +206,8 @@ def _replicas(row: Row, data: int, context: int, per_node: int, assumed: list[st
 
 
 _WHOLE_IN_A_PIPELINE = {"torchtitan": 3, **dict.fromkeys(cells.MEGATRON_LIKE, 2)}
-"""Stages that are 1 in a pipeline: torchtitan keeps weights gathered, and gradients whole, between its micro-batches; Megatron's
-kind sums gradients once a step whatever the stage is called."""
+"""Stages that are 1 in a pipeline: torchtitan keeps weights gathered, and gradients whole, between its
+micro-batches; Megatron's kind sums gradients once a step whatever the stage is called."""
 
 
 def _zero(row: Row, stack: str, pipeline: int, assumed: list[str]) -> int:
@@ -206,7 +218,9 @@ def _zero(row: Row, stack: str, pipeline: int, assumed: list[str]) -> int:
 def _batch(row: Row, data: int, devices: int) -> int:
     given, micro, accumulation = whole(row, "gbs"), whole(row, "mbs"), whole(row, "ga")
     if given:
-        if micro and accumulation and given != data * micro * accumulation:  # which column is wrong cannot be told
+        if (
+            micro and accumulation and given != data * micro * accumulation
+        ):  # which column is wrong cannot be told
             raise NotModelled("batch: dp x mbs x ga is not the global batch")
         return given
     if micro and accumulation:
@@ -218,7 +232,8 @@ def _batch(row: Row, data: int, devices: int) -> int:
 
 
 def _must_shard(model: Model, layout: Mapping[str, int], stack: str, device: str) -> bool:
-    """Whether weights and gradients whole could not fit any device: the program's own FSDP must have been on."""
+    """Whether weights and gradients whole could not fit any device: the program's own FSDP must have been
+    on."""
     largest = {"gb300": 288, "b300": 288, "gb200": 192, "b200": 192, "h200": 141}.get(device, 80) * 1e9
     held = (count(model) / layout["tensor"] / layout["pipeline"]) * 6
     return (
@@ -230,7 +245,7 @@ def _must_shard(model: Model, layout: Mapping[str, int], stack: str, device: str
     )
 
 
-# -- a row ---------------------------------------------------------------------------------------------------------------
+# -- a row ---------------------------------------------------------------------------------------------------
 
 
 def _refuse(row: Row) -> None:
@@ -264,7 +279,9 @@ def _case(row: Row, file: str, place: str, sweep: bool) -> Case:
     values, printed = figures_of(row)
     convention = convention_of(row.get("flop_convention", ""), stack)
     if stack == "torchtitan" and device.startswith("a100"):
-        convention = "all_parameters"  # its A100 table is older than its leaving the embedding out, and shows it
+        convention = (
+            "all_parameters"  # its A100 table is older than its leaving the embedding out, and shows it
+        )
     status, (memory, kind) = cells.status(row), memory_of(row)
     seconds = seconds_of(row, work, devices, values, convention)
     if seconds is None and memory is None and status == "ok":
@@ -272,23 +289,29 @@ def _case(row: Row, file: str, place: str, sweep: bool) -> Case:
             raise NotModelled("FLOP/s given, but not how they were counted")
         if "mfu" not in values:
             raise NotModelled("neither time, throughput nor memory given")
-        seconds = seconds_of(row, work, devices, with_rate_of_mfu(values, convention, device, work.precision), convention)
+        seconds = seconds_of(
+            row, work, devices, with_rate_of_mfu(values, convention, device, work.precision), convention
+        )
         assumed.append("time from MFU and the device's data sheet")
     return Case(
         file=file, name=row.get("case_id") or place, program=program or "program not given", stack=stack,
-        traits=_traits(row, stack, layout, model.layers), model=row.get("model") or f"{model.layers}x{model.hidden}", work=work,
-        layout=layout, device=device, devices=devices, seconds=seconds if status == "ok" else None, status=status,
-        recompute_share=share, devices_per_node=node, network=cells.network(row.get("net", ""), node or 8, assumed),
+        traits=_traits(row, stack, layout, model.layers),
+        model=row.get("model") or f"{model.layers}x{model.hidden}", work=work,
+        layout=layout, device=device, devices=devices, seconds=seconds if status == "ok" else None,
+        status=status,
+        recompute_share=share, devices_per_node=node, network=cells.network(row.get("net", ""), node or 8,
+        assumed),
         memory=memory, memory_kind=kind, published=values, printed=printed, convention=convention,
         assumed=tuple(dict.fromkeys(assumed)), sweep=sweep, release=cells.release(row),
     )  # fmt: skip
 
 
-# -- the three formats ---------------------------------------------------------------------------------------------------
+# -- the three formats ---------------------------------------------------------------------------------------
 
 
 def _sweep(row: Row) -> Row:
-    """A sweep's row as a published one. The Ultra-Scale Playbook's own does not name its program and cluster."""
+    """A sweep's row as a published one. The Ultra-Scale Playbook's own does not name its program and
+    cluster."""
     usual = {"fw": "nanotron", "gpu": "h100-hf", "glu": "1", "recompute": "none", "precision": "bf16"}
     names = {"gbs": "gbs_seqs", "ga": "grad_acc", "params_b": "model_b", "zero_fsdp": "zero"}
     plain = {**usual, **row, **{key: row[name] for key, name in names.items() if name in row}}
@@ -308,8 +331,10 @@ def _sweep(row: Row) -> Row:
 
 def _vtrain(row: Row) -> Row:
     """vTrain's table as published runs: GPT in float16 on one machine."""
-    names = {"gpus": "gpus", "gbs": "global batch", "mbs": "micro batch", "hidden": "hidden size", "heads": "attention heads",
-             "layers": "layers", "seq": "sequence length", "tp": "tensor parallelism", "dp": "data parallelism",
+    names = {"gpus": "gpus", "gbs": "global batch", "mbs": "micro batch", "hidden": "hidden size",
+    "heads": "attention heads",
+             "layers": "layers", "seq": "sequence length", "tp": "tensor parallelism",
+             "dp": "data parallelism",
              "pp": "pipeline parallelism", "vocab": "vocab", "ffn": "ffn", "status": "status"}  # fmt: skip
     usual = {
         "fw": "vTrain",

@@ -1,8 +1,10 @@
-"""Cells of tables of measured runs: rows from a file as somebody wrote it, and what the words and numbers in a row mean.
+"""Cells of tables of measured runs: rows from a file as somebody wrote it, and what the words and numbers in
+a row mean.
 
-A cell is understood, or it is empty, or the row is refused with a reason (`NotModelled`): nothing is guessed from half of a cell.
-A number is digits, with thousands commas in threes if any (`4,096`), and nothing else: `8k`, `12910 ms` and `12,91` could each
-be meant in more than one way. Words are those of the programs and papers that such tables come from.
+A cell is understood, or it is empty, or the row is refused with a reason (`NotModelled`): nothing is guessed
+from half of a cell. A number is digits, with thousands commas in threes if any (`4,096`), and nothing else:
+`8k`, `12910 ms` and `12,91` could each be meant in more than one way. Words are those of the programs and
+papers that such tables come from.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class NotModelled(Exception):
     """Why a row has no place in the planner's model."""
 
 
-# -- rows of a file ------------------------------------------------------------------------------------------------------
+# -- rows of a file ------------------------------------------------------------------------------------------
 
 
 def read_table(path: Path) -> tuple[set[str], Iterator[tuple[int, Row | NotModelled]]]:
@@ -90,10 +92,17 @@ def _row(names: list[str], cells: list[str]) -> Row:
     return {name: " | ".join(texts) for name, texts in found.items()}
 
 
-# -- numbers -------------------------------------------------------------------------------------------------------------
+# -- numbers -------------------------------------------------------------------------------------------------
 
 NOT_GIVEN = ("", "-", "?", "n/a", "na", "nan", "none", "null", "unknown", "not given", "not stated")
-LARGEST = {"layers": 10_000, "hidden": 1_000_000, "heads": 100_000, "gpus": 1_000_000, "pp": 10_000, "vpp": 10_000}
+LARGEST = {
+    "layers": 10_000,
+    "hidden": 1_000_000,
+    "heads": 100_000,
+    "gpus": 1_000_000,
+    "pp": 10_000,
+    "vpp": 10_000,
+}
 """Beyond these a row is a mistake, and would take the planner hours; 1e9 for all others."""
 
 
@@ -159,7 +168,7 @@ def yes_or_no(row: Row, key: str) -> bool | None:
     raise NotModelled(f"{key}: {clipped(text)} is neither yes nor no")
 
 
-# -- sentences -----------------------------------------------------------------------------------------------------------
+# -- sentences -----------------------------------------------------------------------------------------------
 
 _NEGATION = r"exclu|excl\b|without|w/o|\bnot?\b|\bnon|never|omit|ignor|minus|left out|except"
 
@@ -183,7 +192,7 @@ def counts_recompute(convention: str) -> bool:
     return says(convention, r"recomput|remateriali|activation checkpoint")
 
 
-# -- devices and networks ------------------------------------------------------------------------------------------------
+# -- devices and networks ------------------------------------------------------------------------------------
 
 _DEVICES = r"g?b300|g?b200|gh200|h200|h100|h800|h20\b|a100|a800|v100|mi\d{3}x?|l40s?|rtx\w*|p100|t4\b"
 
@@ -197,7 +206,11 @@ def device_key(text: str, program: str = "") -> str:
         raise NotModelled("device: no preset for TPU, Trainium or Gaudi")
     names = list(dict.fromkeys(re.findall(_DEVICES, lower)))
     if len(names) != 1:
-        raise NotModelled(f"device not known: {clipped(text) or 'none given'}" if not names else "device: more than one named")
+        raise NotModelled(
+            f"device not known: {clipped(text) or 'none given'}"
+            if not names
+            else "device: more than one named"
+        )
     name: str = names[0]
     sizes = [int(size) for size in re.findall(r"(\d+)\s*g(?:i?b)?(?![a-z/])", lower[lower.index(name) :])]
     if name in ("a100", "a800"):
@@ -224,11 +237,13 @@ _LINKS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 
 
 def network(text: str, per_node: int, assumed: list[str]) -> float | None:
-    """Bytes/s for a device. `8x400G` and `8 x NDR` are what the adapters of a node have together; `per GPU` or `/GPU` makes a
-    figure that of one device; a bare figure is that of a node. NVLink is not the network. `Gb`, `Gbit` and `G` are bits, `GB`
-    bytes."""
+    """Bytes/s for a device. `8x400G` and `8 x NDR` are what the adapters of a node have together; `per GPU`
+    or `/GPU` makes a figure that of one device; a bare figure is that of a node. NVLink is not the network.
+    `Gb`, `Gbit` and `G` are bits, `GB` bytes."""
     between = " ".join(part for part in re.split(r"[;,+]", text) if "nvl" not in part.lower())
-    found = re.search(r"(?:(\d+)\s*x\s*)?(?:[EHNX]DR\s*)?(\d+(?:\.\d+)?)\s*([GT])(B(?![iI]?[tT])|b|\b)", between)
+    found = re.search(
+        r"(?:(\d+)\s*x\s*)?(?:[EHNX]DR\s*)?(\d+(?:\.\d+)?)\s*([GT])(B(?![iI]?[tT])|b|\b)", between
+    )
     if found:
         times, value, unit = found.group(1), float(found.group(2)), 1e9 if found.group(3) == "G" else 1e12
         width = 1 if found.group(4) == "B" and "GBE" not in between.upper() else 8
@@ -245,19 +260,23 @@ def network(text: str, per_node: int, assumed: list[str]) -> float | None:
     return float(times or 1) * value * unit / width / (1 if each else per_node)
 
 
-# -- programs and their choices ------------------------------------------------------------------------------------------
+# -- programs and their choices ------------------------------------------------------------------------------
 
 _MODERN = ("h100", "h200", "h800", "b200", "b300", "gb200", "gb300", "mi3")
 
 
 def program_key(program: str, device: str = "", notes: str = "") -> str:
-    """Key of a program's facts in planner_programs.py. Megatron-LM before 2023 had unfused attention, since 2024 it hides the
-    tensor axis' collectives behind products; without a year, the device and what is said of its attention tell which it was.
+    """Key of a program's facts in planner_programs.py. Megatron-LM before 2023 had unfused attention, since
+    2024 it hides the tensor axis' collectives behind products; without a year, the device and what is said of
+    its attention tell which it was.
     """
     lower = program.lower()
-    for words, key in ((r"shardwise", "shardwise"), (r"foundry|composer", "llm-foundry"), (r"titan", "torchtitan"),
-                       (r"nanotron", "nanotron"), (r"vtrain", "vtrain"), (r"megatron.?bridge|\bnemo\b", "nemo"),
-                       (r"megascale|megatron.?core|mcore|core_r|transformer ?engine", "megatron-core")):  # fmt: skip
+    for words, key in ((r"shardwise", "shardwise"), (r"foundry|composer", "llm-foundry"), (r"titan",
+    "torchtitan"),
+                       (r"nanotron", "nanotron"), (r"vtrain", "vtrain"), (r"megatron.?bridge|\bnemo\b",
+                       "nemo"),
+                       (r"megascale|megatron.?core|mcore|core_r|transformer ?engine",
+                       "megatron-core")):  # fmt: skip
         if re.search(words, lower):
             return key
     if "megatron" not in lower:
@@ -288,7 +307,8 @@ def precision(row: Row, assumed: list[str]) -> str:
         assumed.append("precision bfloat16")
         return "bfloat16"
     for words, name in ((r"fp4", "float4"), (r"fp8|float8", "float8"), (r"bf16|bfloat16", "bfloat16"),
-                        (r"fp16|float16|half", "float16"), (r"fp32|tf32|float32|single", "float32")):  # fmt: skip
+                        (r"fp16|float16|half", "float16"), (r"fp32|tf32|float32|single",
+                        "float32")):  # fmt: skip
         if re.search(words, lower):
             return name
     raise NotModelled(f"precision: {clipped(lower)} not known")
@@ -300,7 +320,15 @@ _ZERO_WORDS = (
     (r"full_shard|fsdp|hsdp|hybrid", 3),
     (r"dist|optimizer|^os$|^true$|^yes$", 1),
 )
-_USUAL_ZERO = {"llm-foundry": 3, "torchtitan": 3, "megatron-core": 1, "nemo": 1, "megatron-2023": 0, "megatron": 0, "vtrain": 0}
+_USUAL_ZERO = {
+    "llm-foundry": 3,
+    "torchtitan": 3,
+    "megatron-core": 1,
+    "nemo": 1,
+    "megatron-2023": 0,
+    "megatron": 0,
+    "vtrain": 0,
+}
 
 
 def zero_stage(row: Row, stack: str, assumed: list[str]) -> int:
@@ -315,7 +343,9 @@ def zero_stage(row: Row, stack: str, assumed: list[str]) -> int:
         return 0
     if "++" in text or re.search(r"fsdp ?= ?1$", text):
         raise NotModelled(f"zero_fsdp: {clipped(text)} may mean several things")
-    number = re.fullmatch(r"([0-3])(?:\.0)?", text) or re.search(r"(?:zero|stage)[ _-]*([0-3])\b|^([0-3]) ?\(", text)
+    number = re.fullmatch(r"([0-3])(?:\.0)?", text) or re.search(
+        r"(?:zero|stage)[ _-]*([0-3])\b|^([0-3]) ?\(", text
+    )
     if number:
         return int(next(group for group in number.groups() if group))
     stage = next((stage for words, stage in _ZERO_WORDS if re.search(words, text)), None)
@@ -325,7 +355,8 @@ def zero_stage(row: Row, stack: str, assumed: list[str]) -> int:
 
 
 def sharding_group(row: Row, per_node: int, assumed: list[str]) -> int | None:
-    """Devices that share what is sharded, where they are fewer than all: `FSDP=64`, `fsdp_size=8`, `within 8 GPUs`."""
+    """Devices that share what is sharded, where they are fewer than all: `FSDP=64`, `fsdp_size=8`, `within 8
+    GPUs`."""
     text = row.get("zero_fsdp", "").lower()
     found = re.search(r"(?:fsdp|hsdp|shards?|group|size|degree)\w*\s*=\s*(\d+)|within (\d+)", text)
     if found:
@@ -345,7 +376,8 @@ def recompute(row: Row, layers: int, assumed: list[str]) -> tuple[str, float]:
     """One of none, selective and full, and the share of the layers of which it is true."""
     text = row.get("recompute", "").lower()
     if text in NOT_GIVEN and text != "none":
-        # the Megatron-LM of 2020 and 2021 checkpointed every layer in its published runs, and counts the FLOPs
+        # the Megatron-LM of 2020 and 2021 checkpointed every layer in its published runs, and counts the
+        # FLOPs
         counted = "2020" in row.get("fw", "") or counts_recompute(row.get("flop_convention", ""))
         assumed.append("nothing recomputed where none is named, unless its FLOPs are counted")
         return ("full", 1.0) if counted else ("none", 1.0)
@@ -366,12 +398,17 @@ def recompute(row: Row, layers: int, assumed: list[str]) -> tuple[str, float]:
 
 
 def recomputed_modules(row: Row) -> set[str]:
-    """What follows where recomputation names modules (`norm, act`, `mlp`, `layernorm moe`): attention is not among them, and
-    feed-forward layers are, or their activations alone (`moe_act`)."""
+    """What follows where recomputation names modules (`norm, act`, `mlp`, `layernorm moe`): attention is not
+    among them, and feed-forward layers are, or their activations alone (`moe_act`)."""
     text = re.sub(r"selective\w*", "", row.get("recompute", "").lower())
-    if not re.search(r"norm|act\b|mlp|moe|shared|up_?proj", text) or re.search(r"full|block|layers|every", text):
+    if not re.search(r"norm|act\b|mlp|moe|shared|up_?proj", text) or re.search(
+        r"full|block|layers|every", text
+    ):
         return set()
-    says = {"recomputes_mlp": re.search(r"\b(mlp|moe)\b", text), "keeps_attention": not re.search(r"att|core", text)}
+    says = {
+        "recomputes_mlp": re.search(r"\b(mlp|moe)\b", text),
+        "keeps_attention": not re.search(r"att|core", text),
+    }
     return {trait for trait, said in says.items() if said}
 
 
@@ -380,7 +417,13 @@ def schedule(row: Row, pipeline: int) -> tuple[str, int]:
     text, virtual = re.sub(r"[^a-z0-9]", "", row.get("schedule", "").lower()), switched(row, "vpp") or 1
     if pipeline == 1:
         return "1f1b", 1
-    for word, name in (("gpipe", "gpipe"), ("dualpipe", "dualpipev"), ("zbv", "zbv"), ("zb", "zb1p"), ("zerobubble", "zb1p")):
+    for word, name in (
+        ("gpipe", "gpipe"),
+        ("dualpipe", "dualpipev"),
+        ("zbv", "zbv"),
+        ("zb", "zb1p"),
+        ("zerobubble", "zb1p"),
+    ):
         if word in text:
             return name, 2 if name in ("zbv", "dualpipev") else 1
     if virtual > 1 or "interleaved" in text:
@@ -390,7 +433,7 @@ def schedule(row: Row, pipeline: int) -> tuple[str, int]:
     return "1f1b", 1
 
 
-# -- what came of it -----------------------------------------------------------------------------------------------------
+# -- what came of it -----------------------------------------------------------------------------------------
 
 
 def status(row: Row) -> str:
@@ -398,10 +441,16 @@ def status(row: Row) -> str:
     text = re.sub(r"[^a-z]", "", row.get("status", "").lower())
     if "oom" in text or "outofmemory" in text:
         return "out_of_memory"
-    if re.fullmatch(r"|ok(ay)?|success(ful)?|succeeded|completed?|done|pass(ed)?|ran|finished|valid|stable|memorytheory", text):
+    if re.fullmatch(
+        r"|ok(ay)?|success(ful)?|succeeded|completed?|done|pass(ed)?|ran|finished|valid|stable|memorytheory",
+        text,
+    ):
         return "ok"
     if re.fullmatch(r"measured|published|reported", text):
         return "ok"
-    if re.search(r"fail|error|crash|kill|timeout|timedout|hung|hang|abort|cancel|skip|diverg|nan|invalid|unsupported|not", text):
+    if re.search(
+        r"fail|error|crash|kill|timeout|timedout|hung|hang|abort|cancel|skip|diverg|nan|invalid|unsupported|not",
+        text,
+    ):
         return "failed"
     raise NotModelled(f"status: {clipped(row['status'])} not known")

@@ -1,14 +1,15 @@
-"""The planner against our own runs on this CPU: six layouts of one job on gloo workers, after `shardwise probe`.
+"""The planner against our own runs on this CPU: six layouts of one job on gloo workers, after `shardwise
+probe`.
 
     python benchmarks/planner_cpu.py [--workers 2] [--steps 10] [--rounds 3]
 
-Each layout is trained as a user would (`shardwise train`), its prediction is read from plan.json, and the median of later steps
-is what was measured; of several rounds, the median. Printed: predicted and measured seconds of each, the largest error, and
-whether the predicted order is the measured one.
+Each layout is trained as a user would (`shardwise train`), its prediction is read from plan.json, and the
+median of later steps is what was measured; of several rounds, the median. Printed: predicted and measured
+seconds of each, the largest error, and whether the predicted order is the measured one.
 
-Cores that are shared with other machines change their speed from minute to minute. So one product is timed on all workers at
-once before and after the probe and every run (its pace), and beside the seconds measured stand those that the run would have
-taken at the pace the probe saw.
+Cores that are shared with other machines change their speed from minute to minute. So one product is timed on
+all workers at once before and after the probe and every run (its pace), and beside the seconds measured stand
+those that the run would have taken at the pace the probe saw.
 """
 
 from __future__ import annotations
@@ -27,8 +28,18 @@ LAYOUTS: dict[int, dict[str, list[str]]] = {
         "data 2": ["layout.data=2", "layout.zero=0", "train.micro_batch=8"],
         "data 2, zero 3": ["layout.data=2", "layout.zero=3", "train.micro_batch=8"],
         "tensor 2": ["layout.data=1", "layout.tensor=2", "train.micro_batch=16"],
-        "data 2, zero 3, full recomputation": ["layout.data=2", "layout.zero=3", "train.micro_batch=8", "train.recompute=full"],
-        "tensor 2, full recomputation": ["layout.data=1", "layout.tensor=2", "train.micro_batch=16", "train.recompute=full"],
+        "data 2, zero 3, full recomputation": [
+            "layout.data=2",
+            "layout.zero=3",
+            "train.micro_batch=8",
+            "train.recompute=full",
+        ],
+        "tensor 2, full recomputation": [
+            "layout.data=1",
+            "layout.tensor=2",
+            "train.micro_batch=16",
+            "train.recompute=full",
+        ],
         "pipeline 2, one micro-batch": ["layout.data=1", "layout.pipeline=2", "train.micro_batch=16"],
     },
     4: {
@@ -41,8 +52,10 @@ LAYOUTS: dict[int, dict[str, list[str]]] = {
     },
 }
 JOB = [
-    "examples/quickstart.toml", "model.preset=bytes-10m", "model.heads=8", "model.kv_heads=8", "model.head_dim=48",
-    "model.layers=8", "train.global_batch=16", "data.sequence_length=256", "observe.sample=", "train.evaluate_every=0",
+    "examples/quickstart.toml", "model.preset=bytes-10m", "model.heads=8", "model.kv_heads=8",
+    "model.head_dim=48",
+    "model.layers=8", "train.global_batch=16", "data.sequence_length=256", "observe.sample=",
+    "train.evaluate_every=0",
     "data.held_out=0", "checkpoint.every=0", "train.recompute=none",
 ]  # fmt: skip
 
@@ -80,13 +93,16 @@ def measure(name: str, layout: list[str], cluster: Path, steps: int, folder: Pat
         "predicted": predicted["step_seconds"]["total"],
         "terms": predicted["step_seconds"],
         "spans": {
-            key: statistics.median(line["spans"][key] or 0.0 for line in lines[steps // 2 :]) for key in lines[-1]["spans"]
+            key: statistics.median(line["spans"][key] or 0.0 for line in lines[steps // 2 :])
+            for key in lines[-1]["spans"]
         },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2, choices=LAYOUTS)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
@@ -105,12 +121,17 @@ def main() -> None:
                 after = pace(options.workers)
                 row["at_probed_pace"] = row["measured"] * (before + after) / 2 / probed
                 print(
-                    json.dumps({"round": index, "layout": name, "pace": [before / probed, after / probed], **row}),
+                    json.dumps(
+                        {"round": index, "layout": name, "pace": [before / probed, after / probed], **row}
+                    ),
                     file=sys.stderr,
                 )
                 found[name].append(row)
     rows = {
-        name: {key: statistics.median(row[key] for row in rounds) for key in ("predicted", "measured", "at_probed_pace")}
+        name: {
+            key: statistics.median(row[key] for row in rounds)
+            for key in ("predicted", "measured", "at_probed_pace")
+        }
         for name, rounds in found.items()
     }
     print(f"{'layout':<40}{'predicted':>10}{'measured':>10}{'ratio':>7}{'at probed pace':>16}{'ratio':>7}")
@@ -119,10 +140,22 @@ def main() -> None:
         print(
             f"{name:<40}{row['predicted']:>10.3f}{row['measured']:>10.3f}{raw:>7.2f}{row['at_probed_pace']:>16.3f}{paced:>7.2f}"
         )
-    by = {key: sorted(rows, key=lambda name: rows[name][key]) for key in ("predicted", "measured", "at_probed_pace")}
+    by = {
+        key: sorted(rows, key=lambda name: rows[name][key])
+        for key in ("predicted", "measured", "at_probed_pace")
+    }
     for key in ("measured", "at_probed_pace"):
         worst = max(abs(row["predicted"] / row[key] - 1) for row in rows.values())
-        print(json.dumps({"against": key, "largest_error": worst, "order_right": by["predicted"] == by[key], "order": by[key]}))
+        print(
+            json.dumps(
+                {
+                    "against": key,
+                    "largest_error": worst,
+                    "order_right": by["predicted"] == by[key],
+                    "order": by[key],
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""The planner against our own runs on one GPU: predicted and measured step time and peak memory of eight jobs.
+"""The planner against our own runs on one GPU: predicted and measured step time and peak memory of eight
+jobs.
 
-    python benchmarks/planner_gpu.py [--cluster FILE] [--steps 8] [--only 1b-2048-none,1b-2048-none-float8,…] [--kernels]
+    python benchmarks/planner_gpu.py [--cluster FILE] [--steps 8] [--only 1b-2048-none,1b-2048-none-float8,…]
+    [--kernels]
 
-Two sizes (llama3-1b untied, llama3-3b), two sequence lengths, two recompute modes; bfloat16, two micro-batches a step. Others run
-by name: a fourth part of it is the precision. The cluster is the preset of the device found, or the file that `shardwise probe`
-wrote. `--kernels` adds the time of one step's kernels by kind.
+Two sizes (llama3-1b untied, llama3-3b), two sequence lengths, two recompute modes; bfloat16, two
+micro-batches a step. Others run by name: a fourth part of it is the precision. The cluster is the preset of
+the device found, or the file that `shardwise probe` wrote. `--kernels` adds the time of one step's kernels by
+kind.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ MODELS: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 """The model, the tokens of a micro-batch, and the dtype of the states."""
 FITTED = ("1b", "3b")
-"""Those whose runs the H200 preset's constants were chosen by; the others are run by name, to see what it does elsewhere."""
+"""Those whose runs the H200 preset's constants were chosen by; the others are run by name, to see what it
+does elsewhere."""
 KINDS = {
     "attention": ("flash", "sdpa", "cudnn", "fmha"),
     "matmul": ("nvjet", "gemm", "cutlass", "sm90", "cublas"),
@@ -103,7 +107,8 @@ def _kernels(training: Training) -> dict[str, float]:
 def predictions(config: Config, clusters: Mapping[str, Cluster]) -> dict[str, Any]:
     plan = choose(config, 1)
     return {
-        name: forecast(config, plan.layout, plan.micro_batch, plan.accumulation, cluster) for name, cluster in clusters.items()
+        name: forecast(config, plan.layout, plan.micro_batch, plan.accumulation, cluster)
+        for name, cluster in clusters.items()
     }
 
 
@@ -116,7 +121,9 @@ def compared(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--only", default=",".join(JOBS))
     parser.add_argument("--kernels", action="store_true")

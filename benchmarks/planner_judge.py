@@ -56,15 +56,19 @@ class Judged:
 
     @property
     def measurable(self) -> float:
-        """Bytes of what the case measured: paper knows states and activations, torch's counters nothing of the runtime, and
-        `allocated` nothing of what lies free between tensors."""
+        """Bytes of what the case measured: paper knows states and activations, torch's counters nothing of
+        the runtime, and `allocated` nothing of what lies free between tensors."""
         kind = self.case.memory_kind
         if kind == "theory":
             return sum(self.memory.get(name, 0.0) for name in (*_STATES, "activations"))
         if kind == "device":
             return self.peak
         loose = stack_of(self.case).fragmentation if kind == "allocated" else 1.0
-        return sum(value / (1.0 if name in _STATES else loose) for name, value in self.memory.items() if name != "overhead")
+        return sum(
+            value / (1.0 if name in _STATES else loose)
+            for name, value in self.memory.items()
+            if name != "overhead"
+        )
 
 
 def stack_of(case: Case) -> Stack:
@@ -72,7 +76,9 @@ def stack_of(case: Case) -> Stack:
     stack = PROGRAMS[case.stack]
     if "no_sequence_parallel" in case.traits:
         stack = replace(stack, sequence_parallel=False)
-    if "uneven_stages" in case.traits:  # then a program counts the embedding and the head as layers, or lets the user cut
+    if (
+        "uneven_stages" in case.traits
+    ):  # then a program counts the embedding and the head as layers, or lets the user cut
         stack = replace(stack, balanced=True)
     if "async_tensor" in case.traits:
         stack = replace(stack, overlap_tensor=0.8)
@@ -84,7 +90,9 @@ def stack_of(case: Case) -> Stack:
         stack = replace(stack, selective_attention=0.0)
     if "recomputes_mlp" in case.traits:  # the larger part of a block's products
         stack = replace(stack, selective_matmul=2 / 3)
-    if case.stack in MEGATRON_LIKE and case.layout["zero"] == 3:  # Megatron-FSDP sums gradients in the dtype of weights
+    if (
+        case.stack in MEGATRON_LIKE and case.layout["zero"] == 3
+    ):  # Megatron-FSDP sums gradients in the dtype of weights
         stack = replace(stack, reduce_bytes=2.0)
     if case.stack == "nemo":
         stack = _recipes(stack, case)
@@ -130,7 +138,8 @@ def cluster_of(case: Case) -> Cluster:
 
 
 def judge(cases: Sequence[Case]) -> tuple[list[Judged], Counter[str]]:
-    """All cases, predicted in batches that share program, cluster and model; and why some have no prediction."""
+    """All cases, predicted in batches that share program, cluster and model; and why some have no
+    prediction."""
     batches: dict[tuple[Stack, str, Work], list[Case]] = defaultdict(list)
     clusters: dict[str, Cluster] = {}
     found, reasons = list[Judged](), Counter[str]()
@@ -156,11 +165,17 @@ def judge(cases: Sequence[Case]) -> tuple[list[Judged], Counter[str]]:
 
 
 def _judge_batch(batch: Sequence[Case], work: Work, cluster: Cluster, stack: Stack) -> list[Judged]:
-    """Where only a share of the layers is recomputed, the answer lies so far between that for all and that for none."""
+    """Where only a share of the layers is recomputed, the answer lies so far between that for all and that
+    for none."""
     whole = predict(work, space_of([dict(case.layout) for case in batch]), cluster, stack)
     none = whole
     if any(case.recompute_share < 1 for case in batch):
-        none = predict(work, space_of([{**case.layout, "recompute": RECOMPUTE.index("none")} for case in batch]), cluster, stack)
+        none = predict(
+            work,
+            space_of([{**case.layout, "recompute": RECOMPUTE.index("none")} for case in batch]),
+            cluster,
+            stack,
+        )
     return [_judged(case, place, whole, none, cluster) for place, case in enumerate(batch)]
 
 
@@ -171,4 +186,6 @@ def _judged(case: Case, place: int, whole: Prediction, none: Prediction, cluster
 
     terms, memory = mixed(whole.seconds, none.seconds), mixed(whole.memory, none.memory)
     peak = sum(memory.values())
-    return Judged(case, sum(terms.values()), peak, terms, memory, peak <= (1 - MARGIN) * cluster.device.memory)
+    return Judged(
+        case, sum(terms.values()), peak, terms, memory, peak <= (1 - MARGIN) * cluster.device.memory
+    )

@@ -1,7 +1,8 @@
-"""Models of measured runs: a shape from a row's own figures, and where it leaves some out, from the model's name.
+"""Models of measured runs: a shape from a row's own figures, and where it leaves some out, from the model's
+name.
 
-Shapes by name are those of the model's own publication or configuration file. A row's own figures go before them: truncated
-models are often called by their whole one's name.
+Shapes by name are those of the model's own publication or configuration file. A row's own figures go before
+them: truncated models are often called by their whole one's name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ _QWEN2 = {"bias": "qkv", "vocabulary": 152064}
 
 
 def _shape(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any) -> dict[str, Any]:
-    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": hidden // heads, "ffn": ffn}
+    shape = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "ffn": ffn,
+    }
     return {**shape, **more}
 
 
@@ -71,11 +79,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "nemotron-340b": _shape(96, 18432, 96, 8, 73728, **_NEMOTRON),
         "mixtral-8x22b": _shape(56, 6144, 48, 8, 16384, vocabulary=32768, experts=8, experts_per_token=2),
         "grok1-314b": _shape(
-            64, 6144, 48, 8, 32768, vocabulary=131072, experts=8, experts_per_token=2, activation="geglu", tied=True
+            64, 6144, 48, 8, 32768, vocabulary=131072, experts=8, experts_per_token=2, activation="geglu",
+            tied=True
         ),
         "dbrx": _shape(40, 6144, 48, 8, 10752, vocabulary=100352, experts=16, experts_per_token=4),
         "qwen3-235b-a22b": {
-            **PRESETS["qwen3-30b-a3b"], "layers": 94, "hidden": 4096, "heads": 64, "ffn": 12288, "expert_ffn": 1536,
+            **PRESETS["qwen3-30b-a3b"], "layers": 94, "hidden": 4096, "heads": 64, "ffn": 12288,
+            "expert_ffn": 1536,
         },
     }.items()
 }  # fmt: skip
@@ -90,10 +100,12 @@ def shape_of(name: str) -> dict[str, Any]:
 
 _OTHER_ARCHITECTURES = (
     (r"deepseek|kimi|moonlight", "latent attention (MLA)"),
-    (r"nemotron[ _-]?(h|3[ _-](\d[ _-])?(nano|super|ultra|lightning))|mamba|jamba|zamba|falcon[ _-]?h", "state-space layers"),
+    (r"nemotron[ _-]?(h|3[ _-](\d[ _-])?(nano|super|ultra|lightning))|mamba|jamba|zamba|falcon[ _-]?h",
+    "state-space layers"),
     (r"gpt[ _-]?oss|gemma", "sliding-window attention"),
     (r"qwen3[ _-]?next|qwen3[._]5|llama[ _-]?4|minimax", "linear or chunked attention"),
-    (r"\bt5|bert|\bvit|vlm|[ _-]vl\b|llava|clip|flux|diffusion|amoebanet|resnet|whisper", "not a decoder of text"),
+    (r"\bt5|bert|\bvit|vlm|[ _-]vl\b|llava|clip|flux|diffusion|amoebanet|resnet|whisper",
+    "not a decoder of text"),
 )  # fmt: skip
 
 
@@ -116,7 +128,9 @@ def model_of(row: Row, stack: str, assumed: list[str]) -> Model:
     shape["kv_heads"] = whole(row, "kv_heads") or (shape["kv_heads"] if same_heads else heads)
     if heads % shape["kv_heads"]:
         raise NotModelled("shape: kv_heads do not divide heads")
-    shape["head_dim"] = whole(row, "head_dim") or (shape["head_dim"] if same_heads else _usual_head(hidden, heads))
+    shape["head_dim"] = whole(row, "head_dim") or (
+        shape["head_dim"] if same_heads else _usual_head(hidden, heads)
+    )
     shape["ffn"] = whole(row, "ffn") or (shape["ffn"] if same_heads else _usual_ffn(hidden, shape, assumed))
     shape["vocabulary"] = whole(row, "vocab") or shape.get("vocabulary") or _usual_vocabulary(stack, assumed)
     shape["max_positions"] = needed(row, "seq", "sequence length")
@@ -178,5 +192,7 @@ def _experts(row: Row) -> dict[str, Any]:
     shared = re.search(r"shared\s*(?:experts?)?\s*[-_=:]?\s*(\d+)|(\d+)\s*shared", text)
     beside = number.group(2) or (shared.group(1) or shared.group(2) if shared else 0)
     width = re.search(r"(?:ffn|width|inter\w*)\s*[-_=]?\s*(\d+)", text)
-    return {"experts": experts, "experts_per_token": chosen, "shared_experts": int(beside), "activation": "swiglu",
-            "bias": False, "expert_ffn": int(width.group(1)) if width else whole(row, "expert_ffn")}  # fmt: skip
+    return {"experts": experts, "experts_per_token": chosen, "shared_experts": int(beside),
+    "activation": "swiglu",
+            "bias": False, "expert_ffn": int(width.group(1)) if width else whole(row,
+            "expert_ffn")}  # fmt: skip

@@ -1,8 +1,9 @@
 """What other people's training programs do, as far as the planner's model of a step depends on it.
 
-What kernels are fused, what overlaps, which gradients are kept in how many bytes: that is read from the programs and their
-documentation. How much the host does for a block (`kernels`) and what elementwise kernels move (`elementwise`) nobody publishes;
-those two were set so that each program's own published runs come out right on average, one number for all models and layouts.
+What kernels are fused, what overlaps, which gradients are kept in how many bytes: that is read from the
+programs and their documentation. How much the host does for a block (`kernels`) and what elementwise kernels
+move (`elementwise`) nobody publishes; those two were set so that each program's own published runs come out
+right on average, one number for all models and layouts.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ PROGRAMS: dict[str, Stack] = {
         logit_bytes=4.0,  # flash attention's cross-entropy, which writes the gradient over the logits
     ),
     "torchtitan": Stack(
-        "torchtitan",  # FSDP 2, compiled blocks, attention by torch's portable kernel, every second product kept
+        # FSDP 2, compiled blocks, attention by torch's portable kernel, every second product kept
+        "torchtitan",
         elementwise=1.3,
         kernels=30,
         native_attention=False,

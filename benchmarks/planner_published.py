@@ -1,8 +1,8 @@
-"""What a source printed of a measured run: FLOP/s by its own way of counting, memory by its own way of measuring, and the step
-time that follows from them.
+"""What a source printed of a measured run: FLOP/s by its own way of counting, memory by its own way of
+measuring, and the step time that follows from them.
 
-Ways of counting are told in words, and words may be negated: "recompute excluded" counts none. A clause, up to the next comma, is
-negated as a whole.
+Ways of counting are told in words, and words may be negated: "recompute excluded" counts none. A clause, up
+to the next comma, is negated as a whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def convention_of(text: str, stack: str) -> str | None:
         return "with_recompute"
     if cells.says(lower, r"causal"):
         return "causal"
-    if cells.denies(lower, r"causal") or re.search(r"(full|whole) att|att\w* (full|whole)|num_floating_point", lower):
+    if cells.denies(lower, r"causal") or re.search(
+        r"(full|whole) att|att\w* (full|whole)|num_floating_point", lower
+    ):
         return "full"
     usual = {"llm-foundry": "all_parameters", "torchtitan": "no_embedding", "nanotron": "all_parameters",
              "megatron-core": "causal"}  # fmt: skip
@@ -41,7 +43,8 @@ def convention_of(text: str, stack: str) -> str | None:
 
 
 def published_flops(model: Model, length: int, convention: str) -> float:
-    """FLOPs of a token as a source counts them. Ours, by which runs are compared, is in shardwise/plan/flops.py."""
+    """FLOPs of a token as a source counts them. Ours, by which runs are compared, is in
+    shardwise/plan/flops.py."""
     attention = 12.0 * model.layers * model.heads * model.head_dim * length
     if convention == "causal":  # Megatron leaves the router out
         return flops_per_token(model, length) - 6.0 * model.layers * model.experts * model.hidden
@@ -68,7 +71,9 @@ def figures_of(row: Row) -> tuple[dict[str, float], dict[str, str]]:
     return {name: float(text) * _FIGURES[name][1] for name, text in printed.items()}, printed
 
 
-def seconds_of(row: Row, work: Work, devices: int, published: Mapping[str, float], convention: str | None) -> float | None:
+def seconds_of(
+    row: Row, work: Work, devices: int, published: Mapping[str, float], convention: str | None
+) -> float | None:
     """Of a step: as printed, or from what was."""
     given = measured(row, "step_time_s")
     if given:
@@ -76,14 +81,26 @@ def seconds_of(row: Row, work: Work, devices: int, published: Mapping[str, float
     if "tokens" in published:
         return work.tokens / devices / published["tokens"]
     if "flops" in published and convention:
-        return work.tokens / devices * published_flops(work.model, work.sequence_length, convention) / published["flops"]
+        return (
+            work.tokens
+            / devices
+            * published_flops(work.model, work.sequence_length, convention)
+            / published["flops"]
+        )
     return None
 
 
-def with_rate_of_mfu(published: Mapping[str, float], convention: str | None, device: str, precision: str) -> dict[str, float]:
+def with_rate_of_mfu(
+    published: Mapping[str, float], convention: str | None, device: str, precision: str
+) -> dict[str, float]:
     """MFU is of the data sheet's peak, unless products are in 8 or 4 bits: then some mean that of 16."""
     peak = CLUSTERS[device].device.peak.get(precision) if device in CLUSTERS else None
-    if peak is None or convention is None or precision not in ("bfloat16", "float16") or published["mfu"] < 0.01:
+    if (
+        peak is None
+        or convention is None
+        or precision not in ("bfloat16", "float16")
+        or published["mfu"] < 0.01
+    ):
         raise NotModelled("only MFU given, and not of what")
     return {**published, "flops": published["mfu"] * peak}
 
@@ -94,8 +111,9 @@ MEMORY_KINDS = {
     "allocated": r"alloc",
     "reserved": r"reserv|cached",
 }
-"""What was measured: states and activations on paper; all that a device holds, its runtime included; torch's tensors; or what
-torch's allocator holds for them. Where words name two, the first is what the figure is: `max_allocated (reserved=70.9)`."""
+"""What was measured: states and activations on paper; all that a device holds, its runtime included; torch's
+tensors; or what torch's allocator holds for them. Where words name two, the first is what the figure is:
+`max_allocated (reserved=70.9)`."""
 
 
 def memory_of(row: Row) -> tuple[float | None, str]:
@@ -106,5 +124,7 @@ def memory_of(row: Row) -> tuple[float | None, str]:
     unit = 1e9 if re.search(r"\bgb\b", words) and "gib" not in words else GIB
     if row.get("status") == "memory_theory":
         return value * unit, "theory"
-    found = {kind: match.start() for kind, pattern in MEMORY_KINDS.items() if (match := re.search(pattern, words))}
+    found = {
+        kind: match.start() for kind, pattern in MEMORY_KINDS.items() if (match := re.search(pattern, words))
+    }
     return value * unit, min(found, key=lambda kind: found[kind], default="allocated")

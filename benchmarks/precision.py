@@ -1,8 +1,11 @@
-"""What float8 does to training: the held-out loss on the bundled text, in bfloat16 and in float8, seed by seed, on one GPU.
+"""What float8 does to training: the held-out loss on the bundled text, in bfloat16 and in float8, seed by
+seed, on one GPU.
 
-    python benchmarks/precision.py [--steps 2000] [--seeds 3] [--at-once 3] [--json FILE] [--plot docs/precision.svg]
+    python benchmarks/precision.py [--steps 2000] [--seeds 3] [--at-once 3] [--json FILE] [--plot
+    docs/precision.svg]
 
-Every run is `shardwise train` of a Llama of 10.8 M parameters, with the same data and first weights for all precisions of a seed.
+Every run is `shardwise train` of a Llama of 10.8 M parameters, with the same data and first weights for all
+precisions of a seed.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from convergence import Curve, draw, show
 ROOT = Path(__file__).parents[1]
 JOB = [
     "examples/quickstart.toml", "model.preset=bytes-10m", "data.sequence_length=256", "train.global_batch=8",
-    "train.learning_rate=1e-3", "train.warmup=100", "train.final_learning_rate=0", "layout.data=1", "checkpoint.every=0",
+    "train.learning_rate=1e-3", "train.warmup=100", "train.final_learning_rate=0", "layout.data=1",
+    "checkpoint.every=0",
     "observe.sample=",
 ]  # fmt: skip
 RUNS = {
@@ -32,7 +36,9 @@ RUNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=3, help="runs at a time")
@@ -60,7 +66,12 @@ def main() -> None:
 def trained(folder: Path, name: str, seed: int, steps: int) -> Curve:
     """The held-out loss of one run, by step."""
     run = folder / f"{list(RUNS).index(name)}-{seed}"
-    settings = [f"train.steps={steps}", f"train.seed={seed}", f"train.evaluate_every={max(1, steps // 20)}", f"run.folder={run}"]
+    settings = [
+        f"train.steps={steps}",
+        f"train.seed={seed}",
+        f"train.evaluate_every={max(1, steps // 20)}",
+        f"run.folder={run}",
+    ]
     command = [sys.executable, "-m", "shardwise", "train", *JOB, *RUNS[name], *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -2,10 +2,11 @@
 
     python benchmarks/recovery.py [--workers 4] [--kills 5]
 
-A real `shardwise train` on CPU workers; a worker is killed with SIGKILL at a moment chosen by a seed, and the clock runs from
-the kill to the end of the next step that had not been done before the kill. The parts are those of the run's own `recovery`
-event. Three ways: every process started anew (the survivors are killed too), survivors kept and the state read from storage,
-and survivors kept with copies in a neighbour's memory.
+A real `shardwise train` on CPU workers; a worker is killed with SIGKILL at a moment chosen by a seed, and the
+clock runs from the kill to the end of the next step that had not been done before the kill. The parts are
+those of the run's own `recovery` event. Three ways: every process started anew (the survivors are killed
+too), survivors kept and the state read from storage, and survivors kept with copies in a neighbour's
+memory.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ SETTINGS = ["train.steps=100000", "train.micro_batch=4", "checkpoint.every=10"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--kills", type=int, default=5)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        cold = statistics.median(cold_start(Path(scratch) / f"cold-{number}", arguments.workers) for number in range(3))
+        cold = statistics.median(
+            cold_start(Path(scratch) / f"cold-{number}", arguments.workers) for number in range(3)
+        )
         found = {
             "every process anew": kills(Path(scratch) / "anew", arguments, everyone=True),
             "survivors kept": kills(Path(scratch) / "kept", arguments),
@@ -42,10 +47,16 @@ def main() -> None:
     print(f"cold start to the first step done, {arguments.workers} CPU workers: {cold:.2f} s (median of 3)")
     for way, cases in found.items():
         seconds = statistics.median(case["seconds"] for case in cases)
-        parts = {name: round(statistics.median(case["parts"][name] for case in cases), 2) for name in cases[0]["parts"]}
+        parts = {
+            name: round(statistics.median(case["parts"][name] for case in cases), 2)
+            for name in cases[0]["parts"]
+        }
         worst = max(case["seconds"] for case in cases)
         lost = statistics.median(case["lost_steps"] for case in cases)
-        print(f"{way}: {seconds:.2f} s ({worst:.2f} at worst), {seconds / cold:.2f} x cold, {lost:g} steps again; {parts}")
+        print(
+            f"{way}: {seconds:.2f} s ({worst:.2f} at worst), {seconds / cold:.2f} x cold, {lost:g} steps "
+            f"again; {parts}"
+        )
 
 
 class Run:
@@ -67,7 +78,11 @@ class Run:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        return (
+            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            if path.exists()
+            else []
+        )
 
     def wait_for_step(self, step: int) -> float:
         """When that step was done."""
@@ -89,7 +104,9 @@ def cold_start(folder: Path, workers: int) -> float:
         return run.wait_for_step(1) - run.began
 
 
-def kills(folder: Path, arguments: argparse.Namespace, *overrides: str, everyone: bool = False) -> list[dict[str, Any]]:
+def kills(
+    folder: Path, arguments: argparse.Namespace, *overrides: str, everyone: bool = False
+) -> list[dict[str, Any]]:
     draw = random.Random(7)
     found = []
     with Run(folder, arguments.workers, *overrides) as run:
@@ -101,7 +118,10 @@ def kills(folder: Path, arguments: argparse.Namespace, *overrides: str, everyone
             killed = time.time()
             for pid in ranks.values() if everyone else [ranks[draw.randrange(arguments.workers)]]:
                 os.kill(pid, signal.SIGKILL)
-            while len(recoveries := [line for line in run.lines("events.jsonl") if line["event"] == "recovery"]) <= number:
+            while (
+                len(recoveries := [line for line in run.lines("events.jsonl") if line["event"] == "recovery"])
+                <= number
+            ):
                 time.sleep(0.01)
             event = recoveries[-1]
             seconds = run.wait_for_step(event["step"] + 1) - killed

@@ -1,18 +1,22 @@
-"""What ring attention costs beside the fused causal kernel on a whole sequence: time of its kernels, and memory.
+"""What ring attention costs beside the fused causal kernel on a whole sequence: time of its kernels, and
+memory.
 
-    python benchmarks/ring.py --one-device 4 [--length 32768 --heads 32 --kv-heads 8 --head-dim 128] [--kernel cudnn]
-    python benchmarks/ring.py --memory 4 --length 8192 --heads 8 --kv-heads 2 --head-dim 32 [--layers 4]
-    python benchmarks/ring.py --check
+    python benchmarks/ring.py --one-device 4 [--length 32768 --heads 32 --kv-heads 8 --head-dim 128] [--kernel
+    cudnn] python benchmarks/ring.py --memory 4 --length 8192 --heads 8 --kv-heads 2 --head-dim 32 [--layers
+    4] python benchmarks/ring.py --check
 
-print one JSON object each. `--one-device C` runs the blocks of all ranks of a ring of C one after another on one device, without
-communication, and compares with `scaled_dot_product_attention(is_causal=True)` in our order of kernels; both do the same FLOPs.
-It first checks both against float32. `kernels` is the time in the blocks' kernels, `all` adds merging and summing in float32.
+print one JSON object each. `--one-device C` runs the blocks of all ranks of a ring of C one after another on
+one device, without communication, and compares with `scaled_dot_product_attention(is_causal=True)` in our
+order of kernels; both do the same FLOPs. It first checks both against float32. `kernels` is the time in the
+blocks' kernels, `all` adds merging and summing in float32.
 
-`--memory C` runs C workers and one worker with the tokens of one of them, and compares their fullest moments over forward and
-backward: of attention by itself (whose few tensors stand beside the ring's buffers), and in a stack of transformer layers, where
-the buffers exist for one layer at a time. On CPU it adds up the storages that live; with a GPU for each worker it asks CUDA.
+`--memory C` runs C workers and one worker with the tokens of one of them, and compares their fullest moments
+over forward and backward: of attention by itself (whose few tensors stand beside the ring's buffers), and in
+a stack of transformer layers, where the buffers exist for one layer at a time. On CPU it adds up the storages
+that live; with a GPU for each worker it asks CUDA.
 
-`--check` tries every kernel that this device has on small blocks, with and without documents, against float64.
+`--check` tries every kernel that this device has on small blocks, with and without documents, against
+float64.
 """
 
 from __future__ import annotations
@@ -38,8 +42,26 @@ from shardwise.config import Layout
 from shardwise.mesh import Worker, join, leave
 from shardwise.models.attention import attention_backends
 from shardwise.models.dtypes import wide
-from shardwise.parallel.blockwise import CPU, CUDNN, EFFICIENT, FLASH, KERNELS, PLAIN, Attended, Kernel, attend, kernel_for
-from shardwise.parallel.ring import around, block_gradients, merge_block, ring_attention, zigzag_block, zigzag_positions
+from shardwise.parallel.blockwise import (
+    CPU,
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    KERNELS,
+    PLAIN,
+    Attended,
+    Kernel,
+    attend,
+    kernel_for,
+)
+from shardwise.parallel.ring import (
+    around,
+    block_gradients,
+    merge_block,
+    ring_attention,
+    zigzag_block,
+    zigzag_positions,
+)
 
 ON_DEVICE = {"cpu": (CPU, PLAIN), "cuda": (CUDNN, FLASH, EFFICIENT, PLAIN)}
 
@@ -71,11 +93,14 @@ Results = list[Tensor]
 
 
 def draw(shape: Shape, device: torch.device) -> list[Tensor]:
-    """Query, key, value, gradient of the result: (batch, heads, length, head_dim) views, as projections leave them."""
+    """Query, key, value, gradient of the result: (batch, heads, length, head_dim) views, as projections leave
+    them."""
     generator = torch.Generator(device).manual_seed(0)
     heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     sizes = [(shape.batch, shape.length, count, shape.head_dim) for count in heads]
-    return [torch.randn(s, generator=generator, device=device, dtype=shape.dtype).transpose(1, 2) for s in sizes]
+    return [
+        torch.randn(s, generator=generator, device=device, dtype=shape.dtype).transpose(1, 2) for s in sizes
+    ]
 
 
 def split(whole: list[Tensor], context: int, documents: Tensor | None = None) -> list[Rank]:
@@ -111,13 +136,27 @@ def forward_kernels(kernel: Kernel, ranks: list[Rank]) -> None:
             attend(kernel, rank.query[:, :, block.queries], key, value, block.causal)
 
 
-def backward(kernel: Kernel, ranks: list[Rank], merged: list[Attended], add: bool = True) -> list[list[Tensor]]:
+def backward(
+    kernel: Kernel, ranks: list[Rank], merged: list[Attended], add: bool = True
+) -> list[list[Tensor]]:
     """Likewise; for each rank the gradients of query, key and value, which without `add` stay zero."""
-    totals = [[torch.zeros_like(t, dtype=wide(t.dtype)) for t in (r.query, *r.travelling[:2])] for r in ranks] if add else []
+    totals = (
+        [[torch.zeros_like(t, dtype=wide(t.dtype)) for t in (r.query, *r.travelling[:2])] for r in ranks]
+        if add
+        else []
+    )
     for number, rank in enumerate(ranks):
         for source, peer in enumerate(ranks):
             block = zigzag_block(number, source, rank.query.shape[2])
-            arguments = (kernel, rank.gradient, rank.query, peer.travelling, block, merged[number], rank.documents)
+            arguments = (
+                kernel,
+                rank.gradient,
+                rank.query,
+                peer.travelling,
+                block,
+                merged[number],
+                rank.documents,
+            )
             found = block_gradients(*arguments)
             if found is not None and add:
                 totals[number][0][:, :, block.queries] += found[0]
@@ -129,7 +168,11 @@ def backward(kernel: Kernel, ranks: list[Rank], merged: list[Attended], add: boo
 def assembled(context: int, merged: list[Attended], gradients: list[list[Tensor]]) -> Results:
     """Whole tensors from the ranks'."""
     length = context * merged[0][0].shape[2]
-    order = torch.cat([zigzag_positions(length, context, rank) for rank in range(context)]).argsort().to(merged[0][0].device)
+    order = (
+        torch.cat([zigzag_positions(length, context, rank) for rank in range(context)])
+        .argsort()
+        .to(merged[0][0].device)
+    )
     of_keys = [[total.transpose(1, 2) for total in totals[1:]] for totals in gradients]
     parts = zip([m[0] for m in merged], [t[0] for t in gradients], *zip(*of_keys, strict=True), strict=True)
     return [torch.cat(list(pieces), 2)[:, :, order] for pieces in zip(*parts, strict=True)]
@@ -147,7 +190,10 @@ def whole_results(whole: list[Tensor], documents: Tensor | None = None) -> Resul
 
 def errors(found: Results, true: Results) -> dict[str, float]:
     names = ("out", "query", "key", "value")
-    return {n: float((a.double() - b).norm() / b.double().norm()) for n, a, b in zip(names, found, true, strict=True)}
+    return {
+        n: float((a.double() - b).norm() / b.double().norm())
+        for n, a, b in zip(names, found, true, strict=True)
+    }
 
 
 def seconds(works: dict[str, Callable[[], Any]], device: torch.device, rounds: int) -> dict[str, float]:
@@ -169,7 +215,9 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def one_device(shape: Shape, context: int, device: torch.device, name: str | None, rounds: int) -> dict[str, Any]:
+def one_device(
+    shape: Shape, context: int, device: torch.device, name: str | None, rounds: int
+) -> dict[str, Any]:
     whole = draw(shape, device)
     leaves = _training(whole[:3])
     kernel = KERNELS[name] if name else kernel_for(leaves[0], leaves[1], leaves[2], masked=False)
@@ -178,7 +226,10 @@ def one_device(shape: Shape, context: int, device: torch.device, name: str | Non
     true = whole_results([tensor.float() for tensor in whole])
     out = _fused(leaves)
     fused = [out.detach(), *torch.autograd.grad(out, leaves, whole[3], retain_graph=True)]
-    error = {"ring": errors(assembled(context, merged, backward(kernel, ranks, merged)), true), "whole": errors(fused, true)}
+    error = {
+        "ring": errors(assembled(context, merged, backward(kernel, ranks, merged)), true),
+        "whole": errors(fused, true),
+    }
     assert all(value < 2 * error["whole"][part] + 1e-3 for part, value in error["ring"].items()), error
     del true, fused
     works: dict[str, Callable[[], Any]] = {
@@ -190,7 +241,12 @@ def one_device(shape: Shape, context: int, device: torch.device, name: str | Non
         "all_backward": lambda: backward(kernel, ranks, merged),
     }
     spent = seconds(works, device, rounds)
-    return {"kernel": kernel.name, "error_to_float32": error, **_counts(shape, context), **_ratios(spent, shape)}
+    return {
+        "kernel": kernel.name,
+        "error_to_float32": error,
+        **_counts(shape, context),
+        **_ratios(spent, shape),
+    }
 
 
 def _training(tensors: list[Tensor]) -> list[Tensor]:
@@ -205,17 +261,26 @@ def _fused(leaves: list[Tensor]) -> Tensor:
 
 
 def _ratios(spent: dict[str, float], shape: Shape) -> dict[str, Any]:
-    both = {kind: spent[f"{kind}_forward"] + spent[f"{kind}_backward"] for kind in ("whole", "kernels", "all")}
+    both = {
+        kind: spent[f"{kind}_forward"] + spent[f"{kind}_backward"] for kind in ("whole", "kernels", "all")
+    }
     ratio = {kind: both[kind] / both["whole"] for kind in ("kernels", "all")}
     for way in ("forward", "backward"):
-        ratio |= {f"{kind}_{way}": spent[f"{kind}_{way}"] / spent[f"whole_{way}"] for kind in ("kernels", "all")}
+        ratio |= {
+            f"{kind}_{way}": spent[f"{kind}_{way}"] / spent[f"whole_{way}"] for kind in ("kernels", "all")
+        }
     flops = 3.5 * _forward_flops(shape, shape.length * (shape.length + 1) // 2)
     rates = {f"{kind}_tflops": flops / total / 1e12 for kind, total in both.items()}
-    return {"milliseconds": {name: 1e3 * value for name, value in spent.items()}, "ratio_to_whole": ratio, **rates}
+    return {
+        "milliseconds": {name: 1e3 * value for name, value in spent.items()},
+        "ratio_to_whole": ratio,
+        **rates,
+    }
 
 
 def _counts(shape: Shape, context: int) -> dict[str, Any]:
-    """FLOPs of the ring's blocks and of the whole (forward; backward has 2.5 times as many), and bytes sent by one rank."""
+    """FLOPs of the ring's blocks and of the whole (forward; backward has 2.5 times as many), and bytes sent
+    by one rank."""
     tokens = shape.length // context
     pairs = 0
     for rank in range(context):
@@ -248,13 +313,20 @@ def check(device: torch.device) -> list[dict[str, Any]]:
         for dtype in dtypes:
             for with_documents in (False, True) if kernel not in (CUDNN, FLASH) else (False,):
                 for context, batch in ((2, 2), (3, 1), (4, 2)):
-                    row = {"kernel": kernel.name, "dtype": str(dtype), "documents": with_documents, "context": context}
+                    row = {
+                        "kernel": kernel.name,
+                        "dtype": str(dtype),
+                        "documents": with_documents,
+                        "context": context,
+                    }
                     shape = Shape(240 * context, 8, 2, 64, batch, dtype)
                     rows.append({**row, **_check(kernel, shape, context, device, with_documents)})
     return rows
 
 
-def _check(kernel: Kernel, shape: Shape, context: int, device: torch.device, with_documents: bool) -> dict[str, Any]:
+def _check(
+    kernel: Kernel, shape: Shape, context: int, device: torch.device, with_documents: bool
+) -> dict[str, Any]:
     whole = draw(shape, device)
     places = torch.arange(shape.length, device=device)
     documents = (places // 75 + places // 200).expand(shape.batch, -1).int() if with_documents else None
@@ -287,9 +359,16 @@ class Layer(nn.Module):
         self.shape, self.comm = shape, comm
         hidden, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         ffn = 7 * hidden // 2
-        sizes = {"query": (hidden, hidden), "key": (hidden, keys), "value": (hidden, keys), "output": (hidden, hidden)}
+        sizes = {
+            "query": (hidden, hidden),
+            "key": (hidden, keys),
+            "value": (hidden, keys),
+            "output": (hidden, hidden),
+        }
         sizes |= {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
-        self.weights = nn.ModuleDict({n: nn.Linear(*s, bias=False, dtype=shape.dtype) for n, s in sizes.items()})
+        self.weights = nn.ModuleDict(
+            {n: nn.Linear(*s, bias=False, dtype=shape.dtype) for n, s in sizes.items()}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         normal = F.rms_norm(x, x.shape[-1:])
@@ -297,7 +376,9 @@ class Layer(nn.Module):
         mixed = ring_attention(query, key, value, self.comm)
         x = x + self.weights["output"](mixed.transpose(1, 2).flatten(2))
         normal = F.rms_norm(x, x.shape[-1:])
-        grown: Tensor = self.weights["down"](F.silu(self.weights["gate"](normal)) * self.weights["up"](normal))
+        grown: Tensor = self.weights["down"](
+            F.silu(self.weights["gate"](normal)) * self.weights["up"](normal)
+        )
         return x + grown
 
     def heads(self, x: Tensor) -> Tensor:
@@ -305,7 +386,8 @@ class Layer(nn.Module):
 
 
 def fullest(worker: Worker, shape: Shape, layers: int) -> dict[str, int]:
-    """The most bytes on this worker at once, for its share of a sequence: of attention alone and of a stack of layers."""
+    """The most bytes on this worker at once, for its share of a sequence: of attention alone and of a stack
+    of layers."""
     sizes: dict[str, Any] = {"data": 1, "context": worker.world}
     comm = Comm(join(worker, Layout(**sizes)))
     tokens = shape.length // worker.world
@@ -346,7 +428,9 @@ def _work(rank: int, workers: int, port: int, shape: Shape, layers: int, folder:
 
 
 def memory(shape: Shape, context: int, layers: int) -> dict[str, Any]:
-    shorter = Shape(shape.length // context, shape.heads, shape.kv_heads, shape.head_dim, shape.batch, shape.dtype)
+    shorter = Shape(
+        shape.length // context, shape.heads, shape.kv_heads, shape.head_dim, shape.batch, shape.dtype
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for workers, sequence in ((context, shape), (1, shorter)):
@@ -359,24 +443,39 @@ def memory(shape: Shape, context: int, layers: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--one-device", type=int, metavar="C")
     what.add_argument("--memory", type=int, metavar="C")
     what.add_argument("--check", action="store_true")
-    for name, default in (("length", 32768), ("heads", 32), ("kv-heads", 8), ("head-dim", 128), ("rounds", 20), ("layers", 4)):
+    for name, default in (
+        ("length", 32768),
+        ("heads", 32),
+        ("kv-heads", 8),
+        ("head-dim", 128),
+        ("rounds", 20),
+        ("layers", 4),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--kernel")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = Shape(options.length, options.heads, options.kv_heads, options.head_dim)
-    facts = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": str(torch.__version__)}
+    facts = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": str(torch.__version__),
+    }
     if options.check:
         result: dict[str, Any] = {"blocks": check(device)}
     elif options.memory:
         result = {**vars(options), **memory(shape, options.memory, options.layers)}
     else:
-        result = {**vars(options), **one_device(shape, options.one_device, device, options.kernel, options.rounds)}
+        result = {
+            **vars(options),
+            **one_device(shape, options.one_device, device, options.kernel, options.rounds),
+        }
     print(json.dumps({**facts, **result}, indent=1))
 
 

@@ -1,9 +1,10 @@
-"""Processor seconds to search all layouts of a job, beside those of the prediction alone and of plain arithmetic on as many rows.
+"""Processor seconds to search all layouts of a job, beside those of the prediction alone and of plain
+arithmetic on as many rows.
 
     python benchmarks/search_time.py [repeats]
 
-The baseline is numpy's own `exp` of one number for each candidate, a hundred times: where the ratio to it has changed, it is the
-search that has, and not the machine.
+The baseline is numpy's own `exp` of one number for each candidate, a hundred times: where the ratio to it has
+changed, it is the search that has, and not the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from shardwise.search.search import search, work_of
 
 ROOT = Path(__file__).parents[1]
 MIXTURE = {
-    "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14336, "vocabulary": 32000,
+    "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14336,
+    "vocabulary": 32000,
     "experts": 8, "experts_per_token": 2, "expert_ffn": 14336, "max_positions": 8192,
 }  # fmt: skip
 
@@ -38,12 +40,18 @@ def main(repeats: int) -> None:
     data, train = {"source": "x", "sequence_length": 8192}, {"global_batch": 1024, "precision": "bfloat16"}
     mixture = from_tables({"model": MIXTURE, "data": data, "train": train})
     print(f"{'':24}{'candidates':>12}{'numpy':>8}{'predict':>9}{'search':>8}{'search / numpy':>16}")
-    for name, config, devices in (("70B on 64", dense, 64), ("70B on 512", dense, 512), ("mixture on 64", mixture, 64)):
+    for name, config, devices in (
+        ("70B on 64", dense, 64),
+        ("70B on 512", dense, 512),
+        ("mixture on 64", mixture, 64),
+    ):
         cluster, space = named(f"h100x{devices}"), candidates(config, devices, {}).space
         plain = _least(repeats, partial(_exponentials, len(space)))
         predicted = _least(repeats, partial(_predict, config, space, cluster))
         searched = _least(repeats, partial(search, config, cluster, devices))
-        print(f"{name:24}{len(space):>12,}{plain:>8.2f}{predicted:>9.2f}{searched:>8.2f}{searched / plain:>16.2f}")
+        print(
+            f"{name:24}{len(space):>12,}{plain:>8.2f}{predicted:>9.2f}{searched:>8.2f}{searched / plain:>16.2f}"
+        )
 
 
 def _exponentials(rows: int) -> None:

@@ -1,18 +1,20 @@
-"""Step times of two workers over a link whose bandwidth we set, against plain sums, no sums at all, and the planner's prediction.
+"""Step times of two workers over a link whose bandwidth we set, against plain sums, no sums at all, and the
+planner's prediction.
 
-    python benchmarks/slow_link.py [--rates 100mbit,1gbit,10gbit] [--codecs none,int8,…] [--sequence 320] [--steps 8]
-    python benchmarks/slow_link.py --overlap [--rates 1gbit] [--sequence 768]
+    python benchmarks/slow_link.py [--rates 100mbit,1gbit,10gbit] [--codecs none,int8,…] [--sequence 320]
+    [--steps 8] python benchmarks/slow_link.py --overlap [--rates 1gbit] [--sequence 768]
 
-Two network namespaces joined by a cable (veth), each direction limited by `tc tbf`, one worker in each, with its own half of the
-cores: real training of 50 M parameters over it. "alone" are two workers that train at the same time and never talk: what a step
-takes without communication on this machine. The link is measured by `shardwise probe` over the two, and the planner predicts each
-run from what it wrote.
+Two network namespaces joined by a cable (veth), each direction limited by `tc tbf`, one worker in each, with
+its own half of the cores: real training of 50 M parameters over it. "alone" are two workers that train at the
+same time and never talk: what a step takes without communication on this machine. The link is measured by
+`shardwise probe` over the two, and the planner predicts each run from what it wrote.
 
-Where other guests of the same machine took much of its cores meanwhile ("stolen", as Linux tells), a measurement is repeated, and
-the quietest counts.
+Where other guests of the same machine took much of its cores meanwhile ("stolen", as Linux tells), a
+measurement is repeated, and the quietest counts.
 
-With --overlap, DDP and ZeRO-2 without a codec: each step against the longer of what its bytes take on the wire and what the
-slower worker computed in it, as the traces tell (copies of sharding among it), and against "alone".
+With --overlap, DDP and ZeRO-2 without a codec: each step against the longer of what its bytes take on the
+wire and what the slower worker computed in it, as the traces tell (copies of sharding among it), and against
+"alone".
 
 Needs root, `ip` and `tc` of iproute2, and `taskset` of util-linux.
 """
@@ -64,7 +66,8 @@ sample = ""
 trace = {steps}
 """
 CODECS = (
-    "none", "bf16", "fp16", "fp8", "int8", "int4", "qsgd(8)", "qsgd(4)", "terngrad", "sign", "topk(0.01)", "randomk(0.01)",
+    "none", "bf16", "fp16", "fp8", "int8", "int4", "qsgd(8)", "qsgd(4)", "terngrad", "sign", "topk(0.01)",
+    "randomk(0.01)",
     "powersgd(4)",
 )  # fmt: skip
 WARM_UP = 2
@@ -91,7 +94,9 @@ class Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rates", default=None)
     parser.add_argument("--codecs", default=",".join(CODECS))
     parser.add_argument("--sequence", type=int, default=None, help="tokens of a worker in a step")
@@ -100,11 +105,16 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="copy runs and traces here; of a repeated run, the last")
     given = parser.parse_args()
     if os.geteuid() != 0 or not all(shutil.which(command) for command in ("ip", "tc", "taskset")):
-        sys.exit("network namespaces need root, and ip and tc of iproute2; cores of their own need taskset of util-linux")
+        sys.exit(
+            "network namespaces need root, and ip and tc of iproute2; cores of their own need taskset of "
+            "util-linux"
+        )
     rates = (given.rates or ("1gbit" if given.overlap else "100mbit,1gbit,10gbit")).split(",")
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # disks are not what is measured
     with tempfile.TemporaryDirectory(dir=in_memory) as folder, cable():
-        bench = Bench(Path(folder), given.sequence or (768 if given.overlap else 320), given.steps, given.keep)
+        bench = Bench(
+            Path(folder), given.sequence or (768 if given.overlap else 320), given.steps, given.keep
+        )
         for rate in rates:
             limit(rate)
             bench.probe()
@@ -119,11 +129,15 @@ def show_codecs(bench: Bench, rate: str, codecs: Sequence[str]) -> None:
     print(f"{rate}: alone {alone:.3f} s a step", flush=True)
     plain = None
     for codec in codecs:
-        run = bench.run(f"{rate}-{codec}", ["layout.zero=0", *([] if codec == "none" else [f"layout.compression={codec}"])])
+        run = bench.run(
+            f"{rate}-{codec}",
+            ["layout.zero=0", *([] if codec == "none" else [f"layout.compression={codec}"])],
+        )
         plain = plain or run
         quicker, said = plain.seconds / run.seconds, plain.predicted / run.predicted
         print(
-            f"  {codec:14} {run.seconds:7.3f} s  {run.seconds / alone:6.2f} x alone  {quicker:6.2f} x DDP, predicted {said:6.2f} "
+            f"  {codec:14} {run.seconds:7.3f} s  {run.seconds / alone:6.2f} x alone  {quicker:6.2f} x DDP, "
+            f"predicted {said:6.2f} "
             f"({said / quicker - 1:+4.0%}; {run.predicted:7.3f} s)",
             flush=True,
         )
@@ -150,7 +164,11 @@ class Bench:
 
     def __init__(self, folder: Path, sequence: int, steps: int, keep: Path | None) -> None:
         self.folder, self.steps, self.keep = folder, steps, keep
-        job = {"source": ROOT / "examples" / "shakespeare.txt", "sequence": sequence, "steps": steps + WARM_UP}
+        job = {
+            "source": ROOT / "examples" / "shakespeare.txt",
+            "sequence": sequence,
+            "steps": steps + WARM_UP,
+        }
         for batch in (1, 2):
             (folder / f"job-{batch}.toml").write_text(JOB.format(batch=batch, **job))
 
@@ -175,7 +193,9 @@ class Bench:
             words = ["layout.data=2", "cluster.file=cluster.toml", "run.folder=run", *options]
             self._on_both(["train", "job-2.toml", *words], together=True)
         runs = [self.folder / f"run-{host}" for host in HOSTS] if options is None else [self.folder / "run"]
-        seconds = [max(record["seconds"] for record in records) for records in zip(*map(_records, runs), strict=True)]
+        seconds = [
+            max(record["seconds"] for record in records) for records in zip(*map(_records, runs), strict=True)
+        ]
         records = _records(run := runs[0])
         if self.keep:
             shutil.copytree(run, self.keep / name, dirs_exist_ok=True)
@@ -197,7 +217,12 @@ class Bench:
             sys.exit("\n".join((self.folder / f"{host}.err").read_text() for host in HOSTS))
 
     def _start(self, rank: int, host: str, words: list[str], together: bool) -> subprocess.Popen[bytes]:
-        environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"], "HOME": str(self.folder)}
+        environment = {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.folder),
+        }
         environment["CUDA_VISIBLE_DEVICES"] = ""  # two workers on one GPU are not two machines
         if together:
             environment |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank)}
@@ -206,7 +231,9 @@ class Bench:
         command += [word.format(host=host) for word in words]
         cores = sorted(os.sched_getaffinity(0))
         each = len(cores) // len(HOSTS)
-        own = cores[rank * each : (rank + 1) * each] or cores  # what two machines would not share: neighbours may be one core
+        own = (
+            cores[rank * each : (rank + 1) * each] or cores
+        )  # what two machines would not share: neighbours may be one core
         with (self.folder / f"{host}.err").open("w") as errors:
             return subprocess.Popen(
                 ["taskset", "--cpu-list", ",".join(map(str, own)), *command],
@@ -242,7 +269,11 @@ def _steps(run: Path) -> list[tuple[float, float]]:
                 own[event["args"]["step"]] = own.get(event["args"]["step"], 0.0) + event["dur"] / 1e6
         for step, seconds in own.items():
             computing.setdefault(step, []).append(seconds)
-    return [(record["seconds"], max(computing[record["step"]])) for record in _records(run) if record["step"] in computing]
+    return [
+        (record["seconds"], max(computing[record["step"]]))
+        for record in _records(run)
+        if record["step"] in computing
+    ]
 
 
 def _wire_bytes(key: str, entry: dict[str, int]) -> float:
@@ -256,7 +287,20 @@ def cable() -> Iterator[None]:
     try:
         for host in HOSTS:
             ip("netns", "add", f"{OURS}{host}")
-        ends = ["link", "add", "wire", "netns", f"{OURS}a", "type", "veth", "peer", "name", "wire", "netns", f"{OURS}b"]
+        ends = [
+            "link",
+            "add",
+            "wire",
+            "netns",
+            f"{OURS}a",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "wire",
+            "netns",
+            f"{OURS}b",
+        ]
         ip(*ends)
         for host, address in HOSTS.items():
             for words in (
@@ -278,7 +322,10 @@ def ip(*words: str) -> None:
 def limit(rate: str) -> None:
     """The bandwidth of the cable, in each direction."""
     for host in HOSTS:
-        words = f"ip netns exec {OURS}{host} tc qdisc replace dev wire root tbf rate {rate} burst 256kb latency 50ms"
+        words = (
+            f"ip netns exec {OURS}{host} tc qdisc replace dev wire root tbf rate {rate} burst 256kb "
+            f"latency 50ms"
+        )
         subprocess.run(words.split(), check=True, capture_output=True)
 
 

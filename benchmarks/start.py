@@ -4,16 +4,18 @@
     python benchmarks/start.py draw [millions of numbers]
     python benchmarks/start.py first [path of another checkout] [setting=value …]
 
-The first: processor seconds from `shardwise train` to its first worker being ready, beside those of `import torch` in the same
-minute. A worker is forked from a server that has imported what workers need, so it is ready about as soon as the server is. What
-counts is therefore the time of the host (the command) and of the server, read when a worker opens its log, before it builds.
+The first: processor seconds from `shardwise train` to its first worker being ready, beside those of `import
+torch` in the same minute. A worker is forked from a server that has imported what workers need, so it is
+ready about as soon as the server is. What counts is therefore the time of the host (the command) and of the
+server, read when a worker opens its log, before it builds.
 
-The second: seconds to draw so many float32 weights (a thousand millions) on this machine's device, a GPU if it has one, beside
-filling the same memory with one number, which nothing that writes it can be quicker than; and beside drawing them on the CPU with
-torch's generator, each parameter whole, as shardwise did before weights were drawn where they are.
+The second: seconds to draw so many float32 weights (a thousand millions) on this machine's device, a GPU if
+it has one, beside filling the same memory with one number, which nothing that writes it can be quicker than;
+and beside drawing them on the CPU with torch's generator, each parameter whole, as shardwise did before
+weights were drawn where they are.
 
-The third: seconds from `shardwise train` to the end of its first step, of llama3-8b with bfloat16 states on one device, nothing
-compiled before; with a path, of the shardwise there.
+The third: seconds from `shardwise train` to the end of its first step, of llama3-8b with bfloat16 states on
+one device, nothing compiled before; with a path, of the shardwise there.
 """
 
 from __future__ import annotations
@@ -43,12 +45,16 @@ def main(repeats: int) -> None:
     for _ in range(repeats):
         alone = _of_torch()
         host, server = _of_train()
-        print(f"{alone:>14.2f}{host:>8.2f}{server:>8.2f}{host + server:>8.2f}{(host + server) / alone:>13.2f}")
+        print(
+            f"{alone:>14.2f}{host:>8.2f}{server:>8.2f}{host + server:>8.2f}{(host + server) / alone:>13.2f}"
+        )
 
 
 def _of_torch() -> float:
     code = "import time, torch; print(time.process_time())"
-    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    return float(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    )
 
 
 def _of_train() -> tuple[float, float]:
@@ -56,12 +62,17 @@ def _of_train() -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "shardwise", "train", *JOB, f"run.folder={folder}/run"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            words, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
             while not list(Path(folder).glob("run/logs/rank-*.log")):
                 assert process.poll() is None, "the job was refused"
                 time.sleep(0.01)
             host = psutil.Process(process.pid)
-            seconds = _own(host), sum(_own(child) for child in host.children() if "forkserver" in " ".join(child.cmdline()))
+            seconds = (
+                _own(host),
+                sum(_own(child) for child in host.children() if "forkserver" in " ".join(child.cmdline())),
+            )
             process.wait()
     return seconds
 
@@ -72,7 +83,8 @@ def _own(process: psutil.Process) -> float:
 
 
 ROWS = 8192
-"""Of the matrices that weights are drawn in; as many columns, or fewer where there are not as many numbers."""
+"""Of the matrices that weights are drawn in; as many columns, or fewer where there are not as many
+numbers."""
 
 
 def weights(millions: int) -> None:
@@ -84,16 +96,25 @@ def weights(millions: int) -> None:
     held, normal = tuple(slice(0, size) for size in shape), quantiles()
     ways: dict[str, tuple[Callable[[], object], int]] = {
         "filled with one number": (lambda: weight.fill_(1.0), 20),
-        "drawn by index": (lambda: draw(weight, normal * 0.02, 0, "weight", shape, held), 20 if device.type == "cuda" else 2),
+        "drawn by index": (
+            lambda: draw(weight, normal * 0.02, 0, "weight", shape, held),
+            20 if device.type == "cuda" else 2,
+        ),
         "drawn whole on the CPU": (lambda: weight.copy_(_as_before(on_cpu)), 2),
     }
     seconds = {}
     for name, (way, repeats) in ways.items():
         first = _seconds(way, 1)
         seconds[name] = _seconds(way, repeats) * count
-        print(f"{name:>24}{seconds[name]:>12.5f} s a {millions} million on {device.type} (the first matrix: {first:.3f} s)")
+        print(
+            f"{name:>24}{seconds[name]:>12.5f} s a {millions} million on {device.type} (the first matrix: "
+            f"{first:.3f} s)"
+        )
     filled, drawn, before = seconds.values()
-    print(f"drawn by index: {drawn / filled:.2f} times the seconds of filling, {before / drawn:.0f} times quicker than before")
+    print(
+        f"drawn by index: {drawn / filled:.2f} times the seconds of filling, {before / drawn:.0f} times "
+        f"quicker than before"
+    )
 
 
 def _as_before(full: torch.Tensor) -> torch.Tensor:
@@ -147,12 +168,18 @@ def first_step(root: Path, settings: list[str]) -> None:
         begin = time.perf_counter()
         environment = {**os.environ, **caches, "PYTHONPATH": path}
         with subprocess.Popen(words, cwd=folder, env=environment, start_new_session=True) as process:
-            while not records.exists() or (first := next(iter(read_metrics(records.parent, ("seconds",))), None)) is None:
+            while (
+                not records.exists()
+                or (first := next(iter(read_metrics(records.parent, ("seconds",))), None)) is None
+            ):
                 assert process.poll() is None, "the job ended before its first step"
                 time.sleep(0.05)
             seconds = time.perf_counter() - begin
             os.killpg(process.pid, signal.SIGKILL)
-    print(f"{seconds:.1f} s from the command to the end of the first step, which took {first['seconds']:.1f} s ({root})")
+    print(
+        f"{seconds:.1f} s from the command to the end of the first step, which took {first['seconds']:.1f} s "
+        f"({root})"
+    )
 
 
 if __name__ == "__main__":

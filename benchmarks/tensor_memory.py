@@ -1,18 +1,24 @@
-"""What lies on each device of a tensor-parallel group during a step: every tensor, with the module that made it.
+"""What lies on each device of a tensor-parallel group during a step: every tensor, with the module that made
+it.
 
     python benchmarks/tensor_memory.py [--quick] [--tensor 4]
 
-prints one JSON object. Workers train a small transformer, split over `tensor`, and one trains it whole. A record is kept of
-every tensor that torch makes in forward and backward: its size, and the module at work, in backward too. Modules fall into
-two regions: attention, feed-forward, embedding and head, which see the whole sequence and split something else (heads, features,
-vocabulary), and the rest, norms and residuals, where the sequence is split (Korthikanti et al. 2022).
+prints one JSON object. Workers train a small transformer, split over `tensor`, and one trains it whole. A
+record is kept of every tensor that torch makes in forward and backward: its size, and the module at work, in
+backward too. Modules fall into two regions: attention, feed-forward, embedding and head, which see the whole
+sequence and split something else (heads, features, vocabulary), and the rest, norms and residuals, where the
+sequence is split (Korthikanti et al. 2022).
 
-- `made_in_sequence_region`: the largest tensor made there. No more than batch x sequence / tensor x hidden values is right;
-- `alive_in_sequence_region`: tensors of at least batch x sequence x hidden values, made in this step by other modules, that are
-  alive while a module of that region works: what attention and feed-forward keep for their backward;
-- `logits`: the largest tensor with a vocabulary, or a device's part of one, in its last dim. Whole logits have
-  batch x sequence rows and all of the vocabulary. The budget of a chunk (plan/chunks.py) is scaled down with the model;
-- `fullest`: bytes alive at the worst moment beyond those from before the step: activations, with gradients already there.
+- `made_in_sequence_region`: the largest tensor made there. No more than batch x sequence / tensor x hidden
+  values is right;
+- `alive_in_sequence_region`: tensors of at least batch x sequence x hidden values, made in this step by other
+  modules, that are alive while a module of that region works: what attention and feed-forward keep for their
+  backward;
+- `logits`: the largest tensor with a vocabulary, or a device's part of one, in its last dim. Whole logits
+  have batch x sequence rows and all of the vocabulary. The budget of a chunk (plan/chunks.py) is scaled down
+  with the model;
+- `fullest`: bytes alive at the worst moment beyond those from before the step: activations, with gradients
+  already there.
 """
 
 from __future__ import annotations
@@ -61,7 +67,13 @@ def job(folder: Path, tensor: int, layers: int) -> Config:
         {
             "model": {**MODEL, "layers": layers},
             "data": {"source": str(folder), "sequence_length": LENGTH, "held_out": 0.0},
-            "train": {"steps": 1, "global_batch": BATCH, "micro_batch": BATCH, "precision": "float32", "recompute": "none"},
+            "train": {
+                "steps": 1,
+                "global_batch": BATCH,
+                "micro_batch": BATCH,
+                "precision": "float32",
+                "recompute": "none",
+            },
             "layout": {"tensor": tensor, "data": 1},
         }
     )
@@ -85,14 +97,17 @@ NOTHING = Made(0, (), "")
 class AtWork:
     """The paths of the modules whose forward or backward is running.
 
-    A module's backward begins with the gradient of its output and ends with that of its input. (torch's ModuleTracker does the
-    same, and keeps graphs alive that would be gone without it.)
+    A module's backward begins with the gradient of its output and ends with that of its input. (torch's
+    ModuleTracker does the same, and keeps graphs alive that would be gone without it.)
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.names = {module: f"model.{path}".rstrip(".") for path, module in model.named_modules()}
         self.paths: set[str] = set()
-        self.handles = (register_module_forward_pre_hook(self._begin), register_module_forward_hook(self._end))
+        self.handles = (
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end),
+        )
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         name = self.names[module]
@@ -116,7 +131,8 @@ class AtWork:
 
 
 class Record(LiveBytes):  # type: ignore[no-untyped-call]
-    """Bytes alive, the largest tensor made in each region, and the large ones alive while the sequence region works."""
+    """Bytes alive, the largest tensor made in each region, and the large ones alive while the sequence region
+    works."""
 
     def __init__(self, tensor: int) -> None:
         super().__init__()
@@ -156,7 +172,9 @@ class Record(LiveBytes):  # type: ignore[no-untyped-call]
         return first
 
     def described(self, tensor: Tensor) -> Made:
-        values = min(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.itemsize)  # broadcast views show more
+        values = min(
+            tensor.numel(), tensor.untyped_storage().nbytes() // tensor.itemsize
+        )  # broadcast views show more
         return Made(values, tuple(tensor.shape), self.maker)
 
     def see(self, tensor: Tensor) -> None:
@@ -192,13 +210,17 @@ def measure(worker: Worker, folder: Path, layers: int) -> dict[str, Any]:
         "fullest": record.fullest - before,
         "made_in_sequence_region": record.made[SPLIT].shown(),
         "made_in_other_modules": record.made[WHOLE].shown(),
-        "alive_in_sequence_region": dict(Counter(f"{made.maker} {list(made.shape)}" for made in record.alive)),
+        "alive_in_sequence_region": dict(
+            Counter(f"{made.maker} {list(made.shape)}" for made in record.alive)
+        ),
         "logits": record.logits.shown(),
     }
 
 
 def _batch(training: Training) -> list[Batch]:
-    batches = Batches(training.dataset, BATCH, rows=range(BATCH), micro_batches=1, device=training.mesh.device)
+    batches = Batches(
+        training.dataset, BATCH, rows=range(BATCH), micro_batches=1, device=training.mesh.device
+    )
     batch = next(batches)
     batches.close()
     return batch
@@ -214,7 +236,11 @@ def _work(rank: int, workers: int, port: int, folder: Path, layers: int) -> None
 def table(ranks: list[dict[str, Any]], one: dict[str, Any]) -> dict[str, Any]:
     """The fullest and the largest of all ranks, beside one device."""
     tensor = len(ranks)
-    part, whole, all_logits = BATCH * LENGTH // tensor * HIDDEN, BATCH * LENGTH * HIDDEN, BATCH * LENGTH * VOCABULARY
+    part, whole, all_logits = (
+        BATCH * LENGTH // tensor * HIDDEN,
+        BATCH * LENGTH * HIDDEN,
+        BATCH * LENGTH * VOCABULARY,
+    )
     made = max((rank["made_in_sequence_region"] for rank in ranks), key=lambda found: found["values"])
     logits = max((rank["logits"] for rank in ranks), key=lambda found: found["values"])
     alive = max((rank["alive_in_sequence_region"] for rank in ranks), key=lambda found: sum(found.values()))
@@ -222,15 +248,22 @@ def table(ranks: list[dict[str, Any]], one: dict[str, Any]) -> dict[str, Any]:
     return {
         "values": {"part_of_the_sequence": part, "whole_sequence": whole, "whole_logits": all_logits},
         "made_in_sequence_region": {**made, "at_most_a_part": made["values"] <= part},
-        "made_in_other_modules": max((rank["made_in_other_modules"] for rank in ranks), key=lambda found: found["values"]),
+        "made_in_other_modules": max(
+            (rank["made_in_other_modules"] for rank in ranks), key=lambda found: found["values"]
+        ),
         "alive_in_sequence_region": {"none_of_the_whole_sequence": not alive, "tensors": alive},
         "logits": {**logits, "share_of_whole_logits": logits["values"] / all_logits},
-        "bytes": {n: {"fullest_rank": most, "one_device": alone, "ratio": most / alone} for n, (most, alone) in sums.items()},
+        "bytes": {
+            n: {"fullest_rank": most, "one_device": alone, "ratio": most / alone}
+            for n, (most, alone) in sums.items()
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one block instead of four")
     parser.add_argument("--tensor", type=int, default=4)
     given = parser.parse_args()

@@ -1,7 +1,8 @@
-"""The transformer of examples/own_model.py on a device that is only imagined: each row takes its time, and one worker takes more.
+"""The transformer of examples/own_model.py on a device that is only imagined: each row takes its time, and
+one worker takes more.
 
-The time is slept, so that four workers on two cores do not slow each other down. Who is slow stands in a file, whose name is in
-UNEVEN_SLOW: its process id, and how many times as long it takes.
+The time is slept, so that four workers on two cores do not slow each other down. Who is slow stands in a
+file, whose name is in UNEVEN_SLOW: its process id, and how many times as long it takes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 SECONDS_A_ROW = 0.05
-_spec = importlib.util.spec_from_file_location("own_model", Path(__file__).parents[1] / "examples" / "own_model.py")
+_spec = importlib.util.spec_from_file_location(
+    "own_model", Path(__file__).parents[1] / "examples" / "own_model.py"
+)
 assert _spec is not None
 assert _spec.loader is not None
 own_model = importlib.util.module_from_spec(_spec)

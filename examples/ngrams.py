@@ -1,7 +1,9 @@
-"""A sparse model: the next byte from the 1 to 4 bytes before it, each of which looks up a row of logits in a large table.
+"""A sparse model: the next byte from the 1 to 4 bytes before it, each of which looks up a row of logits in a
+large table.
 
-Log-linear in hashed n-grams. A batch touches as many rows as it has n-grams, of a table that may have millions, and with
-`sparse=True` its gradient has only these. That is what updates without a lock are made for (docs/asynchronous.md).
+Log-linear in hashed n-grams. A batch touches as many rows as it has n-grams, of a table that may have
+millions, and with `sparse=True` its gradient has only these. That is what updates without a lock are made for
+(docs/asynchronous.md).
 """
 
 from __future__ import annotations

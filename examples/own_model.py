@@ -1,11 +1,14 @@
 """A transformer that is not shardwise's, and the table that lets shardwise split it.
 
-Plain torch: pre-norm blocks with LayerNorm, learned positions, one matrix for queries, keys and values, GELU. Nothing in it knows
-of devices. What makes it ready for them:
+Plain torch: pre-norm blocks with LayerNorm, learned positions, one matrix for queries, keys and values, GELU.
+Nothing in it knows of devices. What makes it ready for them:
 
-- sizes that are shared out are never written down in a forward: `unflatten(-1, (-1, ...))` finds how many heads there are;
-- queries, keys and values of one head lie together in `qkv`, so that a split by heads takes all three along;
-- attention itself is a module without weights, `Mixing`: the place where devices that share a sequence meet;
+- sizes that are shared out are never written down in a forward: `unflatten(-1, (-1, ...))` finds how many
+  heads there are;
+- queries, keys and values of one head lie together in `qkv`, so that a split by heads takes all three
+  along;
+- attention itself is a module without weights, `Mixing`: the place where devices that share a sequence
+  meet;
 - a pipeline stage has only some blocks, and None for what is not its own, which `forward` skips.
 """
 
@@ -39,7 +42,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) to the same."""
-        per_head = self.qkv(x).unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2)  # (batch, heads, sequence, ...)
+        per_head = (
+            self.qkv(x).unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2)
+        )  # (batch, heads, sequence, ...)
         query, key, value = per_head.chunk(3, -1)
         mixed = self.mixing(query, key, value, None)
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
@@ -54,7 +59,9 @@ class Block(nn.Module):
         self.before_attention = nn.LayerNorm(config.hidden)
         self.attention = Attention(config)
         self.before_layers = nn.LayerNorm(config.hidden)
-        self.layers = nn.Sequential(nn.Linear(config.hidden, config.ffn), nn.GELU(), nn.Linear(config.ffn, config.hidden))
+        self.layers = nn.Sequential(
+            nn.Linear(config.hidden, config.ffn), nn.GELU(), nn.Linear(config.ffn, config.hidden)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) to the same."""
@@ -94,11 +101,16 @@ class OwnModel(nn.Module):
             mixing="blocks.*.attention.mixing",
         )
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """The loss summed over targets, or the logits; of a pipeline stage that is not the last, the hidden states."""
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """The loss summed over targets, or the logits; of a pipeline stage that is not the last, the hidden
+        states."""
         x = inputs
         if self.embedding is not None:
-            positions = torch.arange(inputs.shape[1], device=inputs.device) if positions is None else positions
+            positions = (
+                torch.arange(inputs.shape[1], device=inputs.device) if positions is None else positions
+            )
             x = self.embedding(inputs) + self.places(positions)
         for block in self.blocks:
             x = block(x)

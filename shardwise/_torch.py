@@ -27,26 +27,36 @@ DispatchMode = TorchDispatchMode
 
 
 def writes_to_its_input(operator: Any) -> bool:
-    """Whether an operator, as a dispatch mode sees it, changes one of its inputs. Only its private schema tells."""
+    """Whether an operator, as a dispatch mode sees it, changes one of its inputs. Only its private schema
+    tells."""
     return bool(operator._schema.is_mutable)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number for the memory that a tensor is in, the same for its views. On the meta device there is no address, and torch has
-    no public name for it."""
+    """A number for the memory that a tensor is in, the same for its views. On the meta device there is no
+    address, and torch has no public name for it."""
     return int(tensor.untyped_storage()._cdata)
 
 
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 """torch 2.13 renames `all_gather_into_tensor`, which 2.11 has, and warns at each use of the old name."""
 
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 """Likewise for `reduce_scatter_tensor`."""
 
 
-_NOT_ENOUGH_MEMORY = ("DefaultCPUAllocator:", "Storage size calculation overflowed", "Cannot allocate memory", "std::bad_alloc")
-"""What torch writes into a RuntimeError where a CPU has not enough memory. It has no exception for that, and what follows the
-name of the allocator differs between processors."""
+_NOT_ENOUGH_MEMORY = (
+    "DefaultCPUAllocator:",
+    "Storage size calculation overflowed",
+    "Cannot allocate memory",
+    "std::bad_alloc",
+)
+"""What torch writes into a RuntimeError where a CPU has not enough memory. It has no exception for that, and
+what follows the name of the allocator differs between processors."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -59,10 +69,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Return whether this processor has instructions for products of bfloat16 numbers. torch has no public name for that."""
+    """Return whether this processor has instructions for products of bfloat16 numbers. torch has no public
+    name for that."""
     if platform.machine().lower() in ("x86_64", "amd64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # on other processors, it asks for the instructions
+    return bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )  # on other processors, it asks for the instructions
 
 
 def set_activation_memory_budget(share: float) -> None:
@@ -71,16 +84,17 @@ def set_activation_memory_budget(share: float) -> None:
 
 
 def recompute_casts() -> None:
-    """Let the compiler make 8-bit copies of what backward has anyway once more, instead of keeping them: it does not by itself
-    where a product reads them. It has no public setting."""
+    """Let the compiler make 8-bit copies of what backward has anyway once more, instead of keeping them: it
+    does not by itself where a product reads them. It has no public setting."""
     _functorch.ban_recompute_materialized_backward = False
 
 
 def compute_deterministically() -> None:
-    """From now on this process's GPU runs only kernels that give the same bits again. Others add as threads arrive; and the
-    compiler chooses among kernels by timing them, which only a private setting stops.
+    """From now on this process's GPU runs only kernels that give the same bits again. Others add as threads
+    arrive; and the compiler chooses among kernels by timing them, which only a private setting stops.
 
-    To be called before the GPU is first used, when cuBLAS reads its setting. torch refuses what has no such kernel, by name.
+    To be called before the GPU is first used, when cuBLAS reads its setting. torch refuses what has no such
+    kernel, by name.
     """
     import torch._inductor.config as inductor
 
@@ -93,8 +107,9 @@ def compute_deterministically() -> None:
 
 
 def lock_progress_bars_among_threads() -> None:
-    """The compiler walks its graphs behind a progress bar that nobody sees, and tqdm locks bars among processes: by a semaphore,
-    which Python calls leaked when a worker leaves at once. A worker's bars are its own.
+    """The compiler walks its graphs behind a progress bar that nobody sees, and tqdm locks bars among
+    processes: by a semaphore, which Python calls leaked when a worker leaves at once. A worker's bars are its
+    own.
     """
     bar: Any = getattr(torch.hub, "tqdm", None)
     if hasattr(bar, "set_lock"):  # else tqdm is not installed
@@ -107,8 +122,8 @@ def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def part_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The part of a mesh that these dimensions span, joined ones among them: torch warns that it wants another way for those
-    one day, and has none yet that is public.
+    """The part of a mesh that these dimensions span, joined ones among them: torch warns that it wants
+    another way for those one day, and has none yet that is public.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Slicing a flattened dim", category=UserWarning)
@@ -116,15 +131,17 @@ def part_of(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def count_groups_anew() -> None:
-    """Groups are numbered, and peers find each other by these numbers. torch begins anew when it leaves its groups, but not where
-    joining the first one failed; a process that tries again would wait for its peers under another number.
+    """Groups are numbered, and peers find each other by these numbers. torch begins anew when it leaves its
+    groups, but not where joining the first one failed; a process that tries again would wait for its peers
+    under another number.
     """
     dist.distributed_c10d._world.group_count = 0
 
 
 def forget_meshes() -> None:
-    """Empty DTensor's caches of how operations are split. They never forget by themselves, and every entry holds the mesh it was
-    made on: the groups of a team that has parted, with the threads and sockets of gloo, would stay for as long as the process.
+    """Empty DTensor's caches of how operations are split. They never forget by themselves, and every entry
+    holds the mesh it was made on: the groups of a team that has parted, with the threads and sockets of gloo,
+    would stay for as long as the process.
     """
     from torch.distributed.tensor import _redistribute
 
@@ -138,21 +155,27 @@ def forget_meshes() -> None:
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """AdamW whose kernel is given this rank's pieces of DTensors. It treats every element alike, so the pieces are all it needs;
-    to find that out for itself DTensor takes half a second for the first step and some milliseconds for each. torch collects
-    what the kernel is given in a private method.
+    """AdamW whose kernel is given this rank's pieces of DTensors. It treats every element alike, so the
+    pieces are all it needs; to find that out for itself DTensor takes half a second for the first step and
+    some milliseconds for each. torch collects what the kernel is given in a private method.
     """
 
-    def _init_group(self, group: dict[str, Any], parameters: list[Any], gradients: list[Any], *states: Any) -> Any:
+    def _init_group(
+        self, group: dict[str, Any], parameters: list[Any], gradients: list[Any], *states: Any
+    ) -> Any:
         result = super()._init_group(group, parameters, gradients, *states)  # type: ignore[no-untyped-call]
-        # torch 2.11 makes a sum of uneven pieces whole, on every rank; the kernel would take its first numbers for the piece.
-        gradients[:] = [_split_as(parameter, gradient) for parameter, gradient in zip(parameters, gradients, strict=True)]
+        # torch 2.11 makes a sum of uneven pieces whole, on every rank; the kernel would take its first
+        # numbers for the piece.
+        gradients[:] = [
+            _split_as(parameter, gradient) for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
         for tensors in (parameters, gradients, *states):
             tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
         return result
 
     def pieces(self, group: dict[str, Any]) -> Iterator[tuple[Any, tuple[torch.Tensor, ...]]]:
-        """Each parameter of a group that has a gradient, with this rank's (weight, gradient, two moments, steps done)."""
+        """Each parameter of a group that has a gradient, with this rank's (weight, gradient, two moments,
+        steps done)."""
         lists: list[list[Any]] = [[] for _ in range(6)]
         self._init_group(group, *lists)
         parameters, gradients, first, second, _, steps = lists
@@ -166,7 +189,8 @@ def _split_as(parameter: Any, gradient: Any) -> Any:
 
 
 def inside_backward() -> bool:
-    """Whether this thread is running a backward: a forward seen there is a recomputation. torch's own checkpointing asks so.
+    """Whether this thread is running a backward: a forward seen there is a recomputation. torch's own
+    checkpointing asks so.
 
     To be asked outside of compiled graphs, which would keep the answer of the day they were traced.
     """
@@ -176,8 +200,9 @@ def inside_backward() -> bool:
 def pipeline_runtime(
     stages: list[Any], micro_batches: int, loss: Callable[[Any, Any], Any], actions: dict[int, list[str]]
 ) -> Any:
-    """torch's executor of a list of pipeline actions, which it completes with sends and receives. The ready-made schedules are
-    public, the executor behind them is not yet. Actions are written as in "3F0": stage, kind, micro-batch.
+    """torch's executor of a list of pipeline actions, which it completes with sends and receives. The
+    ready-made schedules are public, the executor behind them is not yet. Actions are written as in "3F0":
+    stage, kind, micro-batch.
     """
     from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime  # a second to import
 
@@ -197,8 +222,8 @@ def _groups(unit: FSDPModule) -> list[Any]:
 
 
 def forget_forwards(unit: FSDPModule) -> None:
-    """Drop FSDP2's record of forwards that no backward followed. It prefetches weights in a backward by that record, and after an
-    evaluation the next backward would gather weights that it does not use.
+    """Drop FSDP2's record of forwards that no backward followed. It prefetches weights in a backward by that
+    record, and after an evaluation the next backward would gather weights that it does not use.
     """
     for group in _groups(unit):
         group._post_forward_indices.clear()
@@ -206,9 +231,9 @@ def forget_forwards(unit: FSDPModule) -> None:
 
 
 def reduce_gathered(unit: FSDPModule) -> None:
-    """Reduce the gradients that FSDP2 holds whole, now; where it is told not to, add to them what has come, in the dtype of sums.
-    It does so by itself when a backward ends; after the halves of a split backward, which autograd's hooks do not see, it has to
-    be told, as torch's own pipeline stages do.
+    """Reduce the gradients that FSDP2 holds whole, now; where it is told not to, add to them what has come,
+    in the dtype of sums. It does so by itself when a backward ends; after the halves of a split backward,
+    which autograd's hooks do not see, it has to be told, as torch's own pipeline stages do.
     """
     for group in _groups(unit):
         group.post_backward()
@@ -228,7 +253,8 @@ class UnitPiece:
 
 
 def unit_pieces(unit: FSDPModule) -> Iterator[UnitPiece]:
-    """The parameters of a unit, in the order in which FSDP2 lays them one after the other; of gradients, those trained."""
+    """The parameters of a unit, in the order in which FSDP2 lays them one after the other; of gradients,
+    those trained."""
     for group in _groups(unit):
         for parameter in group.fsdp_params:
             info, trained = parameter._module_info, parameter.sharded_param.requires_grad
@@ -237,8 +263,8 @@ def unit_pieces(unit: FSDPModule) -> Iterator[UnitPiece]:
 
 @torch.no_grad()
 def add_to_gradients(unit: FSDPModule, sums: torch.Tensor) -> None:
-    """Add to a unit's gradients what FSDP2 would have added: this device's pieces, which lie in `sums` as in `unit_pieces`.
-    Frozen weights have none."""
+    """Add to a unit's gradients what FSDP2 would have added: this device's pieces, which lie in `sums` as in
+    `unit_pieces`. Frozen weights have none."""
     start = sums.storage_offset()  # where a stride begins is counted in the storage
     for group in _groups(unit):
         for parameter in (own for own in group.fsdp_params if own.sharded_param.requires_grad):
@@ -255,6 +281,8 @@ def end_backward(root: FSDPModule) -> None:
 def float8_mm(
     left: torch.Tensor, right: torch.Tensor, of_left: torch.Tensor, of_right: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`left @ right` of float8 numbers, times a factor for each; torch has no public name for it yet. `right` lies column by
-    column."""
-    return torch._scaled_mm(left, right, scale_a=of_left, scale_b=of_right, out_dtype=dtype, use_fast_accum=True)
+    """`left @ right` of float8 numbers, times a factor for each; torch has no public name for it yet. `right`
+    lies column by column."""
+    return torch._scaled_mm(
+        left, right, scale_a=of_left, scale_b=of_right, out_dtype=dtype, use_fast_accum=True
+    )

@@ -1,11 +1,11 @@
 """The one exception that means "the user can mend this".
 
-Everything a person can put right (a misspelt key, a missing file, a full disk, an unsupported torch) is raised as a
-`UserError`. The command line prints its message, without a traceback, and leaves with status 2. Any other exception is a
-fault of ours and keeps its traceback.
+Everything a person can put right (a misspelt key, a missing file, a full disk, an unsupported torch) is
+raised as a `UserError`. The command line prints its message, without a traceback, and leaves with status 2.
+Any other exception is a fault of ours and keeps its traceback.
 
-A message often quotes what a file holds, and a file may hold anything: control characters are shown as escapes, so that none
-reaches a terminal as a command to it, and lines have an end.
+A message often quotes what a file holds, and a file may hold anything: control characters are shown as
+escapes, so that none reaches a terminal as a command to it, and lines have an end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _SHOWN = 100
 
 
 def printable(text: str) -> str:
-    """Text that is safe to show: control characters, halves of characters and marks that turn text around as escapes."""
+    """Text that is safe to show: control characters, halves of characters and marks that turn text around as
+    escapes."""
     if text.isprintable():
         return text
     return "".join(mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in text)
@@ -60,7 +61,8 @@ class RunFailed(UserError):
 
 
 class Unreadable(RunFailed):
-    """A file that the system could not read just now. It may be there and whole: trying again later may help."""
+    """A file that the system could not read just now. It may be there and whole: trying again later may
+    help."""
 
 
 class ConfigError(UserError):

@@ -1,7 +1,8 @@
-"""How this very command is typed again, so that no message which says what to run next ends in "command not found".
+"""How this very command is typed again, so that no message which says what to run next ends in "command not
+found".
 
-A program in an environment that is not active is not on the shell's path: `make quickstart` calls `.venv/bin/shardwise`, and what
-it prints has to be called by that path too.
+A program in an environment that is not active is not on the shell's path: `make quickstart` calls
+`.venv/bin/shardwise`, and what it prints has to be called by that path too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ NAME = "shardwise"
 
 
 def typed() -> str:
-    """`shardwise` where a shell finds this environment's by that name; else the path, or the module, by which it was called."""
+    """`shardwise` where a shell finds this environment's by that name; else the path, or the module, by which
+    it was called."""
     if _is_ours(shutil.which(NAME)):
         return NAME
     if Path(sys.argv[0]).name == NAME:

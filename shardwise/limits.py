@@ -1,8 +1,10 @@
-"""Limits that a system sets for a process (`ulimit`): checked before workers start, and named where one is reached.
+"""Limits that a system sets for a process (`ulimit`): checked before workers start, and named where one is
+reached.
 
-A limit that is too low shows up anywhere: an import that cannot map a library, a socket that cannot be opened, a thread that does
-not start. No traceback of such a place says what to do about it, so these errors become one line with the limit and the command
-that raises it. A soft limit, which every process may raise by itself, is raised without a word.
+A limit that is too low shows up anywhere: an import that cannot map a library, a socket that cannot be
+opened, a thread that does not start. No traceback of such a place says what to do about it, so these errors
+become one line with the limit and the command that raises it. A soft limit, which every process may raise by
+itself, is raised without a word.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import resource
 from shardwise.errors import UserError
 
 FILES, FILES_OF_A_WORKER = 64, 8
-"""Open files of the busiest process of a run, the one that starts the others: in any case, and for each worker."""
+"""Open files of the busiest process of a run, the one that starts the others: in any case, and for each
+worker."""
 USUAL_FILES = 4096
 """What the limit is raised to."""
 ADDRESS_SPACE = 1280 << 20
@@ -24,32 +27,45 @@ _STARTING = {"fork", "spawnv_passfds", "_execute_child", "_launch"}
 
 
 def check_limits(workers: int = 1) -> None:
-    """Raise a UserError that names every limit too low for this number of workers. Soft limits are raised first."""
+    """Raise a UserError that names every limit too low for this number of workers. Soft limits are raised
+    first."""
     checks = (
         (resource.RLIMIT_NOFILE, FILES + FILES_OF_A_WORKER * workers, _files_needed),
         (resource.RLIMIT_AS, ADDRESS_SPACE, _space_needed),
     )
-    problems = [words(allowed, needed) for limit, needed, words in checks if (allowed := _raised(limit, needed)) is not None]
+    problems = [
+        words(allowed, needed)
+        for limit, needed, words in checks
+        if (allowed := _raised(limit, needed)) is not None
+    ]
     if problems:
         raise UserError("\n".join(f"workers cannot start: {problem}" for problem in problems))
 
 
 def limit_reached(error: BaseException) -> str | None:
-    """Which limit of this process an error comes from, and how it is raised; None where it is about something else."""
+    """Which limit of this process an error comes from, and how it is raised; None where it is about something
+    else."""
     text = str(error)
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE or os.strerror(errno.EMFILE) in text:
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"a process may have no more than {allowed} open files here. Raise that, with: ulimit -n {USUAL_FILES}"
-    allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if allowed != resource.RLIM_INFINITY and (isinstance(error, MemoryError) or number == errno.ENOMEM or _lacks_memory(text)):
         return (
-            f"a process may have no more than {allowed >> 10} KiB of address space here, and needs more. Raise that, with: "
+            f"a process may have no more than {allowed} open files here. Raise that, with: ulimit -n "
+            f"{USUAL_FILES}"
+        )
+    allowed = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if allowed != resource.RLIM_INFINITY and (
+        isinstance(error, MemoryError) or number == errno.ENOMEM or _lacks_memory(text)
+    ):
+        return (
+            f"a process may have no more than {allowed >> 10} KiB of address space here, and needs more. "
+            f"Raise that, with: "
             "ulimit -v unlimited"
         )
     if "can't start new thread" in text or _cannot_start_process(error):
         return (
-            "no more processes or threads can be started here. Raise the limit, with: ulimit -u 4096 (in a container or a "
+            "no more processes or threads can be started here. Raise the limit, with: ulimit -u 4096 (in a "
+            "container or a "
             "job of a scheduler: its limit of processes)"
         )
     return None
@@ -69,19 +85,28 @@ def _raised(limit: int, needed: int) -> int | None:
 
 def _files_needed(allowed: int, needed: int) -> str:
     enough = max(USUAL_FILES, needed)
-    return f"a process may have {allowed} open files here, and needs up to {needed}. Raise that, with: ulimit -n {enough}"
+    return (
+        f"a process may have {allowed} open files here, and needs up to {needed}. Raise that, with: ulimit "
+        f"-n {enough}"
+    )
 
 
 def _space_needed(allowed: int, needed: int) -> str:
     return (
-        f"a process may have {allowed >> 10} KiB of address space here, and PyTorch alone needs {needed >> 10} KiB. Raise that, "
+        f"a process may have {allowed >> 10} KiB of address space here, and PyTorch alone needs "
+        f"{needed >> 10} KiB. Raise that, "
         "with: ulimit -v unlimited"
     )
 
 
 def _lacks_memory(text: str) -> bool:
     """Whether this is what the loader of libraries, the system or torch says for want of address space."""
-    said = ("failed to map segment", os.strerror(errno.ENOMEM), "can't allocate memory", os.strerror(errno.EAGAIN))
+    said = (
+        "failed to map segment",
+        os.strerror(errno.ENOMEM),
+        "can't allocate memory",
+        os.strerror(errno.EAGAIN),
+    )
     return any(words in text for words in said)
 
 

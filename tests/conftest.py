@@ -9,7 +9,9 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported: threads that wait for each other keep both cores busy
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # read as torch is imported: threads that wait for each other keep both cores busy
 
 import pytest
 import torch
@@ -49,7 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def same_draws() -> None:
-    """Let a test that draws numbers without a seed of its own draw the same ones, whichever tests came before in this process."""
+    """Let a test that draws numbers without a seed of its own draw the same ones, whichever tests came before
+    in this process."""
     random.seed(0)
     torch.manual_seed(0)
 
@@ -103,13 +106,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Prepared shards of short conversations and prompts, and of prompts that are longer than a test's sequence: such a sequence
-    is without a token that counts."""
+    """Prepared shards of short conversations and prompts, and of prompts that are longer than a test's
+    sequence: such a sequence is without a token that counts."""
     from shardwise.data.prepare import prepare
 
     folder, draw, records = tmp_path_factory.mktemp("conversations"), random.Random(1), []
     for number in range(240):
-        asked, answered = ("".join(draw.choices("abcdefgh ijkl mnop", k=draw.randint(1, 9))) + "." for _ in range(2))
+        asked, answered = (
+            "".join(draw.choices("abcdefgh ijkl mnop", k=draw.randint(1, 9))) + "." for _ in range(2)
+        )
         told = [{"role": "user", "content": asked[:2]}, {"role": "assistant", "content": answered[-3:]}]
         prompt = {"prompt": asked * (9 if number % 4 == 0 else 1), "completion": answered}
         records.append({"messages": told * draw.randint(1, 2)} if number % 3 == 0 else prompt)

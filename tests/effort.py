@@ -1,11 +1,13 @@
-"""How many examples a property is tried with: all of them in `make test-full`, half of them in `make test`."""
+"""How many examples a property is tried with: all of them in `make test-full`, half of them in `make
+test`."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
 ALL = 100
-"""What the profile of all tests says; conftest.py takes another one where tests marked `full` are left out."""
+"""What the profile of all tests says; conftest.py takes another one where tests marked `full` are left
+out."""
 
 
 def examples(count: int) -> int:

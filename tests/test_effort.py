@@ -1,4 +1,5 @@
-"""The examples of `make test` do not depend on chance; those of `make test-full` do, so that new ones are tried every time."""
+"""The examples of `make test` do not depend on chance; those of `make test-full` do, so that new ones are
+tried every time."""
 
 from __future__ import annotations
 

@@ -12,7 +12,17 @@ import pytest
 
 from shardwise import files
 from shardwise.errors import ConfigError, UserError
-from shardwise.files import inside, linked, parse_as, parse_json, parse_toml, read_bytes, reading, seal, unseal
+from shardwise.files import (
+    inside,
+    linked,
+    parse_as,
+    parse_json,
+    parse_toml,
+    read_bytes,
+    reading,
+    seal,
+    unseal,
+)
 
 
 def test_what_was_sealed_comes_back_and_one_flipped_bit_is_noticed() -> None:
@@ -112,7 +122,10 @@ def test_links_are_followed_to_regular_files_alone(tmp_path: Path) -> None:
 def test_a_path_that_the_system_refuses_is_refused_with_the_reason(tmp_path: Path) -> None:
     """A name too long stands for all of them: no permission and a broken disk come by the same calls."""
     too_long = tmp_path / ("x" * 300)
-    with pytest.raises(UserError, match=r"x cannot be read: File name too long\. Try another$"), reading(too_long, "Try another"):
+    with (
+        pytest.raises(UserError, match=r"x cannot be read: File name too long\. Try another$"),
+        reading(too_long, "Try another"),
+    ):
         too_long.is_file()
     with pytest.raises(UserError, match=r"checkpoint\.json cannot be read: File name too long"):
         inside(too_long, "checkpoint.json")

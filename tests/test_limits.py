@@ -14,7 +14,9 @@ THREADS = r"no more processes or threads can be started here\. Raise the limit, 
 NO_LIMIT = resource.RLIM_INFINITY
 
 
-def set_limits(monkeypatch: pytest.MonkeyPatch, files: tuple[int, int], space: tuple[int, int]) -> dict[int, tuple[int, int]]:
+def set_limits(
+    monkeypatch: pytest.MonkeyPatch, files: tuple[int, int], space: tuple[int, int]
+) -> dict[int, tuple[int, int]]:
     there = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_AS: space}
     monkeypatch.setattr(resource, "getrlimit", there.__getitem__)
     monkeypatch.setattr(resource, "setrlimit", there.__setitem__)
@@ -44,7 +46,12 @@ def test_an_error_of_a_limit_is_told_by_the_limit_and_how_it_is_raised(
 
 def test_other_errors_keep_their_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, (100, 100), (NO_LIMIT, NO_LIMIT))
-    for error in (MemoryError(), OSError(errno.ENOENT, "No such file"), RuntimeError("shapes differ"), ImportError("no name x")):
+    for error in (
+        MemoryError(),
+        OSError(errno.ENOENT, "No such file"),
+        RuntimeError("shapes differ"),
+        ImportError("no name x"),
+    ):
         assert limits.limit_reached(error) is None
 
 
@@ -59,7 +66,9 @@ def test_soft_limits_are_raised_and_hard_ones_refused_together(monkeypatch: pyte
     with pytest.raises(UserError) as refused:
         limits.check_limits(2)
     assert str(refused.value).splitlines() == [
-        "workers cannot start: a process may have 48 open files here, and needs up to 80. Raise that, with: ulimit -n 4096",
-        "workers cannot start: a process may have 1048576 KiB of address space here, and PyTorch alone needs 1310720 KiB. "
+        "workers cannot start: a process may have 48 open files here, and needs up to 80. Raise that, with: "
+        "ulimit -n 4096",
+        "workers cannot start: a process may have 1048576 KiB of address space here, and PyTorch alone needs "
+        "1310720 KiB. "
         "Raise that, with: ulimit -v unlimited",
     ]

@@ -37,7 +37,9 @@ def test_who_waits_says_so_and_goes_on_when_the_first_lets_go(tmp_path: Path) ->
     assert events == ["first", "second"]
 
 
-def test_without_locks_a_run_goes_on_and_who_would_wait_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_a_run_goes_on_and_who_would_wait_hears_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

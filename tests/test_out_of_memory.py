@@ -27,7 +27,10 @@ def test_what_an_allocator_of_this_machine_raises_is_recognised(allocate: object
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+            "tried to"
+        ),
         RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4503599627370496 bytes."),
         RuntimeError("unable to mmap 4096 bytes from file <x>: Cannot allocate memory (12)"),
         RuntimeError("Storage size calculation overflowed with sizes=[2305843009213693952]"),
@@ -40,6 +43,8 @@ def test_what_allocators_of_other_machines_raise_is_recognised(error: Exception)
     assert is_out_of_memory(error)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), OSError(errno.ENOSPC, "No space left"), ValueError("x")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes do not match"), OSError(errno.ENOSPC, "No space left"), ValueError("x")]
+)
 def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
     assert not is_out_of_memory(error)

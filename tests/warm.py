@@ -1,16 +1,19 @@
-"""Commands forked from a process that has torch imported already, where a subprocess of Python would import it for seconds.
+"""Commands forked from a process that has torch imported already, where a subprocess of Python would import
+it for seconds.
 
-The server (this file, run as a program) has imported what commands and their workers need, and has no threads. For each call it
-forks a keeper, and the keeper forks the command: in a session of its own, with the folder, environment, arguments and outputs
-that were asked for and with signals as a new process has them, it calls what the `shardwise` script calls. What a command starts
-with `python -c` (the server that its workers are forked from, multiprocessing's resource tracker) or `python -m shardwise` (the
-runs of a drill) is forked from the command in the same way, so it is warm too.
+The server (this file, run as a program) has imported what commands and their workers need, and has no
+threads. For each call it forks a keeper, and the keeper forks the command: in a session of its own, with the
+folder, environment, arguments and outputs that were asked for and with signals as a new process has them, it
+calls what the `shardwise` script calls. What a command starts with `python -c` (the server that its workers
+are forked from, multiprocessing's resource tracker) or `python -m shardwise` (the runs of a drill) is forked
+from the command in the same way, so it is warm too.
 
-Commands see no GPU: their workers are forked, which is not possible after CUDA was used. So they train the same numbers on every
-machine. Tests of commands on a GPU start them as a user does (`shardwise_of_a_user`).
+Commands see no GPU: their workers are forked, which is not possible after CUDA was used. So they train the
+same numbers on every machine. Tests of commands on a GPU start them as a user does
+(`shardwise_of_a_user`).
 
-The keeper adopts whatever the command leaves behind. It gives that a moment to end, then tells of it and ends it: no test may
-leave a process running.
+The keeper adopts whatever the command leaves behind. It gives that a moment to end, then tells of it and ends
+it: no test may leave a process running.
 """
 
 from __future__ import annotations
@@ -36,9 +39,12 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 PRELOAD = (
-    "typer", "rich.progress", "shardwise.cli.app", "shardwise.train.run", "shardwise.train.launch", "shardwise.verify.measure",
-    "shardwise.verify.localise", "shardwise.verify.prove", "shardwise.verify.drill", "shardwise.probe.measure",
-    "shardwise.search.forecast", "shardwise.probe.quick", "torch.distributed.pipelining.schedules", "shardwise.parallel.pipeline",
+    "typer", "rich.progress", "shardwise.cli.app", "shardwise.train.run", "shardwise.train.launch",
+    "shardwise.verify.measure",
+    "shardwise.verify.localise", "shardwise.verify.prove", "shardwise.verify.drill",
+    "shardwise.probe.measure",
+    "shardwise.search.forecast", "shardwise.probe.quick", "torch.distributed.pipelining.schedules",
+    "shardwise.parallel.pipeline",
 )  # fmt: skip
 LEFT_SECONDS = 10.0
 """How long what a command started may take to end after it."""
@@ -100,7 +106,9 @@ class Server:
         self._calls = 0
         self._address = f"{self._folder.name}/socket"
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self._process = subprocess.Popen([sys.executable, __file__, self._address], env=environment, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, self._address], env=environment, stdout=subprocess.PIPE
+        )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"ready\n"
 
@@ -118,7 +126,9 @@ class Server:
         connection.sendall(request)
         return Command(connection, paths)
 
-    def run(self, *arguments: str, cwd: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, cwd: Path, environment: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str]:
         """The same, and wait for its end."""
         command = self.start(*arguments, cwd=cwd, environment=environment)
         output, errors = command.communicate()
@@ -130,7 +140,7 @@ class Server:
         self._folder.cleanup()
 
 
-# -- inside the server --------------------------------------------------------------------------------------------------
+# -- inside the server ---------------------------------------------------------------------------------------
 
 
 def serve(address: str) -> None:
@@ -139,7 +149,9 @@ def serve(address: str) -> None:
 
     for module in PRELOAD:
         importlib.import_module(module)
-    warnings.filterwarnings("ignore", message=".* is multi-threaded, use of fork", category=DeprecationWarning)
+    warnings.filterwarnings(
+        "ignore", message=".* is multi-threaded, use of fork", category=DeprecationWarning
+    )
     parent = os.getppid()
     for number in (signal.SIGINT, signal.SIGHUP):  # it ends with the tests, which may be run by nohup
         signal.signal(number, signal.SIG_IGN)
@@ -168,7 +180,8 @@ def bury() -> None:
 
 
 def keep(connection: socket.socket) -> None:
-    """Start the command, wait for its end, and see that nothing of it is left. The command itself returns from here."""
+    """Start the command, wait for its end, and see that nothing of it is left. The command itself returns
+    from here."""
     connection.settimeout(60)
     size = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
     _, outputs, _, _ = socket.recv_fds(connection, 1, 2)
@@ -193,7 +206,9 @@ def keep(connection: socket.socket) -> None:
 def bury_adopted(command: int) -> None:
     """Wait, as init would, for those that have ended after their parent; the command itself is for later."""
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid != command:
+        while (
+            ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) and ended.si_pid != command:
             os.waitpid(ended.si_pid, 0)
 
 
@@ -252,7 +267,8 @@ def call_main(arguments: list[str]) -> NoReturn:
 
 
 def fork_command(words: list[str], *others: Any) -> int:
-    """What subprocess.Popen would do with `env … python -m shardwise ARGUMENTS`, forked from here; all else it does itself."""
+    """What subprocess.Popen would do with `env … python -m shardwise ARGUMENTS`, forked from here; all else
+    it does itself."""
     if words[0] != "env" or "-m" not in words:
         return int(_fork_exec(words, *others))
     _, _, _, _, _, stdin, _, _, stdout, _, stderr, _, _, _, new_session, *_ = others

@@ -1,8 +1,9 @@
 """What workers and servers say to each other: one frozen value for each message, JSON on the wire.
 
-A worker greets every server and learns which slices of the weights that one keeps. Then it asks the first server, whose desk
-deals out the work, for a portion; pulls the weights from each server; pushes its gradient to each; and brings the portion back
-to the desk. Weights and gradients travel behind `Weights` and `Push`, flat, slice after slice.
+A worker greets every server and learns which slices of the weights that one keeps. Then it asks the first
+server, whose desk deals out the work, for a portion; pulls the weights from each server; pushes its gradient
+to each; and brings the portion back to the desk. Weights and gradients travel behind `Weights` and `Push`,
+flat, slice after slice.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """Which slices this server keeps: (start, stop) along each dim, by the name of the parameter. And of which job, whose
-    portions have so many rows."""
+    """Which slices this server keeps: (start, stop) along each dim, by the name of the parameter. And of
+    which job, whose portions have so many rows."""
 
     slices: dict[str, tuple[tuple[Count, Count], ...]]
     job: Name
@@ -101,7 +102,8 @@ class Stored:
 
 @dataclass(frozen=True)
 class Bring:
-    """The gradient of this portion is with every server. Its loss is a sum over items: tokens, or what a user's module counts."""
+    """The gradient of this portion is with every server. Its loss is a sum over items: tokens, or what a
+    user's module counts."""
 
     portion: Count
     loss: float

@@ -1,14 +1,15 @@
 """The public side of a server: what workers pull, push, ask for and bring, each in a thread of its own.
 
-One thread greets all callers, so that a flood of strangers costs at most `MOST_STRANGERS` connections and no threads.
+One thread greets all callers, so that a flood of strangers costs at most `MOST_STRANGERS` connections and no
+threads.
 
-A `Shelf` has the newest weights to be pulled and the gradients that were pushed. The first server has a `Desk` too, which deals
-out the work (work.py). A `Front` listens, greets, and talks with every worker; the server's main thread takes what is due from
-the desk and the shelf, and puts new weights on the shelf.
+A `Shelf` has the newest weights to be pulled and the gradients that were pushed. The first server has a
+`Desk` too, which deals out the work (work.py). A `Front` listens, greets, and talks with every worker; the
+server's main thread takes what is due from the desk and the shelf, and puts new weights on the shelf.
 
-A worker is known by the name of its connection. When that ends, what it was computing goes back to the desk; what it has brought
-counts. Its pushed gradients are let go of once two updates in a row know nothing of them: one list may have been written before
-the worker's last word reached the desk, the next was not.
+A worker is known by the name of its connection. When that ends, what it was computing goes back to the desk;
+what it has brought counts. Its pushed gradients are let go of once two updates in a row know nothing of them:
+one list may have been written before the worker's last word reached the desk, the next was not.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ MOST_STRANGERS = 64
 GREETER_SECONDS = 0.5
 """How long at most until the thread that greets callers notices that one's time is over."""
 PATIENCE = 0.5
-"""Of the time that a worker takes for a portion: for so long it is kept waiting for weights that are about to come."""
+"""Of the time that a worker takes for a portion: for so long it is kept waiting for weights that are about to
+come."""
 OVERDUE, SHORTEST_OVERDUE = 20.0, 20.0
-"""A portion that takes this many times as long as is usual, and at least so many seconds, is handed to another."""
+"""A portion that takes this many times as long as is usual, and at least so many seconds, is handed to
+another."""
 
 Key = tuple[str, int]
 """Of a pushed gradient: the worker and the portion."""
@@ -56,7 +59,8 @@ Slices = Mapping[str, tuple[slice, ...]]
 
 
 class Shelf:
-    """Of one server: the weights, and the gradients that were pushed; all flat, in the order of its slices."""
+    """Of one server: the weights, and the gradients that were pushed; all flat, in the order of its
+    slices."""
 
     def __init__(self, slices: Slices, dtype: torch.dtype, compression: Compression | None = None) -> None:
         """`compression`: how gradients are pushed; None: as they are."""
@@ -74,13 +78,15 @@ class Shelf:
         """Gradients of such workers that the last update knew nothing of."""
 
     def publish(self, version: int, weights: Tensor) -> None:
-        """From now on these are the weights. Nobody may change them any more: they may be on their way to a worker for long."""
+        """From now on these are the weights. Nobody may change them any more: they may be on their way to a
+        worker for long."""
         with self._lock:
             self._version, self._weights = version, weights
             self._lock.notify_all()
 
     def weights(self, least: int) -> tuple[int, Tensor]:
-        """The newest, of this version at least, and their version. Servers do not reach a version in the same moment."""
+        """The newest, of this version at least, and their version. Servers do not reach a version in the same
+        moment."""
         with self._lock:
             self._lock.wait_for(lambda: self._version >= least or self._closed)
             if self._version < least:
@@ -96,7 +102,11 @@ class Shelf:
     @property
     def pushed_bytes(self) -> int:
         """Of a gradient, on the wire."""
-        return self.numbers * self.dtype.itemsize if self._codec is None else self._codec.compression.wire_bytes(self.numbers)
+        return (
+            self.numbers * self.dtype.itemsize
+            if self._codec is None
+            else self._codec.compression.wire_bytes(self.numbers)
+        )
 
     def read(self, wire: Wire, portion: int) -> Tensor:
         """The gradient of a portion, behind the message that was just received."""
@@ -129,7 +139,8 @@ class Shelf:
             self._gone.add(worker)
 
     def take(self, used: Sequence[Key], brought: Iterable[Key], dropped: Iterable[Key]) -> list[Tensor]:
-        """The gradients of an update, in that order; they are lent until `give_back`. `brought` are those that count later."""
+        """The gradients of an update, in that order; they are lent until `give_back`. `brought` are those
+        that count later."""
         with self._lock:
             for key in dropped:
                 self._let_go(key)
@@ -177,8 +188,9 @@ class Update:
 class Desk:
     """Where workers ask and bring, and where the server waits for the next update.
 
-    A worker that asks just before an update is made would read weights that are old at once. So it is kept waiting for a while if
-    the gradients that are missing should be there within that time, as long as those who compute them took before.
+    A worker that asks just before an update is made would read weights that are old at once. So it is kept
+    waiting for a while if the gradients that are missing should be there within that time, as long as those
+    who compute them took before.
     """
 
     def __init__(self, work: Work, clock: Callable[[], float] = time.monotonic) -> None:
@@ -195,8 +207,8 @@ class Desk:
         """Of workers that wait for weights which are about to come."""
         self._dropped: list[Key] = []
         self._cut_off: set[str] = set()
-        """Workers whose portion another has. They must come back under another name: else what is said of what they push, before
-        and after, could be confused."""
+        """Workers whose portion another has. They must come back under another name: else what is said of
+        what they push, before and after, could be confused."""
         self._closed = False
 
     def ask(self, worker: str, seconds: float = ASK_SECONDS) -> messages.Task | messages.Wait | messages.End:
@@ -254,7 +266,9 @@ class Desk:
                     return None
             said = [self._said[one.portion] for one in used]
             keys = {one.portion for one in used}
-            brought = tuple((one.worker, one.portion) for one in self.work.unused() if one.portion not in keys)
+            brought = tuple(
+                (one.worker, one.portion) for one in self.work.unused() if one.portion not in keys
+            )
             dropped, self._dropped = tuple(self._dropped), []
             return Update(
                 contributions=tuple(used),
@@ -299,7 +313,9 @@ class Desk:
         lacking = self.work.portions - len(self.work.unused())
         if lacking <= 0:
             return now  # it is being made
-        due = sorted(max(now, since + self._usual.get(worker, math.inf)) for (worker, _), since in self._since.items())
+        due = sorted(
+            max(now, since + self._usual.get(worker, math.inf)) for (worker, _), since in self._since.items()
+        )
         return due[lacking - 1] if len(due) >= lacking else math.inf
 
     def _hand_on_what_is_overdue(self) -> None:
@@ -326,7 +342,8 @@ class Desk:
 
 
 class _Strangers:
-    """Callers that have not shown yet that they know the secret, the oldest first. One thread waits for all of them."""
+    """Callers that have not shown yet that they know the secret, the oldest first. One thread waits for all
+    of them."""
 
     def __init__(self, credentials: Credentials) -> None:
         self.selector = selectors.DefaultSelector()
@@ -347,7 +364,8 @@ class _Strangers:
         self.selector.register(stranger.connection, selectors.EVENT_READ)
 
     def admitted(self, ready: Container[object]) -> Iterator[Wire]:
-        """Return the connections of callers that have shown that they know the secret, and close the others that have spoken."""
+        """Return the connections of callers that have shown that they know the secret, and close the others
+        that have spoken."""
         for connection, stranger in [entry for entry in self._strangers.items() if entry[0] in ready]:
             try:
                 wire = stranger.admitted(self._credentials)
@@ -378,7 +396,13 @@ class Front:
     """Listens for workers, and talks with each in a thread of its own."""
 
     def __init__(
-        self, address: str, credentials: Credentials, shelf: Shelf, desk: Desk | None, job: str = "", rows: int = 1
+        self,
+        address: str,
+        credentials: Credentials,
+        shelf: Shelf,
+        desk: Desk | None,
+        job: str = "",
+        rows: int = 1,
     ) -> None:
         """`job`: what tells it from others; `rows`: of a portion."""
         self._credentials, self._shelf, self._desk = credentials, shelf, desk
@@ -396,7 +420,9 @@ class Front:
         """Hang up on everybody."""
         self._shelf.close()
         self._closed = True
-        with suppress(OSError):  # on some systems what only listens cannot be shut down; the thread looks up soon anyway
+        with suppress(
+            OSError
+        ):  # on some systems what only listens cannot be shut down; the thread looks up soon anyway
             self._listener.shutdown(socket.SHUT_RDWR)
         self._greeter.join()
         with self._lock:
@@ -405,12 +431,14 @@ class Front:
             wire.close()
 
     def _greet_callers(self) -> None:
-        """Take callers in and greet them, until the server ends. A worker that knows the secret gets a thread."""
+        """Take callers in and greet them, until the server ends. A worker that knows the secret gets a
+        thread."""
         with self._listener, _Strangers(self._credentials) as strangers:
             strangers.selector.register(self._listener, selectors.EVENT_READ)
             while not self._closed:
                 ready = {key.fileobj for key, _ in strangers.selector.select(GREETER_SECONDS)}
-                # Strangers come before the next caller, which may take the place of one that has just answered.
+                # Strangers come before the next caller, which may take the place of one that has just
+                # answered.
                 for wire in strangers.admitted(ready):
                     self._start_thread(wire)
                 if self._listener in ready and (stranger := self._take_in()) is not None:
@@ -418,7 +446,8 @@ class Front:
                 strangers.hang_up_on_late_ones()
 
     def _take_in(self) -> Stranger | None:
-        """The next caller, greeted; None where it is gone already, or there is nothing left to take it in with."""
+        """The next caller, greeted; None where it is gone already, or there is nothing left to take it in
+        with."""
         try:
             connection, _ = self._listener.accept()
         except OSError:
@@ -464,7 +493,10 @@ class Front:
         message = _received(wire)
         if not isinstance(message, messages.Hello):
             raise NotOurs(f"{message} before hello")
-        slices = {name: tuple((part.start, part.stop) for part in where) for name, where in self._shelf.slices.items()}
+        slices = {
+            name: tuple((part.start, part.stop) for part in where)
+            for name, where in self._shelf.slices.items()
+        }
         wire.send(messages.to_json(messages.Welcome(slices, self._job, self._rows)))
         return message.worker
 

@@ -1,19 +1,23 @@
-"""Weights and moments that the processes of one machine share and update without a lock: Hogwild! (Niu et al. 2011).
+"""Weights and moments that the processes of one machine share and update without a lock: Hogwild! (Niu et al.
+2011).
 
-Every process computes a gradient with the weights as they lie there and adds its update to them, whatever others write meanwhile.
-Nobody waits. What it costs: a gradient may be of weights that others have changed since, and of two who change one number at the
-same moment one may be lost. Where updates touch few rows of a large table that is rare, and Niu et al. show that the loss falls
-as in a serial run. Where all of them touch all weights, it is an asynchronous run like others, with a noise of its own. They had
-SGD; the two moments of AdamW need more care (optim/rows.py).
+Every process computes a gradient with the weights as they lie there and adds its update to them, whatever
+others write meanwhile. Nobody waits. What it costs: a gradient may be of weights that others have changed
+since, and of two who change one number at the same moment one may be lost. Where updates touch few rows of a
+large table that is rare, and Niu et al. show that the loss falls as in a serial run. Where all of them touch
+all weights, it is an asynchronous run like others, with a noise of its own. They had SGD; the two moments of
+AdamW need more care (optim/rows.py).
 
-The memory is a file without a name, which the first process makes and the others open through /proc. It is gone with the last of
-them, however that ends; nothing has to be cleaned up, and no mounted /dev/shm limits its size. It holds one copy of weights and
-moments for all processes, and 8 bytes a row to tell conflicts by.
+The memory is a file without a name, which the first process makes and the others open through /proc. It is
+gone with the last of them, however that ends; nothing has to be cleaned up, and no mounted /dev/shm limits
+its size. It holds one copy of weights and moments for all processes, and 8 bytes a row to tell conflicts
+by.
 
-*Conflicts* are measured. Every row (a dense gradient touches its parameter as one row) has a stamp: who wrote it last, and in the
-how-manieth update of his. A worker notes before its forward how many updates each of the others has finished; a row that it is
-about to write with a stamp of another's later update was written since it was read. Stamps are read and written without a lock
-too, so two who write one row within the same microseconds may both miss it.
+*Conflicts* are measured. Every row (a dense gradient touches its parameter as one row) has a stamp: who wrote
+it last, and in the how-manieth update of his. A worker notes before its forward how many updates each of the
+others has finished; a row that it is about to write with a stamp of another's later update was written since
+it was read. Stamps are read and written without a lock too, so two who write one row within the same
+microseconds may both miss it.
 """
 
 from __future__ import annotations
@@ -76,8 +80,9 @@ class Stamps:
     """Who wrote each row last, as one of the workers sees it."""
 
     def __init__(self, last: Tensor, finished: Tensor, worker: int) -> None:
-        """`last`: of each row, the worker who wrote it and the number of its update, in one integer. `finished`: of each worker,
-        how many updates it has finished; only it writes there. Both are shared."""
+        """`last`: of each row, the worker who wrote it and the number of its update, in one integer.
+        `finished`: of each worker, how many updates it has finished; only it writes there. Both are
+        shared."""
         self._last, self._finished, self._worker, self._workers = last, finished, worker, len(finished)
         self._seen = finished.clone()
 
@@ -100,7 +105,9 @@ class Stamps:
 class SharedState:
     """A model's weights and AdamW's moments in shared memory, in place of this process's own."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.AdamW, peers: Peers) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.AdamW, peers: Peers
+    ) -> None:
         self.parameters = [parameter for _, parameter in named]
         rows = torch.tensor([0, *(len(parameter) if parameter.ndim else 1 for parameter in self.parameters)])
         self._first_rows = rows.cumsum(0)
@@ -114,13 +121,18 @@ class SharedState:
         for name, parameter in named:
             parameter.data = tensors[f"model.{name}"]
             if parameter.requires_grad:
-                optimizer.state[parameter] = {key: tensors[f"optimizer.{name}.{key}"] for key in optimizer.state[parameter]}
+                optimizer.state[parameter] = {
+                    key: tensors[f"optimizer.{name}.{key}"] for key in optimizer.state[parameter]
+                }
         self.stamps = Stamps(tensors["last"], tensors["finished"], peers.rank)
 
     def touched(self) -> Tensor:
-        """The rows that the present gradients touch: those of a sparse one, and one for each that is dense."""
+        """The rows that the present gradients touch: those of a sparse one, and one for each that is
+        dense."""
         pairs = zip(self.parameters, self._first_rows, strict=False)
-        return torch.cat([_rows(parameter.grad, first) for parameter, first in pairs if parameter.grad is not None])
+        return torch.cat(
+            [_rows(parameter.grad, first) for parameter, first in pairs if parameter.grad is not None]
+        )
 
 
 def _rows(gradient: Tensor, first: Tensor) -> Tensor:

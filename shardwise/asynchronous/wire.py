@@ -1,10 +1,11 @@
 """A connection between a worker and a server: messages with tensors behind them, proof against strangers.
 
-It opens as one between hosts does (resilience/channel.py): both ends show that they know the run's secret, and draw the key of
-this connection from it. From then on every message, and every 4 MiB of a tensor, is followed by a code under that key (AES-GCM
-over what is sent in the clear), numbered so that nothing can be changed, left out or sent again. HMAC-SHA256, which the hosts use
-for their few lines, would take longer than the network does for a gigabyte of gradients; this takes a quarter of a second. Where
-both ends are at a loopback address, what follows the greeting passes through nobody's hands but the kernel's: messages carry
+It opens as one between hosts does (resilience/channel.py): both ends show that they know the run's secret,
+and draw the key of this connection from it. From then on every message, and every 4 MiB of a tensor, is
+followed by a code under that key (AES-GCM over what is sent in the clear), numbered so that nothing can be
+changed, left out or sent again. HMAC-SHA256, which the hosts use for their few lines, would take longer than
+the network does for a gigabyte of gradients; this takes a quarter of a second. Where both ends are at a
+loopback address, what follows the greeting passes through nobody's hands but the kernel's: messages carry
 their codes there too, tensors do without.
 
     header   4 bytes: length of the text; 8 bytes: bytes of the tensor
@@ -40,8 +41,14 @@ HELLO_SECONDS = 5.0
 SEND_SECONDS = 60.0
 """How long the other end may take nothing of what is sent, or send nothing of what it has begun to send."""
 _HEADER = struct.Struct("<IQ")
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": int(1000 * SEND_SECONDS)}
-"""A machine that is gone without a word is noticed within eleven seconds; where something was on its way to it, in a minute."""
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 5,
+    "TCP_KEEPINTVL": 2,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": int(1000 * SEND_SECONDS),
+}
+"""A machine that is gone without a word is noticed within eleven seconds; where something was on its way to
+it, in a minute."""
 
 Side = Literal["server", "worker"]
 
@@ -72,7 +79,8 @@ class Wire:
                 self._socket.sendall(self._code_of(piece))
 
     def receive(self) -> tuple[dict[str, Any], int]:
-        """The next message, however long it takes to come, and how many bytes of a tensor are behind it: `read` those next."""
+        """The next message, however long it takes to come, and how many bytes of a tensor are behind it:
+        `read` those next."""
         self._socket.settimeout(None)
         header = self._exactly(_HEADER.size)
         self._socket.settimeout(SEND_SECONDS)
@@ -148,8 +156,8 @@ def dial(address: str, port: int, credentials: Credentials) -> Wire:
 
 
 class Stranger:
-    """A server's end of a connection whose caller has not shown yet that it knows the secret. Nothing here waits for the caller,
-    so one thread can greet many."""
+    """A server's end of a connection whose caller has not shown yet that it knows the secret. Nothing here
+    waits for the caller, so one thread can greet many."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.deadline = connection, time.monotonic() + HELLO_SECONDS
@@ -158,7 +166,8 @@ class Stranger:
         connection.send(self._greeted)  # the first bytes of a connection: there is room for them
 
     def admitted(self, credentials: Credentials) -> Wire | None:
-        """The connection, once the caller has shown that it knows the secret; None: more of its answer has to come."""
+        """The connection, once the caller has shown that it knows the secret; None: more of its answer has to
+        come."""
         try:
             _read_line(self.connection, self._answer)
         except BlockingIOError:

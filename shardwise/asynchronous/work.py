@@ -1,23 +1,27 @@
-"""Who computes what next, and whose gradients make the next update: the judgement of a parameter server, and nothing else.
+"""Who computes what next, and whose gradients make the next update: the judgement of a parameter server, and
+nothing else.
 
-The training data is a row of *portions*; so many of them make a global batch. A worker asks, is handed the next portion, reads
-the weights, and brings the gradient of that portion. So many gradients as there are portions in a batch make an *update*; the
-number of updates made is the *version* of the weights. What an update is short of its newest weights, the version it is made on
-minus the version that its gradient was computed with, is that gradient's *staleness*.
+The training data is a row of *portions*; so many of them make a global batch. A worker asks, is handed the
+next portion, reads the weights, and brings the gradient of that portion. So many gradients as there are
+portions in a batch make an *update*; the number of updates made is the *version* of the weights. What an
+update is short of its newest weights, the version it is made on minus the version that its gradient was
+computed with, is that gradient's *staleness*.
 
-A bound on staleness gives every portion a deadline: what was read at version v has to be in update v + bound at the latest. The
-earliest deadlines go first, and an update waits if without it too many portions would be left for the updates that remain to
-them. With a bound of 0 a portion of the next batch is handed out only when all of this one are in: that is synchronous training,
-whoever computes what.
+A bound on staleness gives every portion a deadline: what was read at version v has to be in update v + bound
+at the latest. The earliest deadlines go first, and an update waits if without it too many portions would be
+left for the updates that remain to them. With a bound of 0 a portion of the next batch is handed out only
+when all of this one are in: that is synchronous training, whoever computes what.
 
-Where servers are slower than workers, gradients would pile up before them and grow old there, and no update would be made sooner
-for it. So nothing is handed out while what the update after the next needs lies there already, with a bound or without.
+Where servers are slower than workers, gradients would pile up before them and grow old there, and no update
+would be made sooner for it. So nothing is handed out while what the update after the next needs lies there
+already, with a bound or without.
 
-A portion counts once. Those of a worker that is lost are handed out again before any other. Where `again` is set, a worker that
-would have to wait computes a portion that another has not brought yet, and the first to come counts: nobody waits for a slow
-worker, and no data are dropped for it.
+A portion counts once. Those of a worker that is lost are handed out again before any other. Where `again` is
+set, a worker that would have to wait computes a portion that another has not brought yet, and the first to
+come counts: nobody waits for a slow worker, and no data are dropped for it.
 
-It has no clock, no process and no socket, so that every order of events can be tried in a test, and replayed.
+It has no clock, no process and no socket, so that every order of events can be tried in a test, and
+replayed.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ Worker = str
 
 @dataclass(frozen=True)
 class Contribution:
-    """A gradient that was brought: of which portion, by whom, and computed with which version of the weights."""
+    """A gradient that was brought: of which portion, by whom, and computed with which version of the
+    weights."""
 
     portion: int
     worker: Worker
@@ -39,7 +44,8 @@ class Contribution:
 
 @dataclass(frozen=True)
 class State:
-    """What of a server's work outlives it: portions below `next_portion` are in the weights, but for those that are missing."""
+    """What of a server's work outlives it: portions below `next_portion` are in the weights, but for those
+    that are missing."""
 
     version: int = 0
     next_portion: int = 0
@@ -65,7 +71,8 @@ class Work:
         self.version, self._next = self.start.version, self.start.next_portion
         self._missing = sorted(self.start.missing)
         self._out: dict[int, dict[Worker, int]] = {}
-        """Portions under way: the version that each worker on it reads. In the order in which they were first handed out."""
+        """Portions under way: the version that each worker on it reads. In the order in which they were first
+        handed out."""
         self._brought: dict[int, Contribution] = {}
 
     @property
@@ -78,7 +85,8 @@ class Work:
         return State(self.version, self._next, tuple(sorted([*self._missing, *self._out, *self._brought])))
 
     def ask(self, worker: Worker) -> int | None:
-        """The portion that this worker is to compute, with the present weights or newer ones; None: nothing for now."""
+        """The portion that this worker is to compute, with the present weights or newer ones; None: nothing
+        for now."""
         self.lost(worker)  # what it was handed before, it no longer computes
         if len(self._brought) >= 2 * self.portions:  # one update that may be in the making, and the next
             return None
@@ -131,7 +139,8 @@ class Work:
         return [self.version - one.version for one in used]
 
     def _room(self) -> int:
-        """How many portions may be under way or brought: as many as can be used before the newest is too stale, or at all."""
+        """How many portions may be under way or brought: as many as can be used before the newest is too
+        stale, or at all."""
         ahead = self.updates - self.version
         return self.portions * (ahead if self.most_stale is None else min(ahead, self.most_stale + 1))
 

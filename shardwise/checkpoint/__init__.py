@@ -1,4 +1,5 @@
-"""Atomic save and load. Importing this package needs no torch: `checkpoint.contents` and `checkpoint.save` do."""
+"""Atomic save and load. Importing this package needs no torch: `checkpoint.contents` and `checkpoint.save`
+do."""
 
 from shardwise.checkpoint.folder import (
     Manifest,
@@ -11,4 +12,13 @@ from shardwise.checkpoint.folder import (
     to_resume,
 )
 
-__all__ = ["Manifest", "checkpoint_folder", "checkpoints", "hold", "read_manifest", "set_aside", "step_of", "to_resume"]
+__all__ = [
+    "Manifest",
+    "checkpoint_folder",
+    "checkpoints",
+    "hold",
+    "read_manifest",
+    "set_aside",
+    "step_of",
+    "to_resume",
+]

@@ -1,11 +1,12 @@
 """Two checkpoints compared tensor by tensor, to the bit, whoever wrote them and on whatever layout.
 
-Tensors are put together whole (checkpoint/contents.py), so two layouts' checkpoints of the same state are equal although no file
-of theirs is. One tensor of each is in memory at a time. Equal means the same bits: a NaN equals the same NaN, 0.0 is not -0.0.
+Tensors are put together whole (checkpoint/contents.py), so two layouts' checkpoints of the same state are
+equal although no file of theirs is. One tensor of each is in memory at a time. Equal means the same bits: a
+NaN equals the same NaN, 0.0 is not -0.0.
 
-The state of random generators belongs to ranks; between different numbers of ranks it cannot be compared. A checkpoint that
-holds weights alone (an import) is compared by its weights, and files kept from a Hugging Face folder with others of their kind.
-All this is said, not passed over.
+The state of random generators belongs to ranks; between different numbers of ranks it cannot be compared. A
+checkpoint that holds weights alone (an import) is compared by its weights, and files kept from a Hugging Face
+folder with others of their kind. All this is said, not passed over.
 """
 
 from __future__ import annotations
@@ -62,11 +63,14 @@ class Comparison:
         return {"equal": self.equal, **asdict(self)}
 
 
-def compare(first: Contents, second: Contents, progress: Callable[[int, int], None] = lambda done, total: None) -> Comparison:
+def compare(
+    first: Contents, second: Contents, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Comparison:
     """Compare all tensors; `progress` is told how many are done, of how many."""
     left_out = _left_out(first, second)
     names_first, names_second = (
-        [name for name in contents.tensors if name.partition(".")[0] not in left_out] for contents in (first, second)
+        [name for name in contents.tensors if name.partition(".")[0] not in left_out]
+        for contents in (first, second)
     )
     both = [name for name in names_first if name in second.tensors]
     differences = []
@@ -84,7 +88,8 @@ def compare(first: Contents, second: Contents, progress: Callable[[int, int], No
 
 
 def _rank(difference: TensorDifference) -> tuple[bool, float]:
-    """Weights first, and among them what is furthest apart; NaN and other shapes are further than any number."""
+    """Weights first, and among them what is furthest apart; NaN and other shapes are further than any
+    number."""
     gap = difference.max_abs
     return not difference.tensor.startswith("model."), -gap if gap is not None and gap == gap else -math.inf
 
@@ -98,7 +103,9 @@ def _left_out(first: Contents, second: Contents) -> dict[str, str]:
     if {"model"} in states:
         reasons |= dict.fromkeys(sorted(states[0] ^ states[1]), "one of the two holds weights alone")
     if first.manifest.world != second.manifest.world:
-        reasons["random"] = "written " + " and ".join(f"by {counted(one.manifest.world, 'process')}" for one in (first, second))
+        reasons["random"] = "written " + " and ".join(
+            f"by {counted(one.manifest.world, 'process')}" for one in (first, second)
+        )
     return reasons
 
 
@@ -110,7 +117,9 @@ def _manifest_differences(first: Contents, second: Contents) -> Iterator[tuple[s
         elif not left or not right:  # an import knows of no run
             pairs = {}
         else:
-            pairs = {f"{key}.{name}": (left.get(name), right.get(name)) for name in dict.fromkeys((*left, *right))}
+            pairs = {
+                f"{key}.{name}": (left.get(name), right.get(name)) for name in dict.fromkeys((*left, *right))
+            }
         yield from ((name, pair) for name, pair in pairs.items() if pair[0] != pair[1])
 
 
@@ -118,9 +127,17 @@ def _difference(name: str, first: Contents, second: Contents) -> list[TensorDiff
     """A list of none where the tensors are equal, of one where they differ."""
     left, right = first.tensors[name], second.tensors[name]
     if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return [TensorDifference(name, None, 0, f"{left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}")]
+        return [
+            TensorDifference(
+                name, None, 0, f"{left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}"
+            )
+        ]
     largest, numbers = distance(first.read(name), second.read(name))
-    return [TensorDifference(name, largest, numbers, f"{numbers:,} of {math.prod(left.shape):,} numbers")] if numbers else []
+    return (
+        [TensorDifference(name, largest, numbers, f"{numbers:,} of {math.prod(left.shape):,} numbers")]
+        if numbers
+        else []
+    )
 
 
 def distance(left: Tensor, right: Tensor) -> tuple[float, int]:

@@ -1,15 +1,17 @@
-"""The tensors of a checkpoint, as one process reads or writes them: no peers, and one tensor in memory at a time.
+"""The tensors of a checkpoint, as one process reads or writes them: no peers, and one tensor in memory at a
+time.
 
-Data files hold raw bytes, each tensor's beginning at a multiple of 64. A JSON file says for each name its type, its whole shape,
-and its pieces: which part of the whole (offset and shape), in which file, from which byte. That is all that is needed to put a
-tensor together again on any mesh, and it is checked before a byte is read: pieces must lie inside their tensor and inside
-their file, and fill the tensor.
+Data files hold raw bytes, each tensor's beginning at a multiple of 64. A JSON file says for each name its
+type, its whole shape, and its pieces: which part of the whole (offset and shape), in which file, from which
+byte. That is all that is needed to put a tensor together again on any mesh, and it is checked before a byte
+is read: pieces must lie inside their tensor and inside their file, and fill the tensor.
 
-State names: `model.NAME`, `optimizer.NAME.MOMENT`, `random.RANK.cpu`; those of a group begin with `group.N.`. A checkpoint may
-hold weights only. The first words of a name say what a tensor is: NAME is the user's, and may hold any of these words itself.
+State names: `model.NAME`, `optimizer.NAME.MOMENT`, `random.RANK.cpu`; those of a group begin with `group.N.`.
+A checkpoint may hold weights only. The first words of a name say what a tensor is: NAME is the user's, and
+may hold any of these words itself.
 
-The checksum of a data file is made while it is written, by another thread: zlib lets go of the interpreter, so with a second
-core it costs nothing where a disk is slower than 1 GB/s, and no file is read again.
+The checksum of a data file is made while it is written, by another thread: zlib lets go of the interpreter,
+so with a second core it costs nothing where a disk is slower than 1 GB/s, and no file is read again.
 """
 
 from __future__ import annotations
@@ -43,8 +45,24 @@ ALIGNMENT = 64
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+        *(
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+        ),
+        *(
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint8,
+            torch.bool,
+            torch.complex64,
+            torch.complex128,
+        ),
     )
 }
 """What a tensor in a checkpoint may be made of."""
@@ -113,13 +131,15 @@ class Contents:
 
     @classmethod
     def open(cls, folder: str | Path) -> Contents:
-        """Read the manifest and the list of tensors, and check all that can be known without reading the tensors."""
+        """Read the manifest and the list of tensors, and check all that can be known without reading the
+        tensors."""
         where = storage(folder)
         manifest = read_manifest(where.address)
         indices = [name for name in manifest.files if name.startswith("tensors-")]
         if len(indices) != 1:
             raise UserError(
-                f"{where.address}/{MANIFEST} does not belong to a checkpoint: it names {len(indices)} lists of tensors"
+                f"{where.address}/{MANIFEST} does not belong to a checkpoint: it names {len(indices)} lists "
+                f"of tensors"
             )
         for problem in damaged_files(where, manifest, indices):
             raise UserError(f"{problem}. Remove {where.address} to resume from an older checkpoint.")
@@ -146,13 +166,15 @@ class Contents:
         return buffer.view(DTYPES[stored.dtype]).view(shape)
 
     def check(self) -> None:
-        """Read every byte, and refuse the checkpoint with the name of the first file that is not what was saved."""
+        """Read every byte, and refuse the checkpoint with the name of the first file that is not what was
+        saved."""
         for problem in damaged_files(storage(self.address), self.manifest, self.manifest.files):
             raise UserError(f"{problem}. Remove {self.address} to resume from an older checkpoint.")
 
 
 def faults(folder: str | Path) -> Iterator[str]:
-    """One sentence for each file of a checkpoint that is not what was saved, after reading every byte; none if it is whole."""
+    """One sentence for each file of a checkpoint that is not what was saved, after reading every byte; none
+    if it is whole."""
     try:
         contents = Contents.open(folder)
     except UserError as error:
@@ -182,7 +204,11 @@ def _problem_of_file(where: Storage, manifest: Manifest, name: str) -> str | Non
         if may_pass(error):
             raise Unreadable(f"{where.address}/{name} cannot be read ({error})") from None
         return f"{where.address}/{name} cannot be read ({error})"
-    return None if manifest.files[name] == {"bytes": size, "crc32": crc} else f"{where.address}/{name} is damaged"
+    return (
+        None
+        if manifest.files[name] == {"bytes": size, "crc32": crc}
+        else f"{where.address}/{name} is damaged"
+    )
 
 
 def _parse(content: bytes, manifest: Manifest, source: str) -> dict[str, StoredTensor]:
@@ -196,7 +222,8 @@ def _parse(content: bytes, manifest: Manifest, source: str) -> dict[str, StoredT
 
 @dataclass(frozen=True)
 class _Meaning:
-    """What types cannot say: pieces lie inside their tensor and their file, fill the one, and share no byte of the other."""
+    """What types cannot say: pieces lie inside their tensor and their file, fill the one, and share no byte
+    of the other."""
 
     manifest: Manifest
     source: str
@@ -213,7 +240,8 @@ class _Meaning:
 
     def _check_piece(self, name: str, stored: StoredTensor, piece: TensorPiece) -> None:
         inside = len(piece.offset) == len(piece.shape) == len(stored.shape) and all(
-            length and begin + length <= size for begin, length, size in zip(piece.offset, piece.shape, stored.shape, strict=True)
+            length and begin + length <= size
+            for begin, length, size in zip(piece.offset, piece.shape, stored.shape, strict=True)
         )
         if not inside:
             self._refuse(f"a piece of {name} is empty or reaches beyond it")
@@ -237,8 +265,9 @@ class _Meaning:
 
 
 def _fills(boxes: list[Box], whole: Box, cuts: int = 16) -> bool:
-    """Whether boxes make up the whole, each point once. A mesh splits a tensor by cuts right through, one dim after the other: so
-    the boxes are parted again along every plane that none of them crosses, until each is alone, which takes no more than n log n.
+    """Whether boxes make up the whole, each point once. A mesh splits a tensor by cuts right through, one dim
+    after the other: so the boxes are parted again along every plane that none of them crosses, until each is
+    alone, which takes no more than n log n.
     """
     if len(boxes) <= 1:
         return boxes == [whole]
@@ -248,7 +277,9 @@ def _fills(boxes: list[Box], whole: Box, cuts: int = 16) -> bool:
             edges = [whole[0][dim], *(max(box[1][dim] for box in group) for group in groups)]
             parts = [_cut(whole, dim, begin, end) for begin, end in pairwise(edges)]
             fits = edges[-1] == whole[1][dim] and cuts > 0
-            return fits and all(_fills(group, part, cuts - 1) for group, part in zip(groups, parts, strict=True))
+            return fits and all(
+                _fills(group, part, cuts - 1) for group, part in zip(groups, parts, strict=True)
+            )
     return False
 
 
@@ -293,7 +324,11 @@ class DataFile:
         for begin in range(0, len(content), BLOCK):
             block = content[begin : begin + BLOCK]
             before = self._crc.result()  # at most one block behind, so that no more than one is kept for it
-            self._crc = self._pool.submit(zlib.crc32, block, before) if len(block) > 1 << 16 else _done(zlib.crc32(block, before))
+            self._crc = (
+                self._pool.submit(zlib.crc32, block, before)
+                if len(block) > 1 << 16
+                else _done(zlib.crc32(block, before))
+            )
             self._stream.write(block)
             self._size += len(block)
 
@@ -325,14 +360,19 @@ def save_id() -> str:
     return secrets.token_hex(6)
 
 
-def commit(where: Storage, manifest: Manifest, tensors: dict[str, StoredTensor], files: Files, identity: str) -> Manifest:
-    """Make these data files, which are durable by now, a checkpoint; returns the manifest that is in place."""
+def commit(
+    where: Storage, manifest: Manifest, tensors: dict[str, StoredTensor], files: Files, identity: str
+) -> Manifest:
+    """Make these data files, which are durable by now, a checkpoint; returns the manifest that is in
+    place."""
     index = encode(tensors)
     with where.create(f"tensors-{identity}.json") as stream:
         stream.write(index)
     files = {**files, f"tensors-{identity}.json": {"bytes": len(index), "crc32": zlib.crc32(index)}}
     for file, written in files.items():
-        if where.size(file) != written["bytes"]:  # another run cleaned up here: a manifest would promise what is gone
+        if (
+            where.size(file) != written["bytes"]
+        ):  # another run cleaned up here: a manifest would promise what is gone
             raise OSError(f"{where.address}/{file} was removed while the checkpoint was being written")
     complete = replace(manifest, files=files)
     where.put(MANIFEST, complete.encode())

@@ -1,8 +1,8 @@
 """How torch's Distributed Checkpoint reads our files: each rank its own part, whatever the mesh.
 
-Its planner works out which stored pieces overlap what a rank holds now, which is all that it takes to save on one mesh and load
-on another. What it would also do is talk to the other ranks and keep its plan in a file, both by pickle: so every rank plans by
-itself, which needs no talk, and the files are ours.
+Its planner works out which stored pieces overlap what a rank holds now, which is all that it takes to save on
+one mesh and load on another. What it would also do is talk to the other ranks and keep its plan in a file,
+both by pickle: so every rank plans by itself, which needs no talk, and the files are ours.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -34,7 +39,9 @@ class DcpReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the list of tensors says, in Distributed Checkpoint's words."""
-        return Metadata(state_dict_metadata={name: _described(stored) for name, stored in self.contents.tensors.items()})
+        return Metadata(
+            state_dict_metadata={name: _described(stored) for name, stored in self.contents.tensors.items()}
+        )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for, straight to where it belongs."""
@@ -60,7 +67,9 @@ class DcpReader(StorageReader):
     def reset(self, checkpoint_id: Any = None) -> None:
         """A reader is used once."""
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Nothing to set up: the constructor was given everything."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -78,5 +87,9 @@ class DcpReader(StorageReader):
 
 
 def _described(stored: StoredTensor) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape)) for piece in stored.pieces]
-    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[stored.dtype]), torch.Size(stored.shape), chunks)
+    chunks = [
+        ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape)) for piece in stored.pieces
+    ]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=DTYPES[stored.dtype]), torch.Size(stored.shape), chunks
+    )

@@ -1,12 +1,15 @@
-"""Our transformer and Hugging Face's model families: which tensor is which, as tables. Settings are in config/families.py.
+"""Our transformer and Hugging Face's model families: which tensor is which, as tables. Settings are in
+config/families.py.
 
-Nearly all tensors are the same numbers under another name. GPT-2 keeps its matrices transposed (its `Conv1D` has the inputs
-first) and queries, keys and values in one; Mixtral keeps each expert apart where we stack them.
+Nearly all tensors are the same numbers under another name. GPT-2 keeps its matrices transposed (its `Conv1D`
+has the inputs first) and queries, keys and values in one; Mixtral keeps each expert apart where we stack
+them.
 
 Rotary positions need no table: both sides pair channel i with channel i + head_dim / 2 (models/rotary.py).
 
-Whatever has no counterpart is refused by name, in both directions: a model that opens and computes something else would be worse.
-Names alone do not prove the match; tests/checkpoint/test_huggingface.py compares logits with the transformers library.
+Whatever has no counterpart is refused by name, in both directions: a model that opens and computes something
+else would be worse. Names alone do not prove the match; tests/checkpoint/test_huggingface.py compares logits
+with the transformers library.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class Conversion:
     to_theirs: Convert
     to_ours: Convert
     their_shapes: Callable[[list[Shape]], list[Shape]]
-    """Of what `to_theirs` makes of tensors of these shapes, known without torch: headers are compared before it is imported."""
+    """Of what `to_theirs` makes of tensors of these shapes, known without torch: headers are compared before
+    it is imported."""
 
 
 def _concatenated(tensors: list[Tensor], dim: int) -> Tensor:
@@ -49,7 +53,9 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
 
 
 SAME = Conversion(lambda tensors: tensors, lambda tensors: tensors, lambda shapes: shapes)
-TRANSPOSED = Conversion(lambda tensors: [tensors[0].t()], lambda tensors: [tensors[0].t()], lambda shapes: [shapes[0][::-1]])
+TRANSPOSED = Conversion(
+    lambda tensors: [tensors[0].t()], lambda tensors: [tensors[0].t()], lambda shapes: [shapes[0][::-1]]
+)
 JOINED = Conversion(
     lambda tensors: [_concatenated(tensors, 0).t()],
     lambda tensors: list(tensors[0].t().chunk(3)),
@@ -69,7 +75,8 @@ PAIRED = Conversion(
 
 @dataclass(frozen=True)
 class TensorMatch:
-    """Tensors of ours and the tensors of theirs with the same numbers; {layer} and {expert} stand for each of them."""
+    """Tensors of ours and the tensors of theirs with the same numbers; {layer} and {expert} stand for each of
+    them."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
@@ -116,7 +123,9 @@ _GEMMA2_NORMS = _modules(
         f"{_BLOCK}feed_forward_post_norm": f"{_THEIRS}post_feedforward_layernorm",
     }
 )
-_DENSE = _modules({f"{_BLOCK}feed_forward.{name}": f"{_THEIRS}mlp.{name}_proj" for name in ("gate", "up", "down")})
+_DENSE = _modules(
+    {f"{_BLOCK}feed_forward.{name}": f"{_THEIRS}mlp.{name}_proj" for name in ("gate", "up", "down")}
+)
 
 
 def _experts(layer: str, gate: str, up: str, down: str) -> tuple[TensorMatch, ...]:
@@ -126,7 +135,9 @@ def _experts(layer: str, gate: str, up: str, down: str) -> tuple[TensorMatch, ..
         TensorMatch((f"{_BLOCK}feed_forward.router.weight",), (f"{_THEIRS}{layer}.gate.weight",)),
         *(
             TensorMatch(
-                (f"{_BLOCK}feed_forward.experts.{ours}",), (f"{_THEIRS}{layer}.experts.{{expert}}.{theirs}.weight",), STACKED
+                (f"{_BLOCK}feed_forward.experts.{ours}",),
+                (f"{_THEIRS}{layer}.experts.{{expert}}.{theirs}.weight",),
+                STACKED,
             )
             for ours, theirs in named.items()
         ),
@@ -143,7 +154,14 @@ _FUSED = (  # as the transformers library keeps experts in memory, and saves the
     TensorMatch((f"{_BLOCK}feed_forward.experts.down",), (f"{_THEIRS}mlp.experts.down_proj",)),
 )
 _GPT2_WEIGHTS = (
-    *_modules({"embedding": "transformer.wte", "positions": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"}),
+    *_modules(
+        {
+            "embedding": "transformer.wte",
+            "positions": "transformer.wpe",
+            "norm": "transformer.ln_f",
+            "head": "lm_head",
+        }
+    ),
     *_modules({f"{_BLOCK}attention_norm": f"{_GPT2}ln_1", f"{_BLOCK}feed_forward_norm": f"{_GPT2}ln_2"}),
     *(
         TensorMatch(
@@ -182,14 +200,21 @@ TENSORS = {
     "qwen3": _LLAMA,
     "mistral": _LLAMA,
     "gemma2": FamilyTensors(
-        (*_OUTER, *(match for match in _ATTENTION if ".feed_forward" not in match.ours[0]), *_GEMMA2_NORMS, *_DENSE)
+        (
+            *_OUTER,
+            *(match for match in _ATTENTION if ".feed_forward" not in match.ours[0]),
+            *_GEMMA2_NORMS,
+            *_DENSE,
+        )
     ),
     "gpt2": FamilyTensors(_GPT2_WEIGHTS, prefix="transformer."),
     "mixtral": FamilyTensors(
-        (*_OUTER, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")), fused=(*_OUTER, *_ATTENTION, *_FUSED)
+        (*_OUTER, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+        fused=(*_OUTER, *_ATTENTION, *_FUSED),
     ),
     "qwen3_moe": FamilyTensors(
-        (*_OUTER, *_ATTENTION, *_experts("mlp", "gate_proj", "up_proj", "down_proj")), fused=(*_OUTER, *_ATTENTION, *_FUSED)
+        (*_OUTER, *_ATTENTION, *_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+        fused=(*_OUTER, *_ATTENTION, *_FUSED),
     ),
 }
 """By the family's `model_type`."""
@@ -201,11 +226,16 @@ def tensor_matches(family: Family, model: Model, fused: bool = False) -> list[Te
     ours, table = parameter_shapes(model), tensors.fused if fused else tensors.table
     inside = [match for match in table if "{layer}" in match.ours[0]]
     outside = [match for match in table if match not in inside]
-    matches = [*outside, *(match.of_layer(layer, model.experts) for layer in range(model.layers) for match in inside)]
+    matches = [
+        *outside,
+        *(match.of_layer(layer, model.experts) for layer in range(model.layers) for match in inside),
+    ]
     matches = [
         match for match in matches if match.ours[0] in ours
     ]  # biases, norms of queries, a head of its own: only where the model has them
-    assert sorted(name for match in matches for name in match.ours) == sorted(ours), "a tensor without a counterpart"
+    assert sorted(name for match in matches for name in match.ours) == sorted(ours), (
+        "a tensor without a counterpart"
+    )
     return matches
 
 

@@ -6,13 +6,14 @@ A checkpoint is a folder `step-N` that holds
     tensors-ID.json        where each tensor's pieces lie (checkpoint/contents.py)
     rank-R-ID.data         what rank R wrote: raw tensors, one after the other
 
-The manifest is put in place last, whole or not at all, and a folder without one is no checkpoint. ID is drawn anew for every
-save, so that saving a step again touches no file of the checkpoint that is there, and a writer left over from workers that are
-long gone writes files that no manifest will ever name. A crash at any byte thus leaves the old checkpoint or the new one.
+The manifest is put in place last, whole or not at all, and a folder without one is no checkpoint. ID is drawn
+anew for every save, so that saving a step again touches no file of the checkpoint that is there, and a writer
+left over from workers that are long gone writes files that no manifest will ever name. A crash at any byte
+thus leaves the old checkpoint or the new one.
 
-One flipped bit anywhere is noticed: the manifest holds a CRC-32 of every file, and is sealed by one of itself. Nothing is ever
-unpickled, here or elsewhere in this room, so opening a checkpoint runs no code from it; names in it that are not of the three
-kinds above are refused, which leaves no way out of the folder.
+One flipped bit anywhere is noticed: the manifest holds a CRC-32 of every file, and is sealed by one of
+itself. Nothing is ever unpickled, here or elsewhere in this room, so opening a checkpoint runs no code from
+it; names in it that are not of the three kinds above are refused, which leaves no way out of the folder.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def _both_or_none(scale: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself. What of its tables is used again has its type; the rest is only compared and shown."""
+    """What a checkpoint says of itself. What of its tables is used again has its type; the rest is only
+    compared and shown."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
@@ -85,7 +87,9 @@ class Manifest:
     data: Annotated[dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(_SavedData))]
     layout: Annotated[dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(KeptLayout))]
     loss_scale: Annotated[
-        dict[str, Any], GetPydanticSchema(lambda _, schema_of: schema_of(_SavedScale)), AfterValidator(_both_or_none)
+        dict[str, Any],
+        GetPydanticSchema(lambda _, schema_of: schema_of(_SavedScale)),
+        AfterValidator(_both_or_none),
     ]
     world: Annotated[int, Field(ge=1)]
     torch: str
@@ -93,7 +97,8 @@ class Manifest:
     sequences: Annotated[int, Field(ge=0, lt=1 << 60)] = 0
     """How many the run had seen: where its data goes on."""
     missing: tuple[tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]], ...] = ()
-    """Of those, (first, end) of what was still under way with a parameter server's workers, and is not in the weights."""
+    """Of those, (first, end) of what was still under way with a parameter server's workers, and is not in the
+    weights."""
     groups: Annotated[int, Field(ge=0, le=1 << 20)] = 0
     """That train by themselves, each with a state of its own beside the model's; 0: all train together."""
     under_way: tuple[Annotated[str, Field(max_length=1024)], ...] = ()
@@ -120,7 +125,9 @@ def held_model(manifest: Manifest, address: str) -> Model:
         model = Model.model_validate(manifest.model)
     except ValidationError as error:
         wrong = ", ".join(f"model.{detail['loc'][0]} = {shown(detail['input'])}" for detail in error.errors())
-        raise UserError(f"{address} holds a model that this version of shardwise does not know: {wrong}") from None
+        raise UserError(
+            f"{address} holds a model that this version of shardwise does not know: {wrong}"
+        ) from None
     if problems := problems_across({"model": model}):
         raise UserError(f"{address} holds a model that cannot be: {problems[0]}")
     return model
@@ -131,7 +138,10 @@ def read_manifest(folder: str | Path) -> Manifest:
     where = storage(folder)
     manifest = _decode(_content(where), where)
     if ".metadata" in where.names():
-        raise UserError(f"{where.address}/.metadata is a pickle, which may run code: it is no part of a checkpoint. Remove it.")
+        raise UserError(
+            f"{where.address}/.metadata is a pickle, which may run code: it is no part of a checkpoint. "
+            f"Remove it."
+        )
     for name, file in manifest.files.items():
         size = where.size(name)
         if size != file["bytes"]:
@@ -155,10 +165,18 @@ def _advice(where: Storage) -> str:
 
 
 def _decode(content: bytes, where: Storage) -> Manifest:
-    manifest = read_sealed(Manifest, content, f"{where.address}/{MANIFEST}", ("format", FORMAT), _advice(where))
-    if manifest.step and not manifest.sequences:  # from before they were counted: each step had taken the batch that is named
+    manifest = read_sealed(
+        Manifest, content, f"{where.address}/{MANIFEST}", ("format", FORMAT), _advice(where)
+    )
+    if (
+        manifest.step and not manifest.sequences
+    ):  # from before they were counted: each step had taken the batch that is named
         batch = manifest.train.get("global_batch")
-        return replace(manifest, sequences=manifest.step * batch) if type(batch) is int and batch > 0 else manifest
+        return (
+            replace(manifest, sequences=manifest.step * batch)
+            if type(batch) is int and batch > 0
+            else manifest
+        )
     return manifest
 
 
@@ -175,14 +193,22 @@ def step_of(address: str) -> int:
 
 
 def checkpoints(folder: str | Path) -> list[str]:
-    """The checkpoints in a folder, oldest first: those that were saved to the end, whether or not damaged since."""
+    """The checkpoints in a folder, oldest first: those that were saved to the end, whether or not damaged
+    since."""
     where = storage(folder)
-    steps = [(int(match[1]), where.inside(name)) for name in where.names() if (match := _STEP.fullmatch(name))]
-    return [inside.address for _, inside in sorted(steps, key=lambda pair: pair[0]) if inside.size(MANIFEST) is not None]
+    steps = [
+        (int(match[1]), where.inside(name)) for name in where.names() if (match := _STEP.fullmatch(name))
+    ]
+    return [
+        inside.address
+        for _, inside in sorted(steps, key=lambda pair: pair[0])
+        if inside.size(MANIFEST) is not None
+    ]
 
 
 def to_resume(config: Config) -> str | None:
-    """The checkpoint this job will start from as far as manifests can tell, checked to belong to it; None for a fresh start.
+    """The checkpoint this job will start from as far as manifests can tell, checked to belong to it; None for
+    a fresh start.
 
     It reads no tensors, so that it can be asked before any worker starts. The workers then look at every byte
     (`Checkpointer.choose_checkpoint`), and may go back to an older one.
@@ -212,7 +238,9 @@ def resume_candidates(config: Config) -> list[str]:
     if wanted == "auto":
         return checkpoints(checkpoint_folder(config))[::-1]
     if not storage(wanted).names():
-        raise UserError(f"checkpoint.resume = {wanted!r}: no such folder; give a step-N folder, 'auto' or 'never'")
+        raise UserError(
+            f"checkpoint.resume = {wanted!r}: no such folder; give a step-N folder, 'auto' or 'never'"
+        )
     return [wanted.rstrip("/")]
 
 
@@ -230,16 +258,24 @@ def check_same_model(address: str, manifest: Manifest, model: Model) -> None:
     wanted = model.settings()
     # A key that the checkpoint does not know came later, and its default is what was done before.
     saved = {key: manifest.model.get(key, Model.model_fields[key].default) for key in wanted}
-    differing = [f"{key} (checkpoint {saved[key]!r}, job {value!r})" for key, value in wanted.items() if saved[key] != value]
+    differing = [
+        f"{key} (checkpoint {saved[key]!r}, job {value!r})"
+        for key, value in wanted.items()
+        if saved[key] != value
+    ]
     if differing:
         advice = "Use another run.folder, or checkpoint.resume=never to start afresh."
         if manifest.step == 0 and not manifest.layout:  # from an import
-            advice = "Give the job what the checkpoint has; model.pretrained=FOLDER takes it all from the folder itself."
+            advice = (
+                "Give the job what the checkpoint has; model.pretrained=FOLDER takes it all from the folder "
+                "itself."
+            )
         raise UserError(f"{address} holds another model: model.{', model.'.join(differing)}. {advice}")
 
 
 def set_aside(folder: str | Path, after: int = -1) -> str | None:
-    """Move checkpoints later than step `after` out of the way of a run that goes on from there; none touches the other."""
+    """Move checkpoints later than step `after` out of the way of a run that goes on from there; none touches
+    the other."""
     later = [address for address in checkpoints(folder) if step_of(address) > after]
     if not later:
         return None
@@ -247,7 +283,9 @@ def set_aside(folder: str | Path, after: int = -1) -> str | None:
     beside = storage(parent(where.address))
     stem = where.address.rpartition("/")[2]
     taken = set(beside.names())
-    moved = beside.inside(next(name for number in itertools.count(1) if (name := f"{stem}.old-{number}") not in taken))
+    moved = beside.inside(
+        next(name for number in itertools.count(1) if (name := f"{stem}.old-{number}") not in taken)
+    )
     moved.make()
     for address in later:
         where.move(address.rpartition("/")[2], moved)
@@ -255,8 +293,8 @@ def set_aside(folder: str | Path, after: int = -1) -> str | None:
 
 
 def prune(folder: str | Path, keep: int, keep_every: int = 0) -> None:
-    """Remove all but the newest `keep` checkpoints and each whose step `keep_every` divides, and what saves that never finished
-    left behind. Not while a save is being written.
+    """Remove all but the newest `keep` checkpoints and each whose step `keep_every` divides, and what saves
+    that never finished left behind. Not while a save is being written.
     """
     where, whole = storage(folder), checkpoints(folder)
     kept = {step_of(address) for address in whole[-keep:]}
@@ -288,11 +326,15 @@ def hold(folder: str | Path) -> Iterator[None]:
     if "://" in where.address:
         yield
         return
-    in_use = f"{where.address}: another run is saving its checkpoints there now; give another checkpoint.folder"
+    in_use = (
+        f"{where.address}: another run is saving its checkpoints there now; give another checkpoint.folder"
+    )
     try:
         where.make()
         lock = take_lock(Path(where.address), in_use)
     except OSError as error:
-        raise UserError(f"checkpoints cannot be written to {where.address} ({error.strerror}). Give another folder.") from None
+        raise UserError(
+            f"checkpoints cannot be written to {where.address} ({error.strerror}). Give another folder."
+        ) from None
     with lock:
         yield

@@ -1,15 +1,18 @@
-"""A checkpoint's weights written as a Hugging Face folder, a tensor at a time. checkpoint/pretrained.py is the way back.
+"""A checkpoint's weights written as a Hugging Face folder, a tensor at a time. checkpoint/pretrained.py is
+the way back.
 
-Such a folder is config.json, weights in safetensors files, an index that says which file holds which tensor where there are
-several, and the tokenizer. The model never is in memory: names, shapes and so all offsets are known from the configuration alone
-(families.py), so a file's header is written first and the numbers behind it as they are read. That is why the files are not
-written by the safetensors library, which wants all tensors of a file at once; the format is a length, a JSON header, raw bytes.
+Such a folder is config.json, weights in safetensors files, an index that says which file holds which tensor
+where there are several, and the tokenizer. The model never is in memory: names, shapes and so all offsets are
+known from the configuration alone (families.py), so a file's header is written first and the numbers behind
+it as they are read. That is why the files are not written by the safetensors library, which wants all tensors
+of a file at once; the format is a length, a JSON header, raw bytes.
 
-Where the model came from such a folder, what training does not change is written as it was there, byte for byte (kept.py): all
-files but the weights, config.json among them unless the dtype is another.
+Where the model came from such a folder, what training does not change is written as it was there, byte for
+byte (kept.py): all files but the weights, config.json among them unless the dtype is another.
 
-Memory is that of the largest tensor and its copy in another form; for experts, of one layer's (benchmarks/export_memory.py). Time
-is that of the disk, which is read twice: first to know that the checkpoint is what was saved.
+Memory is that of the largest tensor and its copy in another form; for experts, of one layer's
+(benchmarks/export_memory.py). Time is that of the disk, which is read twice: first to know that the
+checkpoint is what was saved.
 """
 
 from __future__ import annotations
@@ -30,7 +33,16 @@ from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.families import TensorMatch, tensor_matches, their_shapes
 from shardwise.checkpoint.folder import held_model
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
-from shardwise.checkpoint.pretrained import DTYPES, INDEX, PREFIX, WEIGHTS, Progress, check_empty, listed, no_progress
+from shardwise.checkpoint.pretrained import (
+    DTYPES,
+    INDEX,
+    PREFIX,
+    WEIGHTS,
+    Progress,
+    check_empty,
+    listed,
+    no_progress,
+)
 from shardwise.config import Model
 from shardwise.config.families import Family
 from shardwise.config.model_config import to_config, to_model
@@ -86,16 +98,25 @@ class ExportSource:
 
 
 def export_checkpoint(
-    checkpoint: str, folder: Path, dtype: str | None = None, shard_bytes: int = 1 << 30, progress: Progress = no_progress
+    checkpoint: str,
+    folder: Path,
+    dtype: str | None = None,
+    shard_bytes: int = 1 << 30,
+    progress: Progress = no_progress,
 ) -> Exported:
-    """Write the weights of a checkpoint as a folder that `from_pretrained` opens; `dtype` None keeps each tensor's."""
+    """Write the weights of a checkpoint as a folder that `from_pretrained` opens; `dtype` None keeps each
+    tensor's."""
     contents = Contents.open(checkpoint)
     model = held_model(contents.manifest, contents.address)
     kept = as_files(kept_of_checkpoint(contents))
     _described(model, kept)  # refused before every byte is read
     _check_shapes(contents, model)
     contents.check()
-    dtypes = {name.removeprefix(PREFIX): stored.dtype for name, stored in contents.tensors.items() if name.startswith(PREFIX)}
+    dtypes = {
+        name.removeprefix(PREFIX): stored.dtype
+        for name, stored in contents.tensors.items()
+        if name.startswith(PREFIX)
+    }
     tokenizer, end = tokenizer_of_run(contents.manifest.data)
     source = ExportSource(model, dtypes, lambda name: contents.read(PREFIX + name), tokenizer, end, kept)
     return write_folder(source, folder, dtype, shard_bytes, progress)
@@ -105,7 +126,10 @@ def _check_shapes(contents: Contents, model: Model) -> None:
     for name, shape in parameter_shapes(model).items():
         stored = contents.tensors.get(PREFIX + name)
         if stored is not None and stored.shape != shape:
-            raise UserError(f"{contents.address}: {name} is {stored.shape}, but {shape} in the model that it says it holds")
+            raise UserError(
+                f"{contents.address}: {name} is {stored.shape}, but {shape} in the model that it says "
+                f"it holds"
+            )
 
 
 def write_folder(
@@ -130,11 +154,16 @@ def write_folder(
 
 
 def _described(model: Model, kept: Mapping[str, bytes]) -> tuple[Family, dict[str, Any]]:
-    """The family and config.json of a model: those of the folder that it came from, where that holds such a model."""
+    """The family and config.json of a model: those of the folder that it came from, where that holds such a
+    model."""
     if CONFIG in kept:
         config = parse_as(dict[str, Any], kept[CONFIG], f"the {CONFIG} that the checkpoint keeps")
         family, described = to_model(config, CONFIG)
-        if all(getattr(model, key) == value for key, value in described.settings().items() if key not in OF_TRAINING):
+        if all(
+            getattr(model, key) == value
+            for key, value in described.settings().items()
+            if key not in OF_TRAINING
+        ):
             return family, config
     return to_config(model)
 
@@ -145,7 +174,8 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _write_kept(folder: Path, kept: Mapping[str, bytes], config: dict[str, Any], dtype: str) -> set[str]:
-    """The files that training did not change, as they were; their names. config.json is one unless the dtype is another."""
+    """The files that training did not change, as they were; their names. config.json is one unless the dtype
+    is another."""
     same = {name: content for name, content in kept.items() if name != CONFIG}
     if CONFIG in kept and config == _with_dtype(config, dtype) == json.loads(kept[CONFIG]):
         same[CONFIG] = kept[CONFIG]
@@ -185,7 +215,10 @@ def _entries(source: ExportSource, plan: list[TensorMatch], dtype: str | None) -
 
 
 def _commonest(entries: list[TensorEntry]) -> str:
-    sizes = {kind: sum(entry.bytes for entry in entries if entry.dtype == kind) for kind in {entry.dtype for entry in entries}}
+    sizes = {
+        kind: sum(entry.bytes for entry in entries if entry.dtype == kind)
+        for kind in {entry.dtype for entry in entries}
+    }
     return max(sizes, key=lambda kind: sizes[kind])
 
 
@@ -204,7 +237,9 @@ def _write_weights(
 ) -> int:
     shards = _shards(entries, shard_bytes)
     names = (
-        [WEIGHTS] if len(shards) == 1 else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     )
     total, done, count = sum(entry.bytes for entry in entries), 0, 0
     for name, shard in zip(names, shards, strict=True):
@@ -240,7 +275,8 @@ def _header(entries: list[TensorEntry]) -> bytes:
     begin = 0
     for entry in entries:
         table[entry.name] = {
-            "dtype": DTYPES[entry.dtype][0], "shape": list(entry.shape), "data_offsets": [begin, begin := begin + entry.bytes],
+            "dtype": DTYPES[entry.dtype][0], "shape": list(entry.shape), "data_offsets": [begin,
+            begin := begin + entry.bytes],
         }  # fmt: skip
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -263,11 +299,14 @@ def _flush(descriptor: int, first: Callable[[], None] = lambda: None) -> None:
 
 
 def _write_tokenizer(folder: Path, source: ExportSource) -> tuple[int | None, str | None]:
-    """The run's tokenizer.json and what makes transformers open it: the id that ends a text, and what is missing."""
+    """The run's tokenizer.json and what makes transformers open it: the id that ends a text, and what is
+    missing."""
     if source.tokenizer is None:
         return None, "the checkpoint names no tokenizer, so the folder has none"
     if source.tokenizer == BYTES:
-        return load_tokenizer(BYTES).end, "tokens are bytes, for which Hugging Face has no tokenizer file, so the folder has none"
+        return load_tokenizer(
+            BYTES
+        ).end, "tokens are bytes, for which Hugging Face has no tokenizer file, so the folder has none"
     try:
         tokenizer = load_tokenizer(source.tokenizer, source.end_of_document)
     except UserError as error:

@@ -1,11 +1,13 @@
 """The files of a Hugging Face folder that training does not change, kept byte for byte from import to export.
 
-A model is more than its weights: the tokenizer's files, the chat template, generation_config.json, the special ids in
-config.json, the licence. They travel inside of checkpoints as tensors of bytes named `file.NAME`, beside `model.NAME`. So
-whatever a checkpoint is put through (other layouts, other storage, another machine, the folder gone), they are put through too,
-checksums included. The main rank holds them in memory and writes them with each save: a few MB, 35 for the largest tokenizers.
+A model is more than its weights: the tokenizer's files, the chat template, generation_config.json, the
+special ids in config.json, the licence. They travel inside of checkpoints as tensors of bytes named
+`file.NAME`, beside `model.NAME`. So whatever a checkpoint is put through (other layouts, other storage,
+another machine, the folder gone), they are put through too, checksums included. The main rank holds them in
+memory and writes them with each save: a few MB, 35 for the largest tokenizers.
 
-Kept is every file of the folder but weights, and of its subfolders the one that the transformers library keeps chat templates in.
+Kept is every file of the folder but weights, and of its subfolders the one that the transformers library
+keeps chat templates in.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ def as_files(kept: Mapping[str, Tensor]) -> dict[str, bytes]:
 
 
 def has_tokenizer(kept: Mapping[str, Tensor], fingerprint: str) -> bool:
-    """Whether no other tokenizer is among them than that of data with this fingerprint. One without a tokenizer.json, a
-    vocab.json say, cannot be compared, and counts as another."""
+    """Whether no other tokenizer is among them than that of data with this fingerprint. One without a
+    tokenizer.json, a vocab.json say, cannot be compared, and counts as another."""
     if (tokenizer := kept.get(PREFIX + TOKENIZER)) is not None:
         return hash_of(bytes(tokenizer.numpy())) == fingerprint
     return not any(_OF_TOKENIZERS.match(name.removeprefix(PREFIX)) for name in kept)
@@ -68,7 +70,11 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     with reading(folder):
         for subfolder in ("", "additional_chat_templates"):
             inside = folder / subfolder
-            for path in sorted(inside.iterdir()) if inside.is_dir() and not (subfolder and inside.is_symlink()) else ():
+            for path in (
+                sorted(inside.iterdir())
+                if inside.is_dir() and not (subfolder and inside.is_symlink())
+                else ()
+            ):
                 name = path.relative_to(folder).as_posix()
                 if path.is_file() and _NAME.fullmatch(name) and not _WEIGHTS.fullmatch(name):
                     yield name, file_of(folder, path.name, subfolder)

@@ -1,15 +1,17 @@
 """A Hugging Face folder read into a checkpoint, a tensor at a time: a model from elsewhere to train on.
 
-config.json says what the tensors must be (config/model_config.py), and the headers of the files say what they are. Both are
-compared before a number is read, and all that is missing, left over or of another shape is named together.
+config.json says what the tensors must be (config/model_config.py), and the headers of the files say what they
+are. Both are compared before a number is read, and all that is missing, left over or of another shape is
+named together.
 
-Headers are read without torch, so that a job's weights are looked at before anything starts (cli/check_job.py). The files are
-read with the safetensors library, because a folder from elsewhere is to be distrusted and its checks of a header
-are good ones; the index may name no file outside of the folder, though a file may be a link to one. Pickled weights are refused:
-opening one runs whatever is in it.
+Headers are read without torch, so that a job's weights are looked at before anything starts
+(cli/check_job.py). The files are read with the safetensors library, because a folder from elsewhere is to be
+distrusted and its checks of a header are good ones; the index may name no file outside of the folder, though
+a file may be a link to one. Pickled weights are refused: opening one runs whatever is in it.
 
-The checkpoint has step 0 and weights alone, in the dtype they came in, and beside them the folder's other files (kept.py). Memory
-is that of the largest tensor, for experts of one layer's: files are mapped, and let go after each tensor.
+The checkpoint has step 0 and weights alone, in the dtype they came in, and beside them the folder's other
+files (kept.py). Memory is that of the largest tensor, for experts of one layer's: files are mapped, and let
+go after each tensor.
 """
 
 from __future__ import annotations
@@ -117,14 +119,16 @@ class Pretrained:
                 progress(count, self.tensors, done, self.bytes)
 
     def _check_tied(self) -> None:
-        """A head beside a tied embedding must be the same numbers; else one of the two is not what was trained."""
+        """A head beside a tied embedding must be the same numbers; else one of the two is not what was
+        trained."""
         import torch
 
         if head := self.stored.get(HEAD):
             table = next(match.theirs[0] for match in self.plan if match.ours == ("embedding.weight",))
             if not torch.equal(head.read(), self.stored[table].read()):
                 raise UserError(
-                    f"{self.folder / CONFIG} has tie_word_embeddings = true, but {head.name} and {self.stored[table].name} "
+                    f"{self.folder / CONFIG} has tie_word_embeddings = true, but {head.name} and "
+                    f"{self.stored[table].name} "
                     "differ; write false there if the model has a head of its own"
                 )
 
@@ -144,7 +148,8 @@ def check_tokenizer(pretrained: Pretrained) -> None:
     """Refuse a folder whose model cannot be asked in words."""
     if pretrained.tokenizer is None:
         raise UserError(
-            f"{pretrained.folder} has no {TOKENIZER}, so the model cannot be asked in words; put that of the model there"
+            f"{pretrained.folder} has no {TOKENIZER}, so the model cannot be asked in words; put that of the "
+            f"model there"
         )
 
 
@@ -166,7 +171,9 @@ def import_folder(folder: Path, checkpoint: str, progress: Progress = no_progres
     from shardwise.checkpoint.kept import kept_of_folder
 
     data = {} if pretrained.tokenizer is None else {"tokenizer": str(pretrained.tokenizer.absolute())}
-    manifest = Manifest(0, pretrained.model.settings(), {}, data, {}, {}, world=1, torch=str(torch.__version__), files={})
+    manifest = Manifest(
+        0, pretrained.model.settings(), {}, data, {}, {}, world=1, torch=str(torch.__version__), files={}
+    )
     weights = ((PREFIX + name, tensor) for name, tensor in pretrained.read(progress))
     write_checkpoint(checkpoint, manifest, chain(weights, kept_of_folder(folder).items()))
     return pretrained
@@ -185,7 +192,9 @@ def _stored_tensors(folder: Path, family: Family) -> dict[str, FolderTensor]:
                     part = stream.get_slice(name)
                     tensor = FolderTensor(folder / file, name, tuple(part.get_shape()), part.get_dtype())
                     if (known := tensors.setdefault(_full_name(name, family), tensor)) is not tensor:
-                        raise UserError(f"{folder / file} has {name}, which {known.file} has as {known.name}; keep one")
+                        raise UserError(
+                            f"{folder / file} has {name}, which {known.file} has as {known.name}; keep one"
+                        )
     return tensors
 
 
@@ -203,14 +212,20 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
             promised.setdefault(file, set()).add(name)
         files: dict[str, set[str] | None] = {**promised}
         if absent := [file for file in files if not file_of(folder, file).is_file()]:
-            raise UserError(f"{folder} lacks {listed(sorted(absent))}, which {INDEX} names; download it again")
+            raise UserError(
+                f"{folder} lacks {listed(sorted(absent))}, which {INDEX} names; download it again"
+            )
         return files
     if file_of(folder, WEIGHTS).is_file():
         return {WEIGHTS: None}
-    if pickled := sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)):
+    if pickled := sorted(
+        path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)
+    ):
         raise UserError(
-            f"{folder} holds pickled weights ({listed(pickled)}), which can run code when opened. Convert them to safetensors "
-            "where you trust them: open the folder with transformers' from_pretrained and write it with save_pretrained."
+            f"{folder} holds pickled weights ({listed(pickled)}), which can run code when opened. Convert "
+            f"them to safetensors "
+            "where you trust them: open the folder with transformers' from_pretrained and write it with "
+            "save_pretrained."
         )
     raise UserError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}")
 
@@ -225,7 +240,9 @@ def _is_fused(family: Family, model: Model, stored: Mapping[str, FolderTensor]) 
     return present[1] > present[0]
 
 
-def _check_tensors(folder: Path, model: Model, plan: list[TensorMatch], stored: Mapping[str, FolderTensor]) -> None:
+def _check_tensors(
+    folder: Path, model: Model, plan: list[TensorMatch], stored: Mapping[str, FolderTensor]
+) -> None:
     """Name all that is missing, left over, of another shape, or of a dtype that is not plain numbers."""
     ours = parameter_shapes(model)
     expected = {name: shape for match in plan for name, shape in their_shapes(match, ours).items()}
@@ -235,11 +252,15 @@ def _check_tensors(folder: Path, model: Model, plan: list[TensorMatch], stored: 
         for name, shape in expected.items() if name in stored and stored[name].shape != shape
     ]  # fmt: skip
     coded = [
-        f"{tensor.name} is {tensor.dtype}" for name, tensor in stored.items() if name in expected and tensor.dtype not in _KNOWN
+        f"{tensor.name} is {tensor.dtype}"
+        for name, tensor in stored.items()
+        if name in expected and tensor.dtype not in _KNOWN
     ]
     problems = {
         "missing": [name for name in expected if name not in stored],
-        "not part of such a model": [stored[name].name for name in stored if name not in expected and name not in spare],
+        "not part of such a model": [
+            stored[name].name for name in stored if name not in expected and name not in spare
+        ],
         "of another shape": wrong,
         f"of a dtype other than {', '.join(_KNOWN)}": coded,
     }

@@ -4,8 +4,9 @@ Its name says which slice of which parameter it is of, and which device of how m
 
     residual.data.blocks.0.attention.query.weight@0:64,0:64/1of4
 
-Over all devices they add up to what the weights have not been told yet. A run that goes on with the same layout reads back each
-device's own, and goes on to the bit. On another layout their sum counts: every device gets an equal share of it.
+Over all devices they add up to what the weights have not been told yet. A run that goes on with the same
+layout reads back each device's own, and goes on to the bit. On another layout their sum counts: every device
+gets an equal share of it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class ResidualName:
         return f"{RESIDUAL}{self.axis}.{self.parameter}@{_box(self.box)}/{self.device}of{self.devices}"
 
     def of_factor(self, together: int) -> str:
-        """The name of PowerSGD's factor of the same slice, which is one for so many devices that sum together."""
+        """The name of PowerSGD's factor of the same slice, which is one for so many devices that sum
+        together."""
         return f"{FACTOR}{self.axis}.{self.parameter}@{_box(self.box)}/{self.device // together}"
 
     @classmethod
@@ -48,7 +50,9 @@ class ResidualName:
         if found is None:
             return None
         box = [tuple(map(int, part.split(":"))) for part in found[3].split(",") if part.count(":") == 1]
-        return cls(found[1], found[2], tuple((begin, end) for begin, end in box), int(found[4]), int(found[5]))
+        return cls(
+            found[1], found[2], tuple((begin, end) for begin, end in box), int(found[4]), int(found[5])
+        )
 
 
 def _box(box: Box) -> str:
@@ -56,8 +60,8 @@ def _box(box: Box) -> str:
 
 
 def deal_out(state: dict[str, Tensor], contents: Contents) -> None:
-    """Give this device, in the residuals it has now, its share of what all devices had. Where it has two of a parameter, of sums
-    along two axes, the first gets all of it."""
+    """Give this device, in the residuals it has now, its share of what all devices had. Where it has two of a
+    parameter, of sums along two axes, the first gets all of it."""
     stored = [found for name in contents.tensors if (found := ResidualName.parse(name)) is not None]
     dealt: set[str] = set()
     for name, tensor in state.items():
@@ -75,5 +79,8 @@ def _add(tensor: Tensor, own: ResidualName, values: Tensor, other: ResidualName)
         low, high = max(begin, first), min(end, last)
         if low >= high:
             return
-        tensor, values = tensor.narrow(dim, low - begin, high - low), values.narrow(dim, low - first, high - low)
+        tensor, values = (
+            tensor.narrow(dim, low - begin, high - low),
+            values.narrow(dim, low - first, high - low),
+        )
     tensor.add_(values.to(tensor), alpha=1 / own.devices)

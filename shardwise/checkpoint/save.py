@@ -1,16 +1,18 @@
 """Save while training goes on, and load on any mesh.
 
-State is one flat dictionary from names to tensors: `model.NAME`, and `optimizer.NAME.MOMENT` for each parameter. Names are the
-plain model's, never a rank's or a wrapper's, and sharded tensors are DTensors that know their place in the whole, so the same
-dictionary can be loaded under another layout.
+State is one flat dictionary from names to tensors: `model.NAME`, and `optimizer.NAME.MOMENT` for each
+parameter. Names are the plain model's, never a rank's or a wrapper's, and sharded tensors are DTensors that
+know their place in the whole, so the same dictionary can be loaded under another layout.
 
-A save in the background costs training one copy of the state to host memory, at the speed of that memory; the buffers are kept
-for the next save, and page-locked where the state is on a GPU. A thread then writes, fsyncs and commits while steps go on (as
-CheckFreq does: Mohan et al., FAST 2021). It costs host memory the size of this rank's state. A save that is waited for copies
-nothing. At most one is in flight: the next one waits for it, and that wait counts as stall as well.
+A save in the background costs training one copy of the state to host memory, at the speed of that memory; the
+buffers are kept for the next save, and page-locked where the state is on a GPU. A thread then writes, fsyncs
+and commits while steps go on (as CheckFreq does: Mohan et al., FAST 2021). It costs host memory the size of
+this rank's state. A save that is waited for copies nothing. At most one is in flight: the next one waits for
+it, and that wait counts as stall as well.
 
-A save that fails leaves the older checkpoints as they were. All ranks learn of it, because each exchange of a save carries
-failures too (checkpoint/write.py); a rank that dies breaks the connection, which ends the exchange for the others.
+A save that fails leaves the older checkpoints as they were. All ranks learn of it, because each exchange of a
+save carries failures too (checkpoint/write.py); a rank that dies breaks the connection, which ends the
+exchange for the others.
 """
 
 from __future__ import annotations
@@ -66,9 +68,12 @@ log = logging.getLogger("shardwise")
 
 
 def state_of(
-    named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, buffers: Iterable[tuple[str, Tensor]] = ()
+    named: Iterable[tuple[str, nn.Parameter]],
+    optimizer: torch.optim.Optimizer,
+    buffers: Iterable[tuple[str, Tensor]] = (),
 ) -> State:
-    """Every tensor a run consists of, by name; moments that do not exist yet are made as zeros. Frozen weights have none."""
+    """Every tensor a run consists of, by name; moments that do not exist yet are made as zeros. Frozen
+    weights have none."""
     state: State = {f"model.{name}": buffer for name, buffer in buffers}
     for name, parameter in named:
         state[f"model.{name}"] = parameter.detach()
@@ -100,7 +105,8 @@ def set_random_state(state: State, rank: int, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint is in place. `stall_seconds` is how long training stood still for it, `bytes` what all ranks wrote."""
+    """A checkpoint is in place. `stall_seconds` is how long training stood still for it, `bytes` what all
+    ranks wrote."""
 
     step: int
     folder: str
@@ -119,7 +125,8 @@ class SaveFailed:
 
 @dataclass(frozen=True)
 class ResumeCheckpoint:
-    """What a run starts from: a checkpoint of which every byte was looked at, or None. Skipped ones come with the reason."""
+    """What a run starts from: a checkpoint of which every byte was looked at, or None. Skipped ones come with
+    the reason."""
 
     folder: str | None
     skipped: tuple[tuple[str, str], ...] = ()
@@ -157,11 +164,15 @@ class HostCopies:
 
 def own_parts(state: State) -> State:
     """What of each tensor is on this rank."""
-    return {name: (value.to_local() if isinstance(value, DTensor) else value).detach() for name, value in state.items()}
+    return {
+        name: (value.to_local() if isinstance(value, DTensor) else value).detach()
+        for name, value in state.items()
+    }
 
 
 class Checkpointer:
-    """Saves and loads a run's state. It talks over a gloo group of its own, so that it never mixes with training traffic."""
+    """Saves and loads a run's state. It talks over a gloo group of its own, so that it never mixes with
+    training traffic."""
 
     def __init__(self, mesh: Mesh, background: bool = True) -> None:
         self.mesh, self.background = mesh, background
@@ -174,7 +185,9 @@ class Checkpointer:
         self._committing, self._given_up = threading.Lock(), False
         self._checked: str | None = None
 
-    def save(self, folder: str, state: State, manifest: Manifest, retention: Retention, wait: bool = True) -> str:
+    def save(
+        self, folder: str, state: State, manifest: Manifest, retention: Retention, wait: bool = True
+    ) -> str:
         """Write a checkpoint, in the background unless it is to be waited for; where it is, or will be.
 
         What came of it is told by `outcomes`. A save that is waited for raises if it fails.
@@ -213,15 +226,17 @@ class Checkpointer:
                 self._in_flight = None
 
     def abandon(self) -> None:
-        """Give up what is in flight without waiting for peers that may be gone. It will not be committed from now on."""
+        """Give up what is in flight without waiting for peers that may be gone. It will not be committed from
+        now on."""
         self._given_up = True
         if self._committing.acquire(timeout=PATIENCE):  # a commit under way is left to end: it is whole
             self._committing.release()
         self._in_flight = None
 
     def choose_checkpoint(self, config: Config) -> ResumeCheckpoint:
-        """What to start from. Rank 0 lists the folder and everyone hears; then each reads a share of the files, to see that they
-        are what was saved. A damaged checkpoint is skipped for an older one, unless it was asked for by its path.
+        """What to start from. Rank 0 lists the folder and everyone hears; then each reads a share of the
+        files, to see that they are what was saved. A damaged checkpoint is skipped for an older one, unless
+        it was asked for by its path.
         """
         candidates = _patiently(lambda: self._from_main(lambda: resume_candidates(config)))
         skipped: list[tuple[str, str]] = []
@@ -244,23 +259,35 @@ class Checkpointer:
     def newest_step(self, config: Config) -> int:
         """Of the checkpoints in the run's folder, whole or not, as rank 0 sees them; -1 if there is none."""
         steps = _patiently(
-            lambda: self._from_main(lambda: [step_of(address) for address in checkpoints(checkpoint_folder(config))])
+            lambda: self._from_main(
+                lambda: [step_of(address) for address in checkpoints(checkpoint_folder(config))]
+            )
         )
         return max(steps, default=-1)
 
     def load(self, folder: str, state: State, same_world: bool) -> None:
-        """Fill `state` in place, once every byte is known to be what was saved. A checkpoint of weights only leaves the optimizer
-        as it is when new.
+        """Fill `state` in place, once every byte is known to be what was saved. A checkpoint of weights only
+        leaves the optimizer as it is when new.
         """
         if self._checked != folder:
             _patiently(lambda: self._checked_manifest(folder))
         rank, device = self.mesh.worker.rank, self.mesh.device
         opened: list[Contents] = []
-        _patiently(lambda: self._together(lambda: opened.append(Contents.open(folder))))  # by all or none: nobody waits in vain
+        _patiently(
+            lambda: self._together(lambda: opened.append(Contents.open(folder)))
+        )  # by all or none: nobody waits in vain
         contents = opened[-1]
         # A run that moves from CPU to GPU finds no state of the GPU's generator.
-        random = {name: value for name, value in random_state(rank, device).items() if same_world and name in contents.tensors}
-        _patiently(lambda: self._together(lambda: _load({**_expected(state, contents, self.mesh.layout), **random}, contents)))
+        random = {
+            name: value
+            for name, value in random_state(rank, device).items()
+            if same_world and name in contents.tensors
+        }
+        _patiently(
+            lambda: self._together(
+                lambda: _load({**_expected(state, contents, self.mesh.layout), **random}, contents)
+            )
+        )
         set_random_state(random, rank, device)
 
     def _run_in_background(self, task: _Save, numbers: State, stall: float) -> None:
@@ -275,7 +302,9 @@ class Checkpointer:
         identity = save_id()
         where = storage(task.address)
         try:
-            total_bytes = write_together(self.peers, where, task.state, numbers, task.manifest, identity, self._commit)
+            total_bytes = write_together(
+                self.peers, where, task.state, numbers, task.manifest, identity, self._commit
+            )
         except Exception as error:
             if self.mesh.is_main:
                 _clear(task, identity)
@@ -285,7 +314,9 @@ class Checkpointer:
         if self.mesh.is_main:
             _prune(task)
         seconds = time.monotonic() - task.began
-        return Saved(task.manifest.step, task.address, seconds, seconds if stall is None else stall, total_bytes)
+        return Saved(
+            task.manifest.step, task.address, seconds, seconds if stall is None else stall, total_bytes
+        )
 
     def _commit(self, action: Callable[[], Manifest]) -> Manifest:
         with self._committing:
@@ -294,7 +325,8 @@ class Checkpointer:
             return action()
 
     def _checked_manifest(self, address: str) -> Manifest:
-        """The manifest of a checkpoint of which the ranks have read every byte, each its share of the files."""
+        """The manifest of a checkpoint of which the ranks have read every byte, each its share of the
+        files."""
         manifest = Manifest(**self._from_main(lambda: asdict(Contents.open(address).manifest)))
         share = sorted(manifest.files)[self.mesh.worker.rank :: self.mesh.worker.world]
         problems = self._together(lambda: list(damaged_files(storage(address), manifest, share)))
@@ -308,7 +340,8 @@ class Checkpointer:
         return self._together(action if self.mesh.is_main else lambda: None)[0]
 
     def _together(self, action: Callable[[], Any]) -> list[Any]:
-        """Run on every rank and share the results; a failure of one is raised on all, so that none goes on or waits alone."""
+        """Run on every rank and share the results; a failure of one is raised on all, so that none goes on or
+        waits alone."""
         try:
             mine = {"value": action()}
         except Unreadable as error:
@@ -326,7 +359,8 @@ class Checkpointer:
 
 
 def _patiently(action: Callable[[], T]) -> T:
-    """Try again while storage does not answer; if that is in vain, a new team may try later. All ranks fail and wait together."""
+    """Try again while storage does not answer; if that is in vain, a new team may try later. All ranks fail
+    and wait together."""
     for seconds in PAUSES:
         try:
             return action()
@@ -360,12 +394,14 @@ class _Save:
 
 
 def _clear(task: _Save, identity: str) -> None:
-    """Remove what a failed save has written, and nothing else. A save may fail after its manifest is in place, when that is made
-    durable: then it is there and whole, and stays.
+    """Remove what a failed save has written, and nothing else. A save may fail after its manifest is in
+    place, when that is made durable: then it is there and whole, and stays.
     """
     where = storage(task.address)
     try:
-        if where.size(MANIFEST) is not None and any(identity in name for name in read_manifest(task.address).files):
+        if where.size(MANIFEST) is not None and any(
+            identity in name for name in read_manifest(task.address).files
+        ):
             return
         for name in where.names():
             if identity in name:
@@ -385,14 +421,21 @@ def _prune(task: _Save) -> None:
 
 
 def _expected(state: State, contents: Contents, layout: Layout) -> State:
-    """What a checkpoint is to fill. Moments are left out, and zero, where it holds none: none at all, or not of weights that were
-    frozen then; so are maxima of products in float8, all of them, where it does not hold each. What compression left out is
-    dealt out anew where the layout is another, and PowerSGD's factors stay as they begin where there are none of this size."""
+    """What a checkpoint is to fill. Moments are left out, and zero, where it holds none: none at all, or not
+    of weights that were frozen then; so are maxima of products in float8, all of them, where it does not hold
+    each. What compression left out is dealt out anew where the layout is another, and PowerSGD's factors stay
+    as they begin where there are none of this size."""
     residuals = {name: value for name, value in state.items() if name.startswith(RESIDUAL)}
-    same = contents.manifest.layout == layout.model_dump(mode="json") and all(name in contents.tensors for name in residuals)
+    same = contents.manifest.layout == layout.model_dump(mode="json") and all(
+        name in contents.tensors for name in residuals
+    )
     if residuals and not same:
         deal_out(residuals, contents)
-    known = {name for name, value in state.items() if name in contents.tensors and contents.tensors[name].shape == value.shape}
+    known = {
+        name
+        for name, value in state.items()
+        if name in contents.tensors and contents.tensors[name].shape == value.shape
+    }
     state = {
         name: value
         for name, value in state.items()
@@ -411,7 +454,8 @@ def _expected(state: State, contents: Contents, layout: Layout) -> State:
 
 
 def _load(state: State, contents: Contents) -> None:
-    """Fill this rank's part of the state. Every rank plans what it reads by itself, of which Distributed Checkpoint warns."""
+    """Fill this rank's part of the state. Every rank plans what it reads by itself, of which Distributed
+    Checkpoint warns."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     try:
         load_shards(state, storage_reader=DcpReader(contents), planner=load_planner(), no_dist=True)

@@ -1,9 +1,10 @@
 """Where checkpoints lie: a folder on this machine, or any address that fsspec knows. No torch.
 
-Both answer the same few questions, and both can do the one thing that makes a save atomic: put a small file in place whole or
-not at all. On a disk that is a write under another name, fsync, rename, fsync of the folder, which POSIX promises to be all
-or nothing, also through a loss of power. An object store has no rename, but there a single put is atomic by itself. Local paths
-use plain system calls and not fsspec, because it offers neither fsync nor a way to know that a rename is one.
+Both answer the same few questions, and both can do the one thing that makes a save atomic: put a small file
+in place whole or not at all. On a disk that is a write under another name, fsync, rename, fsync of the
+folder, which POSIX promises to be all or nothing, also through a loss of power. An object store has no
+rename, but there a single put is atomic by itself. Local paths use plain system calls and not fsspec, because
+it offers neither fsync nor a way to know that a rename is one.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Storage(ABC):
 
     @abstractmethod
     def put(self, name: str, content: bytes) -> None:
-        """A small file, in place whole and durable or, if this fails, not at all: an older one of that name stays."""
+        """A small file, in place whole and durable or, if this fails, not at all: an older one of that name
+        stays."""
 
     @abstractmethod
     def make(self) -> None:
@@ -197,7 +199,9 @@ class _Remote(Storage):
         try:
             system, path = fsspec.core.url_to_fs(address)
         except (ValueError, ImportError) as error:
-            raise UserError(f"{address} cannot be reached: {error}. Give a folder, or an address that fsspec knows.") from None
+            raise UserError(
+                f"{address} cannot be reached: {error}. Give a folder, or an address that fsspec knows."
+            ) from None
         return cls(address.rstrip("/"), system, path.rstrip("/"))
 
     def inside(self, name: str) -> Storage:
@@ -206,7 +210,9 @@ class _Remote(Storage):
     def names(self) -> list[str]:
         self._system.invalidate_cache()
         try:
-            return sorted(path.rstrip("/").rpartition("/")[2] for path in self._system.ls(self._path, detail=False))
+            return sorted(
+                path.rstrip("/").rpartition("/")[2] for path in self._system.ls(self._path, detail=False)
+            )
         except FileNotFoundError:
             return []
 
@@ -222,7 +228,11 @@ class _Remote(Storage):
         return bytes(self._system.cat_file(f"{self._path}/{name}"))
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        content = self._system.cat_file(f"{self._path}/{name}", start=start, end=start + len(buffer)) if len(buffer) else b""
+        content = (
+            self._system.cat_file(f"{self._path}/{name}", start=start, end=start + len(buffer))
+            if len(buffer)
+            else b""
+        )
         if len(content) != len(buffer):
             raise OSError(f"{self.address}/{name} ends before byte {start + len(buffer)}")
         buffer[:] = content

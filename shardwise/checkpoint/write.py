@@ -1,9 +1,10 @@
 """How all ranks write one checkpoint together: who writes what, each its file, and one of them commits.
 
-torch's Distributed Checkpoint knows which part of a tensor a rank holds, whatever its placements; what several ranks hold, one of
-them writes. Its own exchanges unpickle what comes from the network, so these are ours (JSON, comm/peers.py), and there are three:
-rank 0 hears what each rank holds and tells each what to write; it hears what was written, and commits; it tells how that went.
-Each carries failures too, so that a save fails on all ranks or on none.
+torch's Distributed Checkpoint knows which part of a tensor a rank holds, whatever its placements; what
+several ranks hold, one of them writes. Its own exchanges unpickle what comes from the network, so these are
+ours (JSON, comm/peers.py), and there are three: rank 0 hears what each rank holds and tells each what to
+write; it hears what was written, and commits; it tells how that went. Each carries failures too, so that a
+save fails on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def write_together(
 ) -> int:
     """Write a checkpoint, which every rank does at once; the bytes of it, once it is in place.
 
-    `state` are the tensors that know their place in the whole, `numbers` this rank's part of each. The save's id is rank 0's.
-    `guard` runs the commit, or refuses it where the save was given up meanwhile.
+    `state` are the tensors that know their place in the whole, `numbers` this rank's part of each. The save's
+    id is rank 0's. `guard` runs the commit, or refuses it where the save was given up meanwhile.
     """
     mine = held_pieces(state)
     said = peers.at_main([piece.to_json() for piece in mine])
@@ -55,11 +56,17 @@ def write_together(
     told = peers.from_main(None if shares is None else _for_each_rank(shares, identity, peers.world))
     identity, indices = _value(told)
     file = f"rank-{peers.rank}-{identity}.data"
-    results = peers.at_main(_attempt(lambda: _write(where, file, [mine[index] for index in indices], numbers)))
+    results = peers.at_main(
+        _attempt(lambda: _write(where, file, [mine[index] for index in indices], numbers))
+    )
     outcome = None
     if shares is not None and results is not None:
-        written = [[pieces[index] for index in share] for pieces, share in zip(held, shares["value"], strict=True)]
-        outcome = _attempt(lambda: guard(lambda: _commit(where, manifest, written, results, identity)).total_bytes)
+        written = [
+            [pieces[index] for index in share] for pieces, share in zip(held, shares["value"], strict=True)
+        ]
+        outcome = _attempt(
+            lambda: guard(lambda: _commit(where, manifest, written, results, identity)).total_bytes
+        )
     return int(_value(peers.from_rank(outcome, 0)))
 
 
@@ -89,7 +96,11 @@ def _for_each_rank(shares: Outcome, identity: str, world: int) -> list[Outcome]:
 
 
 def _commit(
-    where: Storage, manifest: Manifest, shares: Sequence[Sequence[HeldPiece]], results: Sequence[Outcome], identity: str
+    where: Storage,
+    manifest: Manifest,
+    shares: Sequence[Sequence[HeldPiece]],
+    results: Sequence[Outcome],
+    identity: str,
 ) -> Manifest:
     """Rank 0, when every rank's file is durable."""
     tensors, files = _listed(shares, [_value(result) for result in results])
@@ -129,12 +140,17 @@ def held_pieces(state: Mapping[str, Tensor]) -> list[HeldPiece]:
         data = item.tensor_data
         assert data is not None, f"{item.index.fqn} is no tensor"
         dtype = str(data.properties.dtype).removeprefix("torch.")
-        pieces.append(HeldPiece(item.index.fqn, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+        pieces.append(
+            HeldPiece(
+                item.index.fqn, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            )
+        )
     return pieces
 
 
 def shares_of_ranks(held: Sequence[Sequence[HeldPiece]]) -> list[list[int]]:
-    """What each rank writes, as indices into what it holds. Of the ranks that hold a piece, the one with least to write does."""
+    """What each rank writes, as indices into what it holds. Of the ranks that hold a piece, the one with
+    least to write does."""
     holders: dict[HeldPiece, list[tuple[int, int]]] = defaultdict(list)
     for rank, pieces in enumerate(held):
         for index, piece in enumerate(pieces):
@@ -156,8 +172,11 @@ class Written(TypedDict):
     starts: list[int]
 
 
-def _write(where: Storage, file: str, pieces: Sequence[HeldPiece], numbers: Mapping[str, Tensor]) -> Written | None:
-    """Write this rank's share, of which `numbers` has the values, into one file; None where there is nothing to write."""
+def _write(
+    where: Storage, file: str, pieces: Sequence[HeldPiece], numbers: Mapping[str, Tensor]
+) -> Written | None:
+    """Write this rank's share, of which `numbers` has the values, into one file; None where there is nothing
+    to write."""
     if not pieces:
         return None
     with data_file(where, file) as data:
@@ -166,7 +185,9 @@ def _write(where: Storage, file: str, pieces: Sequence[HeldPiece], numbers: Mapp
     return {"file": file, "size_and_crc": size_and_crc, "starts": starts}
 
 
-def _listed(shares: Sequence[Sequence[HeldPiece]], written: Sequence[Written | None]) -> tuple[dict[str, StoredTensor], Files]:
+def _listed(
+    shares: Sequence[Sequence[HeldPiece]], written: Sequence[Written | None]
+) -> tuple[dict[str, StoredTensor], Files]:
     """The list of tensors that the checkpoint holds, and its files, from what every rank has written."""
     pieces: dict[str, list[TensorPiece]] = defaultdict(list)
     wholes: dict[str, HeldPiece] = {}
@@ -180,7 +201,9 @@ def _listed(shares: Sequence[Sequence[HeldPiece]], written: Sequence[Written | N
             if 0 not in piece.shape:  # shards past the end of a short dim are empty
                 pieces[piece.name].append(TensorPiece(piece.offset, piece.shape, result["file"], start))
     tensors = {
-        name: StoredTensor(whole.dtype, whole.whole, tuple(sorted(pieces[name], key=lambda piece: piece.offset)))
+        name: StoredTensor(
+            whole.dtype, whole.whole, tuple(sorted(pieces[name], key=lambda piece: piece.offset))
+        )
         for name, whole in sorted(wholes.items())
     }
     return tensors, files

@@ -1,4 +1,5 @@
-"""The command line's words: each command lives in its own file and imports what is heavy only when it runs."""
+"""The command line's words: each command lives in its own file and imports what is heavy only when it
+runs."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Show the version."
+    ),
 ) -> None:
     pass
 
@@ -65,7 +68,8 @@ for name, group in (("checkpoint", checkpoint), ("data", data), ("config", confi
 
 
 def _describe_whole(commands: typer.Typer) -> None:
-    """Let the list of commands show each description whole, on lines as wide as the terminal; else it is cut with an ellipsis."""
+    """Let the list of commands show each description whole, on lines as wide as the terminal; else it is cut
+    with an ellipsis."""
     for command in commands.registered_commands:
         command.short_help = inspect.getdoc(command.callback)
     for group in commands.registered_groups:

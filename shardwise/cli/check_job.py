@@ -1,6 +1,8 @@
-"""What of a job can be known before anything starts or is written, for the one list of its problems (config/read.py). No torch.
+"""What of a job can be known before anything starts or is written, for the one list of its problems
+(config/read.py). No torch.
 
-Each check looks at those tables that are sound in themselves, so that a mistake in one does not hide what is wrong elsewhere.
+Each check looks at those tables that are sound in themselves, so that a mistake in one does not hide what is
+wrong elsewhere.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ class Crew:
 
 def checks_of_run(crew_of: Callable[[Config], Crew]) -> Sequence[Check]:
     """For a job that is to be trained; `crew_of` says by how many, or why it cannot be by so many."""
-    return [*checks_of_proof(), weights_problems, _extras, _resume, _folders, lambda sections: _crew(sections, crew_of)]
+    return [
+        *checks_of_proof(),
+        weights_problems,
+        _extras,
+        _resume,
+        _folders,
+        lambda sections: _crew(sections, crew_of),
+    ]
 
 
 def checks_of_proof() -> Sequence[Check]:
@@ -70,14 +79,17 @@ def _data(sections: Sections) -> Iterator[str]:
 
     data, model = sections.get("data"), sections.get("model")
     if isinstance(data, Data) and (data.source is not None or data.sources):
-        known = model.__dict__ if isinstance(model, Model) else {}  # a value that is itself wrong is not in it
+        known = (
+            model.__dict__ if isinstance(model, Model) else {}
+        )  # a value that is itself wrong is not in it
         yield from problems_of_data(data, known.get("vocabulary"), known.get("pretrained"))
         if has_to_be_prepared(data):
             yield from _unusable("data.cache", data.cache, ".shardwise/data")
 
 
 def weights_problems(sections: Sections) -> Iterator[str]:
-    """The files of a model from elsewhere, by their headers; one that goes on from a checkpoint needs them no more."""
+    """The files of a model from elsewhere, by their headers; one that goes on from a checkpoint needs them no
+    more."""
     from shardwise.checkpoint import to_resume
     from shardwise.checkpoint.pretrained import open_folder
     from shardwise.config import Model, whole
@@ -117,7 +129,8 @@ def float8_problems(sections: Sections) -> Iterator[str]:
 
 
 def _resume(sections: Sections) -> Iterator[str]:
-    """A checkpoint that was asked for. Whether the run's own fit the job is asked once the job has no other mistake."""
+    """A checkpoint that was asked for. Whether the run's own fit the job is asked once the job has no other
+    mistake."""
     from shardwise.checkpoint import to_resume
     from shardwise.config import whole
 
@@ -149,13 +162,17 @@ def _unusable(setting: str, folder: str, example: str) -> Iterator[str]:
         if there.is_dir():
             check_room(path, setting, 0)
         else:
-            yield f"{setting} = {folder!r}: {there} is not a folder. Give another, for example {setting}={example}"
+            yield (
+                f"{setting} = {folder!r}: {there} is not a folder. Give another, for example "
+                f"{setting}={example}"
+            )
     except UserError as error:
         yield str(error) if str(error).startswith(setting) else f"{setting} = {folder!r}: {error}"
 
 
 def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str]:
-    """A layout that cannot be on so many devices, or in their memory; of one that is searched for, whether there is any."""
+    """A layout that cannot be on so many devices, or in their memory; of one that is searched for, whether
+    there is any."""
     from shardwise.config import layout_is_possible, whole
     from shardwise.mesh import device_memory
     from shardwise.plan import choose
@@ -175,7 +192,8 @@ def _crew(sections: Sections, crew_of: Callable[[Config], Crew]) -> Iterator[str
 
 
 def _no_layout(config: Config, crew: Crew) -> Iterator[str]:
-    """That none is possible on so many workers: known without the machine being measured, which takes minutes with many."""
+    """That none is possible on so many workers: known without the machine being measured, which takes minutes
+    with many."""
     from shardwise.config.compression import AUTO
     from shardwise.search.candidates import candidates, fixed_fields
     from shardwise.words import counted

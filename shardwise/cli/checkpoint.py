@@ -1,6 +1,8 @@
-"""`shardwise checkpoint list | check | diff | export | import`: what a run has saved, and Hugging Face folders.
+"""`shardwise checkpoint list | check | diff | export | import`: what a run has saved, and Hugging Face
+folders.
 
-Where a checkpoint is wanted, a run folder or a folder of checkpoints stands for its newest; `list` and `check` take all of them.
+Where a checkpoint is wanted, a run folder or a folder of checkpoints stands for its newest; `list` and
+`check` take all of them.
 """
 
 from __future__ import annotations
@@ -20,19 +22,24 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.compare import Comparison
     from shardwise.config import Model
 
-checkpoint = typer.Typer(no_args_is_help=True, help="List, check and compare checkpoints; to and from Hugging Face folders.")
+checkpoint = typer.Typer(
+    no_args_is_help=True, help="List, check and compare checkpoints; to and from Hugging Face folders."
+)
 SHOWN = 12
 """Lines of a kind; the rest is counted. `--json` has all."""
 SHAPE = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "max_positions")
 
-Checkpoint = Annotated[str, typer.Argument(help="A step-N folder, or a run folder for its newest; addresses such as s3://… too.")]
+Checkpoint = Annotated[
+    str, typer.Argument(help="A step-N folder, or a run folder for its newest; addresses such as s3://… too.")
+]
 Many = Annotated[str, typer.Argument(help="A run folder, a folder of checkpoints, or one step-N folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 
 
 @checkpoint.command("list")
 def list_(folder: Many, json: Json = False) -> None:
-    """The checkpoints of a run: step, when, size, layout, and whether all files are there. Reads manifests only."""
+    """The checkpoints of a run: step, when, size, layout, and whether all files are there. Reads manifests
+    only."""
     rows = [_row(address) for address in _checkpoints_of(folder)]
     if json:
         _print_json({"checkpoints": rows})
@@ -44,7 +51,14 @@ def list_(folder: Many, json: Json = False) -> None:
     table = Table("step", "saved", "size", "layout", "state", "folder", box=None, pad_edge=False)
     for row in rows:
         saved = (row["saved"] or "").replace("T", " ")
-        cells = (str(row["step"]), saved, _size(row["bytes"]), row["layout"], row["problem"] or "whole", row["path"])
+        cells = (
+            str(row["step"]),
+            saved,
+            _size(row["bytes"]),
+            row["layout"],
+            row["problem"] or "whole",
+            row["path"],
+        )
         table.add_row(*map(Text, cells))  # as they are: rich would take what is in brackets for a style
     console = Console(highlight=False)
     console.print(table) if console.is_terminal else _print_plain(table)
@@ -59,7 +73,11 @@ def check(folder: Many, json: Json = False) -> None:
         problems = list(_faults(address))
         rows.append({"path": address, "whole": not problems, "problems": problems})
         if not json:
-            print(f"{address}: {'damaged' if problems else 'whole'}", *(f"  {problem}" for problem in problems), sep="\n")
+            print(
+                f"{address}: {'damaged' if problems else 'whole'}",
+                *(f"  {problem}" for problem in problems),
+                sep="\n",
+            )
     whole = all(row["whole"] for row in rows)
     if json:
         _print_json({"whole": whole, "checkpoints": rows})
@@ -68,7 +86,8 @@ def check(folder: Many, json: Json = False) -> None:
 
 @checkpoint.command()
 def diff(first: Checkpoint, second: Checkpoint, json: Json = False) -> None:
-    """Compare two checkpoints tensor by tensor, whatever layouts wrote them. Status 1 if any bit of a tensor differs."""
+    """Compare two checkpoints tensor by tensor, whatever layouts wrote them. Status 1 if any bit of a tensor
+    differs."""
     need_torch()
     addresses = [newest(address) for address in (first, second)]  # refused before torch is imported
     from shardwise.checkpoint.compare import compare
@@ -88,11 +107,14 @@ def diff(first: Checkpoint, second: Checkpoint, json: Json = False) -> None:
 def export(
     checkpoint: Checkpoint,
     folder: Annotated[Path, typer.Argument(help="The Hugging Face folder to write; it must not exist.")],
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or float64; left out: as it was trained.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16 or float64; left out: as it was trained.")
+    ] = None,
     shard_size: Annotated[str, typer.Option(help="Most bytes in a file, for example 500MB or 5GB.")] = "1GB",
     json: Json = False,
 ) -> None:
-    """Write a checkpoint's weights as a Hugging Face folder: config.json, safetensors, tokenizer. Holds one tensor in memory."""
+    """Write a checkpoint's weights as a Hugging Face folder: config.json, safetensors, tokenizer. Holds one
+    tensor in memory."""
     need_torch()
     address, limit = _check_export(checkpoint, folder, dtype), parse_size(shard_size)
     from shardwise.checkpoint.huggingface import export_checkpoint
@@ -112,13 +134,17 @@ def export(
     tensors, files = counted(done.tensors, "tensor"), counted(done.files, "file")
     print(f"{folder}: {done.architecture}, {tensors}, {_size(done.bytes)} in {files}, from {address}")
     if done.kept:
-        typer.echo(f"and {counted(done.kept, 'file')} as in the folder that the model came from, byte for byte", err=True)
+        typer.echo(
+            f"and {counted(done.kept, 'file')} as in the folder that the model came from, byte for byte",
+            err=True,
+        )
     if done.note:
         typer.echo(f"note: {done.note}", err=True)
 
 
 def _check_export(checkpoint: str, folder: Path, dtype: str | None) -> str:
-    """The checkpoint to export. What can be refused without torch is, because importing torch takes seconds."""
+    """The checkpoint to export. What can be refused without torch is, because importing torch takes
+    seconds."""
     from shardwise.checkpoint.folder import held_model, read_manifest
     from shardwise.checkpoint.pretrained import DTYPES, check_empty
     from shardwise.config.model_config import to_config
@@ -139,7 +165,8 @@ def import_(
     checkpoint: Annotated[str, typer.Argument(help="The checkpoint to write: a new folder.")],
     json: Json = False,
 ) -> None:
-    """Write the weights of a Hugging Face folder as a checkpoint that a job can start from, and print the job's [model]."""
+    """Write the weights of a Hugging Face folder as a checkpoint that a job can start from, and print the
+    job's [model]."""
     need_torch()
     from shardwise.checkpoint.pretrained import import_folder
     from shardwise.invoked import typed
@@ -151,9 +178,14 @@ def import_(
     if imported.tokenizer is not None:
         tables["data"] = {"tokenizer": str(imported.tokenizer)}
     if json:
-        _print_json({"checkpoint": checkpoint, "tensors": imported.tensors, "bytes": imported.bytes, "job": tables})
+        _print_json(
+            {"checkpoint": checkpoint, "tensors": imported.tensors, "bytes": imported.bytes, "job": tables}
+        )
         return
-    typer.echo(f"{checkpoint}: {counted(imported.tensors, 'tensor')}, {_size(imported.bytes)}; the job says", err=True)
+    typer.echo(
+        f"{checkpoint}: {counted(imported.tensors, 'tensor')}, {_size(imported.bytes)}; the job says",
+        err=True,
+    )
     print("\n\n".join(_table(name, values) for name, values in tables.items()))
     typer.echo(f"and `{typed()} train JOB checkpoint.resume={checkpoint}` starts from it", err=True)
 
@@ -176,7 +208,8 @@ def need_torch() -> None:
 
 
 def note_links(folder: Path) -> None:
-    """Say where files of a Hugging Face folder are links to files elsewhere: they are read, and kept in checkpoints."""
+    """Say where files of a Hugging Face folder are links to files elsewhere: they are read, and kept in
+    checkpoints."""
     from shardwise.config.pretrained import links_outside
 
     if sentence := links_outside(folder):
@@ -244,14 +277,28 @@ def _row(address: str) -> dict[str, Any]:
     from shardwise.checkpoint.folder import MANIFEST
 
     path = Path(address) / MANIFEST
-    time = datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds") if path.is_file() else None
+    time = (
+        datetime.fromtimestamp(path.stat().st_mtime).isoformat(timespec="seconds") if path.is_file() else None
+    )
     name = re.search(r"step-(\d+)$", address)
-    row = {"path": address, "step": int(name[1]) if name else None, "saved": time, "bytes": None, "layout": "", "world": None}
+    row = {
+        "path": address,
+        "step": int(name[1]) if name else None,
+        "saved": time,
+        "bytes": None,
+        "layout": "",
+        "world": None,
+    }
     try:
         manifest = read_manifest(address)
     except UserError as error:
         return {**row, "whole": False, "problem": str(error).partition(". Remove")[0]}
-    row |= {"step": manifest.step, "bytes": manifest.total_bytes, "layout": _layout(manifest.layout), "world": manifest.world}
+    row |= {
+        "step": manifest.step,
+        "bytes": manifest.total_bytes,
+        "layout": _layout(manifest.layout),
+        "world": manifest.world,
+    }
     return {**row, "whole": True, "problem": None}
 
 
@@ -269,7 +316,8 @@ def _show(comparison: Comparison, first: str, second: str) -> None:
     _print_list(f"only in {first}:", comparison.only_first)
     _print_list(f"only in {second}:", comparison.only_second)
     differences = [
-        f"{gap.tensor}: {gap.reason}" + ("" if gap.max_abs is None else f" differ, by {gap.max_abs:.3g} at most")
+        f"{gap.tensor}: {gap.reason}"
+        + ("" if gap.max_abs is None else f" differ, by {gap.max_abs:.3g} at most")
         for gap in comparison.differences
     ]
     _print_list("tensors that differ, weights first:", differences)
@@ -295,7 +343,9 @@ def _set_fields(model: Model) -> dict[str, Any]:
 def _table(name: str, values: Mapping[str, Any]) -> str:
     from json import dumps  # numbers, truth values and strings are the same in TOML
 
-    return "\n".join([f"[{name}]", *(f"{key} = {dumps(value, ensure_ascii=False)}" for key, value in values.items())])
+    return "\n".join(
+        [f"[{name}]", *(f"{key} = {dumps(value, ensure_ascii=False)}" for key, value in values.items())]
+    )
 
 
 def _size(bytes: int | None) -> str:
@@ -318,10 +368,20 @@ def _print_plain(table: Any) -> None:
 
 
 @contextmanager
-def _bar(title: str, unit: str = "tensors", in_bytes: bool = True) -> Iterator[Callable[[int, int, int, int], None]]:
-    """How many and how much is done, how fast, how long it will take; on standard error, and on a terminal only."""
+def _bar(
+    title: str, unit: str = "tensors", in_bytes: bool = True
+) -> Iterator[Callable[[int, int, int, int], None]]:
+    """How many and how much is done, how fast, how long it will take; on standard error, and on a terminal
+    only."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
     bytes_ = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else ()
     columns = (TextColumn(f"{title} {{task.fields[counted]}}"), BarColumn(), *bytes_, TimeRemainingColumn())

@@ -1,4 +1,5 @@
-"""`shardwise config schema | show`: what a job may say, and what this one says, with the origin of every value."""
+"""`shardwise config schema | show`: what a job may say, and what this one says, with the origin of every
+value."""
 
 from __future__ import annotations
 
@@ -31,18 +32,22 @@ def schema() -> None:
 def show(
     job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out.")
+        list[str] | None,
+        typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Every value of a job, and where it comes from: a default, the job file, an override, or what filled it in."""
+    """Every value of a job, and where it comes from: a default, the job file, an override, or what filled it
+    in."""
     from shardwise.config import read_with_origins
 
     values, origins = read_with_origins(job, overrides or [])
     if json:
         from json import dumps
 
-        print(dumps({name: dict(_table(values, name, origins)) for name in type(values).model_fields}, indent=2))
+        print(
+            dumps({name: dict(_table(values, name, origins)) for name in type(values).model_fields}, indent=2)
+        )
     else:
         print("\n".join(_lines(values, origins)))
 
@@ -59,7 +64,9 @@ def _lines(values: Config, origins: Origins) -> Iterator[str]:
     for section in type(values).model_fields:
         yield f"[{section}]"
         for key, entry in _table(values, section, origins):
-            value = False if (section, key) == ("train", "clip") and entry["value"] is None else entry["value"]
+            value = (
+                False if (section, key) == ("train", "clip") and entry["value"] is None else entry["value"]
+            )
             text = f"# {key} is not set" if value is None or value == [] else f"{key} = {_toml(value)}"
             yield f"{text:<44}  # {printable(entry['origin'])}"
         yield ""

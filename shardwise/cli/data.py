@@ -16,11 +16,18 @@ def _group() -> None:
 
 @data.command()
 def prepare(
-    source: Annotated[str, typer.Argument(help="A text, JSONL, Parquet or Arrow file, a folder, or a quoted glob.")],
+    source: Annotated[
+        str, typer.Argument(help="A text, JSONL, Parquet or Arrow file, a folder, or a quoted glob.")
+    ],
     folder: Annotated[str, typer.Argument(help="Where the shards go; give it to a job as data.source.")],
-    tokenizer: Annotated[str, typer.Option(help="`bytes`, or the path of a Hugging Face tokenizer.json.")] = "bytes",
+    tokenizer: Annotated[
+        str, typer.Option(help="`bytes`, or the path of a Hugging Face tokenizer.json.")
+    ] = "bytes",
     end_of_document: Annotated[
-        str | None, typer.Option(help="The token that closes each document; left out: the first usual one that there is.")
+        str | None,
+        typer.Option(
+            help="The token that closes each document; left out: the first usual one that there is."
+        ),
     ] = None,
     text_field: Annotated[str, typer.Option(help="The column that holds the text.")] = "text",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
@@ -33,8 +40,15 @@ def prepare(
     from shardwise.words import counted
 
     with preparing() as progress:
-        index = prepare_shards(source, tokenizer, folder, text_field, progress=progress, end_of_document=end_of_document)
-    prepared = {"folder": folder, "tokens": index.tokens, "documents": index.documents, "shards": len(index.shards)}
+        index = prepare_shards(
+            source, tokenizer, folder, text_field, progress=progress, end_of_document=end_of_document
+        )
+    prepared = {
+        "folder": folder,
+        "tokens": index.tokens,
+        "documents": index.documents,
+        "shards": len(index.shards),
+    }
     if json:
         print(json_module.dumps(prepared))
     else:

@@ -1,7 +1,7 @@
 """`shardwise doctor`: what this machine has and lacks, in words, with the line to type for what is missing.
 
-Nothing here imports torch: its version is read from the installed package's metadata, so the answer comes in a moment and
-also where torch is broken. GPUs are asked for through the driver's own tool.
+Nothing here imports torch: its version is read from the installed package's metadata, so the answer comes in
+a moment and also where torch is broken. GPUs are asked for through the driver's own tool.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ class Gpu:
     memory_gib: float
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False) -> None:
-    """What this machine has and lacks for training, and the install line for what is missing. Status 1 if it cannot train."""
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
+) -> None:
+    """What this machine has and lacks for training, and the install line for what is missing. Status 1 if it
+    cannot train."""
     findings = examine()
     if json:
         import json as json_format
@@ -113,7 +116,10 @@ def _torch(gpus: list[Gpu]) -> Finding:
         return Finding("torch", "bad", problem)
     installed = _version("torch") or ""
     if gpus and installed.endswith("+cpu"):
-        advice = f"cannot use the GPU here. Install the CUDA build: pip install --force-reinstall torch=={TORCH_TESTED}"
+        advice = (
+            f"cannot use the GPU here. Install the CUDA build: pip install --force-reinstall "
+            f"torch=={TORCH_TESTED}"
+        )
         return Finding("torch", "bad", f"{installed} {advice}")
     return Finding("torch", "good", installed)
 
@@ -124,26 +130,40 @@ def _gpus() -> list[Gpu]:
         return []
     command = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()
+        lines = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return []
     pairs = [line.rsplit(",", 1) for line in lines if "," in line]
-    return [Gpu(name.strip(), float(memory) / 1024 if memory.strip().isdigit() else 0.0) for name, memory in pairs]
+    return [
+        Gpu(name.strip(), float(memory) / 1024 if memory.strip().isdigit() else 0.0) for name, memory in pairs
+    ]
 
 
 def _gpu(gpus: list[Gpu]) -> Finding:
     if gpus:
         counts = {gpu: gpus.count(gpu) for gpu in gpus}
-        return Finding("GPU", "good", ", ".join(f"{n} x {gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu, n in counts.items()))
+        return Finding(
+            "GPU",
+            "good",
+            ", ".join(f"{n} x {gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu, n in counts.items()),
+        )
     if any(Path("/dev").glob("nvidia[0-9]*")):
-        return Finding("GPU", "bad", "an NVIDIA device is here, but nvidia-smi gives no answer: check the driver")
+        return Finding(
+            "GPU", "bad", "an NVIDIA device is here, but nvidia-smi gives no answer: check the driver"
+        )
     return Finding("GPU", "optional", "none found; training runs on the CPU cores")
 
 
 def _disk() -> Finding:
     free = shutil.disk_usage(".").free / _GIB
     space = f"{free:.1f} GiB free in this folder"
-    return Finding("disk", "good", space) if free >= 1 else Finding("disk", "bad", f"{space}; checkpoints will not fit")
+    return (
+        Finding("disk", "good", space)
+        if free >= 1
+        else Finding("disk", "bad", f"{space}; checkpoints will not fit")
+    )
 
 
 def _cache() -> Finding:
@@ -154,7 +174,9 @@ def _cache() -> Finding:
     if os.access(folder, os.W_OK):
         return Finding("cache", "good", f"{_CACHE} can be written")
     return Finding(
-        "cache", "bad", f"{folder} cannot be written: work in another folder, or give data.cache=PATH and run.folder=PATH"
+        "cache",
+        "bad",
+        f"{folder} cannot be written: work in another folder, or give data.cache=PATH and run.folder=PATH",
     )
 
 
@@ -162,7 +184,11 @@ def _compiler() -> Finding:
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
     if compiler:
         return Finding("C compiler", "good", compiler)
-    return Finding("C compiler", "optional", "none; torch.compile needs one: install gcc, or train with train.compile=false")
+    return Finding(
+        "C compiler",
+        "optional",
+        "none; torch.compile needs one: install gcc, or train with train.compile=false",
+    )
 
 
 def _extra(extra: str, package: str) -> Finding:
@@ -223,4 +249,6 @@ def _show(findings: list[Finding]) -> None:
         grid.add_row(Text(sign, style=style), Text(finding.name, style="bold"), Text(finding.words))
     console.print(grid)
     # One line however long the path to the interpreter is: the command in it is there to be copied.
-    console.print(Text("\n" + verdict(findings), style="bold red" if _bad(findings) else "bold green"), soft_wrap=True)
+    console.print(
+        Text("\n" + verdict(findings), style="bold red" if _bad(findings) else "bold green"), soft_wrap=True
+    )

@@ -1,7 +1,8 @@
 """Drawings of a schedule: text for a terminal, SVG for a page. Time runs to the right, one row a rank.
 
-Both draw a simulated `Timeline`. In text a cell is one unit of time, so costs should be whole numbers, as the default ones
-are. Waiting is drawn as dots in text and left empty in SVG: the emptier, the larger the bubble.
+Both draw a simulated `Timeline`. In text a cell is one unit of time, so costs should be whole numbers, as the
+default ones are. Waiting is drawn as dots in text and left empty in SVG: the emptier, the larger the
+bubble.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def draw_svg(timeline: Timeline) -> str:
     unit = min(28.0, (WIDEST - LEFT) / timeline.makespan)
     width, height = LEFT + unit * timeline.makespan + 16, TOP + ROW * len(timeline.spans) + 36
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
+        f'height="{height}" '
         'font-family="ui-sans-serif, system-ui, sans-serif" font-size="11" role="img">',
         f"<title>{escape(summary(timeline))}</title>",
         f'<rect width="{width:.0f}" height="{height}" fill="white"/>',
@@ -83,7 +85,10 @@ def draw_svg(timeline: Timeline) -> str:
     for rank, row in enumerate(timeline.spans):
         top = TOP + ROW * rank
         parts.append(f'<text x="8" y="{top + 17}">rank {rank}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{top + 2}" width="{unit * timeline.makespan:.1f}" height="{ROW - 4}" fill="#f2f2f2"/>')
+        parts.append(
+            f'<rect x="{LEFT}" y="{top + 2}" width="{unit * timeline.makespan:.1f}" height="{ROW - 4}" '
+            f'fill="#f2f2f2"/>'
+        )
         parts.append(f"<g><desc>at most {peaks[rank]} activations</desc>")
         parts += [_box(span, timeline, top, unit) for span in row]
         parts.append("</g>")
@@ -95,7 +100,8 @@ def _heading(timeline: Timeline) -> list[str]:
     schedule = timeline.schedule
     peaks = ", ".join(map(str, peak_in_flight(schedule)))
     return [
-        f'<text x="8" y="20" font-size="15" font-weight="bold">{escape(schedule.name)}: bubble {timeline.bubble:.1%}</text>',
+        f'<text x="8" y="20" font-size="15" font-weight="bold">{escape(schedule.name)}: bubble '
+        f"{timeline.bubble:.1%}</text>",
         f'<text x="8" y="40">{_size(timeline)}; peak activations by rank: {peaks}</text>',
     ]
 
@@ -106,11 +112,15 @@ def _box(span: Span, timeline: Timeline, top: int, unit: float) -> str:
     stages = timeline.schedule.stages_of(timeline.schedule.rank_of_stage[action.stage])
     opacity = 1 - 0.6 * stages.index(action.stage) / len(stages)
     label = (
-        f'<text x="{left + width / 2:.1f}" y="{top + 17}" text-anchor="middle">{action.micro_batch}</text>' if width >= 9 else ""
+        f'<text x="{left + width / 2:.1f}" y="{top + 17}" text-anchor="middle">{action.micro_batch}</text>'
+        if width >= 9
+        else ""
     )
     return (
-        f'<rect x="{left:.1f}" y="{top + 2}" width="{width:.1f}" height="{ROW - 4}" fill="{COLOURS[action.kind]}" '
-        f'fill-opacity="{opacity:.2f}" stroke="white"><title>{action}: {span.start:g} to {span.end:g}</title></rect>{label}'
+        f'<rect x="{left:.1f}" y="{top + 2}" width="{width:.1f}" height="{ROW - 4}" '
+        f'fill="{COLOURS[action.kind]}" '
+        f'fill-opacity="{opacity:.2f}" stroke="white"><title>{action}: {span.start:g} to '
+        f"{span.end:g}</title></rect>{label}"
     )
 
 

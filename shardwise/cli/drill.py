@@ -21,24 +21,32 @@ if TYPE_CHECKING:
 def drill(
     job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out.")
+        list[str] | None,
+        typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out."),
     ] = None,
     faults: Annotated[
-        str, typer.Option("--faults", help="Kinds, with commas between: kill, hang, corrupt, full, term, lose.")
+        str,
+        typer.Option("--faults", help="Kinds, with commas between: kill, hang, corrupt, full, term, lose."),
     ] = "kill,hang,corrupt,full,term",
     count: Annotated[int, typer.Option("--count", min=1, help="Faults in all; kinds take turns.")] = 5,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Decides steps, ranks, files and bytes.")] = 0,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", min=1, help="Local workers; left out: one a GPU, or as many as the layout needs."),
+        typer.Option(
+            "--workers", min=1, help="Local workers; left out: one a GPU, or as many as the layout needs."
+        ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="cuda: compute on this machine's GPUs, shared where there are too few (run.device)."),
+        typer.Option(
+            "--device",
+            help="cuda: compute on this machine's GPUs, shared where there are too few (run.device).",
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Train a job undisturbed, then again while killing, freezing and corrupting, and prove that nothing was lost."""
+    """Train a job undisturbed, then again while killing, freezing and corrupting, and prove that nothing was
+    lost."""
     try:
         with stopped_as_interrupted():
             result = _drill(job, with_device(overrides, device), faults, count, seed, workers)
@@ -56,7 +64,9 @@ def drill(
     raise typer.Exit(0 if result.passes else 1)
 
 
-def _drill(job: Path, overrides: list[str], faults: str, count: int, seed: int, workers: int | None) -> DrillResult:
+def _drill(
+    job: Path, overrides: list[str], faults: str, count: int, seed: int, workers: int | None
+) -> DrillResult:
     from shardwise.cli.check_job import Crew, checks_of_run
     from shardwise.config import read
 
@@ -98,7 +108,8 @@ def _workers(config: Config, workers: int | None) -> int:
 
 
 class _DrillBar:
-    """What a person sees of a drill on standard error: a bar that is redrawn on a terminal, and what happened above it."""
+    """What a person sees of a drill on standard error: a bar that is redrawn on a terminal, and what happened
+    above it."""
 
     def __init__(self, steps: int, faults: int) -> None:
         from rich.console import Console
@@ -112,7 +123,9 @@ class _DrillBar:
             TextColumn("steps, {task.fields[faults]} faults survived"),
             TimeElapsedColumn(),
         )
-        self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
+        self._bar = Progress(
+            *columns, console=self._console, transient=True, disable=not self._console.is_terminal
+        )
         self._task = self._bar.add_task("starting", total=steps, faults=f"0 of {faults}")
         self._count, self._phase = faults, ""
 
@@ -143,7 +156,10 @@ def _show(result: DrillResult) -> None:
         *(f"among more faults than the drill did: {event}" for event in result.unexpected),
     ):
         print(line)
-    steps = f"the steps took {result.baseline.training:.1f} s undisturbed, {result.drilled_seconds:.1f} s with faults"
+    steps = (
+        f"the steps took {result.baseline.training:.1f} s undisturbed, {result.drilled_seconds:.1f} s with "
+        f"faults"
+    )
     print(f"goodput {result.goodput:.2f}: {steps}, from the beginning of the first to the end of the last")
     print(f"{'PASS' if result.passes else 'FAIL'}: {_verdict(result)}")
 
@@ -153,10 +169,20 @@ def _verdict(result: DrillResult) -> str:
     survived = counted(len(result.faults), "fault")
     if same is None:
         return f"{len(result.faults)} of {of} faults were survived; the run did not reach its end"
-    alike = "to the last bit" if same.tolerance is None else f"to rounding (relative {same.tolerance:g}: the layout changed)"
+    alike = (
+        "to the last bit"
+        if same.tolerance is None
+        else f"to rounding (relative {same.tolerance:g}: the layout changed)"
+    )
     if result.passes:
-        compared = f"the losses of {counted(same.steps, 'step')}, their data and {counted(same.tensors, 'tensor')} at the end"
-        return f"{survived} on {counted(result.workers, 'worker')}; {compared} equal the undisturbed run's {alike}"
+        compared = (
+            f"the losses of {counted(same.steps, 'step')}, their data and {counted(same.tensors, 'tensor')} "
+            f"at the end"
+        )
+        return (
+            f"{survived} on {counted(result.workers, 'worker')}; {compared} equal the undisturbed run's "
+            f"{alike}"
+        )
     return f"{survived} survived, but the run is not the undisturbed one {alike}"
 
 
@@ -164,7 +190,21 @@ def _table(result: DrillResult) -> list[str]:
     """A line a fault, in columns as wide as what is in them."""
     rows = [["fault", "step", "seconds to recover", "steps lost", "what happened"]]
     for fault in result.faults:
-        rows.append([fault.kind, str(fault.step), f"{fault.seconds_to_recover:.1f}", str(fault.steps_lost), fault.happened])
-    rows += [[fault.kind, "-", "-", "-", "not survived, or not reached"] for fault in result.planned[len(result.faults) :]]
+        rows.append(
+            [
+                fault.kind,
+                str(fault.step),
+                f"{fault.seconds_to_recover:.1f}",
+                str(fault.steps_lost),
+                fault.happened,
+            ]
+        )
+    rows += [
+        [fault.kind, "-", "-", "-", "not survived, or not reached"]
+        for fault in result.planned[len(result.faults) :]
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows] + [""]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ] + [""]

@@ -21,20 +21,35 @@ def generate(
     model: Annotated[str, typer.Argument(help="A run folder, a step-N folder, or a Hugging Face folder.")],
     prompt: Annotated[str | None, typer.Option("--prompt", help="A text to go on from.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Answer each line of standard input, as a conversation by the model's chat template.")
+        bool,
+        typer.Option(
+            "--chat",
+            help="Answer each line of standard input, as a conversation by the model's chat template.",
+        ),
     ] = False,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The longest answer, in tokens.")] = 256,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")] = 0.8,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="The longest answer, in tokens.")
+    ] = 256,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")
+    ] = 0.8,
     seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Of what is drawn.")] = 0,
 ) -> None:
-    """Continue a text, or talk, with the model of a run (on any layout) or of a Hugging Face folder, on one device."""
+    """Continue a text, or talk, with the model of a run (on any layout) or of a Hugging Face folder, on one
+    device."""
     from shardwise.data.chat import without_lone_surrogates
     from shardwise.errors import UserError
 
     if (prompt is None) != chat:
-        raise UserError("generate: give --prompt TEXT for a text to go on from, or --chat for a conversation, and not both")
+        raise UserError(
+            "generate: give --prompt TEXT for a text to go on from, or --chat for a conversation, and "
+            "not both"
+        )
     speaker, sampling = _load(model), _sampling(max_tokens, temperature, seed)
-    for stream in (sys.stdin, sys.stdout):  # what is no text in the terminal's encoding is shown so, and ends nothing
+    for stream in (
+        sys.stdin,
+        sys.stdout,
+    ):  # what is no text in the terminal's encoding is shown so, and ends nothing
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     if prompt is not None:
@@ -44,7 +59,8 @@ def generate(
 
 
 def _load(model: str) -> Speaker:
-    """The model, with its weights. What can be refused without torch is, before torch is imported, which takes seconds."""
+    """The model, with its weights. What can be refused without torch is, before torch is imported, which
+    takes seconds."""
     from shardwise.checkpoint.folder import held_model, read_manifest
     from shardwise.checkpoint.pretrained import check_tokenizer, open_folder
     from shardwise.cli.checkpoint import need_torch, newest, note_links
@@ -53,7 +69,10 @@ def _load(model: str) -> Speaker:
 
     need_torch()
     folder = Path(model)
-    with reading(model, "Give a run folder, a step-N folder or a Hugging Face folder first, and the text after --prompt."):
+    with reading(
+        model,
+        "Give a run folder, a step-N folder or a Hugging Face folder first, and the text after --prompt.",
+    ):
         is_folder = (folder / CONFIG).is_file()
     if is_folder:
         check_tokenizer(open_folder(folder))

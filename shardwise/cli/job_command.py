@@ -1,4 +1,5 @@
-"""Commands that take a job: an option of another program is answered with the key of the job to write instead.
+"""Commands that take a job: an option of another program is answered with the key of the job to write
+instead.
 
 `shardwise train job.toml --steps 10` has no such option. Settings of a job are written `section.key=value`,
 and the message names the key and the value that were meant. All other options are left to typer, which shows
@@ -21,7 +22,11 @@ class JobCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As typer does it, but for options that are keys of a job under another name."""
-        known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
+        known = {
+            name
+            for parameter in self.get_params(ctx)
+            for name in (*parameter.opts, *parameter.secondary_opts)
+        }
         if problems := list(_mistaken(args, known)):
             from shardwise.errors import ConfigError, UserError
 

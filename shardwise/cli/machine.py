@@ -14,25 +14,34 @@ if TYPE_CHECKING:
 
 
 def this_machine(workers: int | None) -> tuple[Cluster, Path | None]:
-    """The cluster of so many local workers (None: the GPUs here, or one a core up to four), and the file that it is kept in."""
+    """The cluster of so many local workers (None: the GPUs here, or one a core up to four), and the file that
+    it is kept in."""
     from shardwise.cli.doctor import torch_problem
     from shardwise.errors import UserError
     from shardwise.words import counted
 
     if problem := torch_problem():
-        raise UserError(f"no [cluster] given, and this machine cannot be measured: {problem}; or name one: cluster.preset=h100x8")
+        raise UserError(
+            f"no [cluster] given, and this machine cannot be measured: {problem}; or name one: "
+            f"cluster.preset=h100x8"
+        )
     from shardwise.probe.local import local_workers
     from shardwise.probe.quick import quick_cluster, remembered
 
     count = local_workers(workers)
     if remembered(count) is None:
-        typer.echo(f"no [cluster] given: measuring this machine with {counted(count, 'worker')}, a few seconds, once", err=True)
+        typer.echo(
+            f"no [cluster] given: measuring this machine with {counted(count, 'worker')}, a few "
+            f"seconds, once",
+            err=True,
+        )
     cluster = quick_cluster(count, warn=lambda text: typer.echo(f"warning: {text}", err=True))
     return cluster, remembered(count)
 
 
 def doubts(workers: int, named: Cluster | None, device: Device = "auto") -> Iterator[str]:
-    """What to know before so many workers start here: that they share cores or GPUs, or that the job names another machine."""
+    """What to know before so many workers start here: that they share cores or GPUs, or that the job names
+    another machine."""
     from shardwise.mesh import cores, on_gpus
     from shardwise.words import counted
 
@@ -41,7 +50,10 @@ def doubts(workers: int, named: Cluster | None, device: Device = "auto") -> Iter
         yield from sharing(workers)
     elif workers > cores():
         share = f"{counted(workers, 'worker')} on {counted(cores(), 'core')} take turns"
-        yield f"{share}: starting them and every step take that much longer. It shows that a layout works, not how fast it is"
+        yield (
+            f"{share}: starting them and every step take that much longer. It shows that a layout works, not "
+            f"how fast it is"
+        )
     if named is not None and (here := _unlike(named, have_gpus)):
         cluster = f"the cluster {named.name} ({named.devices:,} x {named.device.name}) is not this machine"
         yield f"{cluster}, which {here}: what is predicted is for that cluster, and the training is here"
@@ -59,7 +71,8 @@ def sharing(workers: int) -> Iterator[str]:
 
     if share_gpus(workers):
         yield (
-            f"{counted(workers, 'worker')} share {counted(local_gpus(), 'GPU')}: what they send to each other goes through host "
+            f"{counted(workers, 'worker')} share {counted(local_gpus(), 'GPU')}: what they send to each "
+            f"other goes through host "
             "memory, so this shows what a layout computes, not how fast it is"
         )
 

@@ -1,10 +1,11 @@
 """Where every command begins and ends.
 
-A user's mistake ends in one message on standard error and the error's status, never in a traceback. So does a limit of the system
-that is too low (limits.py).
+A user's mistake ends in one message on standard error and the error's status, never in a traceback. So does a
+limit of the system that is too low (limits.py).
 
-Importing this file costs a few milliseconds. The commands (app.py) are imported once signals are answered for: a scheduler may
-change its mind in the first moment of a job. What comes before, the start of Python itself, cannot be covered.
+Importing this file costs a few milliseconds. The commands (app.py) are imported once signals are answered
+for: a scheduler may change its mind in the first moment of a job. What comes before, the start of Python
+itself, cannot be covered.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from shardwise.resilience.stopping import stopped_with_nothing_begun
 
 
 def main() -> None:
-    """Run a command; turn a user's mistake into one message. Mistakes in the words of the command are typer's to answer."""
+    """Run a command; turn a user's mistake into one message. Mistakes in the words of the command are typer's
+    to answer."""
     try:
         with stopped_with_nothing_begun(sys.argv[1:2] == ["train"]):
             from shardwise.cli.app import app
@@ -43,5 +45,8 @@ def _mistake_of_place(error: BaseException) -> str | None:
     except OSError:
         return "the folder that this shell is in was removed; change to another, with cd"
     if "--install-completion" in sys.argv:
-        return f"{error.filename}: cannot be written ({error.strerror}); --show-completion prints what belongs there"
+        return (
+            f"{error.filename}: cannot be written ({error.strerror}); --show-completion prints what "
+            f"belongs there"
+        )
     return None

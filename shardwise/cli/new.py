@@ -1,8 +1,9 @@
 """`shardwise new NAME`: a folder to begin with, made from the templates that are part of the package.
 
-A template is a folder beside this file: a commented job, a README, and what they need. Each is a job that runs as it is, on two
-CPU cores too, so that the first change is made to something that works. In its text `NAME` is the name that was given, and in
-commands `JOB_FILE` and `RUN_FOLDER` are the paths of the job and of its run, quoted for a shell.
+A template is a folder beside this file: a commented job, a README, and what they need. Each is a job that
+runs as it is, on two CPU cores too, so that the first change is made to something that works. In its text
+`NAME` is the name that was given, and in commands `JOB_FILE` and `RUN_FOLDER` are the paths of the job and of
+its run, quoted for a shell.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def new(
     template: Annotated[
         Template,
         typer.Option(
-            "--template", help="A first run; a model from scratch; one that goes on from Hugging Face; a module of your own."
+            "--template",
+            help="A first run; a model from scratch; one that goes on from Hugging Face; a module of "
+            "your own.",
         ),
     ] = Template.QUICKSTART,
 ) -> None:
@@ -59,15 +62,24 @@ def _quoted(path: str) -> str:
 
 
 def _contents(name: str, template: Template) -> dict[str, str]:
-    """What the folder will hold: text by file name. The job has the folder's name, which is that of its runs too."""
-    files = {path.name: path.read_text(encoding="utf-8") for path in (TEMPLATES / template).iterdir() if path.is_file()}
+    """What the folder will hold: text by file name. The job has the folder's name, which is that of its runs
+    too."""
+    files = {
+        path.name: path.read_text(encoding="utf-8")
+        for path in (TEMPLATES / template).iterdir()
+        if path.is_file()
+    }
     words = {"NAME": name, "JOB_FILE": _quoted(f"{name}.toml"), "RUN_FOLDER": _quoted(f"runs/{name}")}
 
     def filled(text: str) -> str:
         return re.sub("|".join(words), lambda found: words[found[0]], text)
 
     files = {f"{name}.toml" if file == "job.toml" else file: filled(text) for file, text in files.items()}
-    return files if template == Template.FINE_TUNE else {**files, TEXT: (TEMPLATES / TEXT).read_text(encoding="utf-8")}
+    return (
+        files
+        if template == Template.FINE_TUNE
+        else {**files, TEXT: (TEMPLATES / TEXT).read_text(encoding="utf-8")}
+    )
 
 
 def _write(folder: Path, contents: dict[str, str]) -> None:

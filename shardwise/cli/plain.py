@@ -7,7 +7,8 @@ from typing import Any
 
 
 def plain(answer: Any) -> Any:
-    """A dataclass as a dictionary, those inside it too, without fields that are not shown (`repr=False`): jobs, searches."""
+    """A dataclass as a dictionary, those inside it too, without fields that are not shown (`repr=False`):
+    jobs, searches."""
     if is_dataclass(answer):
         return {field.name: plain(getattr(answer, field.name)) for field in fields(answer) if field.repr}
     return [plain(part) for part in answer] if isinstance(answer, tuple) else answer

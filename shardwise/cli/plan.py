@@ -1,7 +1,8 @@
-"""`shardwise plan JOB`: the best layout for a job before anything runs, with the reason; for people, programs, or as a page.
+"""`shardwise plan JOB`: the best layout for a job before anything runs, with the reason; for people,
+programs, or as a page.
 
-Needs no torch where the job names its cluster. `--schedule` draws the pipeline schedule of the layout given: the very value that
-`shardwise train` would run.
+Needs no torch where the job names its cluster. `--schedule` draws the pipeline schedule of the layout given:
+the very value that `shardwise train` would run.
 """
 
 from __future__ import annotations
@@ -24,26 +25,48 @@ def plan(
     job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out. A layout key fixes it."),
+        typer.Argument(
+            help="Changes to it, as section.key=value; section.key= leaves a key out. A layout key fixes it."
+        ),
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write the answer as one page to this file.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="List every candidate, not each layout in its best form.")] = False,
-    scale: Annotated[str | None, typer.Option("--scale", help="Scaling curves over these device counts: 8,16,32.")] = None,
-    fewest: Annotated[bool, typer.Option("--fewest", help="The fewest devices on which it fits; with --days, in time.")] = False,
-    maximise: Annotated[str | None, typer.Option("--maximise", help="`sequence` or `batch`: the most that fits.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write the answer as one page to this file.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List every candidate, not each layout in its best form.")
+    ] = False,
+    scale: Annotated[
+        str | None, typer.Option("--scale", help="Scaling curves over these device counts: 8,16,32.")
+    ] = None,
+    fewest: Annotated[
+        bool, typer.Option("--fewest", help="The fewest devices on which it fits; with --days, in time.")
+    ] = False,
+    maximise: Annotated[
+        str | None, typer.Option("--maximise", help="`sequence` or `batch`: the most that fits.")
+    ] = None,
     flops: Annotated[
-        float | None, typer.Option("--compute-budget", help="FLOPs: the compute-optimal model and tokens for them.")
+        float | None,
+        typer.Option("--compute-budget", help="FLOPs: the compute-optimal model and tokens for them."),
     ] = None,
     days: Annotated[
-        float | None, typer.Option("--days", help="The compute-optimal model for so many days here; with --fewest, a deadline.")
+        float | None,
+        typer.Option(
+            "--days", help="The compute-optimal model for so many days here; with --fewest, a deadline."
+        ),
     ] = None,
     storage: Annotated[
-        float, typer.Option("--storage", help="GB/s of the storage that checkpoints go to, from all nodes together.")
+        float,
+        typer.Option(
+            "--storage", help="GB/s of the storage that checkpoints go to, from all nodes together."
+        ),
     ] = 20.0,
     failures: Annotated[
-        float | None, typer.Option("--failures", help="Hours of one device between failures; left out: as Llama 3 saw.")
+        float | None,
+        typer.Option("--failures", help="Hours of one device between failures; left out: as Llama 3 saw."),
     ] = None,
-    schedule: Annotated[bool, typer.Option("--schedule", help="Draw the pipeline's schedule, with its bubble.")] = False,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Draw the pipeline's schedule, with its bubble.")
+    ] = False,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write the drawing to this file as SVG.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
@@ -104,7 +127,11 @@ class _Asked:
     @property
     def questions(self) -> list[str]:
         """As options, but for budgets."""
-        asked = {"--scale": self.scale is not None, "--fewest": self.fewest, "--maximise": self.maximise is not None}
+        asked = {
+            "--scale": self.scale is not None,
+            "--fewest": self.fewest,
+            "--maximise": self.maximise is not None,
+        }
         return [option for option, given in asked.items() if given]
 
 
@@ -114,7 +141,11 @@ def _problems_of_questions(asked: _Asked, html: Path | None, schedule: bool) -> 
     questions, flops, days = asked.questions, asked.flops, asked.days
     if html is not None and (asked.anything or schedule):
         yield "--html: shows the best layout; leave the other questions out, or ask them without it"
-    if len(questions) > 1 or (questions and flops is not None) or (questions and days is not None and not asked.fewest):
+    if (
+        len(questions) > 1
+        or (questions and flops is not None)
+        or (questions and days is not None and not asked.fewest)
+    ):
         yield f"{' and '.join(questions)}: one question at a time; --days goes with --fewest or alone"
     elif flops is not None and days is not None:
         yield "give --compute-budget or --days, not both"
@@ -183,7 +214,13 @@ def _answer(
     content["best"] |= drawings(result)
     more = beyond(config, result, 1e9 * storage, failures or DEVICE_HOURS)
     chosen = [f"compression {config.layout.compression or 'none'}: {searched.why}"] if searched.why else []
-    return {"version": __version__, **content, "job": job, "beyond": more, "advice": [*chosen, *advice_of(more)]}
+    return {
+        "version": __version__,
+        **content,
+        "job": job,
+        "beyond": more,
+        "advice": [*chosen, *advice_of(more)],
+    }
 
 
 def _show(answer: dict[str, Any]) -> None:
@@ -257,8 +294,8 @@ def _pipeline(config: Config) -> _Pipeline:
 
 
 def _micro_batches(config: Config) -> int:
-    """Micro-batches of one pipeline. An open data axis has the devices of the cluster that the other axes leave; where the job
-    names none, it counts as one."""
+    """Micro-batches of one pipeline. An open data axis has the devices of the cluster that the other axes
+    leave; where the job names none, it counts as one."""
     from shardwise.cost.clusters import asked_for
     from shardwise.plan import choose, micro_batch_size
 
@@ -304,7 +341,9 @@ def _as_text(pipeline: _Pipeline) -> str:
     rows = [f"{'rank':<6}{'activations':<13}{'idle':<8}stages"]
     peaks = peak_in_flight(schedule)
     for rank in range(schedule.ranks):
-        stages = ", ".join(f"{stage} ({counted(pipeline.blocks[stage], 'block')})" for stage in schedule.stages_of(rank))
+        stages = ", ".join(
+            f"{stage} ({counted(pipeline.blocks[stage], 'block')})" for stage in schedule.stages_of(rank)
+        )
         rows.append(f"{rank:<6}{peaks[rank]:<13}{pipeline.timeline.idle[rank]:<8.1%}{stages}")
     by_cost = f"with the embedding and the head counted, the bubble is {pipeline.by_cost.bubble:.1%}"
     return "\n".join([summary(pipeline.timeline), "", draw_text(pipeline.timeline), "", *rows, "", by_cost])

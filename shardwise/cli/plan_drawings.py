@@ -1,4 +1,5 @@
-"""What pictures of the winner are drawn from: its timeline, where its ranks sit on the cluster, and what crosses which links."""
+"""What pictures of the winner are drawn from: its timeline, where its ranks sit on the cluster, and what
+crosses which links."""
 
 from __future__ import annotations
 
@@ -16,14 +17,19 @@ from shardwise.search.search import SearchResult
 MAPPED = 4096
 """Ranks whose node is given; on a larger cluster the pattern repeats."""
 DRAWN = 24
-"""Micro-batches of a timeline, or three for each pipeline rank where that is more; a longer middle looks like the middle."""
+"""Micro-batches of a timeline, or three for each pipeline rank where that is more; a longer middle looks like
+the middle."""
 
 
 def drawings(result: SearchResult) -> dict[str, Any]:
     """All of them as plain data, of a search that found a layout."""
     best = int(result.order[0])
     winner = result.space.take([best])
-    return {"links": _links(result, winner), "timeline": _timeline(result, best), "map": _map(winner, result.cluster)}
+    return {
+        "links": _links(result, winner),
+        "timeline": _timeline(result, best),
+        "map": _map(winner, result.cluster),
+    }
 
 
 def _links(result: SearchResult, winner: Space) -> list[dict[str, Any]]:
@@ -43,17 +49,30 @@ def _timeline(result: SearchResult, best: int) -> dict[str, Any] | None:
     if row["pipeline"] == 1:
         return None
     micro_batches = min(row["accumulation"], max(DRAWN, 3 * row["pipeline"]))
-    schedule = make_schedule(SCHEDULES[row["schedule"]], row["pipeline"], micro_batches, row["stages_per_rank"])
+    schedule = make_schedule(
+        SCHEDULES[row["schedule"]], row["pipeline"], micro_batches, row["stages_per_rank"]
+    )
     third = float(result.prediction(best).block_seconds[0]) * result.work.model.layers / schedule.stages / 3
     played = simulate(schedule, third, third, third)
     rows = [
         [
-            {"stage": s.action.stage, "kind": s.action.kind, "micro_batch": s.action.micro_batch, "start": s.start, "end": s.end}
+            {
+                "stage": s.action.stage,
+                "kind": s.action.kind,
+                "micro_batch": s.action.micro_batch,
+                "start": s.start,
+                "end": s.end,
+            }
             for s in spans
         ]
         for spans in played.spans
     ]
-    return {"rank_rows": rows, "makespan": played.makespan, "micro_batches": micro_batches, "of": row["accumulation"]}
+    return {
+        "rank_rows": rows,
+        "makespan": played.makespan,
+        "micro_batches": micro_batches,
+        "of": row["accumulation"],
+    }
 
 
 def _map(winner: Space, cluster: Cluster) -> list[dict[str, int]]:

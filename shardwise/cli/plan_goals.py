@@ -1,4 +1,5 @@
-"""Other questions to the planner: scaling curves, a compute budget, the fewest devices, the longest sequence or largest batch."""
+"""Other questions to the planner: scaling curves, a compute budget, the fewest devices, the longest sequence
+or largest batch."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def _curve(title: str, points: Any) -> Any:
     from shardwise.search.reasons import describe_term, format_seconds
 
     rows = [
-        [f"{point.devices:,}", format_seconds(point.step_seconds), f"{point.tokens_per_second:,.0f}", f"{point.efficiency:.1%}",
+        [f"{point.devices:,}", format_seconds(point.step_seconds), f"{point.tokens_per_second:,.0f}",
+        f"{point.efficiency:.1%}",
          point.layout, describe_term(point.breaks) if point.breaks else ""]
         if point.works
         else [f"{point.devices:,}", "", "", "", point.reason or "", ""]
@@ -65,13 +67,18 @@ def budget(config: Config, cluster: Cluster, flops: float | None, days: float | 
     shape = answer["model"]
     size = f"{format_count(answer['parameters'])} parameters on {format_count(answer['tokens'])} tokens"
     lines = [
-        f"{answer['flops']:.3g} FLOPs are best spent on {size}; predicted loss {answer['loss']:.3f} nats a token",
-        f"a shape near it: layers {shape['layers']}, hidden {shape['hidden']}, heads {shape['heads']}, ffn {shape['ffn']}",
-        f"on {cluster.devices:,} x {cluster.device.name} with {answer['layout']}: {format_span(answer['seconds'])}, "
+        f"{answer['flops']:.3g} FLOPs are best spent on {size}; predicted loss {answer['loss']:.3f} nats "
+        f"a token",
+        f"a shape near it: layers {shape['layers']}, hidden {shape['hidden']}, heads {shape['heads']}, ffn "
+        f"{shape['ffn']}",
+        f"on {cluster.devices:,} x {cluster.device.name} with {answer['layout']}: "
+        f"{format_span(answer['seconds'])}, "
         f"{format_figure(answer['device_hours'])} device hours{_costs(answer)}",
         f"this job's own model would see {format_count(answer['this_model']['tokens'])} tokens "
-        f"({answer['this_model']['tokens_per_parameter']:.3g} a parameter): predicted loss {answer['this_model']['loss']:.3f}",
-        "law: Hoffmann et al. 2022 with 20 tokens a parameter; its own fit and the replication of 2024 are in --json",
+        f"({answer['this_model']['tokens_per_parameter']:.3g} a parameter): predicted loss "
+        f"{answer['this_model']['loss']:.3f}",
+        "law: Hoffmann et al. 2022 with 20 tokens a parameter; its own fit and the replication of 2024 are "
+        "in --json",
     ]
     return answer, lines
 
@@ -93,7 +100,10 @@ def fewest(config: Config, cluster: Cluster, days: float | None) -> Answer:
         smallest = smallest_that_fits(config, cluster)
         return plain(smallest), [smallest.sentence]
     answer = fewest_devices(config, cluster, days)
-    rows = [[f"{t.devices:,}", f"{t.days:,.3g}" if t.days is not None else "", t.reason or ""] for t in answer.tried]
+    rows = [
+        [f"{t.devices:,}", f"{t.days:,.3g}" if t.days is not None else "", t.reason or ""]
+        for t in answer.tried
+    ]
     return plain(answer), [answer.sentence, table("tried", ["devices", "days", "why"], rows)]
 
 

@@ -1,16 +1,18 @@
 """The planner's answer as one page: a file to open by a double click, to print, or to send to a colleague.
 
-The page is the JSON object of `shardwise plan --json` and a template, `plan_page.html`, that draws it. What is read (headline,
-config, reasons) is put in as text here; what is drawn or filtered goes in as data and is drawn by the script in the template.
-Nothing is loaded from anywhere, and a content security policy in the page forbids it, so a page shows tomorrow what it shows
-today.
+The page is the JSON object of `shardwise plan --json` and a template, `plan_page.html`, that draws it. What
+is read (headline, config, reasons) is put in as text here; what is drawn or filtered goes in as data and is
+drawn by the script in the template. Nothing is loaded from anywhere, and a content security policy in the
+page forbids it, so a page shows tomorrow what it shows today.
 
-A search may try a hundred thousand layouts for thousands of ranks; a page that embeds them all opens slowly or not at all. So it
-is bounded by construction: candidates are stored as columns (a column that never varies as one value, words by number, numbers
-with four digits), and only the best `CANDIDATES`; a pipeline with too many actions shows some of its ranks; a large cluster is
-drawn by the node, or by several, with the range of coordinates they hold. The page says so where it leaves something out.
+A search may try a hundred thousand layouts for thousands of ranks; a page that embeds them all opens slowly
+or not at all. So it is bounded by construction: candidates are stored as columns (a column that never varies
+as one value, words by number, numbers with four digits), and only the best `CANDIDATES`; a pipeline with too
+many actions shows some of its ranks; a large cluster is drawn by the node, or by several, with the range of
+coordinates they hold. The page says so where it leaves something out.
 
-Text from outside (job names, reasons) is escaped; the embedded JSON has no `<`, so no name can end the script that holds it.
+Text from outside (job names, reasons) is escaped; the embedded JSON has no `<`, so no name can end the script
+that holds it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ AXES = ("pipeline", "replica", "data", "context", "tensor")
 LAYOUT = (*AXES, "expert", "zero", "stages_per_rank", "attention", "offload")
 SETTINGS = ("micro_batch", "accumulation", "schedule", "recompute", "fits", "kind", "mfu")
 
-# Every colour keeps 3:1 against a white and a near-black page; what has one name has one colour all over the page.
+# Every colour keeps 3:1 against a white and a near-black page; what has one name has one colour all over the
+# page.
 AXIS_COLOURS = {
     "tensor": "#ce6f33",
     "context": "#b48c2b",
@@ -90,7 +93,9 @@ def render_page(answer: Mapping[str, Any]) -> str:
         config=escape(best.get("config", "")),
         runner_up=_runner_up(answer.get("runner_up")),
         rejected=_rejected(answer.get("rejected", {})),
-        binding=_sentences(answer.get("binding", ()), "Nothing binds: the fastest layout is allowed and fits."),
+        binding=_sentences(
+            answer.get("binding", ()), "Nothing binds: the fastest layout is allowed and fits."
+        ),
         advice=_sentences(answer.get("advice", ()), "None."),
         footer=escape(_footer(answer)),
         data=_script_safe(_drawn(answer)),
@@ -103,7 +108,10 @@ def _cluster_line(answer: Mapping[str, Any]) -> str:
     parts = [f"{cluster['name']}: {cluster['devices']:,} x {cluster['device']} in {nodes}"]
     if parameters := model.get("parameters"):
         active = model.get("active_parameters", parameters)
-        parts.append(f"{_short(parameters)} parameters" + (f" ({_short(active)} active)" if active != parameters else ""))
+        parts.append(
+            f"{_short(parameters)} parameters"
+            + (f" ({_short(active)} active)" if active != parameters else "")
+        )
     if tokens := answer.get("tokens_per_step"):
         parts.append(f"{tokens:,} tokens a step")
     return "; ".join(parts)
@@ -120,7 +128,10 @@ def _tiles(answer: Mapping[str, Any]) -> str:
         (f"{best['step_seconds']['total']:.4g} s", "a step"),
         (f"{best['tokens_per_second_per_device']:,.0f}", "tokens/s per device"),
         ("n/a" if best["mfu"] is None else f"{best['mfu']:.1%}", "MFU"),
-        (f"{total:.1f} of {limit:.1f} GiB", "peak memory" if best.get("fits", True) else "peak memory: does not fit"),
+        (
+            f"{total:.1f} of {limit:.1f} GiB",
+            "peak memory" if best.get("fits", True) else "peak memory: does not fit",
+        ),
     ]
     return "\n".join(f"<div><dt>{label}</dt><dd>{figure}</dd></div>" for figure, label in figures)
 
@@ -135,14 +146,19 @@ def _short(count: float) -> str:
 def _runner_up(candidate: Mapping[str, Any] | None) -> str:
     if candidate is None:
         return "No layout of another kind fits."
-    return f"Next best of another kind: <b>{escape(candidate['kind'])}</b>. {escape(candidate.get('loses_on', ''))}"
+    return (
+        f"Next best of another kind: <b>{escape(candidate['kind'])}</b>. "
+        f"{escape(candidate.get('loses_on', ''))}"
+    )
 
 
 def _rejected(reasons: Mapping[str, int]) -> str:
     if not reasons:
         return "<p>None was refused.</p>"
     ordered = sorted(reasons.items(), key=lambda item: -item[1])
-    rows = "".join(f"<tr><td>{escape(reason)}</td><td class=n>{count:,}</td></tr>" for reason, count in ordered)
+    rows = "".join(
+        f"<tr><td>{escape(reason)}</td><td class=n>{count:,}</td></tr>" for reason, count in ordered
+    )
     head = "<tr><th scope=col>Reason</th><th scope=col class=n>Layouts</th></tr>"
     return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
 
@@ -163,10 +179,16 @@ def _drawn(answer: Mapping[str, Any]) -> dict[str, Any]:
     """What the script draws."""
     best, runner_up = answer["best"], answer.get("runner_up")
     candidates = sorted(
-        answer.get("candidates", ()), key=lambda candidate: (not candidate["fits"], candidate["step_seconds"]["total"])
+        answer.get("candidates", ()),
+        key=lambda candidate: (not candidate["fits"], candidate["step_seconds"]["total"]),
     )
     return {
-        "colours": {"memory": MEMORY_COLOURS, "seconds": TERM_COLOURS, "axis": AXIS_COLOURS, "action": ACTION_COLOURS},
+        "colours": {
+            "memory": MEMORY_COLOURS,
+            "seconds": TERM_COLOURS,
+            "axis": AXIS_COLOURS,
+            "action": ACTION_COLOURS,
+        },
         "meaning": MEANING,
         "limit": best["memory_limit_gib"],
         "device": answer["cluster"].get("memory_gib"),
@@ -182,7 +204,8 @@ def _drawn(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(candidate: Mapping[str, Any]) -> dict[str, Any]:
-    """A candidate as one row of a table: `memory weights`, `seconds matmul` and the choices that lead to them."""
+    """A candidate as one row of a table: `memory weights`, `seconds matmul` and the choices that lead to
+    them."""
     layout = candidate["layout"]
     row = {name: layout[name] for name in LAYOUT if layout.get(name) is not None}
     row.update({name: candidate[name] for name in SETTINGS})
@@ -217,11 +240,14 @@ def _column(values: list[Any]) -> Any:
 
 
 def _as_integer(value: Any) -> Any:
-    return int(value) if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()) else value
+    return (
+        int(value) if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()) else value
+    )
 
 
 def _timeline(timeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The rows of a pipeline's ranks, or of evenly spread ranks and the last, where all would be too many boxes."""
+    """The rows of a pipeline's ranks, or of evenly spread ranks and the last, where all would be too many
+    boxes."""
     if timeline is None or len(timeline["rank_rows"]) < 2:
         return None
     rows = timeline["rank_rows"]
@@ -241,18 +267,24 @@ def _span(span: Mapping[str, Any]) -> list[Any]:
 
 
 def _cells(ranks: Sequence[Mapping[str, int]]) -> dict[str, Any]:
-    """A cell a rank; on large clusters a cell a node, or some nodes, with the first and last coordinate in it on each axis."""
+    """A cell a rank; on large clusters a cell a node, or some nodes, with the first and last coordinate in it
+    on each axis."""
     ordered = sorted(ranks, key=lambda entry: (entry["node"], entry["rank"]))
     if len(ordered) <= CELLS:
         groups = [[entry] for entry in ordered]
         nodes_of_a_cell = 0
     else:
         nodes_of_a_cell = ceil(len({entry["node"] for entry in ordered}) / CELLS)
-        groups = [list(group) for _, group in groupby(ordered, key=lambda entry: entry["node"] // nodes_of_a_cell)]
+        groups = [
+            list(group) for _, group in groupby(ordered, key=lambda entry: entry["node"] // nodes_of_a_cell)
+        ]
     return {
         "nodes_of_a_cell": nodes_of_a_cell,
         "sizes": {axis: 1 + max((entry[axis] for entry in ordered), default=0) for axis in AXES},
-        "cells": [[group[0]["node"], group[-1]["node"], group[0]["rank"], group[-1]["rank"], _ranges(group)] for group in groups],
+        "cells": [
+            [group[0]["node"], group[-1]["node"], group[0]["rank"], group[-1]["rank"], _ranges(group)]
+            for group in groups
+        ],
     }
 
 

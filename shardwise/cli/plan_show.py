@@ -1,4 +1,5 @@
-"""The planner's answer in a terminal: the winner to paste, bars of memory and time, the next best, what binds."""
+"""The planner's answer in a terminal: the winner to paste, bars of memory and time, the next best, what
+binds."""
 
 from __future__ import annotations
 
@@ -44,9 +45,12 @@ def show(answer: Mapping[str, Any], console: Console) -> None:
 
 def _headline(answer: Mapping[str, Any], console: Console) -> None:
     best, cluster = answer["best"], answer["cluster"]
-    size = f"{cluster['devices']:,} x {cluster['device']} ({cluster['nodes']} x {cluster['devices_per_node']})"
+    size = (
+        f"{cluster['devices']:,} x {cluster['device']} ({cluster['nodes']} x {cluster['devices_per_node']})"
+    )
     console.print(
-        f"{format_count(answer['model']['parameters'])} parameters on {size}, {answer['tokens_per_step']:,} tokens a step"
+        f"{format_count(answer['model']['parameters'])} parameters on {size}, {answer['tokens_per_step']:,} "
+        f"tokens a step"
     )
     mfu = "" if best["mfu"] is None else f", MFU {best['mfu']:.1%}"
     speed = f"{best['tokens_per_second_per_device']:,.0f} tokens/s a device{mfu}"
@@ -81,14 +85,20 @@ def advice_of(beyond: Mapping[str, Any]) -> list[str]:
         text += f", {format_figure(run['money'])} in money"
     advice = saves["advice"]
     every = f"save every {counted(advice['every_steps'], 'step')} ({format_span(advice['every_seconds'])})"
-    storage = f"{format_figure(saves['storage_bytes'] / 1e9)} GB on storage of {saves['storage_gb_s']:g} GB/s in all (--storage)"
+    storage = (
+        f"{format_figure(saves['storage_bytes'] / 1e9)} GB on storage of {saves['storage_gb_s']:g} GB/s in "
+        f"all (--storage)"
+    )
     sentences = [text, f"{every}: {advice['expected_goodput']:.1%} of the time counts, {storage}"]
     if (hide := beyond["to_hide"]) is not None:
         where = "between nodes" if hide["link"] == "between" else "inside a node"
         needed = "no bandwidth" if hide["needed_gb_s"] is None else f"{hide['needed_gb_s']:.3g} GB/s a device"
         enough = hide["needed_gb_s"] is not None and hide["needed_gb_s"] <= hide["has_gb_s"]
         rest = "; they still cost the memory and cores that they share with the computing" if enough else ""
-        sentences.append(f"to hide gathers and gradient sums {where} takes {needed}, and there are {hide['has_gb_s']:.3g}{rest}")
+        sentences.append(
+            f"to hide gathers and gradient sums {where} takes {needed}, and there are "
+            f"{hide['has_gb_s']:.3g}{rest}"
+        )
     return [*sentences, *_on_compression(beyond)]
 
 
@@ -98,10 +108,15 @@ def _on_compression(beyond: Mapping[str, Any]) -> Iterator[str]:
     if (codec := beyond["compression"]) is not None:
         quicker = step / choices[codec]["step_seconds"]
         accept = f'write layout.compression = "{codec}", or layout = "auto+lossy", to accept that'
-        yield f"gradients sent as {codec} would make a step {quicker:.3g} times quicker, and change the numbers: {accept}"
+        yield (
+            f"gradients sent as {codec} would make a step {quicker:.3g} times quicker, and change the "
+            f"numbers: {accept}"
+        )
     if (plain := choices.get(PLAIN)) is not None and plain["step_seconds"] < step:
         without = format_seconds(plain["step_seconds"])
-        yield f"compression does not pay here: a step without it takes {without}; leave layout.compression out"
+        yield (
+            f"compression does not pay here: a step without it takes {without}; leave layout.compression out"
+        )
 
 
 def _rejected(answer: Mapping[str, Any], console: Console) -> None:

@@ -1,4 +1,5 @@
-"""`shardwise probe`: measure this machine, or the cluster this was started on, and write the file that the planner reads."""
+"""`shardwise probe`: measure this machine, or the cluster this was started on, and write the file that the
+planner reads."""
 
 from __future__ import annotations
 
@@ -24,13 +25,20 @@ if TYPE_CHECKING:
 def probe(
     workers: Annotated[
         int | None,
-        typer.Option("--workers", min=1, help="Local workers; left out: one a GPU, or one a core, from 2 to 4."),
+        typer.Option(
+            "--workers", min=1, help="Local workers; left out: one a GPU, or one a core, from 2 to 4."
+        ),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", help="The cluster file to write.")] = Path("cluster.toml"),
-    quick: Annotated[bool, typer.Option("--quick", help="Seconds, from fewer sizes; collectives over all devices only.")] = False,
+    output: Annotated[Path, typer.Option("--output", help="The cluster file to write.")] = Path(
+        "cluster.toml"
+    ),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Seconds, from fewer sizes; collectives over all devices only.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Measure this machine (products, attention, memory, collectives) and write a cluster file that `plan` and `train` use."""
+    """Measure this machine (products, attention, memory, collectives) and write a cluster file that `plan`
+    and `train` use."""
     start = time.monotonic()
     try:
         with stopped_as_interrupted():
@@ -65,7 +73,8 @@ def _probe(workers: int | None, output: Path, quick: bool) -> Cluster | None:
     if isinstance(launch, Worker):
         if workers is not None:
             raise UserError(
-                f"--workers {workers}: {launch.launcher} has started the workers, {launch.world} of them; leave it out"
+                f"--workers {workers}: {launch.launcher} has started the workers, {launch.world} of them; "
+                f"leave it out"
             )
         return _be_worker(launch, output, budgets)
     node = launch if isinstance(launch, Node) else None
@@ -116,13 +125,16 @@ def _written(output: Path, cluster: Cluster) -> Cluster:
     try:
         save_cluster(output, cluster)
     except OSError as error:
-        raise UserError(f"--output {output}: cannot be written ({error.strerror}); give another path") from None
+        raise UserError(
+            f"--output {output}: cannot be written ({error.strerror}); give another path"
+        ) from None
     return cluster
 
 
 @contextmanager
 def _shown(leads: bool) -> Iterator[Tell]:
-    """A bar on standard error with what is measured and how long it will take; a line for each thing where it is no terminal."""
+    """A bar on standard error with what is measured and how long it will take; a line for each thing where it
+    is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -157,7 +169,10 @@ def _as_text(cluster: Cluster) -> list[str]:
     nodes = f"{cluster.nodes} nodes of " if cluster.nodes > 1 else ""
     rows = {
         "devices": f"{nodes}{cluster.devices_per_node} x {device.name}; figures are of {whose}",
-        **{f"{precision} products": _speed(peak, _share(device, precision)) for precision, peak in device.peak.items()},
+        **{
+            f"{precision} products": _speed(peak, _share(device, precision))
+            for precision, peak in device.peak.items()
+        },
         "short sides": f"cost as much as the work at {device.matmul_knee:.0f}",
         "attention": f"{device.attention:.0%} of the peak, knee at {device.attention_knee:.0f} tokens",
         "memory moves": _reached(device.bandwidth, device.stream, "GB/s", 1e9),
@@ -167,14 +182,21 @@ def _as_text(cluster: Cluster) -> list[str]:
     }
     margin = max(map(len, rows))
     lines = [f"{name:<{margin}}  {value}" for name, value in rows.items()]
-    return [*lines, *_link_rows("inside a node", cluster.inside), *_link_rows("between nodes", cluster.between)]
+    return [
+        *lines,
+        *_link_rows("inside a node", cluster.inside),
+        *_link_rows("between nodes", cluster.between),
+    ]
 
 
 def _link_rows(where: str, link: Link) -> list[str]:
     if not link.measured:
         return []
     head = f"{where:<16}{'members':>8}{'latency us':>12}{'GB/s':>10}"
-    rows = (f"{row.kind:<16}{row.members:>8}{row.latency * 1e6:>12.1f}{row.bandwidth / 1e9:>10.2f}" for row in link.measured)
+    rows = (
+        f"{row.kind:<16}{row.members:>8}{row.latency * 1e6:>12.1f}{row.bandwidth / 1e9:>10.2f}"
+        for row in link.measured
+    )
     return ["", head, *rows]
 
 

@@ -1,6 +1,7 @@
 """`shardwise report RUN`: what happened in a run, for people or, with `--json`, for programs.
 
-With `--calibrate` the planner learns from it: what was measured is folded into the cluster file that the next plan is made with.
+With `--calibrate` the planner learns from it: what was measured is folded into the cluster file that the next
+plan is made with.
 """
 
 from __future__ import annotations
@@ -20,19 +21,27 @@ if TYPE_CHECKING:
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The run folder: run.folder of the job, for example runs/quickstart.")],
+    run: Annotated[
+        Path, typer.Argument(help="The run folder: run.folder of the job, for example runs/quickstart.")
+    ],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Correct the run's cluster file by what was measured, for the next plan.")
+        bool,
+        typer.Option(
+            "--calibrate", help="Correct the run's cluster file by what was measured, for the next plan."
+        ),
     ] = False,
     cluster: Annotated[
         Path | None,
         typer.Option(
-            "--cluster", help="With --calibrate: the cluster file to correct, or to make; needed if the job names a preset."
+            "--cluster",
+            help="With --calibrate: the cluster file to correct, or to make; needed if the job names a "
+            "preset.",
         ),
     ] = None,
 ) -> None:
-    """What happened in a run: loss, speed, MFU, memory, time, communication, goodput, faults, and what had been predicted."""
+    """What happened in a run: loss, speed, MFU, memory, time, communication, goodput, faults, and what had
+    been predicted."""
     from shardwise.errors import UserError, printable
     from shardwise.observe.records import to_json
     from shardwise.observe.report import render, summarise
@@ -45,7 +54,10 @@ def report(
     learned = _calibrate(run, summary, cluster) if calibrate else None
     trace = merge(run)
     if json:
-        more = {"trace": None if trace is None else str(trace), **({} if learned is None else {"calibration": learned})}
+        more = {
+            "trace": None if trace is None else str(trace),
+            **({} if learned is None else {"calibration": learned}),
+        }
         print(to_json({**summary, **more}, indent=2))
         return
     from rich.console import Console
@@ -69,7 +81,10 @@ def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[s
         why = "A run keeps one if its job names a cluster: a preset, or a file as `shardwise probe` writes it"
         raise UserError(f"--calibrate: {run} has no prediction. {why}")
     if summary["measured_steps"] < LEAST_STEPS:
-        few = f"{counted(summary['measured_steps'], 'step')} of {run} can be compared with the plan (the first two warm up)"
+        few = (
+            f"{counted(summary['measured_steps'], 'step')} of {run} can be compared with the plan (the first "
+            f"two warm up)"
+        )
         raise UserError(f"--calibrate: {few}; it takes {LEAST_STEPS} or more. Train for longer")
     config = _as_planned(read(run / "config.toml"), summary)
     path = _file(config, asked)
@@ -85,12 +100,16 @@ def _calibrate(run: Path, summary: dict[str, Any], asked: Path | None) -> dict[s
             for change in changes
             for name, before, after in zip(change.terms, change.before, change.after, strict=True)
         ],
-        "step_seconds": {"predicted": _step_seconds(config, summary, new)["total"], "measured": rows[0]["measured"]},
+        "step_seconds": {
+            "predicted": _step_seconds(config, summary, new)["total"],
+            "measured": rows[0]["measured"],
+        },
     }
 
 
 def _as_planned(config: Config, summary: dict[str, Any]) -> Config:
-    """The run's job with what its plan decided, as far as a prediction depends on it: recomputation, and which cluster."""
+    """The run's job with what its plan decided, as far as a prediction depends on it: recomputation, and
+    which cluster."""
     update: dict[str, Any] = {}
     if summary["recompute"] is not None:
         update["train"] = config.train.model_copy(update={"recompute": summary["recompute"]})
@@ -106,12 +125,16 @@ def _file(config: Config, asked: Path | None) -> Path:
         return asked
     if config.cluster.file is None:
         preset = f"the preset {config.cluster.preset}" if config.cluster.preset else "no cluster"
-        raise UserError(f"--calibrate: the job names {preset}, which cannot be changed; give a file to write with --cluster FILE")
+        raise UserError(
+            f"--calibrate: the job names {preset}, which cannot be changed; give a file to write with "
+            f"--cluster FILE"
+        )
     return Path(config.cluster.file)
 
 
 def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
-    """The cluster to correct: as the file has it, or, for a file that is to be made, as the run was planned with."""
+    """The cluster to correct: as the file has it, or, for a file that is to be made, as the run was planned
+    with."""
     from shardwise.cost.cluster_file import read_cluster
     from shardwise.cost.clusters import CLUSTERS, asked_for
     from shardwise.errors import UserError
@@ -122,7 +145,9 @@ def _described(config: Config, path: Path, asked: Path | None) -> Cluster:
     if there:
         return read_cluster(path, CLUSTERS)
     if asked is None:
-        raise UserError(f"--calibrate: cluster.file = '{path}' of the run is not there; give a file with --cluster FILE")
+        raise UserError(
+            f"--calibrate: cluster.file = '{path}' of the run is not there; give a file with --cluster FILE"
+        )
     named = asked_for(config)
     if named is None:
         raise UserError(f"--cluster {path}: is not there, and the job names no cluster to make it from")
@@ -140,7 +165,9 @@ def _step_seconds(config: Config, summary: dict[str, Any], cluster: Cluster) -> 
         choices = layout, summary["micro_batch"], summary["accumulation"]
         predicted = forecast(config, *choices, cluster.of(layout.world), summary["bucket_bytes"])
     except (KeyError, ValueError) as error:
-        raise UserError(f"--calibrate: no prediction for this job on the cluster {cluster.name} ({error})") from None
+        raise UserError(
+            f"--calibrate: no prediction for this job on the cluster {cluster.name} ({error})"
+        ) from None
     return dict(predicted["step_seconds"])
 
 
@@ -153,7 +180,11 @@ def _write(path: Path, cluster: Cluster) -> None:
 
     aside = path.with_name(f".{path.name}.new")
     try:
-        text = corrected_text(path.read_text(encoding="utf-8"), cluster) if path.exists() else write_cluster(cluster)
+        text = (
+            corrected_text(path.read_text(encoding="utf-8"), cluster)
+            if path.exists()
+            else write_cluster(cluster)
+        )
         aside.write_text(text, encoding="utf-8")
         read_cluster(aside, CLUSTERS)
         aside.replace(path)
@@ -167,9 +198,14 @@ def _write(path: Path, cluster: Cluster) -> None:
 
 def _as_text(learned: dict[str, Any]) -> Iterator[str]:
     yield f"{learned['file']} corrected; factors on predicted seconds:"
-    alike = groupby(learned["changes"], lambda change: (change["ratio"], change["before"], change["after"], change["held"]))
+    alike = groupby(
+        learned["changes"],
+        lambda change: (change["ratio"], change["before"], change["after"], change["held"]),
+    )
     for (ratio, before, after, stopped), changes in alike:
         limited = f"; held there, though the run took {ratio:.3g} times what was predicted" if stopped else ""
         yield f"  {before:.3g} to {after:.3g} on {', '.join(change['term'] for change in changes)}{limited}"
     step = learned["step_seconds"]
-    yield f"the same step is now predicted to take {step['predicted']:.3g} s; it took {step['measured']:.3g} s"
+    yield (
+        f"the same step is now predicted to take {step['predicted']:.3g} s; it took {step['measured']:.3g} s"
+    )

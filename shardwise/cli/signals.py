@@ -12,10 +12,11 @@ from shardwise.resilience.stopping import STOP_SIGNALS, handle_stop_signals
 
 @contextmanager
 def stopped_as_interrupted() -> Iterator[list[int]]:
-    """Every signal that asks to stop ends the command as Ctrl-C does, so that what it started ends with it; the list then has it.
+    """Every signal that asks to stop ends the command as Ctrl-C does, so that what it started ends with it;
+    the list then has it.
 
-    From then on signals are ignored, until the process ends: many senders send more than one, and none may disturb what is
-    tidied up or change the exit status.
+    From then on signals are ignored, until the process ends: many senders send more than one, and none may
+    disturb what is tidied up or change the exit status.
     """
     received: list[int] = []
 

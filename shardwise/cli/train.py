@@ -32,24 +32,37 @@ Limits = tuple[int | None, int | None]
 def train(
     job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out.")
+        list[str] | None,
+        typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out."),
     ] = None,
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", min=1, max=MOST_WORKERS, help="Local workers; left out: one a GPU, or as many as the layout needs."
+            "--workers",
+            min=1,
+            max=MOST_WORKERS,
+            help="Local workers; left out: one a GPU, or as many as the layout needs.",
         ),
     ] = None,
     min_workers: Annotated[
         int | None,
-        typer.Option("--min-workers", min=1, help="Go on with as few as this when workers are lost; left out: all are needed."),
+        typer.Option(
+            "--min-workers",
+            min=1,
+            help="Go on with as few as this when workers are lost; left out: all are needed.",
+        ),
     ] = None,
     max_workers: Annotated[
         int | None,
-        typer.Option("--max-workers", min=1, help="Take in as many as this, over all nodes; left out: those of every node."),
+        typer.Option(
+            "--max-workers",
+            min=1,
+            help="Take in as many as this, over all nodes; left out: those of every node.",
+        ),
     ] = None,
 ) -> None:
-    """Train a model. Starts its own local workers, or joins those that torchrun, srun or a PET_* operator started."""
+    """Train a model. Starts its own local workers, or joins those that torchrun, srun or a PET_* operator
+    started."""
     try:
         with stopped_as_interrupted() as received:
             raise typer.Exit(_train(job, overrides or [], workers, (min_workers, max_workers)))
@@ -104,7 +117,8 @@ def _holding(config: Config) -> Iterator[None]:
         held = take_lock(folder / ".lock", in_use)
     except OSError as error:
         raise UserError(
-            f"run.folder = {str(folder)!r}: cannot be written ({error.strerror}). Give another, for example run.folder=runs/mine"
+            f"run.folder = {str(folder)!r}: cannot be written ({error.strerror}). Give another, for example "
+            f"run.folder=runs/mine"
         ) from None
     with held, hold(checkpoint_folder(config)):
         yield
@@ -131,12 +145,16 @@ def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits
     nodes = node.nodes if node else 1
     shares_memory = config.train.driver == "hogwild"
     if shares_memory and nodes > 1:
-        raise UserError(f"train.driver = 'hogwild': workers share the memory of one host, and this run has {nodes}; use 'server'")
+        raise UserError(
+            f"train.driver = 'hogwild': workers share the memory of one host, and this run has {nodes}; use "
+            f"'server'"
+        )
     here = workers or (node.workers if node else None) or _requested_workers(config, limits, nodes)
     here = (
         here
         or (0 if shares_memory else local_gpus())
-        or workers_without_gpus(config.layout) * (config.local.groups if config.train.driver == "local" else 1)
+        or workers_without_gpus(config.layout)
+        * (config.local.groups if config.train.driver == "local" else 1)
     )
     crew = Crew(here, limits[0] or limits[1] or here * nodes, limits[1] or here * nodes)
     if config.train.driver == "server":
@@ -149,7 +167,10 @@ def _crew(config: Config, node: Node | None, workers: int | None, limits: Limits
     elif crew.least > crew.most:
         raise UserError(f"--min-workers {crew.least}: more than the {crew.most} workers that there can be")
     elif crew.most > 1 and (config.checkpoint.folder or "").startswith("memory:"):
-        raise UserError(f"checkpoint.folder = {config.checkpoint.folder!r}: workers do not share their memory; give a folder")
+        raise UserError(
+            f"checkpoint.folder = {config.checkpoint.folder!r}: workers do not share their memory; give a "
+            f"folder"
+        )
     return crew
 
 
@@ -161,13 +182,15 @@ def _check_servers(config: Config, workers: int, limits: Limits) -> None:
         raise UserError("--min-workers: workers of a parameter server come and go as they like; leave it out")
     if config.train.global_batch % portions:
         raise UserError(
-            f"train.global_batch = {config.train.global_batch}: does not divide into {portions} portions, one for each worker; "
+            f"train.global_batch = {config.train.global_batch}: does not divide into {portions} portions, "
+            f"one for each worker; "
             "give server.portions, or another batch"
         )
 
 
 def _start(config: Config, node: Node | None, workers: int | None, limits: Limits) -> int:
-    """Plan, prepare the data, and start; in this order, so that a job which is refused leaves nothing behind."""
+    """Plan, prepare the data, and start; in this order, so that a job which is refused leaves nothing
+    behind."""
     from shardwise.checkpoint import to_resume
     from shardwise.limits import check_limits
     from shardwise.mesh.sockets import check_resolves
@@ -189,7 +212,9 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
     _check(planner)
     if config.train.driver == "hogwild":
         _check_shared_memory(config, planner.first)
-    first_node = FirstNodeFile(Path(config.run.folder), node.run_id) if node is not None and nodes > 1 else None
+    first_node = (
+        FirstNodeFile(Path(config.run.folder), node.run_id) if node is not None and nodes > 1 else None
+    )
     leads = node is None or node.node_rank == 0
     with first_node.tell() if first_node and leads else nullcontext():  # the others wait for it
         if node is not None and leads and nodes > 1:
@@ -197,7 +222,9 @@ def _start(config: Config, node: Node | None, workers: int | None, limits: Limit
         if leads:
             _check_room(config, planner.first)
         dataset = _check_data(config)
-        typer.echo(f"starting {counted(slots, 'worker')}…", err=True)  # the first imports torch, and is heard of seconds later
+        typer.echo(
+            f"starting {counted(slots, 'worker')}…", err=True
+        )  # the first imports torch, and is heard of seconds later
         data = dataset.content if node is not None else ""  # which other hosts are compared with
         return launch(config, slots, bounds, node, planner, lambda: _holding(config), first_node, data)
 
@@ -213,19 +240,23 @@ def _with_servers(config: Config, node: Node | None, crew: Crew) -> tuple[Config
 
 
 def _warn(config: Config, workers: int) -> None:
-    """Say what is doubtful of so many workers here, before they or a measurement of this machine take their time."""
+    """Say what is doubtful of so many workers here, before they or a measurement of this machine take their
+    time."""
     from shardwise.cli.checkpoint import note_links
     from shardwise.cli.machine import doubts
     from shardwise.cost.clusters import asked_for
 
     if config.model.pretrained is not None:
         note_links(Path(config.model.pretrained))
-    for doubt in doubts(workers, asked_for(config) if config.model.module is None else None, config.run.device):
+    for doubt in doubts(
+        workers, asked_for(config) if config.model.module is None else None, config.run.device
+    ):
         typer.echo(f"warning: {doubt}", err=True)
 
 
 def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Planner:
-    """What plans this run: on the cluster that the job names, or on this machine where no other takes part."""
+    """What plans this run: on the cluster that the job names, or on this machine where no other takes
+    part."""
     from shardwise.cli.machine import this_machine
     from shardwise.cost.clusters import asked_for
     from shardwise.mesh import device_memory
@@ -245,7 +276,9 @@ def _planner(config: Config, local_workers: int, devices: int, nodes: int) -> Pl
             cluster, path = this_machine(local_workers)
         if path is not None:
             file = str(path)
-            cluster = asked_for(config.model_copy(update={"cluster": config.cluster.model_copy(update={"file": file})}))
+            cluster = asked_for(
+                config.model_copy(update={"cluster": config.cluster.model_copy(update={"file": file})})
+            )
     return Planner(
         config,
         devices,
@@ -274,7 +307,8 @@ def _check(planner: Planner) -> None:
 
 
 def _check_room(config: Config, plan: Plan) -> None:
-    """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on it."""
+    """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on
+    it."""
     from shardwise.checkpoint import checkpoint_folder
     from shardwise.observe.files import check_room, check_run_files
     from shardwise.plan.dtypes import BYTES, state_dtype
@@ -285,7 +319,9 @@ def _check_room(config: Config, plan: Plan) -> None:
     if "://" not in saved_to:
         numbers = plan.groups * plan.state_numbers
         if config.train.driver == "local":
-            numbers += plan.parameters + (plan.parameters - plan.frozen)  # the anchor, as the model, and its momentum
+            numbers += plan.parameters + (
+                plan.parameters - plan.frozen
+            )  # the anchor, as the model, and its momentum
         check_room(Path(saved_to), "checkpoint.folder", BYTES[state_dtype(config.train)] * numbers)
 
 
@@ -299,8 +335,10 @@ def _check_shared_memory(config: Config, plan: Plan) -> None:
     needed, free = BYTES[state_dtype(config.train)] * plan.state_numbers, psutil.virtual_memory().available
     if needed > free:
         raise UserError(
-            f"train.driver = 'hogwild': weights and moments take {needed / 2**30:,.1f} GiB of this machine's memory, of which "
-            f"{free / 2**30:,.1f} GiB are free; use a smaller model, or train.driver = 'server' with several server.servers"
+            f"train.driver = 'hogwild': weights and moments take {needed / 2**30:,.1f} GiB of this machine's "
+            f"memory, of which "
+            f"{free / 2**30:,.1f} GiB are free; use a smaller model, or train.driver = 'server' with several "
+            f"server.servers"
         )
 
 
@@ -311,7 +349,9 @@ def _requested_workers(config: Config, limits: Limits, nodes: int) -> int | None
     groups = config.local.groups if config.train.driver == "local" else 1
     total = limits[1] or (groups * config.layout.world if config.layout.data > 0 else None)
     if total is not None and total % nodes:
-        raise UserError(f"layout: {total} devices do not divide over {nodes} nodes; give --workers, or layout.data=-1")
+        raise UserError(
+            f"layout: {total} devices do not divide over {nodes} nodes; give --workers, or layout.data=-1"
+        )
     return total // nodes if total else None
 
 
@@ -329,8 +369,12 @@ def _be_worker(config: Config, worker: Worker) -> int:
 
     if config.train.driver in ("server", "hogwild"):
         what = f"train.driver = {config.train.driver!r}"
-        raise UserError(f"{what}: starts its own processes; run it without torchrun, or as one process a node")
-    with CollectSignals() as signals:  # before anything is imported: one rank alone that leaves would keep the others waiting
+        raise UserError(
+            f"{what}: starts its own processes; run it without torchrun, or as one process a node"
+        )
+    with (
+        CollectSignals() as signals
+    ):  # before anything is imported: one rank alone that leaves would keep the others waiting
         from shardwise.mesh import peer_is_gone
         from shardwise.observe import unblocked_output
         from shardwise.resilience.host_link import NoHost

@@ -23,7 +23,8 @@ SHOWN = 8
 def verify(
     job: Annotated[Path, typer.Argument(help="The job: a TOML file.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out.")
+        list[str] | None,
+        typer.Argument(help="Changes to it, as section.key=value; section.key= leaves a key out."),
     ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps to compare.")] = 3,
     dtype: Annotated[
@@ -32,23 +33,29 @@ def verify(
     against: Annotated[
         str,
         typer.Option(
-            "--against", help="one-device: this code without a layout; plain: plain torch, which shares no code with it."
+            "--against",
+            help="one-device: this code without a layout; plain: plain torch, which shares no code with it.",
         ),
     ] = "one-device",
     sabotage: Annotated[
         str | None,
         typer.Option(
             "--sabotage",
-            help="Break one of drop-all-reduce, scale-gradient, swap-chunks, misroute-token; status 0: found.",
+            help="Break one of drop-all-reduce, scale-gradient, swap-chunks, misroute-token; status 0: "
+            "found.",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="cuda: compute on this machine's GPUs, shared where there are too few (run.device)."),
+        typer.Option(
+            "--device",
+            help="cuda: compute on this machine's GPUs, shared where there are too few (run.device).",
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")] = False,
 ) -> None:
-    """Prove that a layout computes what one device computes: loss, gradients, their norm, and weights after a few steps."""
+    """Prove that a layout computes what one device computes: loss, gradients, their norm, and weights after a
+    few steps."""
     try:
         with stopped_as_interrupted():
             result = _prove(job, with_device(overrides, device), steps, dtype, sabotage, against)
@@ -57,7 +64,8 @@ def verify(
         raise typer.Exit(130) from None
     if result.proof.world == 1 and against == "one-device" and dtype == "float64":
         typer.echo(
-            "note: the layout is one device, so it was compared with itself, which proves nothing of a layout; give one of "
+            "note: the layout is one device, so it was compared with itself, which proves nothing of a "
+            "layout; give one of "
             "several, for example layout.data=2",
             err=True,
         )
@@ -74,7 +82,9 @@ def verify(
     raise typer.Exit(1 if passes else 0)
 
 
-def _prove(job: Path, overrides: list[str], steps: int, dtype: str, sabotage: str | None, against: str) -> ProofResult:
+def _prove(
+    job: Path, overrides: list[str], steps: int, dtype: str, sabotage: str | None, against: str
+) -> ProofResult:
     from shardwise.cli.check_job import checks_of_proof
     from shardwise.cli.progress import preparing
     from shardwise.config import read
@@ -101,7 +111,10 @@ def _show(result: ProofResult) -> None:
         print(f"shrunk: {key} from {before} to {after}")
     print("\n".join(_table(result)))
     if result.sabotaged:
-        print("broken on purpose: " + ", ".join(f"{key} {_short_list(value)}" for key, value in result.sabotaged.items()))
+        print(
+            "broken on purpose: "
+            + ", ".join(f"{key} {_short_list(value)}" for key, value in result.sabotaged.items())
+        )
     diagnosis = result.diagnosis.sentences() if result.diagnosis else []
     for line in (*verdict.faults, *diagnosis):
         print(line)
@@ -111,7 +124,10 @@ def _show(result: ProofResult) -> None:
         print(compressed.sentence())
     products = " with products in float8, delayed scales" if proof.config.train.precision == "float8" else ""
     steps = f"{counted(proof.steps, 'step')} in {proof.dtype}{products}"
-    run = f"{layout}, zero {proof.plan.layout.zero}, on {counted(proof.world, 'process')}{_on_gpus(result)}, {steps}"
+    run = (
+        f"{layout}, zero {proof.plan.layout.zero}, on {counted(proof.world, 'process')}{_on_gpus(result)}, "
+        f"{steps}"
+    )
     reference = "plain torch" if result.against == "plain" else "one device"
     meaning = f"{'computes' if verdict.passes else 'does not compute'} what {reference} computes"
     worst, rounded = verdict.errors[0], "" if proof.dtype == "float64" else ", but for rounding"
@@ -126,12 +142,20 @@ def _on_gpus(result: ProofResult) -> str:
     from shardwise.mesh import local_gpus, share_gpus
 
     gpus = counted(local_gpus(), "GPU")
-    return f" that share {gpus} (transfers through host memory)" if share_gpus(result.proof.world) else f" on {gpus}"
+    return (
+        f" that share {gpus} (transfers through host memory)"
+        if share_gpus(result.proof.world)
+        else f" on {gpus}"
+    )
 
 
 def _short_list(value: Any) -> str:
     several = isinstance(value, list)
-    return f"{', '.join(value[:3])}{f' and {len(value) - 3} more' if len(value) > 3 else ''}" if several else str(value)
+    return (
+        f"{', '.join(value[:3])}{f' and {len(value) - 3} more' if len(value) > 3 else ''}"
+        if several
+        else str(value)
+    )
 
 
 def _axes(result: ProofResult) -> dict[str, int]:
@@ -151,7 +175,10 @@ def _table(result: ProofResult) -> list[str]:
     if result.proof.dtype == "float64":
         rows = [row[:6] + row[7:] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     return [f"the worst {len(shown)} of {len(errors)} quantities", *lines, ""]
 
 
@@ -162,4 +189,13 @@ def _row(error: QuantityError, result: ProofResult) -> list[str]:
     ranks = "all" if len(error.ranks) == result.proof.world else ", ".join(map(str, error.ranks))
     units = f"{error.relative_error / ROUNDING[result.proof.dtype]:.3g}"
     mark = "" if error.passes else "x"
-    return [mark, error.parameter or "-", error.quantity, str(error.step), f"{error.relative_error:.2e}", units, cost, ranks]
+    return [
+        mark,
+        error.parameter or "-",
+        error.quantity,
+        str(error.step),
+        f"{error.relative_error:.2e}",
+        units,
+        cost,
+        ranks,
+    ]

@@ -1,7 +1,8 @@
-"""Collectives that gradients flow through. Each says what it does forward and what it therefore does backward.
+"""Collectives that gradients flow through. Each says what it does forward and what it therefore does
+backward.
 
-All act along one axis of the mesh and do nothing where the axis has one device. They are kept out of compiled graphs: the
-compiler works on what lies between them, and the ledger sees every one.
+All act along one axis of the mesh and do nothing where the axis has one device. They are kept out of compiled
+graphs: the compiler works on what lies between them, and the ledger sees every one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
 @eager
 def gather(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
-    """Forward: put the devices' parts together along `dim`. Backward: sum over the devices, and keep the own part."""
+    """Forward: put the devices' parts together along `dim`. Backward: sum over the devices, and keep the own
+    part."""
     result: Tensor = _Gather.apply(x, comm, axis, dim) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
     return result
 
@@ -41,7 +43,8 @@ def scatter_sum(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
 
 @eager
 def collect(x: Tensor, comm: Comm, axis: str, dim: int) -> Tensor:
-    """Forward: put the parts together along `dim`, for devices that all go on with the same. Backward: keep the own part."""
+    """Forward: put the parts together along `dim`, for devices that all go on with the same. Backward: keep
+    the own part."""
     result: Tensor = _Collect.apply(x, comm, axis, dim) if comm.mesh.size(axis) > 1 else x  # type: ignore[no-untyped-call]
     return result
 
@@ -55,9 +58,14 @@ def total(x: Tensor, comm: Comm, axis: str) -> Tensor:
 
 @eager
 def all_to_all(
-    rows: Tensor, comm: Comm, axis: str, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    rows: Tensor,
+    comm: Comm,
+    axis: str,
+    sent: Sequence[int] | None = None,
+    received: Sequence[int] | None = None,
 ) -> Tensor:
-    """Forward: part i of the rows goes to device i, and what others sent here comes in their order. Backward: the reverse."""
+    """Forward: part i of the rows goes to device i, and what others sent here comes in their order. Backward:
+    the reverse."""
     result: Tensor = _AllToAll.apply(rows, comm, axis, sent, received)  # type: ignore[no-untyped-call]
     return result
 
@@ -108,7 +116,12 @@ class _Total(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, comm: Comm, axis: str, sent: Sequence[int] | None, received: Sequence[int] | None
+        ctx: Any,
+        rows: Tensor,
+        comm: Comm,
+        axis: str,
+        sent: Sequence[int] | None,
+        received: Sequence[int] | None,
     ) -> Tensor:
         ctx.backwards = (comm, axis, received, sent)
         return comm.all_to_all(rows, axis, sent, received)

@@ -1,13 +1,13 @@
 """Sums of gradients that go on behind the backward pass, on CPU workers.
 
-FSDP2 uses a sum as soon as its collective has returned: it adds it to the gradients. On a GPU all of that is queued on a stream,
-and backward goes on. On a CPU backward would stand still for every unit. So FSDP2 is given -0.0 in place of the sum, which added
-to a number changes none of its bits, and the sum itself is added to the gradients once it is there: the same additions in the
-same order.
+FSDP2 uses a sum as soon as its collective has returned: it adds it to the gradients. On a GPU all of that is
+queued on a stream, and backward goes on. On a CPU backward would stand still for every unit. So FSDP2 is
+given -0.0 in place of the sum, which added to a number changes none of its bits, and the sum itself is added
+to the gradients once it is there: the same additions in the same order.
 
-Each sum that is under way holds a unit's whole gradients, and room for as many that come. No more than `most` of them are: enough
-for a large unit, such as the head, to be sent while blocks are computed. Between micro-batches one is, as in FSDP2: sharded
-gradients stay sharded.
+Each sum that is under way holds a unit's whole gradients, and room for as many that come. No more than `most`
+of them are: enough for a large unit, such as the head, to be sent while blocks are computed. Between
+micro-batches one is, as in FSDP2: sharded gradients stay sharded.
 """
 
 from __future__ import annotations

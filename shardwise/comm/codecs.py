@@ -1,13 +1,15 @@
-"""Codecs: rows of numbers to rows of bytes and back. config/compression.py says what each sends and how many bytes that is.
+"""Codecs: rows of numbers to rows of bytes and back. config/compression.py says what each sends and how many
+bytes that is.
 
-Functions of (numbers, seed): no state, no peer. All take rows (rows, n) and give (rows, bytes), so that one call encodes what
-goes to every peer. Blocks do not cross rows. Numbers are float32, or float64 in a proof.
+Functions of (numbers, seed): no state, no peer. All take rows (rows, n) and give (rows, bytes), so that one
+call encodes what goes to every peer. Blocks do not cross rows. Numbers are float32, or float64 in a proof.
 
-A row with a number that is not finite comes back with some that are not, so an overflow is seen on every device, as it is without
-compression. Numbers that are all zero come back as zeros.
+A row with a number that is not finite comes back with some that are not, so an overflow is seen on every
+device, as it is without compression. Numbers that are all zero come back as zeros.
 
-Of a row in blocks, what is packed lies first, block by block, and their scales after it, 4 bytes each. On a CPU blocks are worked
-on in parts that stay in its cache; on a GPU each direction is one kernel (comm/kernels.py).
+Of a row in blocks, what is packed lies first, block by block, and their scales after it, 4 bytes each. On a
+CPU blocks are worked on in parts that stay in its cache; on a GPU each direction is one kernel
+(comm/kernels.py).
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class Codec(ABC):
         self.compression = compression
 
     def encode(self, rows: Tensor, seed: int, take: bool = False) -> Tensor:
-        """(rows, n) numbers as (rows, wire bytes) uint8; what is drawn at random comes from the seed. To `take` leaves in the
-        rows what was left out, and zero where it is not finite."""
+        """(rows, n) numbers as (rows, wire bytes) uint8; what is drawn at random comes from the seed. To
+        `take` leaves in the rows what was left out, and zero where it is not finite."""
         if not rows.numel():
             return rows.new_empty(len(rows), self.compression.wire_bytes(rows.shape[1]), dtype=torch.uint8)
         return self._encode(rows, seed, take)
@@ -77,7 +79,7 @@ class Rounded(Codec):
         rows.add_(rounded) if add else rows.copy_(rounded)
 
 
-# -- blocks with a scale ---------------------------------------------------------------------------------------------------
+# -- blocks with a scale -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,11 @@ class Levels:
     """How a block is written: divided by its scale, each number becomes a whole number of a few bits."""
 
     scale: Callable[[Tensor, Tensor], Tensor]
-    """Of blocks (…, blocks, BLOCK) of magnitudes, padded with zeros, and how many numbers each has: (…, blocks, 1)."""
+    """Of blocks (…, blocks, BLOCK) of magnitudes, padded with zeros, and how many numbers each has: (…,
+    blocks, 1)."""
     to_levels: Callable[[Tensor, Tensor | None], Tensor]
-    """Scaled numbers, which it may use up, and as many draws from [0, 1) where it draws: uint8, or int16 for 16 bits."""
+    """Scaled numbers, which it may use up, and as many draws from [0, 1) where it draws: uint8, or int16 for
+    16 bits."""
     to_numbers: Callable[[Tensor], Tensor]
     pack: Callable[[Tensor], Tensor]
     """(…, BLOCK) levels as (…, bytes)."""
@@ -108,7 +112,9 @@ class Blockwise(Codec):
 
             return kernels.encode(self.compression, rows, seed, take)
         numbers, blocks = rows.shape[1], _blocks(rows)
-        wire = torch.empty(len(rows), self.compression.wire_bytes(numbers), dtype=torch.uint8, device=rows.device)
+        wire = torch.empty(
+            len(rows), self.compression.wire_bytes(numbers), dtype=torch.uint8, device=rows.device
+        )
         packed, scales = self._split(wire, blocks.shape[1])
         for part in _parts(len(rows), blocks.shape[1]):
             packed[:, part], scales[:, part] = self._encode_part(blocks, part, numbers, seed, take)
@@ -116,7 +122,9 @@ class Blockwise(Codec):
             rows.copy_(blocks.flatten(1)[:, :numbers])
         return wire
 
-    def _encode_part(self, blocks: Tensor, part: slice, numbers: int, seed: int, take: bool) -> tuple[Tensor, Tensor]:
+    def _encode_part(
+        self, blocks: Tensor, part: slice, numbers: int, seed: int, take: bool
+    ) -> tuple[Tensor, Tensor]:
         """Some of the blocks (rows, blocks, BLOCK) packed, and their scales."""
         levels, own = self.levels, blocks[:, part]
         scales = levels.scale(own.abs(), _sizes(own, numbers, part.start)).float()
@@ -137,7 +145,11 @@ class Blockwise(Codec):
         packed, scales = self._split(wire, count)
         scales = torch.where(scales.isfinite(), scales, torch.nan).unsqueeze(-1)  # (rows, blocks, 1)
         for part in _parts(len(rows), count):
-            values = self.levels.to_numbers(self.levels.unpack(packed[:, part])).to(rows.dtype).mul_(scales[:, part])
+            values = (
+                self.levels.to_numbers(self.levels.unpack(packed[:, part]))
+                .to(rows.dtype)
+                .mul_(scales[:, part])
+            )
             own = rows[:, part.start * BLOCK : part.stop * BLOCK]
             kept = values.flatten(1)[:, : own.shape[1]]
             own.add_(kept) if add else own.copy_(kept)
@@ -162,7 +174,9 @@ def _parts(rows: int, blocks: int, block: int = BLOCK) -> Iterator[slice]:
 def _blocks(rows: Tensor) -> Tensor:
     """(rows, n) as (rows, blocks, BLOCK), padded with zeros: a view where nothing is missing."""
     missing = -rows.shape[1] % BLOCK
-    return (torch.nn.functional.pad(rows, (0, missing)) if missing else rows.contiguous()).view(len(rows), -1, BLOCK)
+    return (torch.nn.functional.pad(rows, (0, missing)) if missing else rows.contiguous()).view(
+        len(rows), -1, BLOCK
+    )
 
 
 def _sizes(blocks: Tensor, numbers: int, first: int) -> Tensor:
@@ -179,8 +193,9 @@ def _draws(blocks: Tensor, first: int, of: int, seed: int) -> Tensor:
 
 
 def _chance(places: Tensor, seed: int) -> Tensor:
-    """A number from [0, 1) for each place: a hash of the place and the seed, the same on any device, and nothing that a kernel
-    would have to read. It is MurmurHash3's last step, in whole numbers of 32 bits that wrap around."""
+    """A number from [0, 1) for each place: a hash of the place and the seed, the same on any device, and
+    nothing that a kernel would have to read. It is MurmurHash3's last step, in whole numbers of 32 bits that
+    wrap around."""
     bits = places * -1640531535 + seed % 2**31
     for shift, factor in ((16, -2048144789), (13, -1028477387), (16, 1)):
         bits ^= bits >> shift & (1 << 32 - shift) - 1
@@ -193,9 +208,12 @@ def _largest(magnitudes: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _clipped(magnitudes: Tensor, sizes: Tensor) -> Tensor:
-    """The largest, or TernGrad's 2.5 deviations if that is less: else one large number makes noise of all others."""
+    """The largest, or TernGrad's 2.5 deviations if that is less: else one large number makes noise of all
+    others."""
     largest = _largest(magnitudes, sizes)
-    relative = (magnitudes / torch.where(largest > 0, largest, 1.0)).float()  # the square of a small number would be zero
+    relative = (
+        magnitudes / torch.where(largest > 0, largest, 1.0)
+    ).float()  # the square of a small number would be zero
     deviation = (relative.square().sum(-1, keepdim=True) / sizes).sqrt()
     return largest * (CLIP * deviation).clamp(max=1.0)
 
@@ -205,7 +223,8 @@ def _mean(magnitudes: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _multiples(most: int) -> tuple[Callable[[Tensor, Tensor | None], Tensor], Callable[[Tensor], Tensor]]:
-    """Of a block's largest: whole numbers from -most to most, by nearest or by chance, kept as 0 to 2 most."""
+    """Of a block's largest: whole numbers from -most to most, by nearest or by chance, kept as 0 to 2
+    most."""
 
     def to_levels(scaled: Tensor, draws: Tensor | None) -> Tensor:
         multiples = scaled.mul_(most)
@@ -245,7 +264,13 @@ def _floats(compression: Compression) -> Levels:
     def to_numbers(codes: Tensor) -> Tensor:
         return codes.float().mul_(1 / most)
 
-    return Levels(_largest, to_levels, to_numbers, lambda codes: codes.view(torch.uint8), lambda packed: packed.view(dtype))
+    return Levels(
+        _largest,
+        to_levels,
+        to_numbers,
+        lambda codes: codes.view(torch.uint8),
+        lambda packed: packed.view(dtype),
+    )
 
 
 def _packed(bits: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -265,14 +290,15 @@ _LEVELS: dict[str, Callable[[Compression], Levels]] = {
 }
 
 
-# -- few of the numbers --------------------------------------------------------------------------------------------------
+# -- few of the numbers --------------------------------------------------------------------------------------
 
 
 class Largest(Codec):
-    """Of each block the share with the largest magnitudes: their values, and after them their places in the block.
+    """Of each block the share with the largest magnitudes: their values, and after them their places in the
+    block.
 
-    Were they the largest of all numbers, weights with large gradients would be told of every change, and others of none: but how
-    large a gradient is says little of how far AdamW moves its weight."""
+    Were they the largest of all numbers, weights with large gradients would be told of every change, and
+    others of none: but how large a gradient is says little of how far AdamW moves its weight."""
 
     def _encode(self, rows: Tensor, seed: int, take: bool) -> Tensor:
         if _in_a_kernel(rows):
@@ -283,9 +309,13 @@ class Largest(Codec):
                 kernels.put_largest(wire, rows, -1.0)
                 rows.nan_to_num_(0.0, 0.0, 0.0)
             return wire
-        wire = torch.empty(len(rows), self.compression.wire_bytes(rows.shape[1]), dtype=torch.uint8, device=rows.device)
+        wire = torch.empty(
+            len(rows), self.compression.wire_bytes(rows.shape[1]), dtype=torch.uint8, device=rows.device
+        )
         values, places = self._split(wire)
-        blocks = torch.nn.functional.pad(rows, (0, -rows.shape[1] % SPARSE_BLOCK)).view(len(rows), -1, SPARSE_BLOCK)
+        blocks = torch.nn.functional.pad(rows, (0, -rows.shape[1] % SPARSE_BLOCK)).view(
+            len(rows), -1, SPARSE_BLOCK
+        )
         for part in _parts(len(rows), blocks.shape[1], SPARSE_BLOCK):
             magnitudes = blocks[:, part].abs().nan_to_num_(torch.inf, torch.inf)
             chosen = magnitudes.topk(places.shape[2], sorted=False).indices.sort().values
@@ -313,15 +343,19 @@ class Largest(Codec):
         return values.view(torch.bfloat16).view(shape), places.view(shape)
 
     def _put(self, values: Tensor, places: Tensor, rows: Tensor, sign: int) -> None:
-        """Add values in their places, or take them away. What fills up the last block is zero, and belongs nowhere."""
+        """Add values in their places, or take them away. What fills up the last block is zero, and belongs
+        nowhere."""
         starts = torch.arange(places.shape[1], device=rows.device).unsqueeze(1) * SPARSE_BLOCK
         for row, value, place in zip(rows, values, places, strict=True):
             where = (place + starts).flatten()
-            row.index_add_(0, torch.where(where < len(row), where, 0), value.flatten().to(row.dtype), alpha=sign)
+            row.index_add_(
+                0, torch.where(where < len(row), where, 0), value.flatten().to(row.dtype), alpha=sign
+            )
 
 
 class Drawn(Codec):
-    """A share drawn at random: one number out of each of k equal stretches of the row. All devices draw the same places."""
+    """A share drawn at random: one number out of each of k equal stretches of the row. All devices draw the
+    same places."""
 
     def _encode(self, rows: Tensor, seed: int, take: bool) -> Tensor:
         total = rows.sum(1)

@@ -1,14 +1,15 @@
 """Collectives that count their bytes and the time the program waits for them.
 
-Everything that training sends between devices passes through this package: what shardwise sends itself (here; with gradients
-flowing through it in autograd.py), and what torch sends for it, through the doors that torch leaves open (hooks.py). The ledger
-then holds what really ran, by kind and axis, and the planner can be held to it.
+Everything that training sends between devices passes through this package: what shardwise sends itself (here;
+with gradients flowing through it in autograd.py), and what torch sends for it, through the doors that torch
+leaves open (hooks.py). The ledger then holds what really ran, by kind and axis, and the planner can be held
+to it.
 
 Gradients are always summed, never averaged: the loss is already divided by the global number of tokens.
 
-On a CPU a collective blocks, and the time inside it is time this rank waits for others or for bytes: it is kept apart from the
-rank's own work, so that a slow rank can be told from those that wait for it. On a GPU collectives wait on streams; what can be
-timed there, and what cannot, is said where it happens.
+On a CPU a collective blocks, and the time inside it is time this rank waits for others or for bytes: it is
+kept apart from the rank's own work, so that a slow rank can be told from those that wait for it. On a GPU
+collectives wait on streams; what can be timed there, and what cannot, is said where it happens.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Comm:
         """Where this rank computes."""
         return self.mesh.device
 
-    def all_reduce(self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce(
+        self, tensor: Tensor, axis: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Tensor:
         """Sum (or `op`) in place over an axis; nothing to do where the axis has one device."""
         group = self.mesh.group(axis)
         if group is not None:
@@ -78,9 +81,14 @@ class Comm:
         return own
 
     def all_to_all(
-        self, rows: Tensor, axis: str, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+        self,
+        rows: Tensor,
+        axis: str,
+        sent: Sequence[int] | None = None,
+        received: Sequence[int] | None = None,
     ) -> Tensor:
-        """Rows go to the devices in order, sent[i] of them to device i, and received[i] come from it; None: as many to each."""
+        """Rows go to the devices in order, sent[i] of them to device i, and received[i] come from it; None:
+        as many to each."""
         leaving = rows.contiguous()
         coming, going = (None if counts is None else list(counts) for counts in (received, sent))
         arriving = leaving.new_empty(leaving.shape[0] if coming is None else sum(coming), *leaving.shape[1:])
@@ -88,8 +96,11 @@ class Comm:
             dist.all_to_all_single(arriving, leaving, coming, going, group=self.mesh.group(axis))
         return arriving
 
-    def start_exchange(self, tensors: Sequence[Tensor], axis: str, to: int, source: int, first_tag: int = 0) -> Exchange:
-        """Start sending these to one device of the axis, and receiving the like from another, which may be the same."""
+    def start_exchange(
+        self, tensors: Sequence[Tensor], axis: str, to: int, source: int, first_tag: int = 0
+    ) -> Exchange:
+        """Start sending these to one device of the axis, and receiving the like from another, which may be
+        the same."""
         return Exchange(self, tensors, axis, to, source, first_tag)
 
     def send(self, tensor: Tensor, axis: str, to: int) -> None:
@@ -103,8 +114,11 @@ class Comm:
         return into
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around a call that blocks until the peers have come too: on a CPU, its time is exposed communication."""
-        stands_still = self.device.type == "cpu" and threading.get_ident() == self._thread  # else others compute meanwhile
+        """Around a call that blocks until the peers have come too: on a CPU, its time is exposed
+        communication."""
+        stands_still = (
+            self.device.type == "cpu" and threading.get_ident() == self._thread
+        )  # else others compute meanwhile
         return self.clock.span(EXPOSED) if stands_still else nullcontext()
 
     def working(self) -> AbstractContextManager[None]:
@@ -125,16 +139,19 @@ class Comm:
         begun.end()
 
     def begin(self, kind: str, axis: str, full: Tensor, plain: Tensor | None = None) -> Collective:
-        """Enter in the ledger one collective that begins now, and whose end whoever waits for it tells. `full` is the whole
-        tensor it handles, `plain` the one that it stands for."""
+        """Enter in the ledger one collective that begins now, and whose end whoever waits for it tells.
+        `full` is the whole tensor it handles, `plain` the one that it stands for."""
         before = None if plain is None else plain.numel() * plain.element_size()
         return self.ledger.record(kind, axis, full.numel() * full.element_size(), before)
 
 
 class Exchange:
-    """Tensors on their way to one peer and from another. What is sent must stay as it is until `arrived` has returned."""
+    """Tensors on their way to one peer and from another. What is sent must stay as it is until `arrived` has
+    returned."""
 
-    def __init__(self, comm: Comm, tensors: Sequence[Tensor], axis: str, to: int, source: int, first_tag: int) -> None:
+    def __init__(
+        self, comm: Comm, tensors: Sequence[Tensor], axis: str, to: int, source: int, first_tag: int
+    ) -> None:
         group = comm.mesh.group(axis)
         self.comm, self.begun = comm, []
         self.leaving = [tensor.contiguous() for tensor in tensors]

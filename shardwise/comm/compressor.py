@@ -1,6 +1,8 @@
-"""Compression of the gradients that are summed along one axis: which of them, from which step on, and their residuals.
+"""Compression of the gradients that are summed along one axis: which of them, from which step on, and their
+residuals.
 
-Matrices are compressed; vectors and small matrices, which weigh little and matter much, are summed as they are.
+Matrices are compressed; vectors and small matrices, which weigh little and matter much, are summed as they
+are.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class Compressor:
         return self.comm.step > self.settings.how.warmup and not self.comm.only_to_look
 
     def follow(self, name: str, shape: Sequence[int]) -> None:
-        """Before the first step, of each parameter: keep what is left out of its gradients, if they are compressed."""
+        """Before the first step, of each parameter: keep what is left out of its gradients, if they are
+        compressed."""
         if name not in self.settings.names:
             return
         self.names.add(name)
@@ -91,7 +94,9 @@ class Compressor:
             flat = torch.cat([gradients[index].flatten() for index in small]).to(self.settings.dtype)
             with self.comm.collective("all_reduce", self.label, flat):
                 dist.all_reduce(flat, group=self.group)
-            for index, total in zip(small, flat.split_with_sizes([gradients[index].numel() for index in small]), strict=True):
+            for index, total in zip(
+                small, flat.split_with_sizes([gradients[index].numel() for index in small]), strict=True
+            ):
                 gradients[index].copy_(total.view_as(gradients[index]))
         if large:
             chosen, parts = [names[index] for index in large], [gradients[index] for index in large]
@@ -99,30 +104,37 @@ class Compressor:
                 self.sums.all_reduce(chosen, rows, parts, self.settings.how.feedback)
 
     def reduce_scatter(self, names: Sequence[str], pieces: Sequence[Tensor], own: Sequence[Tensor]) -> None:
-        """Of each (devices, *shape), one piece for each device, sum this device's over all devices into `own` (*shape)."""
+        """Of each (devices, *shape), one piece for each device, sum this device's over all devices into `own`
+        (*shape)."""
         large, small = self._sorted(names)
         if small:
             rows = torch.cat([pieces[index].flatten(1) for index in small], dim=1)
             total = torch.empty_like(rows[0])
             with self.comm.collective("reduce_scatter", self.label, rows):
                 reduce_scatter(total, rows.flatten(), self.group, self.comm.mesh.worker)
-            for index, part in zip(small, total.split_with_sizes([own[index].numel() for index in small]), strict=True):
+            for index, part in zip(
+                small, total.split_with_sizes([own[index].numel() for index in small]), strict=True
+            ):
                 own[index].copy_(part.view_as(own[index]))
         if large:
             chosen, parts = [names[index] for index in large], [pieces[index] for index in large]
             with self._filled(chosen, parts, scattered=True) as filled:
-                self.sums.reduce_scatter(chosen, filled, [own[index] for index in large], self.settings.how.feedback)
+                self.sums.reduce_scatter(
+                    chosen, filled, [own[index] for index in large], self.settings.how.feedback
+                )
 
     @contextmanager
     def _filled(self, names: Sequence[str], gradients: Sequence[Tensor], scattered: bool) -> Iterator[Rows]:
-        """What is to be sent, gradients and residuals; what is left there is kept. Residuals are kept without the loss scale,
-        which may change from step to step."""
+        """What is to be sent, gradients and residuals; what is left there is kept. Residuals are kept without
+        the loss scale, which may change from step to step."""
         if not self.settings.how.feedback:
             rows = self.sums.rows(gradients, scattered, self.settings.dtype)
         elif (key := tuple(names)) in self._rows:
             rows = self._rows[key]
         else:
-            rows = self._rows[key] = self.sums.rows([self._residuals[name] for name in names], scattered, self.settings.dtype)
+            rows = self._rows[key] = self.sums.rows(
+                [self._residuals[name] for name in names], scattered, self.settings.dtype
+            )
             for name, part in zip(names, rows.parts, strict=True):
                 part.copy_(self._residuals.pop(name))
         scale = self.comm.loss_scale if self.settings.how.feedback else 1.0
@@ -132,7 +144,9 @@ class Compressor:
             part.add_(gradient, alpha=1.0 if self.momentum is None else 1 - self.momentum.decay)
             if self.momentum is not None:
                 own = self.momentum.of(name).to(part.device)
-                part[: len(own)].add_(own, alpha=self.momentum.decay * self.comm.loss_scale / self.group.size())
+                part[: len(own)].add_(
+                    own, alpha=self.momentum.decay * self.comm.loss_scale / self.group.size()
+                )
         yield rows
         if scale != 1.0:
             rows.numbers.div_(scale)

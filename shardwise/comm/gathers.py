@@ -1,15 +1,17 @@
 """How sharded weights are gathered with less on the wire: ZeRO++ (Wang et al. 2023).
 
-ZeRO-3 gathers all weights twice in each micro-batch, in forward and in backward, and its sums of gradients are as large again.
-Each third shrinks by itself:
+ZeRO-3 gathers all weights twice in each micro-batch, in forward and in backward, and its sums of gradients
+are as large again. Each third shrinks by itself:
 
     forward    weights are sent in blocks of a few bits (qwZ): layout.weight_compression
     backward   every node keeps a second copy of the weights, sharded over its own devices, and gathers from that (hpZ):
                layout.backward_shards
-    gradients  each row goes to its device in blocks of a few bits (qgZ): layout.compression, comm/compressed.py
+    gradients  each row goes to its device in blocks of a few bits (qgZ): layout.compression,
+    comm/compressed.py
 
-Devices compute with what arrived, their own shard too, so all have the same weights. The optimizer keeps the exact ones, and what
-rounding leaves out of a weight is not carried on: the next step rounds the exact weight anew.
+Devices compute with what arrived, their own shard too, so all have the same weights. The optimizer keeps the
+exact ones, and what rounding leaves out of a weight is not carried on: the next step rounds the exact weight
+anew.
 """
 
 from __future__ import annotations
@@ -42,7 +44,12 @@ class EncodedGather:
     """Gathers a unit's weights: matrices encoded, the rest as it is, in one message."""
 
     def __init__(
-        self, comm: Comm, axis: str, compression: Compression, names: frozenset[str], pieces: Mapping[str, torch.Size]
+        self,
+        comm: Comm,
+        axis: str,
+        compression: Compression,
+        names: frozenset[str],
+        pieces: Mapping[str, torch.Size],
     ) -> None:
         self.comm, self.axis, self.codec = comm, axis, codec(compression)
         self.sizes = [shape.numel() for shape in pieces.values()]
@@ -69,7 +76,10 @@ class EncodedGather:
         """What is encoded, in float32 or better, and what is not."""
         parts = list(zip(self.large, numbers.split_with_sizes(self.sizes, dim=1), strict=True))
         empty = numbers[:, :0]
-        large, small = (torch.cat([empty, *(part for each, part in parts if each is kind)], dim=1) for kind in (True, False))
+        large, small = (
+            torch.cat([empty, *(part for each, part in parts if each is kind)], dim=1)
+            for kind in (True, False)
+        )
         return large.to(torch.promote_types(large.dtype, torch.float32)), small
 
     def _split(self, numbers: Tensor, large: bool) -> tuple[Tensor, ...]:
@@ -78,17 +88,24 @@ class EncodedGather:
 
 
 class Float8Gather:
-    """Gathers a unit's weights: those that are multiplied in float8 in 8 bits, the rest as it is, in one message. What arrives,
-    cast again, is what was sent, so the products are those of a device that has the weights whole."""
+    """Gathers a unit's weights: those that are multiplied in float8 in 8 bits, the rest as it is, in one
+    message. What arrives, cast again, is what was sent, so the products are those of a device that has the
+    weights whole."""
 
-    def __init__(self, comm: Comm, axis: str, pieces: Sequence[torch.Size], products: Sequence[ScaledProduct | None]) -> None:
+    def __init__(
+        self, comm: Comm, axis: str, pieces: Sequence[torch.Size], products: Sequence[ScaledProduct | None]
+    ) -> None:
         self.comm, self.axis, self.products = comm, axis, products
         self.sizes = [shape.numel() for shape in pieces]
 
     def gather(self, output: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
         """This device's numbers, and everybody's: (devices x numbers)."""
-        scales = [None if product is None or product.plain else product.weight.value for product in self.products]
-        order = sorted(range(len(scales)), key=lambda index: scales[index] is not None)  # single bytes at the end
+        scales = [
+            None if product is None or product.plain else product.weight.value for product in self.products
+        ]
+        order = sorted(
+            range(len(scales)), key=lambda index: scales[index] is not None
+        )  # single bytes at the end
         parts = own.split_with_sizes(self.sizes)
         coded = [_in_bytes(parts[index], scales[index]) for index in order]
         message = torch.cat(coded)
@@ -112,7 +129,8 @@ def _from_bytes(rows: Tensor, scale: Tensor | None, into: Tensor) -> None:
 
 
 class NearbyCopy:
-    """Of one unit, this device's part of the copy that its neighbours keep among them from forward to backward."""
+    """Of one unit, this device's part of the copy that its neighbours keep among them from forward to
+    backward."""
 
     def __init__(self, comm: Comm, axis: str, group: dist.ProcessGroup) -> None:
         self.comm, self.axis, self.group = comm, axis, group

@@ -1,11 +1,13 @@
 """Gathers, exchanges and reduce-scatters over gloo, on CPU workers, as quick as the network is.
 
-**Reduce-scatter**: of a sum over devices, each gets its own part. gloo makes one of an all-reduce, which sends twice the bytes,
-and does not tell when it is done. Here parts go straight to the devices that they belong to, which add them up, by rank.
+**Reduce-scatter**: of a sum over devices, each gets its own part. gloo makes one of an all-reduce, which
+sends twice the bytes, and does not tell when it is done. Here parts go straight to the devices that they
+belong to, which add them up, by rank.
 
-**In pieces.** gloo reads a connection until nothing more comes, and does not write meanwhile: a large message that comes keeps
-one that is to go waiting, and a network that could carry both at once carries one after the other (10 MB each way at 1 Gbit/s:
-163 ms in place of 80). Between hosts messages are cut into pieces, short enough to let others pass.
+**In pieces.** gloo reads a connection until nothing more comes, and does not write meanwhile: a large message
+that comes keeps one that is to go waiting, and a network that could carry both at once carries one after the
+other (10 MB each way at 1 Gbit/s: 163 ms in place of 80). Between hosts messages are cut into pieces, short
+enough to let others pass.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from shardwise._torch import all_gather_single, reduce_scatter_single
 from shardwise.mesh import Worker
 
 PIECE = 1 << 19
-"""Bytes of a message between hosts. At 1 Gbit/s, half to twice as much is as quick, and an eighth or eight times are not."""
+"""Bytes of a message between hosts. At 1 Gbit/s, half to twice as much is as quick, and an eighth or eight
+times are not."""
 NO_TIMEOUT = timedelta(0)
 """The group's own."""
 
@@ -36,7 +39,9 @@ class PartsUnderWay:
     """Rows on their way to their devices, one for each."""
 
     def __init__(self, rows: Tensor, group: dist.ProcessGroup, worker: Worker) -> None:
-        self._leaving = [rows[:, cut].contiguous() for cut in pieces(rows.shape[1], rows.element_size(), worker)]
+        self._leaving = [
+            rows[:, cut].contiguous() for cut in pieces(rows.shape[1], rows.element_size(), worker)
+        ]
         self._arriving = [torch.empty_like(leaving) for leaving in self._leaving]
         self.works = [
             dist.all_to_all_single(arriving, leaving, group=group, async_op=True)
@@ -76,11 +81,14 @@ def exchange(rows: Tensor, group: dist.ProcessGroup, worker: Worker) -> Tensor:
 def reduce_scatter(
     total: Tensor, parts: Tensor, group: dist.ProcessGroup, worker: Worker, async_op: bool = False
 ) -> dist.Work | None:
-    """Of `parts`, one for each device, one after the other, sum this device's over all devices into `total`. A CPU blocks."""
+    """Of `parts`, one for each device, one after the other, sum this device's over all devices into `total`.
+    A CPU blocks."""
     if total.device.type == "cpu":
         total.copy_(PartsUnderWay(parts.view(group.size(), -1), group, worker).total().view_as(total))
         return None
-    work: dist.Work | None = reduce_scatter_single(total, parts, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
+    work: dist.Work | None = reduce_scatter_single(
+        total, parts, op=dist.ReduceOp.SUM, group=group, async_op=async_op
+    )
     return work
 
 
@@ -93,16 +101,25 @@ def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup, worker: Wo
 
 
 class GatherUnderWay(dist.Work):
-    """An all-gather on a CPU that has begun: `output` holds everybody's `own`, one after the other, once it was waited for."""
+    """An all-gather on a CPU that has begun: `output` holds everybody's `own`, one after the other, once it
+    was waited for."""
 
     def __init__(self, output: Tensor, own: Tensor, group: dist.ProcessGroup, worker: Worker) -> None:
         super().__init__()
-        self._own, self._rows, self._gathered = own.flatten(), output.view(group.size(), -1), list[tuple[slice, Tensor]]()
+        self._own, self._rows, self._gathered = (
+            own.flatten(),
+            output.view(group.size(), -1),
+            list[tuple[slice, Tensor]](),
+        )
         self.works: list[dist.Work] = []
         cuts = list(pieces(len(self._own), own.element_size(), worker))
         for cut in cuts:
-            gathered = self._rows if len(cuts) == 1 else self._rows.new_empty(len(self._rows), cut.stop - cut.start)
-            self.works.append(all_gather_single(gathered.flatten(), self._own[cut], group=group, async_op=True))
+            gathered = (
+                self._rows if len(cuts) == 1 else self._rows.new_empty(len(self._rows), cut.stop - cut.start)
+            )
+            self.works.append(
+                all_gather_single(gathered.flatten(), self._own[cut], group=group, async_op=True)
+            )
             if gathered is not self._rows:
                 self._gathered.append((cut, gathered))
 

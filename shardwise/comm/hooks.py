@@ -1,10 +1,13 @@
-"""What DistributedDataParallel and FSDP2 call in place of their own collectives: the same ones, summed and counted.
+"""What DistributedDataParallel and FSDP2 call in place of their own collectives: the same ones, summed and
+counted.
 
-torch leaves doors open: a DDP communication hook, and FSDP2's custom all-gather, reduce-scatter and all-reduce hook.
+torch leaves doors open: a DDP communication hook, and FSDP2's custom all-gather, reduce-scatter and
+all-reduce hook.
 
-DDP sums buckets while backward goes on. FSDP2 does so on streams, which a CPU does not have: there its collectives would block.
-gloo's own threads carry them out instead. A gather is waited for where FSDP2 uses its weights, and the next unit is asked for
-before (parallel/data.py); a sum is added to the gradients when it has come (behind.py).
+DDP sums buckets while backward goes on. FSDP2 does so on streams, which a CPU does not have: there its
+collectives would block. gloo's own threads carry them out instead. A gather is waited for where FSDP2 uses
+its weights, and the next unit is asked for before (parallel/data.py); a sum is added to the gradients when it
+has come (behind.py).
 """
 
 from __future__ import annotations
@@ -33,11 +36,17 @@ from shardwise.observe import Collective
 class GradientSum:
     """DDP's hook: sum each bucket of gradients while backward goes on.
 
-    Once the last bucket is filled there is no computation left to hide behind: from there to the end is exposed.
+    Once the last bucket is filled there is no computation left to hide behind: from there to the end is
+    exposed.
     """
 
     def __init__(
-        self, comm: Comm, axis: str, group: dist.ProcessGroup, compressor: Compressor | None, names: Mapping[Tensor, str]
+        self,
+        comm: Comm,
+        axis: str,
+        group: dist.ProcessGroup,
+        compressor: Compressor | None,
+        names: Mapping[Tensor, str],
     ) -> None:
         self.comm, self.axis, self.group = comm, axis, group
         self.compressor, self.names = compressor, names
@@ -58,7 +67,9 @@ class GradientSum:
         return summed
 
     def _compress(self, compressor: Compressor, bucket: Any, buffer: Tensor) -> Tensor:
-        compressor.all_reduce([self.names[parameter] for parameter in bucket.parameters()], bucket.gradients())
+        compressor.all_reduce(
+            [self.names[parameter] for parameter in bucket.parameters()], bucket.gradients()
+        )
         return buffer
 
     def backward_ended(self) -> None:
@@ -74,7 +85,9 @@ def _ended(begun: Collective, future: torch.futures.Future[list[Tensor]]) -> Ten
 def split(numbers: Tensor, pieces: Mapping[str, torch.Size]) -> list[Tensor]:
     """The pieces of parameters that lie one after the other in the last dim, each a view of its shape."""
     parts = numbers.split_with_sizes([shape.numel() for shape in pieces.values()], dim=-1)
-    return [part.view(*numbers.shape[:-1], *shape) for part, shape in zip(parts, pieces.values(), strict=True)]
+    return [
+        part.view(*numbers.shape[:-1], *shape) for part, shape in zip(parts, pieces.values(), strict=True)
+    ]
 
 
 class UnderWay(dist.Work):
@@ -114,7 +127,11 @@ class CountedAllGather(_Counted):
     """FSDP2 gathers a unit's weights: as they are, encoded, or in backward from a copy nearby."""
 
     def __init__(
-        self, comm: Comm, axis: str, encoded: EncodedGather | Float8Gather | None = None, nearby: NearbyCopy | None = None
+        self,
+        comm: Comm,
+        axis: str,
+        encoded: EncodedGather | Float8Gather | None = None,
+        nearby: NearbyCopy | None = None,
     ) -> None:
         super().__init__(comm, axis)
         self.encoded, self.nearby = encoded, nearby
@@ -133,8 +150,14 @@ class CountedAllGather(_Counted):
         else:
             begun = self.comm.begin("all_gather", self.axis, output_tensor)
             if self.on_cpu:
-                return UnderWay(self.comm, GatherUnderWay(output_tensor, input_tensor, group, self.comm.mesh.worker), begun)
-            work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+                return UnderWay(
+                    self.comm,
+                    GatherUnderWay(output_tensor, input_tensor, group, self.comm.mesh.worker),
+                    begun,
+                )
+            work: dist.Work | None = all_gather_single(
+                output_tensor, input_tensor, group=group, async_op=async_op
+            )
             return work
         if self.nearby is not None:
             self.nearby.keep(output_tensor, group.size())
@@ -142,8 +165,8 @@ class CountedAllGather(_Counted):
 
 
 class CountedReduceScatter(_Counted):
-    """FSDP2 sums a unit's gradients and keeps this rank's piece. The gradients of a unit lie one after the other, each in one
-    piece for each device: (devices, numbers of all pieces)."""
+    """FSDP2 sums a unit's gradients and keeps this rank's piece. The gradients of a unit lie one after the
+    other, each in one piece for each device: (devices, numbers of all pieces)."""
 
     def __init__(
         self,
@@ -186,7 +209,9 @@ class CountedReduceScatter(_Counted):
     def _start(self, behind: UnitBehind, output: Tensor, gradients: Tensor, group: dist.ProcessGroup) -> None:
         """Start the sum; in place of it, FSDP2 gets what changes nothing."""
         if self.compressor is not None and self.compressor.begun:
-            finish = behind.all.queue.run(partial(self._compress, self.compressor, torch.empty_like(output), gradients)).wait
+            finish = behind.all.queue.run(
+                partial(self._compress, self.compressor, torch.empty_like(output), gradients)
+            ).wait
         else:
             begun = self.comm.begin("reduce_scatter", self.axis, gradients)
             parts = PartsUnderWay(gradients.view(group.size(), -1), group, self.comm.mesh.worker)
@@ -202,8 +227,9 @@ class CountedReduceScatter(_Counted):
 
 
 class CompressedCopies:
-    """FSDP2's hook behind the sum of a unit's gradients over its shards: sums them over the copies, compressed, once a step. What
-    earlier micro-batches gave is kept until then, and FSDP2 gets zeros in its place."""
+    """FSDP2's hook behind the sum of a unit's gradients over its shards: sums them over the copies,
+    compressed, once a step. What earlier micro-batches gave is kept until then, and FSDP2 gets zeros in its
+    place."""
 
     def __init__(self, comm: Comm, compressor: Compressor, pieces: Mapping[str, torch.Size]) -> None:
         self.comm, self.compressor, self.pieces = comm, compressor, pieces

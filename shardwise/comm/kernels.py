@@ -1,8 +1,10 @@
 """Codecs on a GPU, one kernel each way: what comm/codecs.py does in a dozen passes over memory is one here.
 
-The bytes are the same as there, and tests compare them. Imported where there is a GPU alone: Triton comes with torch for GPUs.
+The bytes are the same as there, and tests compare them. Imported where there is a GPU alone: Triton comes
+with torch for GPUs.
 
-A program handles PROGRAM blocks of a row. Of each block, numbers are looked at in planes (comm/packing.py): (blocks, 8, numbers).
+A program handles PROGRAM blocks of a row. Of each block, numbers are looked at in planes (comm/packing.py):
+(blocks, 8, numbers).
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ def _numbers(codes, KIND: tl.constexpr, MOST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _encode(rows, wire, numbers, blocks, wire_bytes, scales_at, seed, KIND: tl.constexpr, MOST: tl.constexpr, CLIP: tl.constexpr,
+def _encode(rows, wire, numbers, blocks, wire_bytes, scales_at, seed, KIND: tl.constexpr, MOST: tl.constexpr,
+CLIP: tl.constexpr,
             BITS: tl.constexpr, PLANE: tl.constexpr, BLOCKS: tl.constexpr, TAKE: tl.constexpr):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     block, at = _places(PLANE, BLOCKS)
@@ -81,7 +84,9 @@ def _encode(rows, wire, numbers, blocks, wire_bytes, scales_at, seed, KIND: tl.c
     values = tl.load(rows + row * numbers + at, mask=there, other=0.0)
     sizes = tl.abs(values)
     count = tl.minimum(numbers - block.to(tl.int64) * (8 * PLANE), 8 * PLANE).to(tl.float32)
-    scale = tl.math.div_rn(tl.sum(tl.sum(sizes, 2), 1), count) if KIND == SIGN else tl.max(tl.max(sizes, 2), 1)
+    scale = (
+        tl.math.div_rn(tl.sum(tl.sum(sizes, 2), 1), count) if KIND == SIGN else tl.max(tl.max(sizes, 2), 1)
+    )
     if CLIP > 0:
         relative = sizes / tl.where(scale > 0, scale, 1.0)[:, None, None]
         deviation = tl.math.sqrt_rn(tl.math.div_rn(tl.sum(tl.sum(relative * relative, 2), 1), count))
@@ -122,7 +127,8 @@ def _encode(rows, wire, numbers, blocks, wire_bytes, scales_at, seed, KIND: tl.c
 
 
 @triton.jit
-def _decode(wire, rows, numbers, blocks, wire_bytes, scales_at, KIND: tl.constexpr, MOST: tl.constexpr, CLIP: tl.constexpr,
+def _decode(wire, rows, numbers, blocks, wire_bytes, scales_at, KIND: tl.constexpr, MOST: tl.constexpr,
+CLIP: tl.constexpr,
             BITS: tl.constexpr, PLANE: tl.constexpr, BLOCKS: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     block, at = _places(PLANE, BLOCKS)
@@ -149,7 +155,9 @@ def _decode(wire, rows, numbers, blocks, wire_bytes, scales_at, KIND: tl.constex
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _drawn(rows, wire, numbers, kept, row_stride, seed, SEND: tl.constexpr, TAKE: tl.constexpr, SIZE: tl.constexpr):
+def _drawn(
+    rows, wire, numbers, kept, row_stride, seed, SEND: tl.constexpr, TAKE: tl.constexpr, SIZE: tl.constexpr
+):
     """Of each stretch of a row one number, drawn at random: to the wire, or added from there."""
     row = tl.program_id(1).to(tl.int64)
     stretch = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -168,8 +176,9 @@ def _drawn(rows, wire, numbers, kept, row_stride, seed, SEND: tl.constexpr, TAKE
 
 @triton.jit
 def _largest(rows, values, places, numbers, row_stride, wire_stride, KEPT: tl.constexpr, SIZE: tl.constexpr):
-    """The largest magnitudes of one block. Floats that are not negative are ordered as their bits are, so the least that is kept
-    is found by halving: at least as many as are kept reach `low`, and fewer reach `high`."""
+    """The largest magnitudes of one block. Floats that are not negative are ordered as their bits are, so the
+    least that is kept is found by halving: at least as many as are kept reach `low`, and fewer reach
+    `high`."""
     row, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
     within = tl.arange(0, SIZE)
     at = block.to(tl.int64) * SIZE + within
@@ -195,13 +204,16 @@ def _largest(rows, values, places, numbers, row_stride, wire_stride, KEPT: tl.co
 
 
 @triton.jit
-def _put_largest(values, places, rows, numbers, entries, row_stride, wire_stride, sign, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+def _put_largest(values, places, rows, numbers, entries, row_stride, wire_stride, sign, KEPT: tl.constexpr,
+BLOCK: tl.constexpr,
                  SIZE: tl.constexpr):  # fmt: skip
     """Add values in their places."""
     row = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     own = entry < entries
-    at = (entry // KEPT).to(tl.int64) * BLOCK + tl.load(places + row * wire_stride + entry, mask=own, other=0).to(tl.int64)
+    at = (entry // KEPT).to(tl.int64) * BLOCK + tl.load(
+        places + row * wire_stride + entry, mask=own, other=0
+    ).to(tl.int64)
     own &= at < numbers
     target = rows + row * row_stride + at
     found = tl.load(values + row * wire_stride + entry, mask=own, other=0.0).to(tl.float32)
@@ -252,11 +264,15 @@ def _draw(rows: Tensor, wire: Tensor, seed: int, send: bool, take: bool) -> None
 
 def send_largest(compression: Compression, rows: Tensor) -> Tensor:
     """Of each block the largest magnitudes, as (rows, wire bytes)."""
-    wire = torch.empty(len(rows), compression.wire_bytes(rows.shape[1]), dtype=torch.uint8, device=rows.device)
+    wire = torch.empty(
+        len(rows), compression.wire_bytes(rows.shape[1]), dtype=torch.uint8, device=rows.device
+    )
     values, places = _values_and_places(wire)
     grid = -(-rows.shape[1] // SPARSE_BLOCK), len(rows)
     sizes = rows.shape[1], rows.stride(0), values.stride(0)
-    _largest[grid](rows, values, places, *sizes, KEPT=compression.kept(SPARSE_BLOCK), SIZE=SPARSE_BLOCK, num_warps=2)
+    _largest[grid](
+        rows, values, places, *sizes, KEPT=compression.kept(SPARSE_BLOCK), SIZE=SPARSE_BLOCK, num_warps=2
+    )
     return wire
 
 
@@ -283,4 +299,11 @@ def _shape(compression: Compression) -> dict[str, Any]:
     most = floats.get(name, max(1.0, 2.0 ** (bits - 1) - 1))
     clip = CLIP if name == "terngrad" else 0.0
     kind = kinds.get(name, NEAREST).value
-    return {"KIND": kind, "MOST": most, "CLIP": clip, "BITS": bits, "PLANE": BLOCK // PLANES, "BLOCKS": PROGRAM}
+    return {
+        "KIND": kind,
+        "MOST": most,
+        "CLIP": clip,
+        "BITS": bits,
+        "PLANE": BLOCK // PLANES,
+        "BLOCKS": PROGRAM,
+    }

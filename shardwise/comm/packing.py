@@ -1,8 +1,8 @@
 """Whole numbers of a few bits, packed into bytes, a block at a time.
 
-A block is looked at in planes, stretches of it that lie one after the other: of eight planes, the i-th numbers of b bits each
-make b bytes, which are the i-th of b planes of bytes. So packing and unpacking move planes against each other, and neighbours in
-memory are treated alike.
+A block is looked at in planes, stretches of it that lie one after the other: of eight planes, the i-th
+numbers of b bits each make b bytes, which are the i-th of b planes of bytes. So packing and unpacking move
+planes against each other, and neighbours in memory are treated alike.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def _places(bits: int) -> Iterator[tuple[int, int, int]]:
-    """Where numbers lie in bytes: which byte has bits of which plane's number, and by how much they are moved up in it."""
+    """Where numbers lie in bytes: which byte has bits of which plane's number, and by how much they are moved
+    up in it."""
     for plane in range(PLANES):
         first = bits * plane
         for byte in range(first // 8, (first + bits - 1) // 8 + 1):

@@ -1,10 +1,13 @@
-"""What ranks say to each other beside training: who has which file, whose copy of a state is whole, how a run begins and ends.
+"""What ranks say to each other beside training: who has which file, whose copy of a state is whole, how a run
+begins and ends.
 
-Over a gloo group of its own, from host memory. So it may happen in a thread of its own while a step's collectives run, which must
-come in one order on all ranks of a group; and a dead peer is noticed at once. The ledger is a step's, and counts none of it.
+Over a gloo group of its own, from host memory. So it may happen in a thread of its own while a step's
+collectives run, which must come in one order on all ranks of a group; and a dead peer is noticed at once. The
+ledger is a step's, and counts none of it.
 
-Messages are JSON, whose lengths go ahead of them. torch's own way (`all_gather_object` and the like) unpickles what arrives, so
-whoever reaches a worker's port could run code there; a JSON text can be nothing but a value. It brings tuples back as lists.
+Messages are JSON, whose lengths go ahead of them. torch's own way (`all_gather_object` and the like)
+unpickles what arrives, so whoever reaches a worker's port could run code there; a JSON text can be nothing
+but a value. It brings tuples back as lists.
 """
 
 from __future__ import annotations
@@ -56,9 +59,17 @@ class Peers:
         if self.group is None:
             return [_decoded(said)]
         lengths = self._lengths(said)
-        texts = [torch.empty(max(lengths), dtype=torch.uint8) for _ in range(self.world)] if self.rank == 0 else None
+        texts = (
+            [torch.empty(max(lengths), dtype=torch.uint8) for _ in range(self.world)]
+            if self.rank == 0
+            else None
+        )
         dist.gather(_padded(said, max(lengths)), texts, dst=0, group=self.group)
-        return None if texts is None else [_decoded(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+        return (
+            None
+            if texts is None
+            else [_decoded(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+        )
 
     def from_main(self, messages: Sequence[Any] | None) -> Any:
         """What rank 0 has to say to this rank; rank 0 gives a message for each."""
@@ -115,7 +126,9 @@ def _decoded(text: Tensor) -> Any:
     try:
         return json.loads(text.numpy().tobytes())
     except (ValueError, RecursionError):
-        raise RunFailed("a worker received what no worker of this run has sent: is some other program on its network?") from None
+        raise RunFailed(
+            "a worker received what no worker of this run has sent: is some other program on its network?"
+        ) from None
 
 
 def _padded(text: Tensor, length: int) -> Tensor:

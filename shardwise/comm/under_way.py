@@ -1,8 +1,8 @@
 """A sum over an axis that may go on while the program does something else, plain or encoded.
 
-Everybody's numbers are added in the order of the devices, wherever in the buffer they are. So those that hold the same numbers
-at other places of other buffers, as the devices of a tensor axis hold its norms, get the same bits; a ring would add them in an
-order that depends on the place.
+Everybody's numbers are added in the order of the devices, wherever in the buffer they are. So those that hold
+the same numbers at other places of other buffers, as the devices of a tensor axis hold its norms, get the
+same bits; a ring would add them in an order that depends on the place.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class SumUnderWay:
         behind: bool,
         same_on: str | None = None,
     ) -> None:
-        """Of these flat parts, one after the other. `group`: the devices along the axis; None: this one is alone. With a codec
-        each part is encoded by itself. `behind`: a thread makes the sum. `same_on`: another axis, whose devices hold the same
-        numbers: each of them sums a share, and they give each other theirs; not with a codec, for what a number is rounded to
-        would depend on the share that it is in."""
+        """Of these flat parts, one after the other. `group`: the devices along the axis; None: this one is
+        alone. With a codec each part is encoded by itself. `behind`: a thread makes the sum. `same_on`:
+        another axis, whose devices hold the same numbers: each of them sums a share, and they give each other
+        theirs; not with a codec, for what a number is rounded to would depend on the share that it is in."""
         self._comm, self._axis, self._codec, self._seed = comm, axis, codec, seed
         self._parts = parts
         self._thread: threading.Thread | None = None
@@ -110,6 +110,8 @@ class SumUnderWay:
         total = torch.zeros_like(self._total)
         for device in arriving:
             pieces = torch.split(device, [len(each) for each in wires])
-            for piece, sums in zip(pieces, torch.split(total, [len(part) for part in self._parts]), strict=True):
+            for piece, sums in zip(
+                pieces, torch.split(total, [len(part) for part in self._parts]), strict=True
+            ):
                 codec.decode(piece.unsqueeze(0), sums.unsqueeze(0), self._seed, add=True)
         return total

@@ -1,6 +1,12 @@
 """What the user asks for: typed, validated, TOML and overrides. No torch."""
 
-from shardwise.config.check import divisors, least_zero, needs_whole_momenta, problems_of_batch, problems_of_compression
+from shardwise.config.check import (
+    divisors,
+    least_zero,
+    needs_whole_momenta,
+    problems_of_batch,
+    problems_of_compression,
+)
 from shardwise.config.layouts import (
     BY_OPERATOR,
     IN_A_V,

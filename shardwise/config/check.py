@@ -11,7 +11,18 @@ from inspect import signature
 from typing import Any, TypeVar
 
 from shardwise.config.compression import AUTO, SETTINGS, WEIGHT_CODECS, Compression, SumCompression
-from shardwise.config.schema import ClusterSection, Data, Hogwild, Layout, Local, Model, Recovery, Section, Server, Train
+from shardwise.config.schema import (
+    ClusterSection,
+    Data,
+    Hogwild,
+    Layout,
+    Local,
+    Model,
+    Recovery,
+    Section,
+    Server,
+    Train,
+)
 
 MOST_WEIGHTS = 10**15
 T = TypeVar("T")
@@ -37,7 +48,8 @@ def problems_across(sections: Mapping[str, Section]) -> list[str]:
 def found_by(check: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
     """The problems that a check finds, up to where it reads a value that its table lacks (`Section.without`).
 
-    Such a value is itself wrong and already reported; what else the check would find depends on what it is set to.
+    Such a value is itself wrong and already reported; what else the check would find depends on what it is
+    set to.
     """
     try:
         yield from check(*arguments)
@@ -58,7 +70,10 @@ def sources_of_model(model: Mapping[str, Any]) -> list[str]:
 def _keep_one(*keys: str) -> str:
     *others, last = keys
     every, ways = "both" if len(keys) == 2 else "all", " or ".join(f"{key}=" for key in keys)
-    return f"{', '.join(others)} and {last} are {every} given; keep one: on the command line, {ways} leaves it out"
+    return (
+        f"{', '.join(others)} and {last} are {every} given; keep one: on the command line, {ways} leaves "
+        f"it out"
+    )
 
 
 def _one_source(model: Model) -> Iterator[str]:
@@ -74,14 +89,19 @@ def _one_cluster(cluster: ClusterSection) -> Iterator[str]:
 def _float8_module(model: Model, train: Train) -> Iterator[str]:
     if model.module is not None and train.precision == "float8":
         yield (
-            "train.precision = 'float8': is for the transformer of [model], whose products are known; use 'bfloat16' where "
+            "train.precision = 'float8': is for the transformer of [model], whose products are known; use "
+            "'bfloat16' where "
             "model.module is given"
         )
 
 
 def _leave_out(what: str, section: str, table: Section, names: Sequence[str], why: str = "") -> Iterator[str]:
     """The problem that some of these keys were given, where this driver has no use for them."""
-    given = [f"{section}.{name}" for name in names if getattr(table, name) != type(table).model_fields[name].default]
+    given = [
+        f"{section}.{name}"
+        for name in names
+        if getattr(table, name) != type(table).model_fields[name].default
+    ]
     if given:
         yield f"{what}: leave {' and '.join(given)} out{why}"
 
@@ -91,7 +111,8 @@ def _float8_on_the_wire(train: Train, layout: Layout) -> Iterator[str]:
         return
     if layout.weight_compression:
         yield (
-            f"layout.weight_compression = {layout.weight_compression!r}: with train.precision = 'float8' weights are gathered in "
+            f"layout.weight_compression = {layout.weight_compression!r}: with train.precision = 'float8' "
+            f"weights are gathered in "
             "8 bits already; leave it out"
         )
     sums, momentum = SumCompression.of(layout), train.optimizer == "1bit-adam"
@@ -99,7 +120,8 @@ def _float8_on_the_wire(train: Train, layout: Layout) -> Iterator[str]:
     feedback = layout.compression == AUTO or (sums is not None and sums.feedback)
     if train.float8_scaling == "delayed" and (feedback or momentum):
         yield (
-            f"{asked}: what a compressed sum leaves out comes later, but with train.float8_scaling = 'delayed' a step may be "
+            f"{asked}: what a compressed sum leaves out comes later, but with train.float8_scaling = "
+            f"'delayed' a step may be "
             "made again, and that part of it would count twice; set train.float8_scaling = 'dynamic'"
         )
 
@@ -119,21 +141,27 @@ def _head_dim(model: Model) -> Iterator[str]:
 
 def _window(model: Model) -> Iterator[str]:
     if model.window is None and model.window_layers != "all":
-        yield f"model.window_layers = {model.window_layers!r}: has no effect without model.window; give that, or leave both out"
+        yield (
+            f"model.window_layers = {model.window_layers!r}: has no effect without model.window; give that, "
+            f"or leave both out"
+        )
 
 
 def _size(model: Model) -> Iterator[str]:
     if (weights := _weights(model)) > MOST_WEIGHTS:
-        yield f"model: {weights:.1e} weights, of at most {MOST_WEIGHTS:.0e}; give fewer model.layers, or less of another size"
+        yield (
+            f"model: {weights:.1e} weights, of at most {MOST_WEIGHTS:.0e}; give fewer model.layers, or less "
+            f"of another size"
+        )
 
 
 def _weights(model: Model) -> int:
     """About as many as the model has: its matrices."""
     attention = 2 * (model.heads + model.kv_heads) * model.head_dim
     ffn = (model.experts + model.shared_experts) * model.expert_width if model.experts else model.ffn
-    return model.hidden * (model.vocabulary + model.max_positions * (model.positions == "learned")) + model.layers * (
-        model.hidden * (attention + 3 * ffn)
-    )
+    return model.hidden * (
+        model.vocabulary + model.max_positions * (model.positions == "learned")
+    ) + model.layers * (model.hidden * (attention + 3 * ffn))
 
 
 def _experts(model: Model) -> Iterator[str]:
@@ -148,21 +176,34 @@ def _mixture(model: Model) -> Iterator[str]:
         )
     if model.experts_per_token == 1 and model.normalise_routing:
         yield (
-            "model.experts_per_token = 1 with model.normalise_routing = true: the weight of a token's only expert is always 1, "
-            "so the router learns nothing from the loss; use model.normalise_routing = false (as Switch does, and Llama 4 with "
+            "model.experts_per_token = 1 with model.normalise_routing = true: the weight of a token's only "
+            "expert is always 1, "
+            "so the router learns nothing from the loss; use model.normalise_routing = false (as Switch "
+            "does, and Llama 4 with "
             "model.router = 'sigmoid'), or model.experts_per_token = 2"
         )
     if model.activation != "swiglu":
-        yield f"model.activation = {model.activation!r}: experts are gated; use 'swiglu', or model.experts = 0"
+        yield (
+            f"model.activation = {model.activation!r}: experts are gated; use 'swiglu', or model.experts = 0"
+        )
     if model.bias is True:
         yield "model.bias = true: experts have no biases; use false, or model.experts = 0"
 
 
 def _dense(model: Model) -> Iterator[str]:
-    fields = ("experts_per_token", "expert_ffn", "shared_experts", "balance_loss", "balance_bias", "router_z_loss")
+    fields = (
+        "experts_per_token",
+        "expert_ffn",
+        "shared_experts",
+        "balance_loss",
+        "balance_bias",
+        "router_z_loss",
+    )
     for name in fields:
         if value := getattr(model, name):
-            yield f"model.{name} = {value}: has no effect without experts; leave it out, or give model.experts"
+            yield (
+                f"model.{name} = {value}: has no effect without experts; leave it out, or give model.experts"
+            )
 
 
 def _data(data: Data) -> Iterator[str]:
@@ -174,16 +215,27 @@ def _data(data: Data) -> Iterator[str]:
 
 def _recompute(train: Train) -> Iterator[str]:
     if isinstance(train.recompute, float) and not 0 <= train.recompute <= 1:
-        yield f"train.recompute = {train.recompute}: a memory budget lies between 0 (recompute all) and 1 (keep all)"
+        yield (
+            f"train.recompute = {train.recompute}: a memory budget lies between 0 (recompute all) and 1 "
+            f"(keep all)"
+        )
 
 
 def _state_dtype(train: Train) -> Iterator[str]:
     if train.precision == "float64" and train.state_dtype not in ("auto", "float64"):
-        yield f"train.state_dtype = {train.state_dtype!r}: float64 precision keeps float64 states; leave it out"
+        yield (
+            f"train.state_dtype = {train.state_dtype!r}: float64 precision keeps float64 states; leave it out"
+        )
     if train.precision != "float64" and train.state_dtype == "float64":
-        yield f"train.state_dtype = 'float64': only with train.precision = 'float64' (given {train.precision!r})"
+        yield (
+            f"train.state_dtype = 'float64': only with train.precision = 'float64' (given "
+            f"{train.precision!r})"
+        )
     if train.precision in ("float32", "float16") and train.state_dtype == "bfloat16":
-        yield f"train.state_dtype = 'bfloat16': needs train.precision = 'bfloat16' or 'float8' (given {train.precision!r})"
+        yield (
+            f"train.state_dtype = 'bfloat16': needs train.precision = 'bfloat16' or 'float8' (given "
+            f"{train.precision!r})"
+        )
 
 
 def _float8_settings(train: Train) -> Iterator[str]:
@@ -211,9 +263,15 @@ def _offload(layout: Layout) -> Iterator[str]:
 def _gathers(layout: Layout) -> Iterator[str]:
     if layout.weight_compression is not None:
         if layout.zero == 0:
-            yield "layout.weight_compression: with layout.zero = 0 no weights are gathered; use zero = 1, 2 or 3, or leave it out"
+            yield (
+                "layout.weight_compression: with layout.zero = 0 no weights are gathered; use zero = 1, 2 or "
+                "3, or leave it out"
+            )
         if layout.weight_compression not in WEIGHT_CODECS:
-            yield f"layout.weight_compression = {layout.weight_compression!r}: weights may be {', '.join(WEIGHT_CODECS)}"
+            yield (
+                f"layout.weight_compression = {layout.weight_compression!r}: weights may be "
+                f"{', '.join(WEIGHT_CODECS)}"
+            )
     if layout.backward_shards is not None and layout.zero not in (3, None):
         what = f"layout.backward_shards = {layout.backward_shards}"
         yield f"{what}: only zero = 3 gathers weights for backward; use layout.zero = 3, or leave it out"
@@ -231,24 +289,33 @@ def problems_of_compression(layout: Layout) -> Iterator[str]:
     if layout.compression is None:
         for name in SETTINGS:
             if (value := getattr(layout, name)) != Layout.model_fields[name].default:
-                yield f"layout.{name} = {value!r}: has no effect without layout.compression; leave it out, or name a codec"
+                yield (
+                    f"layout.{name} = {value!r}: has no effect without layout.compression; leave it out, or "
+                    f"name a codec"
+                )
         return
     compression = Compression.parse(layout.compression)
     if layout.compression_axes == "replica" and layout.replica == 1:
-        yield "layout.compression_axes = 'replica': there is one replica; give layout.replica, or compress over 'all' axes"
+        yield (
+            "layout.compression_axes = 'replica': there is one replica; give layout.replica, or compress "
+            "over 'all' axes"
+        )
     elif layout.compression_axes == "replica" and layout.zero == 0:
         yield (
-            "layout.compression_axes = 'replica': with layout.zero = 0 all copies are summed at once; use layout.zero = 1, 2 or "
+            "layout.compression_axes = 'replica': with layout.zero = 0 all copies are summed at once; use "
+            "layout.zero = 1, 2 or "
             "3, or compress over 'all' axes"
         )
     if layout.error_feedback and not compression.shrinks:
         yield (
-            f"layout.error_feedback = true: {compression}'s errors are larger than the gradient, so what is left out would grow "
+            f"layout.error_feedback = true: {compression}'s errors are larger than the gradient, so what is "
+            f"left out would grow "
             "without end; leave it out: they average out over steps"
         )
     if compression.name == "powersgd" and layout.tensor * layout.expert > 1:
         yield (
-            f"layout.compression = {layout.compression!r}: needs whole matrices, and layout.tensor = {layout.tensor}, "
+            f"layout.compression = {layout.compression!r}: needs whole matrices, and layout.tensor = "
+            f"{layout.tensor}, "
             f"layout.expert = {layout.expert} split them; use another codec, 'int8' say"
         )
 
@@ -268,12 +335,14 @@ def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
     if layout.compression_warmup == 0:
         settles = max(1, min(train.steps // 10, round(1 / (1 - train.betas[1]))))
         yield (
-            f"{what}: needs layout.compression_warmup, the steps in which the second moment settles before it is kept; "
+            f"{what}: needs layout.compression_warmup, the steps in which the second moment settles before "
+            f"it is kept; "
             f"{settles} say"
         )
     if (zero := layout.zero or least_zero(layout)) and needs_whole_momenta(train, layout):
         yield (
-            f"{what}: needs whole momenta where they are compressed, and layout.zero = {zero} shards them; use layout.zero = 0 "
+            f"{what}: needs whole momenta where they are compressed, and layout.zero = {zero} shards them; "
+            f"use layout.zero = 0 "
             "without weight_compression and backward_shards, or layout.compression_axes = 'replica'"
         )
     if train.state_dtype == "bfloat16":
@@ -285,13 +354,17 @@ def _server(train: Train, server: Server) -> Iterator[str]:
         yield from _without_driver("server", server)
         return
     if server.damping and server.max_staleness == 0:
-        yield "server.damping = true: with server.max_staleness = 0 no gradient is stale; raise that, or leave it out"
+        yield (
+            "server.damping = true: with server.max_staleness = 0 no gradient is stale; raise that, or leave "
+            "it out"
+        )
 
 
 def _portions(train: Train, server: Server) -> Iterator[str]:
     if train.driver == "server" and server.portions and train.global_batch % server.portions:
         yield (
-            f"server.portions = {server.portions}: does not divide train.global_batch = {train.global_batch}; "
+            f"server.portions = {server.portions}: does not divide train.global_batch = "
+            f"{train.global_batch}; "
             f"use one of {', '.join(map(str, divisors(train.global_batch)))}"
         )
 
@@ -322,7 +395,10 @@ def _train_of_groups(train: Train) -> Iterator[str]:
     if train.driver != "local":
         return
     if train.precision == "float16":
-        yield f"{what}: float16 needs a loss scale that all devices agree on in each step; use bfloat16 or float32"
+        yield (
+            f"{what}: float16 needs a loss scale that all devices agree on in each step; use bfloat16 or "
+            f"float32"
+        )
     if train.state_dtype == "bfloat16":
         yield f"{what}: groups move by less than bfloat16 can tell; leave train.state_dtype out"
     yield from _leave_out(what, "train", train, ("optimizer", "shares"))
@@ -366,7 +442,10 @@ def _whole_models(train: Train, layout: Layout) -> Iterator[str]:
     usual = {name for name, value in layout.__dict__.items() if value == Layout.model_fields[name].default}
     usual |= {"zero"} if train.driver == "hogwild" and layout.zero == 0 else set()
     if given := sorted(layout.model_fields_set - usual - {"data"}):
-        yield f"{what}: each of layout.data workers has a whole model; leave layout.{', layout.'.join(given)} out"
+        yield (
+            f"{what}: each of layout.data workers has a whole model; leave "
+            f"layout.{', layout.'.join(given)} out"
+        )
 
 
 def _train_of_whole_models(train: Train) -> Iterator[str]:
@@ -374,24 +453,35 @@ def _train_of_whole_models(train: Train) -> Iterator[str]:
         return
     what = f"train.driver = {train.driver!r}"
     if train.precision == "float16":
-        yield f"{what}: float16 needs a loss scale that all gradients of a step agree on; use bfloat16 or float32"
+        yield (
+            f"{what}: float16 needs a loss scale that all gradients of a step agree on; use bfloat16 or "
+            f"float32"
+        )
     if train.precision == "float8":
         yield f"{what}: float8 needs scales that all gradients of a step agree on; use bfloat16 or float32"
     if train.driver == "hogwild" and train.state_dtype == "bfloat16":
-        yield f"{what}: updates of single rows are smaller than bfloat16 can tell; leave train.state_dtype out"
+        yield (
+            f"{what}: updates of single rows are smaller than bfloat16 can tell; leave train.state_dtype out"
+        )
     yield from _leave_out(what, "train", train, ("optimizer", "shares"))
 
 
 def _dense_models(model: Model, train: Train) -> Iterator[str]:
     if train.driver in WHOLE_MODELS and model.experts:
-        yield f"train.driver = {train.driver!r}: not with experts, whose loads are known to single workers alone"
+        yield (
+            f"train.driver = {train.driver!r}: not with experts, whose loads are known to single "
+            f"workers alone"
+        )
 
 
 def _positions(model: Model, data: Data) -> Iterator[str]:
     if data.sequence_length > model.max_positions:
-        or_raise = "" if model.pretrained else " or raise model.max_positions"  # a model from elsewhere is as it is
+        or_raise = (
+            "" if model.pretrained else " or raise model.max_positions"
+        )  # a model from elsewhere is as it is
         yield (
-            f"data.sequence_length = {data.sequence_length}: longer than model.max_positions = {model.max_positions}; "
+            f"data.sequence_length = {data.sequence_length}: longer than model.max_positions = "
+            f"{model.max_positions}; "
             f"shorten the sequence{or_raise}"
         )
 
@@ -403,12 +493,14 @@ def problems_of_batch(train: Train, layout: Layout) -> Iterator[str]:
         multiple = size * (train.micro_batch or 1)
         yield (
             f"train.global_batch = {train.global_batch}: does not divide over {size} data-parallel devices "
-            f"(replica {layout.replica} x data {layout.data}); use {nearest_multiples(train.global_batch, multiple)}"
+            f"(replica {layout.replica} x data {layout.data}); use "
+            f"{nearest_multiples(train.global_batch, multiple)}"
         )
     elif train.micro_batch and (train.global_batch // size) % train.micro_batch:
         share = train.global_batch // size
         yield (
-            f"train.micro_batch = {train.micro_batch}: does not divide a device's share of {share} sequences; "
+            f"train.micro_batch = {train.micro_batch}: does not divide a device's share of {share} "
+            f"sequences; "
             f"use one of {', '.join(map(str, divisors(share)))}"
         )
 

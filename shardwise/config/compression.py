@@ -1,7 +1,8 @@
 """Which codec compresses gradients on the wire, and how many bytes it makes of n numbers.
 
-A codec is written as it is called: `int8`, `topk(0.01)`, `qsgd(4)`. Its bytes are a formula of n alone, never of the values, so
-every message of a step has a known size: devices exchange equal parts, and the ledger can be held to the plan to the byte.
+A codec is written as it is called: `int8`, `topk(0.01)`, `qsgd(4)`. Its bytes are a formula of n alone, never
+of the values, so every message of a step has a known size: devices exchange equal parts, and the ledger can
+be held to the plan to the byte.
 
 | codec          | what is sent of n numbers                                                            | bytes                  |
 | -------------- | ------------------------------------------------------------------------------------ | ---------------------- |
@@ -15,9 +16,9 @@ every message of a step has a known size: devices exchange equal parts, and the 
 | `randomk(r)`   | a share r drawn anew in each step, the same for all devices, so no places            | 4 k                    |
 | `powersgd(r)`  | two factors of rank r of each matrix (Vogels et al. 2019)                            | 4 r (rows + columns)   |
 
-A block are 512 numbers, and whole blocks are sent. Scales are 4 bytes a block. QSGD's are the block's largest magnitude, as in
-the paper's experiments, not its norm: with few bits the error would else exceed the gradient. What a codec leaves out is added to
-the next gradient (comm/compressed.py).
+A block are 512 numbers, and whole blocks are sent. Scales are 4 bytes a block. QSGD's are the block's largest
+magnitude, as in the paper's experiments, not its norm: with few bits the error would else exceed the
+gradient. What a codec leaves out is added to the next gradient (comm/compressed.py).
 """
 
 from __future__ import annotations
@@ -73,7 +74,11 @@ class Compression:
         except ValueError:
             number = float("nan")
         if not low <= number <= high or number == 0.0 or (isinstance(low, int) and number % 1):
-            what = f"a whole number from {low} to {high}" if isinstance(low, int) else "a share above 0 and at most 1"
+            what = (
+                f"a whole number from {low} to {high}"
+                if isinstance(low, int)
+                else "a share above 0 and at most 1"
+            )
             raise ValueError(f"{name} takes {what}: write {_how(name)}")
         return cls(name, number)
 
@@ -97,7 +102,8 @@ class Compression:
 
     @property
     def of_sums(self) -> Compression:
-        """How what devices have added up is sent to all: of the largest, which are others on each device, three times as many."""
+        """How what devices have added up is sent to all: of the largest, which are others on each device,
+        three times as many."""
         return Compression(self.name, min(1.0, 3 * self.number)) if self.name == "topk" else self
 
     def kept(self, numbers: int) -> int:
@@ -166,7 +172,8 @@ class WeightGathers:
     codec: Compression | None
     """None: as they are."""
     backward_shards: int | None
-    """Neighbours that keep a copy of all weights among them from forward to backward; None: there is no copy."""
+    """Neighbours that keep a copy of all weights among them from forward to backward; None: there is no
+    copy."""
 
     @classmethod
     def of(cls, layout: Asked) -> WeightGathers | None:
@@ -178,10 +185,16 @@ class WeightGathers:
 
 
 def is_compressed(shape: Sequence[int]) -> bool:
-    """Whether a parameter of this shape is: matrices are, unless they are small. Vectors weigh little and matter much."""
+    """Whether a parameter of this shape is: matrices are, unless they are small. Vectors weigh little and
+    matter much."""
     return len(shape) >= 2 and prod(shape) >= SMALLEST
 
 
 def _how(name: str) -> str:
-    examples = {"topk": "topk(0.01)", "randomk": "randomk(0.01)", "qsgd": "qsgd(4)", "powersgd": "powersgd(4)"}
+    examples = {
+        "topk": "topk(0.01)",
+        "randomk": "randomk(0.01)",
+        "qsgd": "qsgd(4)",
+        "powersgd": "powersgd(4)",
+    }
     return examples.get(name, name)

@@ -1,11 +1,13 @@
-"""Hugging Face's model families as tables of settings: our keys of `[model]`, and the keys of config.json that mean the same.
+"""Hugging Face's model families as tables of settings: our keys of `[model]`, and the keys of config.json
+that mean the same.
 
 Hugging Face has a class for each family, we have one transformer with a few choices, so a family is
 
 - `fields`: our keys and theirs of the same value;
 - `fixed` and `demands`: the choices that make the family, in our words and in theirs.
 
-Which of our tensors is which of theirs is in checkpoint/families.py, because that needs torch, and a job is read without.
+Which of our tensors is which of theirs is in checkpoint/families.py, because that needs torch, and a job is
+read without.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Family:
     caps: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     """Our keys that may be None, theirs, and what a missing one means."""
     layer_types: Callable[[dict[str, Any], int], list[str]] | None = None
-    """Which of so many layers have a sliding window, where config.json does not list them; None: none may have one."""
+    """Which of so many layers have a sliding window, where config.json does not list them; None: none may
+    have one."""
     rope_theta: float = 10000.0
     """What a missing one means."""
 
@@ -44,13 +47,22 @@ def _without(table: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 WINDOW = 4096
 """What a missing `sliding_window` means."""
 FULL, SLIDING = "full_attention", "sliding_attention"
-_NO_EXPERTS = {"experts": 0, "experts_per_token": 0, "shared_experts": 0, "balance_loss": 0.0, "balance_bias": 0.0,
+_NO_EXPERTS = {"experts": 0, "experts_per_token": 0, "shared_experts": 0, "balance_loss": 0.0,
+"balance_bias": 0.0,
                "router_z_loss": 0.0}  # fmt: skip
 _SILU = {"hidden_act": ("silu", "swish")}
-_PLAIN = {"module": None, "window": None, "window_layers": "all", "query_scalar": None, "attention_softcap": None,
+_PLAIN = {"module": None, "window": None, "window_layers": "all", "query_scalar": None,
+"attention_softcap": None,
           "logit_softcap": None, "post_norms": False, "scaled_embedding": False}  # fmt: skip
 _ROTARY = {**_PLAIN, "norm": "rms", "positions": "rotary", "activation": "swiglu"}
-_MIXTURE = {**_ROTARY, "bias": False, "shared_experts": 0, "router": "softmax", "routing_scale": 1.0, "balance_bias": 0.0}
+_MIXTURE = {
+    **_ROTARY,
+    "bias": False,
+    "shared_experts": 0,
+    "router": "softmax",
+    "routing_scale": 1.0,
+    "balance_bias": 0.0,
+}
 _FIELDS = {
     "vocabulary": ("vocab_size",),
     "hidden": ("hidden_size",),
@@ -129,8 +141,16 @@ GEMMA2 = Family(
         "attention_bias": (False,),
         "use_bidirectional_attention": (None, False),
     },
-    defaults={**_DEFAULTS, "head_dim": lambda config: 256, "tied": lambda config: True, "query_scalar": lambda config: 256},
-    caps={"attention_softcap": ("attn_logit_softcapping", 50.0), "logit_softcap": ("final_logit_softcapping", 30.0)},
+    defaults={
+        **_DEFAULTS,
+        "head_dim": lambda config: 256,
+        "tied": lambda config: True,
+        "query_scalar": lambda config: 256,
+    },
+    caps={
+        "attention_softcap": ("attn_logit_softcapping", 50.0),
+        "logit_softcap": ("final_logit_softcapping", 30.0),
+    },
     layer_types=lambda config, layers: [FULL if layer % 2 else SLIDING for layer in range(layers)],
 )
 GPT2 = Family(
@@ -191,4 +211,6 @@ QWEN3_MOE = Family(
     },
     defaults={**_DEFAULTS, "normalise_routing": lambda config: False},
 )
-FAMILIES = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA2, GPT2, MIXTRAL, QWEN3_MOE)}
+FAMILIES = {
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA2, GPT2, MIXTRAL, QWEN3_MOE)
+}

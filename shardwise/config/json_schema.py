@@ -1,7 +1,7 @@
 """The job file as JSON Schema, for editors that complete and check TOML (Even Better TOML, taplo, …).
 
-Made from the definitions (schema.py), with what the reader accepts beyond their types: TOML has no null, and `clip = false` is
-none; a word may stand for the layout's table; keys may be spelt as other libraries do.
+Made from the definitions (schema.py), with what the reader accepts beyond their types: TOML has no null, and
+`clip = false` is none; a word may stand for the layout's table; keys may be spelt as other libraries do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ def job_schema() -> dict[str, Any]:
     definitions = schema["$defs"]
     for section, spellings in SPELLINGS.items():
         keys = definitions[section.capitalize()]["properties"]
-        keys |= {other: {**keys[ours], "title": f"Another name of {ours}"} for other, ours in spellings.items()}
+        keys |= {
+            other: {**keys[ours], "title": f"Another name of {ours}"} for other, ours in spellings.items()
+        }
     definitions["Train"]["properties"]["clip"]["anyOf"].append({"const": False})
     definitions["Model"]["properties"]["preset"]["examples"] = list(PRESETS)
     layout = schema["properties"]["layout"]
@@ -27,7 +29,11 @@ def job_schema() -> dict[str, Any]:
         "description": layout["description"],
         "anyOf": [{"$ref": layout["$ref"]}, {"enum": list(PLANNED_LAYOUTS)}],
     }
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_without_null(schema), "title": "shardwise job"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **_without_null(schema),
+        "title": "shardwise job",
+    }
 
 
 def _without_null(part: Any) -> Any:
@@ -35,5 +41,9 @@ def _without_null(part: Any) -> Any:
     if isinstance(part, list):
         return [_without_null(item) for item in part if item != {"type": "null"}]
     if isinstance(part, dict):
-        return {key: _without_null(value) for key, value in part.items() if not (key == "default" and value is None)}
+        return {
+            key: _without_null(value)
+            for key, value in part.items()
+            if not (key == "default" and value is None)
+        }
     return part

@@ -1,7 +1,8 @@
 """Which layouts a model and its data allow, and the nearest one that works when asked for another.
 
-A layout is refused here, before any worker starts, only where devices could not share the work evenly or at all. Everything
-else may be combined: any product of the axes, with any ZeRO stage, schedule, precision and recomputation.
+A layout is refused here, before any worker starts, only where devices could not share the work evenly or at
+all. Everything else may be combined: any product of the axes, with any ZeRO stage, schedule, precision and
+recomputation.
 """
 
 from __future__ import annotations
@@ -36,16 +37,20 @@ class Broken(NamedTuple):
     """Whether the problem ends with advice already, so that the values are a second way."""
 
 
-def problems_of_layout(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> list[str]:
+def problems_of_layout(
+    model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None
+) -> list[str]:
     """Every rule that the layout breaks, with the values that would break none.
 
-    The last one also names the nearest layout that works, on `devices` where that number is known. Rules about the
-    data-parallel devices are checked once layout.data is a number.
+    The last one also names the nearest layout that works, on `devices` where that number is known. Rules
+    about the data-parallel devices are checked once layout.data is a number.
     """
     broken, batch = list(_rules(model, data, train, layout)), list(found_by(_batch, train, layout))
     problems = [rule.problem for rule in broken]
     if broken and all(section.is_whole for section in (model, data, train, layout)):
-        problems = [rule.problem + _values(model, data, train, layout, rule, broken, devices) for rule in broken]
+        problems = [
+            rule.problem + _values(model, data, train, layout, rule, broken, devices) for rule in broken
+        ]
         if nearest := nearest_layout(model, data, train, layout, devices):
             problems[-1] += f"\n  the nearest layout that works: {nearest}"
     return [*batch, *problems]
@@ -67,17 +72,32 @@ def _rules(model: Model, data: Data, train: Train, layout: Layout) -> Iterator[B
 
 
 def _values(
-    model: Model, data: Data, train: Train, layout: Layout, rule: Broken, broken: Sequence[Broken], devices: int | None
+    model: Model,
+    data: Data,
+    train: Train,
+    layout: Layout,
+    rule: Broken,
+    broken: Sequence[Broken],
+    devices: int | None,
 ) -> str:
-    """The end of a message: for the first degree that can be changed, all values with which no rule is broken.
+    """The end of a message: for the first degree that can be changed, all values with which no rule is
+    broken.
 
     Other degrees that are refused too are taken as 1, since they have to change as well.
     """
     others = {field: 1 for other in broken for field in other.fields[:1]}
     for field in rule.fields:
-        relaxed = layout.model_copy(update={name: one for name, one in others.items() if name not in rule.fields})
-        tried = (relaxed.model_copy(update={field: value}) for value in _candidates(field, model, data, layout))
-        works = [other for other in tried if _divides(other, devices) and layout_is_possible(model, data, train, other)]
+        relaxed = layout.model_copy(
+            update={name: one for name, one in others.items() if name not in rule.fields}
+        )
+        tried = (
+            relaxed.model_copy(update={field: value}) for value in _candidates(field, model, data, layout)
+        )
+        works = [
+            other
+            for other in tried
+            if _divides(other, devices) and layout_is_possible(model, data, train, other)
+        ]
         if works:
             values = _in_words([getattr(other, field) for other in works])
             end = "" if rule.problem.startswith(f"layout.{field} ") else f" as layout.{field}"
@@ -119,12 +139,15 @@ def problems_of_nearby(layout: Layout) -> Iterator[Broken]:
     if layout.pipeline * layout.expert > 1:
         yield Broken(f"{what}: not with pipeline or expert axes; leave it out")
     elif layout.data > 0 and layout.shards % layout.backward_shards:
-        problem = f"{what}: does not divide the {layout.shards} devices that share the weights (data x context)"
+        problem = (
+            f"{what}: does not divide the {layout.shards} devices that share the weights (data x context)"
+        )
         yield Broken(problem, ("backward_shards",))
 
 
 def with_nearby_that_divides(layout: Layout, data: int) -> Layout:
-    """The layout with as many neighbours, of those asked for, as divide the devices that share the weights on this data axis."""
+    """The layout with as many neighbours, of those asked for, as divide the devices that share the weights on
+    this data axis."""
     if layout.backward_shards is None or data < 1:
         return layout
     sizes = [size for size in divisors(data * layout.context) if size <= layout.backward_shards]
@@ -136,8 +159,8 @@ def _batch(train: Train, layout: Layout) -> list[str]:
 
 
 def context_attention(model: Model, layout: Layout) -> Literal["ring", "ulysses"]:
-    """How `context` devices attend: as asked; or Ulysses where query heads and key heads divide over them, else the ring. Of a
-    model that the ring may not do, key heads need not divide: they are repeated."""
+    """How `context` devices attend: as asked; or Ulysses where query heads and key heads divide over them,
+    else the ring. Of a model that the ring may not do, key heads need not divide: they are repeated."""
     if layout.attention != "auto":
         return layout.attention
     heads, kv_heads = model.heads // layout.tensor, max(1, model.kv_heads // layout.tensor)
@@ -164,23 +187,24 @@ def stages_on_a_rank(layout: Layout) -> int:
 
 
 def fewest_devices(layout: Layout) -> int:
-    """How many devices a layout with an open data axis needs at least: those of the other axes, and enough for the experts."""
+    """How many devices a layout with an open data axis needs at least: those of the other axes, and enough
+    for the experts."""
     return layout.fixed * -(-layout.expert // (layout.context * layout.tensor))
 
 
 def workers_without_gpus(layout: Layout) -> int:
     """How many workers a machine without GPUs starts for a layout with an open data axis.
 
-    As few as the other axes need: one worker uses all cores. Where a job writes `data = -1`, it asks for data parallelism, and
-    gets two workers if no other axis has several.
+    As few as the other axes need: one worker uses all cores. Where a job writes `data = -1`, it asks for data
+    parallelism, and gets two workers if no other axis has several.
     """
     asked = "data" in layout.model_fields_set and layout.fixed == 1
     return max(fewest_devices(layout), 2 if asked else 1)
 
 
 def sequence_multiple(model: Model, layout: Layout) -> int:
-    """What the length of a sequence must be a multiple of: each context device has one chunk of it, or two in a ring, and
-    the tensor devices share a context device's tokens."""
+    """What the length of a sequence must be a multiple of: each context device has one chunk of it, or two in
+    a ring, and the tensor devices share a context device's tokens."""
     if layout.context == 1:
         return layout.tensor
     chunks = 2 if context_attention(model, layout) == "ring" else 1
@@ -190,10 +214,13 @@ def sequence_multiple(model: Model, layout: Layout) -> int:
 def _tensor(model: Model, layout: Layout) -> Iterator[Broken]:
     what, tensor = f"layout.tensor = {layout.tensor}", layout.tensor
     if model.heads % tensor:
-        yield Broken(f"{what}: does not divide model.heads = {model.heads}, and heads stay whole", ("tensor",))
+        yield Broken(
+            f"{what}: does not divide model.heads = {model.heads}, and heads stay whole", ("tensor",)
+        )
     elif model.kv_heads % tensor and tensor % model.kv_heads:
         yield Broken(
-            f"{what}: {model.kv_heads} key heads can neither be split nor repeated evenly over it; one must divide the other",
+            f"{what}: {model.kv_heads} key heads can neither be split nor repeated evenly over it; one must "
+            f"divide the other",
             ("tensor",),
         )
     elif model.vocabulary < tensor:
@@ -202,13 +229,20 @@ def _tensor(model: Model, layout: Layout) -> Iterator[Broken]:
 
 def _sequence(model: Model, data: Data, layout: Layout) -> Iterator[Broken]:
     if list(_tensor(model, layout)):
-        layout = layout.model_copy(update={"tensor": 1})  # the sequence must divide by another number, once that is mended
+        layout = layout.model_copy(
+            update={"tensor": 1}
+        )  # the sequence must divide by another number, once that is mended
     heads, length = model.heads // layout.tensor, data.sequence_length
     if layout.context > 1 and layout.attention == "ulysses" and heads % layout.context:
         ring = layout.model_copy(update={"attention": "ring"})
-        advice = "; use 'ring', which works with any number of heads" if not list(_sequence(model, data, ring)) else ""
+        advice = (
+            "; use 'ring', which works with any number of heads"
+            if not list(_sequence(model, data, ring))
+            else ""
+        )
         yield Broken(
-            f"layout.attention = 'ulysses': {heads} heads a tensor device do not divide over context {layout.context}{advice}",
+            f"layout.attention = 'ulysses': {heads} heads a tensor device do not divide over context "
+            f"{layout.context}{advice}",
             ("context",),
             has_advice=bool(advice),
         )
@@ -216,7 +250,8 @@ def _sequence(model: Model, data: Data, layout: Layout) -> Iterator[Broken]:
     lacks = ring_lacks(model, length)
     if lacks and layout.context > 1 and context_attention(model, layout) == "ring":
         yield Broken(
-            f"layout.context = {layout.context}: passing keys around a ring cannot keep to {lacks}; use layout.attention = "
+            f"layout.context = {layout.context}: passing keys around a ring cannot keep to {lacks}; use "
+            f"layout.attention = "
             f"'ulysses', and as many context devices as divide the {heads} heads of a tensor device",
             ("context",),
             has_advice=True,
@@ -224,10 +259,13 @@ def _sequence(model: Model, data: Data, layout: Layout) -> Iterator[Broken]:
         return
     multiple = sequence_multiple(model, layout)
     if length % multiple:
-        axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("context", "tensor") if getattr(layout, axis) > 1)
+        axes = " x ".join(
+            f"{axis} {getattr(layout, axis)}" for axis in ("context", "tensor") if getattr(layout, axis) > 1
+        )
         nearest = nearest_multiples(length, multiple, model.max_positions)
         yield Broken(
-            f"data.sequence_length = {length}: {axes} devices share a sequence, in parts of equal length; use a multiple of "
+            f"data.sequence_length = {length}: {axes} devices share a sequence, in parts of equal length; "
+            f"use a multiple of "
             f"{multiple}, such as {nearest}",
             ("context", "tensor") if layout.context > 1 else ("tensor",),
             has_advice=True,
@@ -239,18 +277,25 @@ def _pipeline(model: Model, layout: Layout) -> Iterator[Broken]:
     fixed = 2 if layout.schedule in IN_A_V else 1
     if layout.schedule != "interleaved" and layout.stages_per_rank not in (None, fixed):
         yield Broken(
-            f"layout.stages_per_rank = {layout.stages_per_rank}: {layout.schedule} has {fixed} a device; leave it out, or use "
+            f"layout.stages_per_rank = {layout.stages_per_rank}: {layout.schedule} has {fixed} a device; "
+            f"leave it out, or use "
             "layout.schedule = 'interleaved'"
         )
     elif layout.pipeline > 1 and stages > model.layers:
         yield Broken(
-            f"layout.pipeline = {layout.pipeline}: {layout.schedule} cuts the model into {stages} stages of at least one block, "
+            f"layout.pipeline = {layout.pipeline}: {layout.schedule} cuts the model into {stages} stages of "
+            f"at least one block, "
             f"and model.layers = {model.layers} makes at most {model.layers} stages",
             ("pipeline",),
         )
-    elif layout.pipeline > 1 and layout.stages and (len(layout.stages), sum(layout.stages)) != (stages, model.layers):
+    elif (
+        layout.pipeline > 1
+        and layout.stages
+        and (len(layout.stages), sum(layout.stages)) != (stages, model.layers)
+    ):
         yield Broken(
-            f"layout.stages = {list(layout.stages)}: give {stages} numbers that add up to model.layers = {model.layers}, "
+            f"layout.stages = {list(layout.stages)}: give {stages} numbers that add up to model.layers = "
+            f"{model.layers}, "
             "or leave it out"
         )
 
@@ -258,7 +303,8 @@ def _pipeline(model: Model, layout: Layout) -> Iterator[Broken]:
 def _recompute(train: Train, layout: Layout) -> Iterator[Broken]:
     if layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD and train.recompute in BY_OPERATOR:
         yield Broken(
-            f"train.recompute = {train.recompute!r}: {layout.schedule} goes through backward in two halves, and recomputation "
+            f"train.recompute = {train.recompute!r}: {layout.schedule} goes through backward in two halves, "
+            f"and recomputation "
             "by operators allows one pass; use 'full', a number from 0 to 1, or layout.schedule = '1f1b'"
         )
 
@@ -266,7 +312,8 @@ def _recompute(train: Train, layout: Layout) -> Iterator[Broken]:
 def _shares(train: Train, layout: Layout) -> Iterator[Broken]:
     if train.shares == "by speed" and layout.pipeline > 1:
         yield Broken(
-            f"train.shares = 'by speed': the stages of a pipeline (layout.pipeline = {layout.pipeline}) send each other messages "
+            f"train.shares = 'by speed': the stages of a pipeline (layout.pipeline = {layout.pipeline}) send "
+            f"each other messages "
             "of one size; use train.shares = 'even', or another axis"
         )
 
@@ -281,7 +328,8 @@ def _expert(model: Model, layout: Layout) -> Iterator[Broken]:
         yield Broken(f"{what}: does not divide model.experts = {model.experts}", ("expert",))
     elif layout.data > 0 and not can_borrow(layout):
         yield Broken(
-            f"{what}: borrows devices from tensor {layout.tensor}, then context {layout.context}, then data {layout.data}, whole "
+            f"{what}: borrows devices from tensor {layout.tensor}, then context {layout.context}, then data "
+            f"{layout.data}, whole "
             "axes first, and cannot be made of these",
             ("expert",),
         )
@@ -290,11 +338,14 @@ def _expert(model: Model, layout: Layout) -> Iterator[Broken]:
 def can_borrow(layout: Layout) -> bool:
     """Whether the expert axis can be made of whole axes, innermost first, and a part of the next."""
     taken = borrowed(layout)
-    return prod(taken.values()) == layout.expert and all(getattr(layout, axis) % share == 0 for axis, share in taken.items())
+    return prod(taken.values()) == layout.expert and all(
+        getattr(layout, axis) % share == 0 for axis, share in taken.items()
+    )
 
 
 def borrowed(degrees: Any) -> dict[str, Any]:
-    """How many devices the expert axis borrows from each axis, innermost first: all of them, or what is still needed.
+    """How many devices the expert axis borrows from each axis, innermost first: all of them, or what is still
+    needed.
 
     Written for the ints of a Layout and the arrays of the cost model's Space alike.
     """
@@ -306,8 +357,11 @@ def borrowed(degrees: Any) -> dict[str, Any]:
     return taken
 
 
-def nearest_layout(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> str | None:
-    """The layout on as many devices that works and changes the degrees least, in the words of the command line."""
+def nearest_layout(
+    model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None
+) -> str | None:
+    """The layout on as many devices that works and changes the degrees least, in the words of the command
+    line."""
     best = nearest_to(model, data, train, layout, devices)
     if best is None:
         return None
@@ -317,11 +371,17 @@ def nearest_layout(model: Model, data: Data, train: Train, layout: Layout, devic
     return " ".join([*settings, *left_out])
 
 
-def nearest_to(model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None) -> Layout | None:
+def nearest_to(
+    model: Model, data: Data, train: Train, layout: Layout, devices: int | None = None
+) -> Layout | None:
     """The layout on as many devices that works and changes the degrees least."""
     world = devices or (layout.world if layout.data > 0 else None)
     others = islice(_others(model, layout, world), MOST_TRIED)
-    works = [other for other in others if layout_is_possible(model, data, train, other) and not _batch(train, other)]
+    works = [
+        other
+        for other in others
+        if layout_is_possible(model, data, train, other) and not _batch(train, other)
+    ]
     return min(works, key=lambda other: _distance(layout, other), default=None)
 
 
@@ -339,7 +399,13 @@ def _others(model: Model, layout: Layout, world: int | None) -> Iterator[Layout]
             continue
         data = world // fixed if world else -1
         for expert, attention, (schedule, per_rank) in product(experts, attentions, schedules):
-            degrees_of_other = {"pipeline": pipeline, "data": data, "context": context, "tensor": tensor, "expert": expert}
+            degrees_of_other = {
+                "pipeline": pipeline,
+                "data": data,
+                "context": context,
+                "tensor": tensor,
+                "expert": expert,
+            }
             choices = {"attention": attention, "schedule": schedule, "stages_per_rank": per_rank}
             other = layout.model_copy(update={**degrees_of_other, **choices})
             fits = layout.stages and (len(layout.stages), sum(layout.stages)) == (
@@ -357,11 +423,21 @@ def _triples(degrees: list[int], whole: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _distance(layout: Layout, other: Layout) -> tuple[float, ...]:
-    """How far the degrees are from those asked for: first the axes, then the data axis, then the rest of the choices."""
-    axes = sum(abs(log2(getattr(other, axis) / getattr(layout, axis))) for axis in ("pipeline", "context", "tensor", "expert"))
-    above = sum(getattr(other, axis) > getattr(layout, axis) for axis in ("pipeline", "context", "tensor", "expert"))
-    added = sum(getattr(layout, axis) == 1 < getattr(other, axis) for axis in ("pipeline", "context", "tensor", "expert"))
+    """How far the degrees are from those asked for: first the axes, then the data axis, then the rest of the
+    choices."""
+    axes = sum(
+        abs(log2(getattr(other, axis) / getattr(layout, axis)))
+        for axis in ("pipeline", "context", "tensor", "expert")
+    )
+    above = sum(
+        getattr(other, axis) > getattr(layout, axis) for axis in ("pipeline", "context", "tensor", "expert")
+    )
+    added = sum(
+        getattr(layout, axis) == 1 < getattr(other, axis)
+        for axis in ("pipeline", "context", "tensor", "expert")
+    )
     choices = sum(
-        getattr(other, name) != getattr(layout, name) for name in ("schedule", "attention", "stages_per_rank", "stages")
+        getattr(other, name) != getattr(layout, name)
+        for name in ("schedule", "attention", "stages_per_rank", "stages")
     )
     return (axes + added + choices / 4, above, other.tensor)

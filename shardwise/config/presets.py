@@ -1,17 +1,35 @@
-"""Named model shapes. Their parameter counts equal the published ones to the unit (tests/plan/test_parameters.py)."""
+"""Named model shapes. Their parameter counts equal the published ones to the unit
+(tests/plan/test_parameters.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_LLAMA = {"norm_epsilon": 1e-5, "rope_theta": 500000.0, "vocabulary": 128256, "max_positions": 131072, "head_dim": 128}
-_QWEN = {"norm_epsilon": 1e-6, "rope_theta": 1000000.0, "vocabulary": 151936, "max_positions": 40960, "qk_norm": True,
+_LLAMA = {
+    "norm_epsilon": 1e-5,
+    "rope_theta": 500000.0,
+    "vocabulary": 128256,
+    "max_positions": 131072,
+    "head_dim": 128,
+}
+_QWEN = {"norm_epsilon": 1e-6, "rope_theta": 1000000.0, "vocabulary": 151936, "max_positions": 40960,
+"qk_norm": True,
          "head_dim": 128, "kv_heads": 8}  # fmt: skip
-_QWEN2 = {"norm_epsilon": 1e-6, "rope_theta": 1000000.0, "max_positions": 32768, "bias": "qkv", "qk_norm": False}
-_GEMMA2 = {"norm": "rms+1", "norm_epsilon": 1e-6, "post_norms": True, "activation": "geglu", "scaled_embedding": True,
-           "tied": True, "head_dim": 256, "query_scalar": 256.0, "attention_softcap": 50.0, "logit_softcap": 30.0, "window": 4096,
-           "window_layers": "even", "rope_theta": 10000.0, "vocabulary": 256000, "max_positions": 8192}  # fmt: skip
-_GPT = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "tied": True, "vocabulary": 50257,
+_QWEN2 = {
+    "norm_epsilon": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_positions": 32768,
+    "bias": "qkv",
+    "qk_norm": False,
+}
+_GEMMA2 = {"norm": "rms+1", "norm_epsilon": 1e-6, "post_norms": True, "activation": "geglu",
+"scaled_embedding": True,
+           "tied": True, "head_dim": 256, "query_scalar": 256.0, "attention_softcap": 50.0,
+           "logit_softcap": 30.0, "window": 4096,
+           "window_layers": "even", "rope_theta": 10000.0, "vocabulary": 256000,
+           "max_positions": 8192}  # fmt: skip
+_GPT = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "tied": True,
+"vocabulary": 50257,
         "max_positions": 1024}  # fmt: skip
 
 
@@ -24,19 +42,31 @@ def _qwen(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[s
 
 
 def _gpt(layers: int, hidden: int, heads: int, **more: Any) -> dict[str, Any]:
-    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "head_dim": hidden // heads}
+    shape = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": hidden // heads,
+    }
     return {**_GPT, **shape, "ffn": 4 * hidden, **more}
 
 
 def _bytes(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
     """Small shapes for the byte tokenizer: laptops, tests, first steps."""
-    shape = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_dim": hidden // heads}
+    shape = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": hidden // heads,
+    }
     return {**shape, "ffn": ffn, "vocabulary": 257, "max_positions": 2048, "tied": False}
 
 
 def _experts(shape: dict[str, Any], experts: int, per_token: int, **more: Any) -> dict[str, Any]:
-    """Every feed-forward layer becomes a mixture of experts. The softmax over all experts, renormalised over the chosen ones,
-    equals Mixtral's softmax over the chosen logits."""
+    """Every feed-forward layer becomes a mixture of experts. The softmax over all experts, renormalised over
+    the chosen ones, equals Mixtral's softmax over the chosen logits."""
     return {**shape, "experts": experts, "experts_per_token": per_token, "normalise_routing": True, **more}
 
 
@@ -62,7 +92,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": _experts(_llama(32, 4096, 32, 14336, **_MIXTRAL), 8, 2, balance_loss=0.01),
     "gemma2-2b": {**_GEMMA2, "layers": 26, "hidden": 2304, "heads": 8, "kv_heads": 4, "ffn": 9216},
     "gemma2-9b": {**_GEMMA2, "layers": 42, "hidden": 3584, "heads": 16, "kv_heads": 8, "ffn": 14336},
-    "mistral-7b": _llama(32, 4096, 32, 14336, vocabulary=32000, rope_theta=10000.0, max_positions=32768, window=4096),
+    "mistral-7b": _llama(
+        32, 4096, 32, 14336, vocabulary=32000, rope_theta=10000.0, max_positions=32768, window=4096
+    ),
     "qwen2.5-0.5b": _qwen(24, 896, 14, 4864, kv_heads=2, head_dim=64, tied=True, **_QWEN2),
     "qwen2.5-1.5b": _qwen(28, 1536, 12, 8960, kv_heads=2, tied=True, **_QWEN2),
     "qwen3-0.6b": _qwen(28, 1024, 16, 3072, tied=True),
@@ -71,5 +103,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen(36, 4096, 32, 12288),
     "qwen3-14b": _qwen(40, 5120, 40, 17408),
     "qwen3-32b": _qwen(64, 5120, 64, 25600),
-    "qwen3-30b-a3b": _experts(_qwen(48, 2048, 32, 6144, kv_heads=4), 128, 8, expert_ffn=768, balance_loss=0.001),
+    "qwen3-30b-a3b": _experts(
+        _qwen(48, 2048, 32, 6144, kv_heads=4), 128, 8, expert_ffn=768, balance_loss=0.001
+    ),
 }

@@ -1,9 +1,10 @@
 """`model.pretrained`: what a Hugging Face folder says of its model, laid under what the job says. No torch.
 
-The folder's config.json fills `[model]` (model_config.py), its tokenizer.json is `data.tokenizer`, and the token that its
-tokenizer ends a text with is `data.end_of_document`. What the job says besides must agree: a model of another shape could not
-take the weights, and other ids or another epsilon would spoil what they know without a word. The token that ends documents is
-the job's to choose, and so are the losses of routers, which only training has.
+The folder's config.json fills `[model]` (model_config.py), its tokenizer.json is `data.tokenizer`, and the
+token that its tokenizer ends a text with is `data.end_of_document`. What the job says besides must agree: a
+model of another shape could not take the weights, and other ids or another epsilon would spoil what they know
+without a word. The token that ends documents is the job's to choose, and so are the losses of routers, which
+only training has.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ Tables = dict[str, dict[str, Any]]
 def with_pretrained(tables: Tables, problems: list[str]) -> Tables:
     """The tables of a job, filled from the folder that its model comes from, if it names one.
 
-    Where the job also gives a preset or a module, it is refused (config/check.py) and [model] is left as it is. The
-    folder's tokenizer is still filled in, so that nothing is said against a folder that is complete.
+    Where the job also gives a preset or a module, it is refused (config/check.py) and [model] is left as it
+    is. The folder's tokenizer is still filled in, so that nothing is said against a folder that is
+    complete.
     """
     model, data = tables.get("model", {}), tables.get("data", {})
     if not isinstance(model.get("pretrained"), str) or not model["pretrained"]:
@@ -55,13 +57,18 @@ def read_model(folder: Path) -> tuple[Family, Model]:
     path = file_of(folder, CONFIG)
     with reading(path):
         if not path.is_file():
-            hint = "" if folder.is_dir() else ". A name on the hub is downloaded first: `hf download NAME --local-dir FOLDER`"
+            hint = (
+                ""
+                if folder.is_dir()
+                else ". A name on the hub is downloaded first: `hf download NAME --local-dir FOLDER`"
+            )
             raise UserError(f"{folder} is not a Hugging Face folder: it has no {CONFIG}{hint}")
     return to_model(parse_as(dict[str, Any], read_bytes(path), path), str(path))
 
 
 def file_of(folder: Path, name: str, subfolder: str = "") -> Path:
-    """A file of the folder, which may be a link: on shared storage and in the hub's cache they usually are."""
+    """A file of the folder, which may be a link: on shared storage and in the hub's cache they usually
+    are."""
     return linked(folder / subfolder, name)
 
 
@@ -78,14 +85,18 @@ def links_outside(folder: Path) -> str | None:
     if not outside:
         return None
     first, are = outside[0], "is a link" if len(outside) == 1 else "are links"
-    return f"{folder}: {counted(len(outside), 'file')} {are} to files elsewhere ({first.name}: {os.path.realpath(first)})"
+    return (
+        f"{folder}: {counted(len(outside), 'file')} {are} to files elsewhere ({first.name}: "
+        f"{os.path.realpath(first)})"
+    )
 
 
 def _disagreements(model: dict[str, Any], described: dict[str, Any], folder: Path) -> Iterator[str]:
     for key, value in model.items():
         if key in described and key not in OF_TRAINING and value != described[key]:
             yield (
-                f"model.{key} = {shown(value)}: {folder / CONFIG} says {shown(described[key])}; leave it out, or leave out "
+                f"model.{key} = {shown(value)}: {folder / CONFIG} says {shown(described[key])}; leave it "
+                f"out, or leave out "
                 "model.pretrained"
             )
 
@@ -97,7 +108,10 @@ def _other_tokenizer(data: dict[str, Any], folder: Path) -> Iterator[str]:
         return
     path = Path(given) / TOKENIZER if Path(given).is_dir() else Path(given)
     if not path.is_file() or (path != own and read_bytes(path) != read_bytes(own)):
-        yield f"data.tokenizer = {shown(given)}: not that of model.pretrained, {own}, whose ids the model knows; leave it out"
+        yield (
+            f"data.tokenizer = {shown(given)}: not that of model.pretrained, {own}, whose ids the model "
+            f"knows; leave it out"
+        )
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Reading a job: TOML plus command-line overrides in, one valid `Config` out, or every problem at once.
 
-Each table is validated on its own, so that a mistake in one does not hide a mistake in another. Then the rules
-that span tables (config/check.py) run. A value that is wrong in itself is taken out of its table first: a rule
-that needs it ends there, and every other rule still runs.
+Each table is validated on its own, so that a mistake in one does not hide a mistake in another. Then the
+rules that span tables (config/check.py) run. A value that is wrong in itself is taken out of its table first:
+a rule that needs it ends there, and every other rule still runs.
 
 What has to be looked up elsewhere (files of the data, the workers of a command) is checked by whoever reads a
 job, over the same tables (`Check`), so that all mistakes are in one list.
@@ -10,7 +10,8 @@ job, over the same tables (`Check`), so that all mistakes are in one list.
 An override `section.key=value` replaces a value of the file. With nothing after the sign (`section.key=`, or
 `section=` for a whole table) the job is read as if the file did not have the key.
 
-The origin of each value is noted (`Origins`): the file, an override, or what filled it in. All others are defaults.
+The origin of each value is noted (`Origins`): the file, an override, or what filled it in. All others are
+defaults.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ NOTHING = ("none", "None", "null", "nil", "unset")
 """Words that people write to leave a key out."""
 
 PLANNED_LAYOUTS: Tables = {"auto": {}, "auto+lossy": {"compression": AUTO}}
-"""Words in place of the layout's table that leave it to the planner: exact, or with compression if that pays."""
+"""Words in place of the layout's table that leave it to the planner: exact, or with compression if that
+pays."""
 
 
-def read(path: str | Path, overrides: Sequence[str] = (), devices: int | None = None, checks: Sequence[Check] = ()) -> Config:
-    """The job in a TOML file, with `section.key=value` overrides laid over it. `devices`, where known, are what a nearest
-    layout is looked for on.
+def read(
+    path: str | Path, overrides: Sequence[str] = (), devices: int | None = None, checks: Sequence[Check] = ()
+) -> Config:
+    """The job in a TOML file, with `section.key=value` overrides laid over it. `devices`, where known, are
+    what a nearest layout is looked for on.
     """
     return read_with_origins(path, overrides, devices, checks)[0]
 
@@ -79,7 +83,9 @@ def _fill(tables: Tables, problems: list[str]) -> Origins:
     """Put in what a value that was given stands for; which keys that were, and what filled them in."""
     given = tables.get("model", {})
     tables["model"] = _with_preset(given, problems)
-    origins = {_name("model", key): f"preset {given['preset']}" for key in tables["model"].keys() - given.keys()}
+    origins = {
+        _name("model", key): f"preset {given['preset']}" for key in tables["model"].keys() - given.keys()
+    }
     for section, table in with_pretrained(tables, problems).items():
         new = table.keys() - tables.get(section, {}).keys()
         origins |= {_name(section, key): f"the folder {given['pretrained']}" for key in new}
@@ -112,15 +118,18 @@ def _tables(raw: dict[str, Any], problems: list[str]) -> Tables:
             problems.append(f"{name} = {shown(table)}: a key outside of a section. {meant}")
         elif not isinstance(table, dict):
             words = f", or one of {', '.join(map(repr, PLANNED_LAYOUTS))}" if name == "layout" else ""
-            problems.append(f"{name} = {shown(table)}: expected a table; write [{name}] and its keys below it{words}")
+            problems.append(
+                f"{name} = {shown(table)}: expected a table; write [{name}] and its keys below it{words}"
+            )
         else:
             tables[name] = dict(table)
     return tables
 
 
 def _apply(override: str, tables: Tables, problems: list[str], origins: Origins) -> list[str]:
-    """Lay an override over the tables, and return the names of the keys that it gives or leaves out. It replaces what the file
-    has under another spelling of the key; two overrides with different spellings are a mistake that is found later."""
+    """Lay an override over the tables, and return the names of the keys that it gives or leaves out. It
+    replaces what the file has under another spelling of the key; two overrides with different spellings are a
+    mistake that is found later."""
     key, equals, text = (part.strip() for part in override.partition("="))
     if key == "layout" and (word := text.strip("\"'")) in PLANNED_LAYOUTS:
         before, tables["layout"] = tables.get("layout", {}), dict(PLANNED_LAYOUTS[word])
@@ -143,7 +152,8 @@ def _apply(override: str, tables: Tables, problems: list[str], origins: Origins)
 
 
 def _leave_out(section: str, field: str, tables: Tables, problems: list[str]) -> list[str]:
-    """Take a key out of its table, or all keys of it where none is named, as if the file did not have them."""
+    """Take a key out of its table, or all keys of it where none is named, as if the file did not have
+    them."""
     kind = SECTIONS.get(section)
     if kind is None:
         problems.append(f"[{section}]: unknown section{did_you_mean(section, SECTIONS)}")
@@ -160,7 +170,8 @@ def _leave_out(section: str, field: str, tables: Tables, problems: list[str]) ->
 
 
 def _parse(text: str, section: str, field: str) -> Any:
-    """A TOML value; what is not one, or stands where text is wanted, is a plain string, so that quotes are optional."""
+    """A TOML value; what is not one, or stands where text is wanted, is a plain string, so that quotes are
+    optional."""
     kind = SECTIONS.get(section)
     annotation = kind.model_fields[field].annotation if kind and field in kind.model_fields else None
     if annotation in (str, str | None) and not text.startswith(("'", '"')):
@@ -181,10 +192,17 @@ def _validate(
     read_tables = {name: _read_table(name, tables.get(name, {}), problems) for name in SECTIONS}
     sections = {name: section for name, section in read_tables.items() if section is not None}
     if isinstance(model := sections.get("model"), Model) and len(sources_of_model(model.__dict__)) > 1:
-        sections["model"] = model.without(Model.model_fields.keys() - set(MODEL_SOURCES))  # its shape is that of either
+        sections["model"] = model.without(
+            Model.model_fields.keys() - set(MODEL_SOURCES)
+        )  # its shape is that of either
     problems.extend(problems_across(sections))
     model, data, train, layout = (sections.get(name) for name in ("model", "data", "train", "layout"))
-    if isinstance(model, Model) and isinstance(data, Data) and isinstance(train, Train) and isinstance(layout, Layout):
+    if (
+        isinstance(model, Model)
+        and isinstance(data, Data)
+        and isinstance(train, Train)
+        and isinstance(layout, Layout)
+    ):
         problems.extend(problems_of_layout(model, data, train, layout, devices))
     for check in checks:
         problems.extend(_found_by(check, sections, problems))
@@ -238,7 +256,8 @@ def _with_preset(table: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def _to_leave_out(key: str, value: Any) -> str:
-    """The end of a message about a word that was meant to leave out a key without a default; empty for all others."""
+    """The end of a message about a word that was meant to leave out a key without a default; empty for all
+    others."""
     section, _, name = key.partition(".")
     field = SECTIONS[section].model_fields.get(name)
     meant = isinstance(value, str) and value in NOTHING and field is not None and field.default is None
@@ -252,7 +271,8 @@ def _keys_meant(section: str, table: dict[str, Any]) -> list[str]:
 
 
 def _explain(section: str, kind: type[Section], details: Sequence[ErrorDetails]) -> list[str]:
-    """The mistakes of a table in words, one for each key: a union has an error for every type that it allows."""
+    """The mistakes of a table in words, one for each key: a union has an error for every type that it
+    allows."""
     messages: dict[str, list[str]] = {}
     for detail in details:
         setting, message = _explain_one(section, kind, detail)
@@ -270,9 +290,14 @@ def _explain_one(section: str, kind: type[Section], detail: ErrorDetails) -> tup
     """The setting that is wrong, and what is wrong with it."""
     location = _without_union_tags([str(part) for part in detail["loc"]])
     key = ".".join([section, *location])
-    setting, field = f"{key} = {shown(detail['input'])}", kind.model_fields.get(location[0] if location else "")
+    setting, field = (
+        f"{key} = {shown(detail['input'])}",
+        kind.model_fields.get(location[0] if location else ""),
+    )
     if detail["type"] == "extra_forbidden":
-        inner = did_you_mean(location[-1], Source.model_fields)  # of [[data.sources]], the only table in a table
+        inner = did_you_mean(
+            location[-1], Source.model_fields
+        )  # of [[data.sources]], the only table in a table
         return setting, ": unknown key" + (suggestion(location[0], section) if len(location) == 1 else inner)
     if detail["type"] == "missing" and isinstance(detail["loc"][-1], int):  # of a list that is too short
         setting = f"{key.rpartition('.')[0]} = {shown(list(detail['input']))}"
@@ -280,7 +305,11 @@ def _explain_one(section: str, kind: type[Section], detail: ErrorDetails) -> tup
     if detail["type"] == "missing":
         return key, ": missing"
     if detail["type"] == "tuple_type" and len(location) == 1 and field is not None:
-        return setting, f": input should be a list in brackets, such as {shown((field.examples or [list(field.default)])[0])}"
+        return (
+            setting,
+            f": input should be a list in brackets, such as "
+            f"{shown((field.examples or [list(field.default)])[0])}",
+        )
     message = detail["msg"].removeprefix("Value error, ")
     return setting, f": {message[0].lower()}{message[1:]}{_to_leave_out(key, detail['input'])}"
 

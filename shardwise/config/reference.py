@@ -1,4 +1,5 @@
-"""The configuration in words, made from the definitions: for `shardwise train --help` and docs/configuration.md."""
+"""The configuration in words, made from the definitions: for `shardwise train --help` and
+docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ def help_text() -> str:
         "section.key= with nothing after it leaves the key out, section= the whole table:"
     ]
     for name, section in _sections():
-        lines = [f"  {name}.{key} = {_default(field)}\n      {field.description}" for key, field in section.model_fields.items()]
+        lines = [
+            f"  {name}.{key} = {_default(field)}\n      {field.description}"
+            for key, field in section.model_fields.items()
+        ]
         blocks.append("\n".join([f"{name}: {_summary(section)}", *lines]))
     return "\n\n".join([*blocks, *_where_docs_are()])
 
@@ -40,16 +44,24 @@ def markdown() -> str:
     """docs/configuration.md."""
     blocks = [
         "# Configuration",
-        "A job is one TOML file; any value can be overridden on the command line as `section.key=value`, and left out as "
+        "A job is one TOML file; any value can be overridden on the command line as `section.key=value`, and "
+        "left out as "
         "`section.key=`. "
-        "This page is made from the definitions in `shardwise/config/schema.py` by `python -m shardwise.config.reference`.",
+        "This page is made from the definitions in `shardwise/config/schema.py` by `python -m "
+        "shardwise.config.reference`.",
     ]
     sections: list[tuple[str, type[BaseModel]]] = [*_sections(), ("data.sources", Source)]
     for name, section in sections:
-        rows = [f"| `{key}` | {_type(field)} | `{_default(field)}` | {field.description} |" for key, field in _fields(section)]
+        rows = [
+            f"| `{key}` | {_type(field)} | `{_default(field)}` | {field.description} |"
+            for key, field in _fields(section)
+        ]
         blocks.append("\n".join([f"## [{name}]", "", _summary(section), "", *_HEAD, *rows]))
     keys = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
-    shapes = [f"| `{name}` | " + " | ".join(str(shape[key]) for key in keys) + " |" for name, shape in PRESETS.items()]
+    shapes = [
+        f"| `{name}` | " + " | ".join(str(shape[key]) for key in keys) + " |"
+        for name, shape in PRESETS.items()
+    ]
     head = [
         "| preset | layers | hidden | heads | kv heads | ffn | vocabulary |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -62,7 +74,11 @@ _HEAD = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
 
 
 def _sections() -> list[tuple[str, type[BaseModel]]]:
-    return [(name, field.annotation) for name, field in Config.model_fields.items() if isinstance(field.annotation, type)]
+    return [
+        (name, field.annotation)
+        for name, field in Config.model_fields.items()
+        if isinstance(field.annotation, type)
+    ]
 
 
 def _fields(section: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
@@ -79,7 +95,11 @@ def _default(field: FieldInfo) -> str:
     value: Any = field.default
     if value is None or value == ():
         return "unset"
-    return {True: "true", False: "false"}.get(value, repr(value)) if isinstance(value, bool) else repr(value).replace("'", '"')
+    return (
+        {True: "true", False: "false"}.get(value, repr(value))
+        if isinstance(value, bool)
+        else repr(value).replace("'", '"')
+    )
 
 
 def _type(field: FieldInfo) -> str:
@@ -97,7 +117,10 @@ def _type_names(annotation: Any) -> list[str]:
         return [word for argument in arguments if argument is not NoneType for word in _type_names(argument)]
     if origin is tuple:
         return [
-            "list of " + " or ".join(dict.fromkeys(word for item in arguments if item is not ... for word in _type_names(item)))
+            "list of "
+            + " or ".join(
+                dict.fromkeys(word for item in arguments if item is not ... for word in _type_names(item))
+            )
         ]
     return [_TYPES.get(annotation, getattr(annotation, "__name__", str(annotation)))]
 
@@ -107,10 +130,16 @@ _TYPES = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 def _range(field: FieldInfo) -> str:
     bounds = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    inner = [item for argument in get_args(field.annotation) for item in getattr(argument, "__metadata__", ())]
+    inner = [
+        item for argument in get_args(field.annotation) for item in getattr(argument, "__metadata__", ())
+    ]
     rules = [*field.metadata, *(rule for item in inner for rule in getattr(item, "metadata", ()))]
-    known = [(sign, getattr(rule, name)) for rule in rules for name, sign in bounds.items() if hasattr(rule, name)]
-    limits = [f"{sign} {limit}" for sign, limit in known if limit < 2**16]  # above are those that nobody meets
+    known = [
+        (sign, getattr(rule, name)) for rule in rules for name, sign in bounds.items() if hasattr(rule, name)
+    ]
+    limits = [
+        f"{sign} {limit}" for sign, limit in known if limit < 2**16
+    ]  # above are those that nobody meets
     return ", " + ", ".join(limits) if limits else ""
 
 

@@ -1,7 +1,8 @@
 """What a user may ask for: one frozen, typed section per table of the TOML file.
 
-These definitions are the single source of truth. Reading, validation, `shardwise train --help` and docs/configuration.md
-are all made from them, so a field is documented by its `description` here and nowhere else. No torch in this package.
+These definitions are the single source of truth. Reading, validation, `shardwise train --help` and
+docs/configuration.md are all made from them, so a field is documented by its `description` here and nowhere
+else. No torch in this package.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ SPELLINGS = {
 """By section, keys as other libraries spell them, and ours."""
 
 LOW_FREQUENCY_FACTOR, HIGH_FREQUENCY_FACTOR = 1.0, 4.0
-"""Of Llama 3.1's rotary scaling: how many waves in the original length are slowed by all of it, and how many by nothing."""
+"""Of Llama 3.1's rotary scaling: how many waves in the original length are slowed by all of it, and how many
+by nothing."""
 
-# Beyond all that is trained today by a factor of a hundred or more, and small enough that every sum and every search ends.
+# Beyond all that is trained today by a factor of a hundred or more, and small enough that every sum and every
+# search ends.
 MOST_DEVICES = 2**20
 Positive = Annotated[int, Field(ge=1, le=2**40)]
 NonNegative = Annotated[int, Field(ge=0, le=2**40)]
@@ -55,7 +58,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     def without(self, keys: Iterable[str]) -> Self:
-        """A copy that lacks these keys: reading one of them is an AttributeError. For tables with values that are wrong."""
+        """A copy that lacks these keys: reading one of them is an AttributeError. For tables with values that
+        are wrong."""
         copy = self.model_copy()
         for key in keys:
             del copy.__dict__[key]
@@ -70,49 +74,68 @@ class Section(BaseModel):
 class Model(Section):
     """The transformer. A preset gives every field; fields given beside it replace the preset's."""
 
-    preset: str | None = Field(None, description="a named shape, for example `llama3-8b`; listed in docs/configuration.md")
+    preset: str | None = Field(
+        None, description="a named shape, for example `llama3-8b`; listed in docs/configuration.md"
+    )
     pretrained: str | None = Field(
         None,
         min_length=1,
-        description="a Hugging Face folder to start from: its weights, and its shape, its tokenizer and its end of documents, "
+        description="a Hugging Face folder to start from: its weights, and its shape, its tokenizer and its "
+        "end of documents, "
         "which the job need not say (docs/checkpoints.md)",
     )
     module: str | None = Field(
-        None, description="your own `nn.Module` in place of the transformer, as `file.py:Class` (docs/sharding.md)"
+        None,
+        description="your own `nn.Module` in place of the transformer, as `file.py:Class` (docs/sharding.md)",
     )
     layers: Layers = Field(2, description="transformer blocks")
     hidden: Width = Field(128, description="width of the residual stream")
     heads: Degree = Field(4, description="query heads")
-    kv_heads: Degree = Field(4, description="key and value heads; fewer than `heads` is grouped-query attention")
+    kv_heads: Degree = Field(
+        4, description="key and value heads; fewer than `heads` is grouped-query attention"
+    )
     head_dim: Width = Field(32, description="width of one head")
     ffn: Width = Field(512, description="inner width of the feed-forward layer")
     vocabulary: Width = Field(257, description="number of token ids; the byte tokenizer needs 257")
     norm: Literal["rms", "layer", "rms+1"] = Field(
-        "rms", description="RMSNorm (Llama, Qwen), LayerNorm with bias (GPT), or RMSNorm that scales by 1 + weight (Gemma)"
+        "rms",
+        description="RMSNorm (Llama, Qwen), LayerNorm with bias (GPT), or RMSNorm that scales by 1 + weight "
+        "(Gemma)",
     )
     post_norms: bool = Field(
         False, description="a second norm in each block after attention and after the feed-forward (Gemma 2)"
     )
     norm_epsilon: float = Field(1e-5, gt=0, description="added to the variance in every norm")
-    positions: Literal["rotary", "learned"] = Field("rotary", description="rotary embedding or a learned table")
-    max_positions: Length = Field(2048, description="longest sequence: rows of the learned table, limit of rotary")
+    positions: Literal["rotary", "learned"] = Field(
+        "rotary", description="rotary embedding or a learned table"
+    )
+    max_positions: Length = Field(
+        2048, description="longest sequence: rows of the learned table, limit of rotary"
+    )
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotary frequencies")
     rope_scale: float = Field(1.0, ge=1, description="Llama 3.1 frequency scaling factor; 1 is off")
-    rope_original: Length = Field(8192, description="sequence length the unscaled rotary frequencies were trained for")
+    rope_original: Length = Field(
+        8192, description="sequence length the unscaled rotary frequencies were trained for"
+    )
     window: Length | None = Field(
-        None, description="tokens that a token sees at most, itself and those just before it (Mistral); left out: all before it"
+        None,
+        description="tokens that a token sees at most, itself and those just before it (Mistral); left out: "
+        "all before it",
     )
     window_layers: Literal["all", "even"] = Field(
         "all", description="the blocks that have the window: all, or every second from the first on (Gemma 2)"
     )
     qk_norm: bool = Field(False, description="RMSNorm over each query and key head (Qwen 3)")
     query_scalar: float | None = Field(
-        None, gt=0, description="scores are divided by the square root of this (Gemma 2); left out: `head_dim`"
+        None,
+        gt=0,
+        description="scores are divided by the square root of this (Gemma 2); left out: `head_dim`",
     )
     attention_softcap: float | None = Field(
         None,
         gt=0,
-        description="scores of attention are kept within ± this by a tanh (Gemma 2), which no fused kernel does; left out: not",
+        description="scores of attention are kept within ± this by a tanh (Gemma 2), which no fused kernel "
+        "does; left out: not",
     )
     logit_softcap: float | None = Field(
         None, gt=0, description="logits are kept within ± this by a tanh (Gemma 2); left out: they are not"
@@ -122,24 +145,40 @@ class Model(Section):
     )
     bias: bool | Literal["qkv"] = Field(
         False,
-        description="biases in the attention and feed-forward projections; `qkv`: of queries, keys and values alone (Qwen 2)",
+        description="biases in the attention and feed-forward projections; `qkv`: of queries, keys and "
+        "values alone (Qwen 2)",
     )
-    scaled_embedding: bool = Field(False, description="multiply embedded tokens by the square root of `hidden` (Gemma)")
+    scaled_embedding: bool = Field(
+        False, description="multiply embedded tokens by the square root of `hidden` (Gemma)"
+    )
     tied: bool = Field(False, description="use the embedding matrix as the output head")
-    experts: Experts = Field(0, description="experts in each block, of which a token visits a few; 0: a dense layer")
+    experts: Experts = Field(
+        0, description="experts in each block, of which a token visits a few; 0: a dense layer"
+    )
     experts_per_token: Experts = Field(0, description="experts that each token visits")
     expert_ffn: Width | None = Field(None, description="inner width of one expert; left out: `ffn`")
     shared_experts: Experts = Field(0, description="experts that every token visits, beside the chosen ones")
-    router: Literal["softmax", "sigmoid"] = Field("softmax", description="how an expert's score is made from the router's logit")
-    normalise_routing: bool = Field(True, description="scale the weights of a token's chosen experts so that they sum to 1")
+    router: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description="how an expert's score is made from the router's logit"
+    )
+    normalise_routing: bool = Field(
+        True, description="scale the weights of a token's chosen experts so that they sum to 1"
+    )
     routing_scale: float = Field(1.0, gt=0, description="factor on the weights of the chosen experts")
     balance_loss: float = Field(
-        0.0, ge=0, description="coefficient of the loss that evens out the experts' load within each sequence; 0: none"
+        0.0,
+        ge=0,
+        description="coefficient of the loss that evens out the experts' load within each sequence; 0: none",
     )
     balance_bias: float = Field(
-        0.0, ge=0, description="step by which an overloaded expert is made less likely to be chosen, without a loss; 0: none"
+        0.0,
+        ge=0,
+        description="step by which an overloaded expert is made less likely to be chosen, without a loss; "
+        "0: none",
     )
-    router_z_loss: float = Field(0.0, ge=0, description="coefficient of the loss that keeps the router's logits small; 0: none")
+    router_z_loss: float = Field(
+        0.0, ge=0, description="coefficient of the loss that keeps the router's logits small; 0: none"
+    )
 
     def settings(self) -> dict[str, Any]:
         """Every setting of the model itself, without where they came from."""
@@ -165,7 +204,9 @@ class Source(Section):
     """One of several text sources, mixed by weight."""
 
     path: str = Field(description="a file, a folder, a glob, or a folder made by `shardwise data prepare`")
-    weight: float = Field(1.0, gt=0, description="share of the training sequences, relative to the other sources")
+    weight: float = Field(
+        1.0, gt=0, description="share of the training sequences, relative to the other sources"
+    )
 
 
 class Data(Section):
@@ -173,7 +214,8 @@ class Data(Section):
 
     source: str | None = Field(
         None,
-        description="a text, JSONL or Parquet file, a folder or glob of them, or prepared shards; of records with `messages`, or "
+        description="a text, JSONL or Parquet file, a folder or glob of them, or prepared shards; of records "
+        "with `messages`, or "
         "with `prompt` and `completion`, the answers are learnt (docs/fine-tuning.md)",
     )
     sources: tuple[Source, ...] = Field(
@@ -183,17 +225,28 @@ class Data(Section):
     )
     tokenizer: str = Field("bytes", description="`bytes`, or the path of a Hugging Face tokenizer.json")
     end_of_document: str | None = Field(
-        None, description="the token that closes each document; left out: the first of the usual ones that the tokenizer has"
+        None,
+        description="the token that closes each document; left out: the first of the usual ones that the "
+        "tokenizer has",
     )
-    text_field: str = Field("text", description="the column holding the text in JSONL, Parquet and Arrow files")
+    text_field: str = Field(
+        "text", description="the column holding the text in JSONL, Parquet and Arrow files"
+    )
     sequence_length: Length = Field(256, description="tokens a sequence")
-    held_out: float = Field(0.05, ge=0, lt=1, description="share of the sequences kept for evaluation, never trained on")
+    held_out: float = Field(
+        0.05, ge=0, lt=1, description="share of the sequences kept for evaluation, never trained on"
+    )
     reset_attention: bool = Field(
         False,
-        description="tokens see only their own document, and no loss is taken across a document boundary; conversations are "
+        description="tokens see only their own document, and no loss is taken across a document boundary; "
+        "conversations are "
         "always kept apart so",
     )
-    cache: str = Field(".shardwise/data", min_length=1, description="where sources that are not prepared yet are tokenised to")
+    cache: str = Field(
+        ".shardwise/data",
+        min_length=1,
+        description="where sources that are not prepared yet are tokenised to",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -208,78 +261,103 @@ class Train(Section):
 
     driver: Literal["synchronous", "server", "local", "hogwild"] = Field(
         "synchronous",
-        description="all devices in lockstep; a parameter server that workers bring gradients to, each at its own pace; "
-        "groups of devices that train by themselves and meet now and then; or processes of one host that update shared weights "
+        description="all devices in lockstep; a parameter server that workers bring gradients to, each at "
+        "its own pace; "
+        "groups of devices that train by themselves and meet now and then; or processes of one host that "
+        "update shared weights "
         "without a lock, once in each micro-batch; see docs/asynchronous.md",
     )
     steps: Positive = Field(100, description="optimizer steps")
     global_batch: Batch = Field(32, description="sequences an optimizer step sees, over all devices")
     micro_batch: Positive | None = Field(
         None,
-        description="sequences one forward sees on one device; left out: planned where the job names a cluster or no layout, "
+        description="sequences one forward sees on one device; left out: planned where the job names a "
+        "cluster or no layout, "
         "else the device's whole share",
     )
     shares: Literal["even", "by speed"] = Field(
         "even",
-        description="rows of the global batch that a data-parallel device gets: as many as any other, or as many as its speed "
+        description="rows of the global batch that a data-parallel device gets: as many as any other, or as "
+        "many as its speed "
         "allows, which changes only rounding; see docs/asynchronous.md",
     )
     learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
-    final_learning_rate: float = Field(0.1, ge=0, le=1, description="learning rate at the last step, as a share of the peak")
+    final_learning_rate: float = Field(
+        0.1, ge=0, le=1, description="learning rate at the last step, as a share of the peak"
+    )
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
         "cosine", description="after warm-up: cosine, linear, warm-up-stable-decay, or constant"
     )
     warmup: NonNegative = Field(10, description="steps of linear warm-up")
-    decay: Positive | None = Field(None, description="steps of the final decay of `wsd`; left out: a fifth of the run")
+    decay: Positive | None = Field(
+        None, description="steps of the final decay of `wsd`; left out: a fifth of the run"
+    )
     optimizer: Literal["adamw", "1bit-adam"] = Field(
         "adamw",
-        description="AdamW, or 1-bit Adam for compressed sums: once `layout.compression` begins, momenta are compressed instead "
-        "of gradients, the second moment stays as it is, and `clip` and the logged gradient norm are those of summed momenta",
+        description="AdamW, or 1-bit Adam for compressed sums: once `layout.compression` begins, momenta are "
+        "compressed instead "
+        "of gradients, the second moment stays as it is, and `clip` and the logged gradient norm are those "
+        "of summed momenta",
     )
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay rates of the two moments")
     epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled decay, on matrices only (no norms, biases, embeddings)")
+    weight_decay: float = Field(
+        0.1, ge=0, description="decoupled decay, on matrices only (no norms, biases, embeddings)"
+    )
     clip: float | None = Field(
         1.0,
         gt=0,
-        description="largest global gradient norm; `false` for none. With `1bit-adam`, once compression begins, the largest norm "
+        description="largest global gradient norm; `false` for none. With `1bit-adam`, once compression "
+        "begins, the largest norm "
         "of summed momenta",
     )
     precision: Precision = Field(
         "float32",
-        description="dtype of the computation; weights stay in `state_dtype`. float8: products in 8 bits, the rest as in "
+        description="dtype of the computation; weights stay in `state_dtype`. float8: products in 8 bits, "
+        "the rest as in "
         "bfloat16; see docs/precision.md",
     )
     float8_scaling: Literal["delayed", "dynamic"] = Field(
         "delayed",
-        description="scales of float8 tensors: from the steps before, the same on every layout, or from the tensor itself",
+        description="scales of float8 tensors: from the steps before, the same on every layout, or from the "
+        "tensor itself",
     )
     float8_head: bool = Field(True, description="in float8, the products of the output head too")
     float8_leave_out: tuple[str, ...] = Field(
         (),
-        description='modules whose products stay in bfloat16, with * for any text: `["blocks.0.*", "*.attention.*"]`',
+        description='modules whose products stay in bfloat16, with * for any text: `["blocks.0.*", '
+        '"*.attention.*"]`',
         examples=[["blocks.0.*", "*.attention.*"]],
     )
     state_dtype: Literal["auto", "float32", "bfloat16", "float64"] = Field(
         "auto",
-        description="dtype of weights and optimizer state; auto: float32, or float64 with float64 precision; bfloat16 is half "
+        description="dtype of weights and optimizer state; auto: float32, or float64 with float64 precision; "
+        "bfloat16 is half "
         "as large, rounded by chance, and noisier",
     )
     initial_scale: float = Field(65536.0, gt=0, description="first loss scale of float16")
     scale_every: Positive = Field(2000, description="clean steps after which the float16 loss scale doubles")
     recompute: Recompute | float = Field(
         "none",
-        description="activations recomputed in backward: `none`, `selective` (keeps matmul and attention outputs), "
-        "`all-but-attention` (keeps attention outputs), `full`, or a number from 0 (recompute all) to 1 (keep all)",
+        description="activations recomputed in backward: `none`, `selective` (keeps matmul and attention "
+        "outputs), "
+        "`all-but-attention` (keeps attention outputs), `full`, or a number from 0 (recompute all) to 1 "
+        "(keep all)",
     )
     compile: Literal["auto"] | bool = Field("auto", description="torch.compile each block; auto: on GPUs")
     deterministic: bool = Field(
-        False, description="on GPUs: only kernels that add in one order, so that a run repeats to the last bit; CPUs always do"
+        False,
+        description="on GPUs: only kernels that add in one order, so that a run repeats to the last bit; "
+        "CPUs always do",
     )
-    evaluate_every: NonNegative = Field(0, description="steps between evaluations on the held-out split; 0: only at the end")
+    evaluate_every: NonNegative = Field(
+        0, description="steps between evaluations on the held-out split; 0: only at the end"
+    )
     evaluate_sequences: Positive = Field(256, description="held-out sequences an evaluation reads, at most")
     check_every: NonNegative = Field(
-        0, description="steps between checks that copies of weights agree and every parameter got a gradient; 0: never"
+        0,
+        description="steps between checks that copies of weights agree and every parameter got a gradient; "
+        "0: never",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="decides the weights and the order of the data")
 
@@ -290,7 +368,11 @@ class Train(Section):
             values = dict(values)
             if values.get("clip") is False:
                 values["clip"] = None
-            lists = {name: tuple(values[name]) for name in ("betas", "float8_leave_out") if isinstance(values.get(name), list)}
+            lists = {
+                name: tuple(values[name])
+                for name in ("betas", "float8_leave_out")
+                if isinstance(values.get(name), list)
+            }
             values |= lists
         return values
 
@@ -307,52 +389,70 @@ class Layout(Section):
     )
     context: Degree = Field(1, description="devices that split one sequence")
     tensor: Degree = Field(1, description="devices that split each matrix")
-    expert: Degree = Field(1, description="devices that split the experts, borrowed from data, context and tensor")
+    expert: Degree = Field(
+        1, description="devices that split the experts, borrowed from data, context and tensor"
+    )
     zero: Literal[0, 1, 2, 3] | None = Field(
         None,
-        description="what is sharded over `data`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and weights; "
+        description="what is sharded over `data`: 0 nothing, 1 optimizer state, 2 and gradients, 3 and "
+        "weights; "
         "left out: 3 where `replica` is above 1, else chosen by memory",
     )
     schedule: Schedule = Field(
-        "1f1b", description="order of the pipeline's work: see docs/pipelines.md; `zb1p`, `zbv` and `dualpipev` split backward"
+        "1f1b",
+        description="order of the pipeline's work: see docs/pipelines.md; `zb1p`, `zbv` and `dualpipev` "
+        "split backward",
     )
     stages_per_rank: Degree | None = Field(
-        None, description="pipeline stages a device holds; left out: 2 for `interleaved`, `zbv` and `dualpipev`, else 1"
+        None,
+        description="pipeline stages a device holds; left out: 2 for `interleaved`, `zbv` and `dualpipev`, "
+        "else 1",
     )
     stages: tuple[Degree, ...] | None = Field(
         None,
-        description="blocks of each pipeline stage, by hand; left out: cut so that the slowest stage is as fast as can be",
+        description="blocks of each pipeline stage, by hand; left out: cut so that the slowest stage is as "
+        "fast as can be",
         examples=[[2, 2]],
     )
     attention: Literal["auto", "ring", "ulysses"] = Field(
-        "auto", description="how `context` devices attend: a ring, or all-to-all over heads; auto: ulysses where heads divide"
+        "auto",
+        description="how `context` devices attend: a ring, or all-to-all over heads; auto: ulysses where "
+        "heads divide",
     )
     offload: bool = Field(
-        False, description="keep weights, gradients and optimizer state in host memory between uses (GPUs; not with zero = 0)"
+        False,
+        description="keep weights, gradients and optimizer state in host memory between uses (GPUs; not with "
+        "zero = 0)",
     )
     compression: str | None = Field(
         None,
-        description="how gradients are compressed between devices, which changes the numbers: `bf16`, `fp16`, `fp8`, `int8`, "
+        description="how gradients are compressed between devices, which changes the numbers: `bf16`, "
+        "`fp16`, `fp8`, `int8`, "
         "`int4`, `qsgd(4)`, `terngrad`, `sign`, `topk(0.01)`, `randomk(0.01)`, `powersgd(4)`; `auto`: as the "
         "planner chooses, perhaps not at all; see docs/compression.md",
     )
     compression_axes: Literal["all", "replica"] = Field(
-        "all", description="which sums are compressed: all over data-parallel devices, or those between replicas alone"
+        "all",
+        description="which sums are compressed: all over data-parallel devices, or those between "
+        "replicas alone",
     )
     compression_warmup: Annotated[int, Field(ge=0)] = Field(0, description="steps before compression begins")
     weight_compression: str | None = Field(
         None,
-        description="how sharded weights are compressed when they are gathered, which changes the numbers: `int8`, `fp8` or "
+        description="how sharded weights are compressed when they are gathered, which changes the numbers: "
+        "`int8`, `fp8` or "
         "`int4`; see docs/compression.md",
     )
     backward_shards: Positive | None = Field(
         None,
-        description="zero = 3: so many neighbours (the devices of a node, say) keep a copy of the weights among them from "
+        description="zero = 3: so many neighbours (the devices of a node, say) keep a copy of the weights "
+        "among them from "
         "forward to backward, and backward gathers from that; left out: no copy",
     )
     error_feedback: bool | None = Field(
         None,
-        description="whether what a codec leaves out is added to the next gradient; left out: yes, but for `terngrad` and "
+        description="whether what a codec leaves out is added to the next gradient; left out: yes, but for "
+        "`terngrad` and "
         "`qsgd(2)`, whose errors exceed the gradient and average out instead. With `sign`, use `1bit-adam`",
     )
 
@@ -392,7 +492,8 @@ class Layout(Section):
 
     @property
     def shards(self) -> int:
-        """Devices that share sharded states: those that hold the same weights and read different tokens, in one replica."""
+        """Devices that share sharded states: those that hold the same weights and read different tokens, in
+        one replica."""
         return self.data * self.context
 
     @property
@@ -405,10 +506,15 @@ class ClusterSection(Section):
     """What the job runs on, for the planner. Left out: this machine, measured once."""
 
     preset: str | None = Field(
-        None, description="a named cluster, with a number of devices: `h100x64`; the names are in docs/planner.md"
+        None,
+        description="a named cluster, with a number of devices: `h100x64`; the names are in docs/planner.md",
     )
-    file: str | None = Field(None, description="a cluster file, as `shardwise probe` writes it, instead of a preset")
-    devices: Degree | None = Field(None, description="devices to plan for; left out: all that the preset or the file names")
+    file: str | None = Field(
+        None, description="a cluster file, as `shardwise probe` writes it, instead of a preset"
+    )
+    devices: Degree | None = Field(
+        None, description="devices to plan for; left out: all that the preset or the file names"
+    )
     margin: float = Field(0.08, ge=0, lt=1, description="share of a device's memory that a plan leaves free")
 
 
@@ -417,21 +523,32 @@ class Checkpoint(Section):
 
     every: NonNegative = Field(0, description="steps between saves; 0: as often as `every_minutes` says")
     every_minutes: float = Field(
-        15.0, ge=0, description="minutes between saves where `every` is 0; 0: only at the end and when asked to stop"
+        15.0,
+        ge=0,
+        description="minutes between saves where `every` is 0; 0: only at the end and when asked to stop",
     )
     keep: Positive = Field(2, description="newest checkpoints kept")
-    keep_every: NonNegative = Field(0, description="also keep, for good, each checkpoint whose step this divides; 0: none")
+    keep_every: NonNegative = Field(
+        0, description="also keep, for good, each checkpoint whose step this divides; 0: none"
+    )
     attempts: NonNegative = Field(
-        10, description="saves in a row that fail (a full disk) after which the run stops and says why; 0: it goes on without"
+        10,
+        description="saves in a row that fail (a full disk) after which the run stops and says why; 0: it "
+        "goes on without",
     )
     background: bool = Field(
-        True, description="go on training while a checkpoint is written, after one copy in host memory (`async` is accepted too)"
+        True,
+        description="go on training while a checkpoint is written, after one copy in host memory (`async` is "
+        "accepted too)",
     )
     folder: str | None = Field(
-        None, description="a folder or any address fsspec knows, such as `s3://bucket/run`; left out: `checkpoints` in run.folder"
+        None,
+        description="a folder or any address fsspec knows, such as `s3://bucket/run`; left out: "
+        "`checkpoints` in run.folder",
     )
     resume: Literal["auto", "never"] | str = Field(
-        "auto", description="`auto`: the newest in the run folder, if any; `never`; or the path of a checkpoint"
+        "auto",
+        description="`auto`: the newest in the run folder, if any; `never`; or the path of a checkpoint",
     )
 
     @model_validator(mode="before")
@@ -445,48 +562,68 @@ class Checkpoint(Section):
 
 
 class Recovery(Section):
-    """What to do when workers fail. Who may join is asked on the command line: --min-workers, --max-workers."""
+    """What to do when workers fail. Who may join is asked on the command line: --min-workers,
+    --max-workers."""
 
-    attempts: Positive = Field(3, description="failures at one and the same step after which the run stops and says why")
-    hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="seconds without a step done that count as a hang; left out: 30 times the usual step, at least 60"
+    attempts: Positive = Field(
+        3, description="failures at one and the same step after which the run stops and says why"
     )
-    start_seconds: float = Field(1800.0, gt=0, description="seconds until the first step is done that count as a hang")
+    hang_seconds: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="seconds without a step done that count as a hang; left out: 30 times the usual step, at "
+        "least 60",
+    )
+    start_seconds: float = Field(
+        1800.0, gt=0, description="seconds until the first step is done that count as a hang"
+    )
     copies: NonNegative = Field(
-        0, description="steps between copies of each device's state in a neighbour's memory, to recover without storage; 0: none"
+        0,
+        description="steps between copies of each device's state in a neighbour's memory, to recover without "
+        "storage; 0: none",
     )
     straggler: float = Field(
-        1.5, gt=1, description="a device that needs this many times the median time for its own work, for a while, is named"
+        1.5,
+        gt=1,
+        description="a device that needs this many times the median time for its own work, for a while, "
+        "is named",
     )
 
 
 class Server(Section):
-    """A parameter server (`train.driver = "server"`): --workers are one device each, and as many servers come on top."""
+    """A parameter server (`train.driver = "server"`): --workers are one device each, and as many servers come
+    on top."""
 
     servers: Degree = Field(1, description="processes that share the weights and the optimizer's state")
     portions: Positive | None = Field(
-        None, description="pieces of the global batch, each computed by one worker; left out: as many as there are workers"
+        None,
+        description="pieces of the global batch, each computed by one worker; left out: as many as there are "
+        "workers",
     )
     max_staleness: NonNegative | Literal["unbounded"] = Field(
         0,
-        description="updates that the weights may have had between a worker's reading them and the use of its gradient; 0: "
+        description="updates that the weights may have had between a worker's reading them and the use of "
+        "its gradient; 0: "
         "each update waits for the whole batch, as in a synchronous run",
     )
     prediction: bool = Field(
         True,
-        description="where gradients are stale, hand out weights as they will be when the gradient comes, by AdamW's momentum",
+        description="where gradients are stale, hand out weights as they will be when the gradient comes, by "
+        "AdamW's momentum",
     )
     damping: bool = Field(
-        False, description="divide the learning rate of an update by one more than the staleness of its gradients"
+        False,
+        description="divide the learning rate of an update by one more than the staleness of its gradients",
     )
     backups: bool = Field(
         False,
-        description="a worker that would have to wait computes a portion that another has not brought yet, and the first counts",
+        description="a worker that would have to wait computes a portion that another has not brought yet, "
+        "and the first counts",
     )
 
     compression: str | None = Field(
         None,
-        description="how gradients are sent to the servers, as in layout.compression but for `powersgd`; what a worker leaves "
+        description="how gradients are sent to the servers, as in layout.compression but for `powersgd`; "
+        "what a worker leaves "
         "out it adds to its next one",
     )
 
@@ -514,17 +651,22 @@ class Server(Section):
 
 
 class Local(Section):
-    """Groups that train by themselves and meet now and then (`train.driver = "local"`); the layout is that of one group."""
+    """Groups that train by themselves and meet now and then (`train.driver = "local"`); the layout is that of
+    one group."""
 
     groups: Degree = Field(
-        2, description="number of groups; each has the whole layout, so 2 groups with layout.data = 2 are 4 workers"
+        2,
+        description="number of groups; each has the whole layout, so 2 groups with layout.data = 2 are 4 "
+        "workers",
     )
     steps: Positive = Field(50, description="steps between meetings")
     learning_rate: float = Field(
         0.7, gt=0, description="of the outer step, on the mean of what groups moved by; 1: the mean itself"
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="of the outer step, Nesterov's")
-    fragments: Positive = Field(1, description="parts of the model that meet in turn, evenly over the steps between meetings")
+    fragments: Positive = Field(
+        1, description="parts of the model that meet in turn, evenly over the steps between meetings"
+    )
     overlap: NonNegative = Field(0, description="steps that groups make while an exchange is under way")
     compression: Literal["bf16", "fp16", "fp8", "int8", "int4"] | None = Field(
         None, description="how differences are sent; left out: as they are"
@@ -540,12 +682,20 @@ class Hogwild(Section):
 class Observe(Section):
     """What to show and keep."""
 
-    tensorboard: bool = Field(False, description="write TensorBoard event files (needs the `tensorboard` extra)")
-    wandb: str | None = Field(None, description="Weights & Biases project to log to (needs the `wandb` extra)")
-    sample: str | None = Field(None, description="text that the trained model continues at the end of the run")
+    tensorboard: bool = Field(
+        False, description="write TensorBoard event files (needs the `tensorboard` extra)"
+    )
+    wandb: str | None = Field(
+        None, description="Weights & Biases project to log to (needs the `wandb` extra)"
+    )
+    sample: str | None = Field(
+        None, description="text that the trained model continues at the end of the run"
+    )
     sample_tokens: Positive = Field(200, description="length of that continuation")
     trace: NonNegative = Field(
-        0, description="write a timeline of so many steps after the first; on GPUs, torch's profile of them; 0: none"
+        0,
+        description="write a timeline of so many steps after the first; on GPUs, torch's profile of them; "
+        "0: none",
     )
 
 
@@ -555,7 +705,8 @@ class Run(Section):
     folder: str = Field(
         "runs/default",
         min_length=1,
-        description="config, plan, metrics, logs and checkpoints of the run; left out: `runs/NAME` for a job file NAME.toml",
+        description="config, plan, metrics, logs and checkpoints of the run; left out: `runs/NAME` for a job "
+        "file NAME.toml",
     )
     device: Device = Field(
         "auto",
@@ -571,7 +722,9 @@ class Config(Section):
     data: Data = Field(default_factory=Data, description="what to train on")  # type: ignore[arg-type]
     train: Train = Field(default_factory=Train, description="how to train")  # type: ignore[arg-type]
     layout: Layout = Field(default_factory=Layout, description="who computes what; left out: chosen")  # type: ignore[arg-type]
-    cluster: ClusterSection = Field(default_factory=ClusterSection, description="what it runs on; left out: this machine")  # type: ignore[arg-type]
+    cluster: ClusterSection = Field(
+        default_factory=ClusterSection, description="what it runs on; left out: this machine"
+    )  # type: ignore[arg-type]
     checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="saving and resuming")  # type: ignore[arg-type]
     recovery: Recovery = Field(default_factory=Recovery, description="surviving failures")  # type: ignore[arg-type]
     server: Server = Field(default_factory=Server, description="a parameter server")  # type: ignore[arg-type]
@@ -582,6 +735,8 @@ class Config(Section):
 
 
 SECTIONS: dict[str, type[Section]] = {
-    name: field.annotation for name, field in Config.model_fields.items() if isinstance(field.annotation, type)
+    name: field.annotation
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type)
 }
 """By its name, the definition of each table of a job."""

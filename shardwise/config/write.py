@@ -13,8 +13,9 @@ PLANNED = {"layout": set(Layout.model_fields), "train": {"micro_batch", "recompu
 
 
 def to_toml(config: Config, *, as_asked: bool = False) -> str:
-    """Every key of every section, defaults included; keys that are unset are left out. `as_asked`: of the settings that a plan
-    decides only those that the job gives, so that reading it again leaves the same ones open.
+    """Every key of every section, defaults included; keys that are unset are left out. `as_asked`: of the
+    settings that a plan decides only those that the job gives, so that reading it again leaves the same ones
+    open.
     """
     tables = {name: _without_unset(getattr(config, name).model_dump()) for name in Config.model_fields}
     if config.train.clip is None:

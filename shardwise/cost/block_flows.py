@@ -1,4 +1,5 @@
-"""What moves inside the blocks, between the stages, and at the ends of the model: activations and their gradients."""
+"""What moves inside the blocks, between the stages, and at the ends of the model: activations and their
+gradients."""
 
 from __future__ import annotations
 
@@ -14,19 +15,22 @@ from shardwise.plan.chunks import chunk_tokens, largest_part
 
 
 def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
-    """Sequences gathered before each pair of matrices, and partial results summed after it; in backward each becomes the other.
+    """Sequences gathered before each pair of matrices, and partial results summed after it; in backward each
+    becomes the other.
 
-    What is gathered again in backward: both inputs, by our own arrangement or by recomputation, which also sums again what
-    attention made; it stops short of the block's last sum, after which nothing is kept. In a block with experts, selective
-    recomputation begins behind the gathers, and a balancing loss comes after the last sum. Without sequence parallelism there
-    is one all-reduce in place of a gather and a sum.
+    What is gathered again in backward: both inputs, by our own arrangement or by recomputation, which also
+    sums again what attention made; it stops short of the block's last sum, after which nothing is kept. In a
+    block with experts, selective recomputation begins behind the gathers, and a balancing loss comes after
+    the last sum. Without sequence parallelism there is one all-reduce in place of a gather and a sum.
     """
     model, stack, several = rank.work.model, rank.stack, rank.space.tensor > 1
     pairs = 1 + (model.shared_experts > 0 if model.experts else 1)
     passes, m = rank.passes * pairs * several, rank.space.accumulation * several
     selective = 0.0 if model.experts else stack.selective_repeats
     repeated = (rank.full + selective * rank.by_operator) * rank.recomputed * several
-    attached = bool(model.experts) and bool(model.shared_experts) and bool(model.balance_loss or model.router_z_loss)
+    attached = (
+        bool(model.experts) and bool(model.shared_experts) and bool(model.balance_loss or model.router_z_loss)
+    )
     sums = repeated * (pairs if stack.recompute_all or not stack.sequence_parallel else 1 + attached)
     if not stack.sequence_parallel:
         yield calls("all_reduce", "tensor", "forward", passes, rank.activations)
@@ -38,23 +42,30 @@ def tensor_flows(rank: FirstRank) -> Iterator[Flow]:
     yield calls("reduce_scatter", "tensor", "forward", passes, rank.activations)
     yield calls("all_gather", "tensor", "backward", passes + gathers, rank.activations)
     yield calls("reduce_scatter", "tensor", "backward", passes + sums, rank.activations)
-    for kind in ("all_gather", "reduce_scatter"):  # of the embedding and of the head; one in forward, the other in backward
+    for kind in (
+        "all_gather",
+        "reduce_scatter",
+    ):  # of the embedding and of the head; one in forward, the other in backward
         yield calls(kind, "tensor", "ends", m + m * rank.head, rank.activations)
 
 
 def loss_flows(rank: FirstRank) -> Iterator[Flow]:
-    """Of each token: the largest logit, then the sum of exponentials and the target's logit, chunk by chunk."""
+    """Of each token: the largest logit, then the sum of exponentials and the target's logit, chunk by
+    chunk."""
     space, several = rank.space, (rank.space.tensor > 1) & rank.head
     tokens, rows = space.micro_batch * rank.length, largest_part(rank.work.model.vocabulary, space.tensor)
     narrow = rank.work.float8 is not None and rank.work.float8.head
     chunks = -(-tokens // chunk_tokens(tokens, rows, rank.computed, rank.device, narrow))
-    numbers = calls("all_reduce", "tensor", "ends", 2 * space.accumulation * several, tokens * 3 * rank.wide / 2)
+    numbers = calls(
+        "all_reduce", "tensor", "ends", 2 * space.accumulation * several, tokens * 3 * rank.wide / 2
+    )
     yield Flow("all_reduce", "tensor", "ends", numbers.count * chunks, numbers.bytes)
 
 
 def context_flows(rank: FirstRank) -> Iterator[Flow]:
-    """Attention over devices. A ring sends keys and values once around in each pass, and in backward their gradients, which are
-    sums; recomputation by operators keeps its result. Ulysses sends all to those who have the heads, and the result back."""
+    """Attention over devices. A ring sends keys and values once around in each pass, and in backward their
+    gradients, which are sums; recomputation by operators keeps its result. Ulysses sends all to those who
+    have the heads, and the result back."""
     space, model, several = rank.space, rank.work.model, rank.space.context > 1
     ring, ulysses = several & (space.ring == 1), several & (space.ring == 0)
     heads, keys = model.heads // space.tensor, np.maximum(1, model.kv_heads // space.tensor)
@@ -64,15 +75,21 @@ def context_flows(rank: FirstRank) -> Iterator[Flow]:
     yield calls("send", "context", "forward", hops * rank.passes, key * rank.computed)
     yield calls("send", "context", "backward", hops * (rank.passes + full), key * rank.computed)
     yield calls("send", "context", "backward", hops * rank.passes, key * rank.wide)
-    repeats = space.context // np.gcd(space.context, keys)  # of each key head, so that every context device has one
-    exchanged = one_head * (heads + keys * repeats) * rank.computed  # the mean of queries, keys and values, and of the results
+    repeats = space.context // np.gcd(
+        space.context, keys
+    )  # of each key head, so that every context device has one
+    exchanged = (
+        one_head * (heads + keys * repeats) * rank.computed
+    )  # the mean of queries, keys and values, and of the results
     yield calls("all_to_all", "context", "forward", 2 * ulysses * rank.passes, exchanged)
-    yield calls("all_to_all", "context", "backward", 2 * ulysses * (rank.passes + full + by_operator), exchanged)
+    yield calls(
+        "all_to_all", "context", "backward", 2 * ulysses * (rank.passes + full + by_operator), exchanged
+    )
 
 
 def expert_flows(rank: FirstRank) -> Iterator[Flow]:
-    """How many rows go where; the rows there, and back. Backward the same without the numbers. With a balancing loss, the sums
-    over sequences that lie on several devices."""
+    """How many rows go where; the rows there, and back. Backward the same without the numbers. With a
+    balancing loss, the sums over sequences that lie on several devices."""
     space, model = rank.space, rank.work.model
     if not model.experts:
         return
@@ -84,7 +101,9 @@ def expert_flows(rank: FirstRank) -> Iterator[Flow]:
         ("backward", full, rank.passes + full),
     )
     for when, numbers, exchanges in passes:
-        yield replace(calls("all_to_all", "expert", when, numbers * several, 8 * model.experts), copies=copies)
+        yield replace(
+            calls("all_to_all", "expert", when, numbers * several, 8 * model.experts), copies=copies
+        )
         yield replace(calls("all_to_all", "expert", when, 2 * exchanges * several, rows), copies=copies)
     if model.balance_loss:
         loads = 2 * space.micro_batch * model.experts * rank.wide
@@ -95,8 +114,8 @@ def expert_flows(rank: FirstRank) -> Iterator[Flow]:
 
 
 def stage_flows(rank: FirstRank) -> Iterator[Flow]:
-    """Hidden states to the next stage, their gradients to the one before. Stages of one rank are neighbours only at the bottom of
-    a V, which is not on rank 0."""
+    """Hidden states to the next stage, their gradients to the one before. Stages of one rank are neighbours
+    only at the bottom of a V, which is not on rank 0."""
     space, several, stages = rank.space, rank.space.pipeline > 1, rank.cut.stages
     onwards = np.where(rank.cut.folded, 1, stages) * space.accumulation * several
     backwards = (stages - 1) * space.accumulation * several

@@ -1,11 +1,12 @@
 """How many bytes of gradients DistributedDataParallel sums at once, on a link that is known.
 
-Every sum costs a latency, whatever its size: buckets are so large that it is a small share of their time on the wire. And the
-last bucket is full only when backward has ended, with nothing left to hide behind: so there are several. Where the two conflict,
-because the link is far and the model small, the second goes first. Without a link to go by, torch's own sizes hold.
+Every sum costs a latency, whatever its size: buckets are so large that it is a small share of their time on
+the wire. And the last bucket is full only when backward has ended, with nothing left to hide behind: so there
+are several. Where the two conflict, because the link is far and the model small, the second goes first.
+Without a link to go by, torch's own sizes hold.
 
-A compressed sum waits for its peers twice and works in between, which costs more than the link's latency, and has few bytes to
-set against it: there are as few buckets as will do.
+A compressed sum waits for its peers twice and works in between, which costs more than the link's latency, and
+has few bytes to set against it: there are as few buckets as will do.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def bucket_bytes(cluster: Cluster, devices: int, gradients: float, compressed: b
     if compressed:
         return int(max(SMALLEST, gradients / LEAST_BUCKETS))
     inside = gcd(min(devices, cluster.devices_per_node), devices)
-    latency, seconds_a_byte = rates("all_reduce", Group(np.array([float(devices)]), np.array([float(inside)])), cluster)
+    latency, seconds_a_byte = rates(
+        "all_reduce", Group(np.array([float(devices)]), np.array([float(inside)])), cluster
+    )
     cheap = float(latency[0]) / (LATENCY_SHARE * float(seconds_a_byte[0]))
     return int(max(SMALLEST, min(cheap, gradients / LEAST_BUCKETS)))

@@ -1,19 +1,21 @@
 """A cluster as the planner sees it: what a device computes, what its memory moves, and what a link carries.
 
-Devices sit in nodes. A group of devices that talk to each other lies inside one node, or spans several; inside, its members use
-the links of the node (NVLink, shared memory), between nodes each device has its own share of the network. Every figure is a
-number a data sheet or `shardwise probe` gives, here in FLOP/s, bytes/s and seconds; a file (cost/cluster_file.py) has them in the
-units people say.
+Devices sit in nodes. A group of devices that talk to each other lies inside one node, or spans several;
+inside, its members use the links of the node (NVLink, shared memory), between nodes each device has its own
+share of the network. Every figure is a number a data sheet or `shardwise probe` gives, here in FLOP/s,
+bytes/s and seconds; a file (cost/cluster_file.py) has them in the units people say.
 
 A product of matrices (M x K) by (K x N) takes
 
     2 M N K / (peak x matmul) x (1 + knee (1/M + 1/N + 1/K))
 
-`matmul` is the share of the peak that large products reach in a running training step (power limits included), `knee` the length
-at which a short side costs as much as the work itself. Flash attention has a share and a knee of its own, over the sequence.
+`matmul` is the share of the peak that large products reach in a running training step (power limits
+included), `knee` the length at which a short side costs as much as the work itself. Flash attention has a
+share and a knee of its own, over the sequence.
 
-What collectives cost is in `cost/collectives.py`. Where a link was measured, `measured` holds for each kind of collective and
-number of devices (inside) or nodes (between) the latency and the bandwidth found, and these go before the link's own figures.
+What collectives cost is in `cost/collectives.py`. Where a link was measured, `measured` holds for each kind
+of collective and number of devices (inside) or nodes (between) the latency and the bandwidth found, and these
+go before the link's own figures.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import Literal, get_args
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 KINDS: tuple[str, ...] = get_args(Kind)
 Term = Literal[
-    "matmul", "attention", "elementwise", "launch", "recompute", "optimizer", "tensor", "context", "expert", "data", "replica",
+    "matmul", "attention", "elementwise", "launch", "recompute", "optimizer", "tensor", "context", "expert",
+    "data", "replica",
     "imbalance", "bubble", "pipeline_sends", "links", "offload",
 ]  # fmt: skip
 TERMS: tuple[str, ...] = get_args(Term)
@@ -49,7 +52,8 @@ class Device:
     """The same for products of 8 or 4 bits, whose peak is higher and whose power is not."""
     matmul_knee: float = 64.0
     attention: float = 0.5
-    """Share of the peak that the forward pass of attention reaches on long sequences; backward reaches less."""
+    """Share of the peak that the forward pass of attention reaches on long sequences; backward reaches
+    less."""
     attention_portable: float = 0.5
     """The same for kernels that were not written for this device (FlashAttention-2 on a Hopper)."""
     attention_knee: float = 400.0
@@ -62,8 +66,8 @@ class Device:
     host_bandwidth: float = 50e9
     """Bytes/s of its link to the host's memory."""
     overlap: float = 1.0
-    """Share of the communication that can run beside computing: 1 on a GPU, 0 where the same cores do both. Cores that wait for a
-    network between nodes can compute in any case (cost/price.py)."""
+    """Share of the communication that can run beside computing: 1 on a GPU, 0 where the same cores do both.
+    Cores that wait for a network between nodes can compute in any case (cost/price.py)."""
     watts: float | None = None
 
 
@@ -75,7 +79,8 @@ class Measured:
     members: int
     latency: float
     bandwidth: float
-    """Bus bandwidth of one device in bytes/s: what a ring's formula must be given to answer with the time measured."""
+    """Bus bandwidth of one device in bytes/s: what a ring's formula must be given to answer with the time
+    measured."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,8 @@ class Cluster:
     shared: bool = False
     """Whether the workers of a node share one device's figures, as CPU workers share cores and memory."""
     host_memory: float = 1024 * GIB
-    """Bytes of a node's own memory, which its devices share where states are offloaded. Where nothing is known: a server's."""
+    """Bytes of a node's own memory, which its devices share where states are offloaded. Where nothing is
+    known: a server's."""
     host_memory_bandwidth: float = 300e9
     """Bytes/s that this memory moves, for all devices of the node together."""
     price: float | None = None
@@ -116,7 +122,8 @@ class Cluster:
 
     @property
     def device_type(self) -> str:
-        """Torch's name for the devices: on "cuda" blocks are compiled, and the loss has larger chunks than on a "cpu"."""
+        """Torch's name for the devices: on "cuda" blocks are compiled, and the loss has larger chunks than on
+        a "cpu"."""
         return "cpu" if self.shared else "cuda"
 
     def of(self, devices: int) -> Cluster:

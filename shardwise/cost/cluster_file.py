@@ -1,8 +1,8 @@
 """Cluster files: a `Cluster` as TOML, in the units people say (TFLOP/s, GB/s, GiB, microseconds).
 
-A file describes a cluster whole, or names a preset and gives what is different. The tables below say what a file may hold;
-pydantic checks all of it, and every problem is reported at once with what to give instead, as for jobs. Figures are written with
-six digits: more than anything here is known to.
+A file describes a cluster whole, or names a preset and gives what is different. The tables below say what a
+file may hold; pydantic checks all of it, and every problem is reported at once with what to give instead, as
+for jobs. Figures are written with six digits: more than anything here is known to.
 """
 
 from __future__ import annotations
@@ -125,11 +125,12 @@ _TFLOP = 1e12
 _NEEDED = {"device": ("memory_gib", "bandwidth_gb_s", "peak"), "link": ("bandwidth_gb_s", "latency_us")}
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- reading -------------------------------------------------------------------------------------------------
 
 
 def read_cluster(path: Path, presets: Mapping[str, Cluster]) -> Cluster:
-    """The cluster that a file describes, whole or as changes to a preset; every problem in it is reported at once."""
+    """The cluster that a file describes, whole or as changes to a preset; every problem in it is reported at
+    once."""
     source = f"cluster.file = '{path}'"
     try:
         raw = parse_toml(read_bytes(path), source)
@@ -153,11 +154,19 @@ def _missing(raw: Mapping[str, Any], presets: Mapping[str, Cluster]) -> Iterator
         if not isinstance(preset, str) or preset not in presets:
             yield f"preset = {shown(preset)}: unknown; known are {', '.join(sorted(presets))}"
         return
-    nodes, inside, between = (raw.get(key, empty) for key, empty in (("nodes", 1), ("inside", {}), ("between", {})))
+    nodes, inside, between = (
+        raw.get(key, empty) for key, empty in (("nodes", 1), ("inside", {}), ("between", {}))
+    )
     if "between" not in raw and isinstance(nodes, int) and nodes > 1:
-        yield "between: missing, with several nodes; give bandwidth_gb_s and latency_us of one device's network"
+        yield (
+            "between: missing, with several nodes; give bandwidth_gb_s and latency_us of one device's network"
+        )
     if isinstance(device := raw.get("device", {}), dict):
-        yield from (f"device.{key}: missing (or give a preset to change)" for key in _NEEDED["device"] if key not in device)
+        yield from (
+            f"device.{key}: missing (or give a preset to change)"
+            for key in _NEEDED["device"]
+            if key not in device
+        )
     if isinstance(inside, dict):
         yield from (f"inside.{key}: missing" for key in _NEEDED["link"] if key not in inside)
     if isinstance(between, dict) and between:
@@ -185,7 +194,10 @@ def _explain(detail: ErrorDetails) -> str:
         known = tables[path[0]] if len(path) > 1 else ClusterTable
         return f"{key}: unknown; known are {', '.join(known.model_fields)}"
     if "[key]" in detail["loc"]:
-        return f"{key}: unknown; known are {', '.join(TERMS if path[0] == 'corrections' else get_args(Precision))}"
+        return (
+            f"{key}: unknown; known are "
+            f"{', '.join(TERMS if path[0] == 'corrections' else get_args(Precision))}"
+        )
     return f"{key}: {_OF_A_KEY.get(key, f'give a table, [{key}]')}"
 
 
@@ -194,20 +206,29 @@ def _cluster(table: ClusterTable, base: Cluster | None, name: str) -> Cluster:
     figures = _in_si(table.device)
     if "peak" in figures:
         old = base.device.peak if base else {}
-        figures["peak"] = {**old, **{precision: _TFLOP * value for precision, value in figures["peak"].items()}}
+        figures["peak"] = {
+            **old,
+            **{precision: _TFLOP * value for precision, value in figures["peak"].items()},
+        }
     device = replace(base.device, **figures) if base else Device(**{"name": name, **figures})
     inside = _link(table.inside, base.inside if base else None)
     between = _link(table.between, base.between if base else replace(inside, measured=()))
     given = {"name": name, **_in_si(table, exclude={"preset", "device", "inside", "between"})}
     if base is not None:
         return replace(base, device=device, inside=inside, between=between, **given)
-    return Cluster(device=device, inside=inside, between=between, **{"nodes": 1, "devices_per_node": 1, **given})
+    return Cluster(
+        device=device, inside=inside, between=between, **{"nodes": 1, "devices_per_node": 1, **given}
+    )
 
 
 def _link(table: LinkTable, base: Link | None) -> Link:
     figures = _in_si(table)
     rows = tuple(Measured(**_in_si(row)) for row in table.measured or ())
-    figures = {**figures, "measured": rows} if rows else {key: value for key, value in figures.items() if key != "measured"}
+    figures = (
+        {**figures, "measured": rows}
+        if rows
+        else {key: value for key, value in figures.items() if key != "measured"}
+    )
     return replace(base, **figures) if base is not None else Link(**figures)
 
 
@@ -215,15 +236,21 @@ def _in_si(table: Section, exclude: set[str] | None = None) -> dict[str, Any]:
     """The fields that a table gives, in FLOP/s, bytes/s, bytes and seconds."""
     given = table.model_dump(exclude_unset=True, exclude=exclude)
     units = {key: _UNITS.get(key, (key, None)) for key in given}
-    return {name: given[key] if factor is None else given[key] * factor for key, (name, factor) in units.items()}
+    return {
+        name: given[key] if factor is None else given[key] * factor for key, (name, factor) in units.items()
+    }
 
 
-# -- writing ------------------------------------------------------------------------------------------------------------
+# -- writing -------------------------------------------------------------------------------------------------
 
 
 def write_cluster(cluster: Cluster) -> str:
     """The text of the file that describes this cluster."""
-    top: dict[str, Any] = {"name": cluster.name, "nodes": cluster.nodes, "devices_per_node": cluster.devices_per_node}
+    top: dict[str, Any] = {
+        "name": cluster.name,
+        "nodes": cluster.nodes,
+        "devices_per_node": cluster.devices_per_node,
+    }
     if cluster.shared:
         top["shared"] = True
     top["host_memory_gib"] = _six_digits(cluster.host_memory / GIB)
@@ -231,7 +258,9 @@ def write_cluster(cluster: Cluster) -> str:
     if cluster.price is not None:
         top["price"] = _six_digits(cluster.price)
     device = _in_file_units(cluster.device, DeviceTable)
-    device["peak"] = {precision: _six_digits(value / _TFLOP) for precision, value in cluster.device.peak.items()}
+    device["peak"] = {
+        precision: _six_digits(value / _TFLOP) for precision, value in cluster.device.peak.items()
+    }
     top |= {"device": device, "inside": _link_table(cluster.inside), "between": _link_table(cluster.between)}
     return tomli_w.dumps(top) + ("\n" + write_corrections(cluster) if cluster.corrections else "")
 

@@ -1,12 +1,12 @@
 """Devices and clusters by name.
 
-Peaks, memory, bandwidth and power are the makers' figures (dense, without sparsity). What devices reach in a running training
-step is measured or published: large matrix products (the "maximum achievable matmul FLOPS" tables of the ML engineering
-handbook), flash attention's own papers, links by nccl-tests. There is one set of constants for each device and each cluster,
-none for a model.
+Peaks, memory, bandwidth and power are the makers' figures (dense, without sparsity). What devices reach in a
+running training step is measured or published: large matrix products (the "maximum achievable matmul FLOPS"
+tables of the ML engineering handbook), flash attention's own papers, links by nccl-tests. There is one set of
+constants for each device and each cluster, none for a model.
 
-A name followed by x and a number asks for so many devices: `h100x64` is eight nodes of eight. A cloud's name picks its network:
-`h100-gcp-a3x64`.
+A name followed by x and a number asks for so many devices: `h100x64` is eight nodes of eight. A cloud's name
+picks its network: `h100-gcp-a3x64`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ from shardwise.errors import UserError
 _T, _G, _US = 1e12, 1e9, 1e-6
 
 
-def _peaks(float32: float, half: float, float8: float | None = None, float4: float | None = None) -> dict[str, float]:
+def _peaks(
+    float32: float, half: float, float8: float | None = None, float4: float | None = None
+) -> dict[str, float]:
     """TFLOP/s by precision, where a device has it."""
     peaks = {"float32": float32, "float16": half, "bfloat16": half, "float8": float8, "float4": float4}
     return {precision: peak for precision, peak in peaks.items() if peak is not None}
 
 
-def _device(name: str, gib: float, gb_s: float, watts: float, tflops: dict[str, float], **figures: float) -> Device:
-    """A device: its memory, what that moves, its rated power and peaks; and where they differ from `Device`, other figures."""
+def _device(
+    name: str, gib: float, gb_s: float, watts: float, tflops: dict[str, float], **figures: float
+) -> Device:
+    """A device: its memory, what that moves, its rated power and peaks; and where they differ from `Device`,
+    other figures."""
     peaks = {precision: peak * _T for precision, peak in tflops.items()}
     return Device(name, gib * GIB, peaks, gb_s * _G, watts=watts, **figures)
 
@@ -48,30 +53,38 @@ _BLACKWELL, _BLACKWELL_ULTRA = _attends(0.38, 0.15), _attends(0.5, 0.15)
 
 DEVICES: dict[str, Device] = {
     "v100": _device(
-        "V100-SXM2-32GB", 31.7, 900, 300, {"float32": 15.7, "float16": 125}, matmul=0.72, host_bandwidth=12 * _G, **_VOLTA
+        "V100-SXM2-32GB", 31.7, 900, 300, {"float32": 15.7, "float16": 125}, matmul=0.72,
+        host_bandwidth=12 * _G, **_VOLTA
     ),
     "a100-40": _device(
-        "A100-SXM4-40GB", 39.4, 1555, 400, _peaks(19.5, 312), matmul=0.77, matmul_knee=62, host_bandwidth=25 * _G, **_AMPERE
+        "A100-SXM4-40GB", 39.4, 1555, 400, _peaks(19.5, 312), matmul=0.77, matmul_knee=62,
+        host_bandwidth=25 * _G, **_AMPERE
     ),
     "h100": _device(
-        "H100-SXM5-80GB", 79.1, 3350, 700, _peaks(67, 989.5, 1979), matmul=0.67, matmul_float8=0.64, matmul_knee=80, **_HOPPER
+        "H100-SXM5-80GB", 79.1, 3350, 700, _peaks(67, 989.5, 1979), matmul=0.67, matmul_float8=0.64,
+        matmul_knee=80, **_HOPPER
     ),
     "h100-96": _device(
-        "H100-96GB-500W", 94.5, 2400, 500, _peaks(67, 989.5, 1979), matmul=0.52, matmul_float8=0.53, **_attends(0.43, 0.21, 450)
+        "H100-96GB-500W", 94.5, 2400, 500, _peaks(67, 989.5, 1979), matmul=0.52, matmul_float8=0.53,
+        **_attends(0.43, 0.21, 450)
     ),
     "h200": _device(
-        "H200-SXM5-141GB", 139.8, 4800, 700, _peaks(67, 989.5, 1979), matmul=0.735, matmul_float8=0.76, stream=0.8, **_HOPPER
+        "H200-SXM5-141GB", 139.8, 4800, 700, _peaks(67, 989.5, 1979), matmul=0.735, matmul_float8=0.76,
+        stream=0.8, **_HOPPER
     ),
-    # Blackwell's products are held back by power: 1.1 to 1.3 TFLOP/s a watt in bfloat16, twice that in 8 bits.
+    # Blackwell's products are held back by power: 1.1 to 1.3 TFLOP/s a watt in bfloat16, twice that in 8
+    # bits.
     "b200": _device(
-        "B200-180GB", 178.0, 7700, 1000, _peaks(80, 2250, 4500, 9000), matmul=0.5, matmul_float8=0.5, **_BLACKWELL
+        "B200-180GB", 178.0, 7700, 1000, _peaks(80, 2250, 4500, 9000), matmul=0.5, matmul_float8=0.5,
+        **_BLACKWELL
     ),
     "gb200": _device(
         "GB200-186GB", 184.0, 8000, 1200, _peaks(80, 2500, 5000, 10000), matmul=0.6, matmul_float8=0.6,
         host_bandwidth=200 * _G, **_BLACKWELL,
     ),
     "b300": _device(
-        "B300-270GB", 268.0, 7700, 1200, _peaks(80, 2250, 4500, 13500), matmul=0.6, matmul_float8=0.6, **_BLACKWELL_ULTRA
+        "B300-270GB", 268.0, 7700, 1200, _peaks(80, 2250, 4500, 13500), matmul=0.6, matmul_float8=0.6,
+        **_BLACKWELL_ULTRA
     ),
     "gb300": _device(
         "GB300-278GB", 276.0, 8000, 1400, _peaks(80, 2500, 5000, 15000), matmul=0.73, matmul_float8=0.73,
@@ -79,11 +92,14 @@ DEVICES: dict[str, Device] = {
     ),
     "mi300x": _device("MI300X-192GB", 191.5, 5300, 750, _peaks(163.4, 1307, 2615), matmul=0.5, **_CDNA3),
     "cpu": _device(
-        "CPU", 16, 20, 100, {"float32": 0.1, "bfloat16": 0.1, "float16": 0.02, "float64": 0.05}, matmul=1.0, matmul_knee=16.0,
+        "CPU", 16, 20, 100, {"float32": 0.1, "bfloat16": 0.1, "float16": 0.02, "float64": 0.05}, matmul=1.0,
+        matmul_knee=16.0,
         attention=0.3, stream=0.7, launch=10 * _US, overhead=0.4 * GIB, host_bandwidth=20 * _G, overlap=0.0,
     ),
 }  # fmt: skip
-DEVICES["a100-80"] = replace(DEVICES["a100-40"], name="A100-SXM4-80GB", memory=79.2 * GIB, bandwidth=2039 * _G)
+DEVICES["a100-80"] = replace(
+    DEVICES["a100-40"], name="A100-SXM4-80GB", memory=79.2 * GIB, bandwidth=2039 * _G
+)
 
 
 def _nvlink(gb_s: float) -> Link:
@@ -102,8 +118,13 @@ _HF_REDUCE_SCATTER = {2: 181.6, 4: 115.8, 8: 68.6, 16: 54.5, 32: 27.9, 64: 11.1}
 
 
 def _hf_rows() -> tuple[Measured, ...]:
-    """Bus bandwidth of whole nodes of eight, by nodes, as the Ultra-Scale Playbook measured it; a device has an eighth."""
-    tables = {"all_reduce": _HF_ALL_REDUCE, "all_gather": _HF_ALL_GATHER, "reduce_scatter": _HF_REDUCE_SCATTER}
+    """Bus bandwidth of whole nodes of eight, by nodes, as the Ultra-Scale Playbook measured it; a device has
+    an eighth."""
+    tables = {
+        "all_reduce": _HF_ALL_REDUCE,
+        "all_gather": _HF_ALL_GATHER,
+        "reduce_scatter": _HF_REDUCE_SCATTER,
+    }
     return tuple(
         Measured(kind, nodes, 12 * _US * (nodes - 1), busbw * _G / 8)
         for kind, table in tables.items()
@@ -135,18 +156,33 @@ CLUSTERS: dict[str, Cluster] = {
     "h100-azure-nd": Cluster("h100-azure-nd", DEVICES["h100"], 8, 1, _nvlink(450), _network(400)),
     "h100-gcp-a3": Cluster("h100-gcp-a3", DEVICES["h100"], 8, 1, _nvlink(450), _network(100, 25)),
     "h100-gcp-a3-mega": Cluster("h100-gcp-a3-mega", DEVICES["h100"], 8, 1, _nvlink(450), _network(200, 25)),
-    "mi300x-azure-nd": Cluster("mi300x-azure-nd", DEVICES["mi300x"], 8, 1, Link(0.8 * 448 * _G, 4 * _US), _network(400)),
+    "mi300x-azure-nd": Cluster(
+        "mi300x-azure-nd", DEVICES["mi300x"], 8, 1, Link(0.8 * 448 * _G, 4 * _US), _network(400)
+    ),
     # The cluster of the Ultra-Scale Playbook's sweep, whose network was measured.
-    "h100-hf": Cluster("h100-hf", DEVICES["h100"], 8, 1, Link(360 * _G, 2.5 * _US), replace(_network(400), measured=_hf_rows())),
+    "h100-hf": Cluster(
+        "h100-hf",
+        DEVICES["h100"],
+        8,
+        1,
+        Link(360 * _G, 2.5 * _US),
+        replace(_network(400), measured=_hf_rows()),
+    ),
 }
 
 _HOSTS: dict[str, tuple[float, float]] = {
-    # GiB of a node's own memory, and GB/s of it: about seven tenths of what its channels do by their data sheet.
-    "v100": (480, 110), "dgx2": (1400, 180), "a100-40": (950, 290), "a100-80": (1900, 290), "h100": (1900, 430),
-    "h100-96": (1900, 430), "h200": (1900, 430), "b200": (1900, 500), "b300": (1900, 500), "gb200": (14300, 11500),
-    "gb300": (14300, 11500), "mi300x": (2200, 640), "cpu": (16, 20), "a100-aws-p4d": (1100, 250), "a100-aws-p4de": (1100, 250),
-    "a100-azure-nd": (1800, 290), "a100-gcp-a2": (630, 200), "h100-aws-p5": (1950, 430), "h200-aws-p5en": (1950, 430),
-    "h100-azure-nd": (1800, 430), "h100-gcp-a3": (1740, 430), "h100-gcp-a3-mega": (1740, 430), "mi300x-azure-nd": (1800, 430),
+    # GiB of a node's own memory, and GB/s of it: about seven tenths of what its channels do by their data
+    # sheet.
+    "v100": (480, 110), "dgx2": (1400, 180), "a100-40": (950, 290), "a100-80": (1900, 290), "h100": (1900,
+    430),
+    "h100-96": (1900, 430), "h200": (1900, 430), "b200": (1900, 500), "b300": (1900, 500), "gb200": (14300,
+    11500),
+    "gb300": (14300, 11500), "mi300x": (2200, 640), "cpu": (16, 20), "a100-aws-p4d": (1100, 250),
+    "a100-aws-p4de": (1100, 250),
+    "a100-azure-nd": (1800, 290), "a100-gcp-a2": (630, 200), "h100-aws-p5": (1950, 430),
+    "h200-aws-p5en": (1950, 430),
+    "h100-azure-nd": (1800, 430), "h100-gcp-a3": (1740, 430), "h100-gcp-a3-mega": (1740, 430),
+    "mi300x-azure-nd": (1800, 430),
     "h100-hf": (1900, 430),
 }  # fmt: skip
 for _name, (_gib, _gb_s) in _HOSTS.items():
@@ -161,7 +197,9 @@ def named(name: str) -> Cluster:
         near = get_close_matches(base, CLUSTERS, n=3, cutoff=0.4)
         meant = f"did you mean {' or '.join(near)}? " if near else ""
         known = ", ".join(sorted(CLUSTERS))
-        raise UserError(f"cluster.preset = {name!r}: unknown; {meant}Known are {known}; for another, give cluster.file")
+        raise UserError(
+            f"cluster.preset = {name!r}: unknown; {meant}Known are {known}; for another, give cluster.file"
+        )
     cluster = CLUSTERS[base]
     if count is None:
         return cluster
@@ -185,7 +223,8 @@ def _of(cluster: Cluster, devices: int, asked: str) -> Cluster:
     if devices > per_node and devices % per_node:
         below = devices // per_node * per_node
         raise UserError(
-            f"{asked}: {devices} devices are not whole nodes of {per_node}; use {below} or {below + per_node}, "
+            f"{asked}: {devices} devices are not whole nodes of {per_node}; use {below} or "
+            f"{below + per_node}, "
             "or a cluster.file with another devices_per_node"
         )
     return cluster.of(devices)

@@ -1,4 +1,5 @@
-"""What compressed sums (comm/compressed.py) cost a device beside its links: numbers encoded and decoded, and copies around that.
+"""What compressed sums (comm/compressed.py) cost a device beside its links: numbers encoded and decoded, and
+copies around that.
 
 A sum of n numbers over N devices, each of which has N rows of n / N:
 
@@ -8,11 +9,13 @@ A sum of n numbers over N devices, each of which has N rows of n / N:
 | sums to all             | n / N         | n             | n handed over                                                 |
 | both factors (PowerSGD) | n             | n, or n / N   | n added to the residual                                       |
 
-The work is done where the collective is made, before and behind it, so it is part of what the backward pass may hide.
+The work is done where the collective is made, before and behind it, so it is part of what the backward pass
+may hide.
 
-On a GPU a codec is bounded by memory: to encode n numbers it must read 4 n bytes and write its code, to decode them the reverse.
-`GPU_SHARE` is what it reaches of the bandwidth of a copy. On a CPU it is bounded by one thread, and `HOST_NANOSECONDS` is its
-time. Both are measured by benchmarks/codec_speed.py, the latter with --feedback and two of them at once.
+On a GPU a codec is bounded by memory: to encode n numbers it must read 4 n bytes and write its code, to
+decode them the reverse. `GPU_SHARE` is what it reaches of the bandwidth of a copy. On a CPU it is bounded by
+one thread, and `HOST_NANOSECONDS` is its time. Both are measured by benchmarks/codec_speed.py, the latter
+with --feedback and two of them at once.
 """
 
 from __future__ import annotations
@@ -29,29 +32,34 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.space import Array, Space, take
 
 GPU_SHARE: Mapping[str, float] = {
-    "bf16": 0.67, "fp16": 0.90, "fp8": 0.91, "int8": 0.90, "int4": 0.82, "terngrad": 0.64, "sign": 0.84, "topk": 0.25,
+    "bf16": 0.67, "fp16": 0.90, "fp8": 0.91, "int8": 0.90, "int4": 0.82, "terngrad": 0.64, "sign": 0.84,
+    "topk": 0.25,
     "randomk": 0.60, "powersgd": 0.50,
 }  # fmt: skip
-"""Of the bandwidth of a copy, for the bytes that must be touched: an H200, 268 M numbers. PowerSGD's is not measured, but taken
-to be half: its products are thin."""
+"""Of the bandwidth of a copy, for the bytes that must be touched: an H200, 268 M numbers. PowerSGD's is not
+measured, but taken to be half: its products are thin."""
 GPU_SHARE_OF_QSGD = ((2, 3, 4, 8), (0.65, 0.67, 0.69, 0.75))
 """The same by the number of bits."""
 
 HOST_NANOSECONDS: Mapping[str, tuple[float, float]] = {
-    "bf16": (2.9, 0.7), "fp16": (6.9, 2.5), "fp8": (14.3, 8.2), "int8": (9.0, 2.6), "int4": (11.4, 5.7), "qsgd": (23.5, 4.2),
-    "terngrad": (22.6, 5.3), "sign": (10.0, 5.0), "topk": (13.2, 1.1), "randomk": (2.3, 1.9), "powersgd": (2.6, 0.8),
+    "bf16": (2.9, 0.7), "fp16": (6.9, 2.5), "fp8": (14.3, 8.2), "int8": (9.0, 2.6), "int4": (11.4, 5.7),
+    "qsgd": (23.5, 4.2),
+    "terngrad": (22.6, 5.3), "sign": (10.0, 5.0), "topk": (13.2, 1.1), "randomk": (2.3, 1.9),
+    "powersgd": (2.6, 0.8),
 }  # fmt: skip
-"""Of one thread to encode a number, taking out of it what is sent where errors are fed back, and to decode it, while the cores
-beside it do the same. Two are otherwise: of TernGrad without feedback, as it has none; of PowerSGD from its products alone,
-timed by hand on matrices of 50 M parameters: no benchmark here repeats it."""
+"""Of one thread to encode a number, taking out of it what is sent where errors are fed back, and to decode
+it, while the cores beside it do the same. Two are otherwise: of TernGrad without feedback, as it has none; of
+PowerSGD from its products alone, timed by hand on matrices of 50 M parameters: no benchmark here repeats
+it."""
 
 BESIDE_BACKWARD = 1.5
-"""How many times as long a CPU's codec takes in a step: its thread shares a core, and the caches, with the backward pass. Chosen
-by steps of nine codecs over 1 Gbit/s (benchmarks/slow_link.py), whose gains were predicted 10 to 32 % too large without it."""
+"""How many times as long a CPU's codec takes in a step: its thread shares a core, and the caches, with the
+backward pass. Chosen by steps of nine codecs over 1 Gbit/s (benchmarks/slow_link.py), whose gains were
+predicted 10 to 32 % too large without it."""
 
 LOW_RANK_TRAFFIC = (16.0, 4.0)
-"""Bytes a number that PowerSGD moves: two products read the matrix and taking out what was sent reads and writes it; putting the
-sum together writes it. The factors are small beside it."""
+"""Bytes a number that PowerSGD moves: two products read the matrix and taking out what was sent reads and
+writes it; putting the sum together writes it. The factors are small beside it."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +77,15 @@ class CodecWork:
 
     def __add__(self, other: CodecWork) -> CodecWork:
         assert self.codec == other.codec, "flows of one kind, axis and time have one codec"
-        return CodecWork(self.codec, *(own + others for own, others in zip(self._amounts, other._amounts, strict=True)))
+        return CodecWork(
+            self.codec, *(own + others for own, others in zip(self._amounts, other._amounts, strict=True))
+        )
 
     def times(self, often: Any) -> CodecWork:
         """So often."""
-        return CodecWork(self.codec, *(np.asarray(often * amount, dtype=np.float64) for amount in self._amounts))
+        return CodecWork(
+            self.codec, *(np.asarray(often * amount, dtype=np.float64) for amount in self._amounts)
+        )
 
     def take(self, index: Any) -> CodecWork:
         """Of the candidates at these indices."""
@@ -104,4 +116,6 @@ def _traffic(codec: Compression) -> tuple[float, float]:
 
 
 def _gpu_share(codec: Compression) -> float:
-    return float(np.interp(codec.number, *GPU_SHARE_OF_QSGD)) if codec.name == "qsgd" else GPU_SHARE[codec.name]
+    return (
+        float(np.interp(codec.number, *GPU_SHARE_OF_QSGD)) if codec.name == "qsgd" else GPU_SHARE[codec.name]
+    )

@@ -1,12 +1,14 @@
-"""Seconds that one device computes: products, attention, what only moves memory, and the host that starts it all.
+"""Seconds that one device computes: products, attention, what only moves memory, and the host that starts it
+all.
 
-Everything is counted for one micro-batch through one block, the embedding, and the head, as this device's part: T tokens (its
-part of the sequence), matrices cut by `tensor`. Backward multiplies each matrix twice as often as forward, with the same three
-lengths in another order, so by the model of `cost/cluster.py` it takes exactly twice as long. Flash attention computes the
-scores again in backward, five products in place of two (Dao, 2023). Elementwise kernels are bounded by the memory's bandwidth;
-their traffic in a compiled block is, in values of the computing dtype a token: 9 h for norms and residuals (13 h with norms after
-attention and feed-forward too), 2 (a + k) d for rotary, 3 f for a gated activation (2 f without a gate). A CPU's blocks are not
-compiled. What shardwise's products in float8 add to that is in `cost/float8_work.py`.
+Everything is counted for one micro-batch through one block, the embedding, and the head, as this device's
+part: T tokens (its part of the sequence), matrices cut by `tensor`. Backward multiplies each matrix twice as
+often as forward, with the same three lengths in another order, so by the model of `cost/cluster.py` it takes
+exactly twice as long. Flash attention computes the scores again in backward, five products in place of two
+(Dao, 2023). Elementwise kernels are bounded by the memory's bandwidth; their traffic in a compiled block is,
+in values of the computing dtype a token: 9 h for norms and residuals (13 h with norms after attention and
+feed-forward too), 2 (a + k) d for rotary, 3 f for a gated activation (2 f without a gate). A CPU's blocks are
+not compiled. What shardwise's products in float8 add to that is in `cost/float8_work.py`.
 """
 
 from __future__ import annotations
@@ -27,23 +29,27 @@ ATTENTION_BACKWARD = 2.5
 BACKWARD_SHARE = 0.9
 """What attention's backward reaches of the forward's share of the peak."""
 HEAD_DIM_KNEE = {True: 50.0, False: 30.0}
-"""Width of a head at which attention reaches half of what wide ones do: kernels written for the device, and portable ones."""
+"""Width of a head at which attention reaches half of what wide ones do: kernels written for the device, and
+portable ones."""
 HOST_HEAD_DIM_KNEE = 10.0
 HOST_ATTENTION_BACKWARD = 1.9
-"""The same two for torch's attention on a CPU, as backward's seconds over forward's (profiles of bytes-10m, heads of 48)."""
+"""The same two for torch's attention on a CPU, as backward's seconds over forward's (profiles of bytes-10m,
+heads of 48)."""
 HOST_ELEMENTWISE = 2.5
-"""Traffic of elementwise kernels that are not fused, over that of a compiled block: 20 h for norms and residuals, 9 (a + k) d
-for rotary, 5 f for a gated activation."""
+"""Traffic of elementwise kernels that are not fused, over that of a compiled block: 20 h for norms and
+residuals, 9 (a + k) d for rotary, 5 f for a gated activation."""
 SCORE_BYTES = 26.0
-"""Traffic of one attention score, forward and backward, where the matrix of scores is in memory (softmax, mask, dropout)."""
+"""Traffic of one attention score, forward and backward, where the matrix of scores is in memory (softmax,
+mask, dropout)."""
 LOOKUP_BYTES = 12.0
 GROUPED_FLOAT8 = 0.6
-"""What experts' grouped products in float8 reach of others (904 of 1,500 TFLOP/s on an H200, six layers of qwen3-30b-a3b)."""
+"""What experts' grouped products in float8 reach of others (904 of 1,500 TFLOP/s on an H200, six layers of
+qwen3-30b-a3b)."""
 KEPT_WIDE = 0.15
 """Share of the blocks' products that training recipes of 4 bits leave in 16 (NVIDIA, 2025)."""
 QUANTISING = 2.0
-"""Values that other programs move for each value that is cast to 8 bits: read twice for its scale and its cast, written once and
-once transposed. What shardwise moves is counted (cost/float8_work.py)."""
+"""Values that other programs move for each value that is cast to 8 bits: read twice for its scale and its
+cast, written once and once transposed. What shardwise moves is counted (cost/float8_work.py)."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,11 @@ def product(m: Array, n: Array, k: Array, device: Device, precision: str, sharin
         wide = product(m, n, k, device, "bfloat16", sharing)
         return KEPT_WIDE * wide + (1 - KEPT_WIDE) * product(m, n, k, device, "float4 alone", sharing)
     name = precision.split()[0]
-    speed = device.peak[name] * (device.matmul_float8 if name in ("float8", "float4") else device.matmul) / sharing
+    speed = (
+        device.peak[name]
+        * (device.matmul_float8 if name in ("float8", "float4") else device.matmul)
+        / sharing
+    )
     result: Array = 2 * m * n * k / speed * (1 + device.matmul_knee * (1 / m + 1 / n + 1 / k))
     return result
 
@@ -115,14 +125,18 @@ def block(work: Work, space: Space, cluster: Cluster, stack: Stack) -> BlockSeco
     forward, backward, scores = _attention(work, space, device, stack, sharing)
     streamed = _streamed(work, space, stack)
     if work.float8 is not None:
-        moved, moved_back = block_traffic(work, space, cluster.device_type, products, streamed, size, HOST_ELEMENTWISE)
+        moved, moved_back = block_traffic(
+            work, space, cluster.device_type, products, streamed, size, HOST_ELEMENTWISE
+        )
     else:
         fused = stack.elementwise if device.overlap else HOST_ELEMENTWISE
         moved = tokens_here(work, space) * (streamed.total + _quantised(work, space)) * size * fused
         moved_back = 2 * moved
     elementwise, elementwise_back = (moved + scores / 3) / speed, (moved_back + 2 * scores / 3) / speed
     last = next(seconds for matrix, seconds in zip(products, times, strict=True) if matrix.is_last)
-    return BlockSeconds(sum(times, np.zeros(len(space))), forward, backward, elementwise, elementwise_back, last)
+    return BlockSeconds(
+        sum(times, np.zeros(len(space))), forward, backward, elementwise, elementwise_back, last
+    )
 
 
 def _seconds(matrix: Product, work: Work, device: Device, sharing: Array | float) -> Array:
@@ -143,9 +157,14 @@ def _streamed(work: Work, space: Space, stack: Stack) -> Streamed:
     """Values that elementwise kernels read and write for each token, forward."""
     model, tensor = work.model, space.tensor.astype(float)
     wide = 2 if model.gated else 1
-    queries, keys = model.heads * model.head_dim / tensor, np.maximum(model.kv_heads / tensor, 1) * model.head_dim
+    queries, keys = (
+        model.heads * model.head_dim / tensor,
+        np.maximum(model.kv_heads / tensor, 1) * model.head_dim,
+    )
     stream = 13.0 if model.post_norms else 9.0
-    half = stream / 2 * model.hidden / (tensor if stack.sequence_parallel else np.ones_like(tensor))  # of norms and residuals
+    half = (
+        stream / 2 * model.hidden / (tensor if stack.sequence_parallel else np.ones_like(tensor))
+    )  # of norms and residuals
     attention = half + 2 * (queries + keys)
     if not model.experts:
         return Streamed(attention, half + (1 + wide) * model.ffn / tensor)
@@ -163,10 +182,14 @@ def _quantised(work: Work, space: Space) -> Array | float:
     return QUANTISING * (2 * model.hidden + (model.heads * model.head_dim + inner) / space.tensor)
 
 
-def _attention(work: Work, space: Space, device: Device, stack: Stack, sharing: Array | float) -> tuple[Array, Array, Array]:
-    """Forward and backward seconds of the attention core, and the bytes of scores moved (none in flash attention)."""
+def _attention(
+    work: Work, space: Space, device: Device, stack: Stack, sharing: Array | float
+) -> tuple[Array, Array, Array]:
+    """Forward and backward seconds of the attention core, and the bytes of scores moved (none in flash
+    attention)."""
     model, length = work.model, work.sequence_length
-    # scores of a query with a key, (candidates,); a causal mask needs half of them, 4 FLOPs a value of a head each
+    # scores of a query with a key, (candidates,); a causal mask needs half of them, 4 FLOPs a value of a head
+    # each
     pairs = space.micro_batch * float(length) ** 2 / space.context * model.heads / space.tensor
     precision = "bfloat16" if work.precision in ("float8", "float4") else work.precision
     if not stack.flash or model.attention_softcap is not None:
@@ -175,9 +198,13 @@ def _attention(work: Work, space: Space, device: Device, stack: Stack, sharing: 
         once = 2 * heads * product(side, side, inner, device, precision, sharing)
         return once, 2 * once, pairs * SCORE_BYTES
     windowed = sum(model.sees(layer, length) < length for layer in range(model.layers)) / model.layers
-    flops = 4 * pairs * (1 + windowed) / 2 * model.head_dim  # kernels that take a mask compute what it hides too
+    flops = (
+        4 * pairs * (1 + windowed) / 2 * model.head_dim
+    )  # kernels that take a mask compute what it hides too
     knee = HEAD_DIM_KNEE[stack.native_attention] if device.overlap else HOST_HEAD_DIM_KNEE
-    narrow = (model.head_dim / (model.head_dim + knee)) / (128 / (128 + knee))  # shares of the peak are of heads of 128
+    narrow = (model.head_dim / (model.head_dim + knee)) / (
+        128 / (128 + knee)
+    )  # shares of the peak are of heads of 128
     share = device.attention if stack.native_attention else device.attention_portable
     reached = device.peak[precision] * share * narrow / sharing
     # a ring attends to one device's keys at a time, which are two pieces, from both ends of the sequence
@@ -192,8 +219,12 @@ def head(work: Work, space: Space, cluster: Cluster, stack: Stack) -> tuple[Arra
     model, sharing = work.model, workers_sharing(space, cluster)
     tokens, part = tokens_here(work, space), model.vocabulary / space.tensor
     narrow = work.float8 is not None and work.float8.head
-    precision = "float8" if narrow else "bfloat16" if work.precision in ("float8", "float4") else work.precision
-    products = 3 * product(tokens, part, np.full_like(tokens, model.hidden), cluster.device, precision, sharing)
+    precision = (
+        "float8" if narrow else "bfloat16" if work.precision in ("float8", "float4") else work.precision
+    )
+    products = 3 * product(
+        tokens, part, np.full_like(tokens, model.hidden), cluster.device, precision, sharing
+    )
     moved = tokens * part * stack.loss_traffic
     if narrow:
         moved = head_traffic(work, space, cluster.device_type, tokens, stack.loss_traffic)

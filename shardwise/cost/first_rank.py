@@ -1,4 +1,5 @@
-"""Rank 0 of every candidate: the first device of the first pipeline rank. What it holds, and how wide its numbers are."""
+"""Rank 0 of every candidate: the first device of the first pipeline rank. What it holds, and how wide its
+numbers are."""
 
 from __future__ import annotations
 
@@ -11,7 +12,18 @@ import numpy as np
 from shardwise.config import Model
 from shardwise.config.compression import is_compressed
 from shardwise.cost.compute import reduce_bytes, value_bytes, weight_bytes
-from shardwise.cost.space import BUT_ATTENTION, FULL, SELECTIVE, Array, Bools, Ints, Space, Work, distinct, take
+from shardwise.cost.space import (
+    BUT_ATTENTION,
+    FULL,
+    SELECTIVE,
+    Array,
+    Bools,
+    Ints,
+    Space,
+    Work,
+    distinct,
+    take,
+)
 from shardwise.cost.stack import Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.dtypes import BYTES, computes_wide, wide
@@ -56,8 +68,8 @@ class FirstRank:
 
     @cached_property
     def halved(self) -> Ints:
-        """Micro-batches whose backward goes through the last stage in two halves, on rank 0 of a V: all of `zbv`, the first few
-        of `dualpipev` (plan/schedule.py)."""
+        """Micro-batches whose backward goes through the last stage in two halves, on rank 0 of a V: all of
+        `zbv`, the first few of `dualpipev` (plan/schedule.py)."""
         space = self.space
         all_of_them = space.schedule == SCHEDULES.index("zbv")
         halved = np.where(all_of_them, space.accumulation, np.minimum(space.accumulation, space.pipeline - 1))
@@ -87,8 +99,8 @@ class FirstRank:
 
     @cached_property
     def gathers_again(self) -> Bools:
-        """Where backward gathers the inputs of a pair of matrices again: a program's own way, or a block that is not compiled,
-        unless they are kept in 8 bits."""
+        """Where backward gathers the inputs of a pair of matrices again: a program's own way, or a block that
+        is not compiled, unless they are kept in 8 bits."""
         kept = compiles_blocks(self.work.compile, self.device) or self.work.scales > 0
         eager = ~(self.by_operator | self.full) & np.bool_(not kept)
         return eager | np.bool_(self.stack.gathers_again)
@@ -105,8 +117,8 @@ class FirstRank:
 
     @cached_property
     def recomputed(self) -> Array:
-        """Forward passes that are done again, where all are. The second half of a backward asks for the gradients of one matrix
-        or norm after another, and torch recomputes the block for each."""
+        """Forward passes that are done again, where all are. The second half of a backward asks for the
+        gradients of one matrix or norm after another, and torch recomputes the block for each."""
         return self.passes + self.cut.last_stage * self.halved * _modules_of_block(self.work.model)
 
     @cached_property
@@ -179,12 +191,15 @@ class FirstRank:
 def _modules_of_block(model: Model) -> int:
     """Matrices and norms of a block; a bias goes with the matrix."""
     names = parameter_shapes(model.model_copy(update={"layers": 1}))
-    return len({name.removesuffix(".weight").removesuffix(".bias") for name in names if name.startswith("blocks.")})
+    return len(
+        {name.removesuffix(".weight").removesuffix(".bias") for name in names if name.startswith("blocks.")}
+    )
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers in the units of rank 0 before they are sharded, rows padded until they divide; and what it has of whole weights."""
+    """Numbers in the units of rank 0 before they are sharded, rows padded until they divide; and what it has
+    of whole weights."""
 
     block: Ints
     """Without its experts, and without its router."""
@@ -194,14 +209,15 @@ class Sizes:
     norm: Ints
     head: Ints
     whole_block: Ints
-    """This device's shard of a block's weights that every tensor device has whole; likewise of the positions and the norm."""
+    """This device's shard of a block's weights that every tensor device has whole; likewise of the positions
+    and the norm."""
     whole_positions: Ints
     whole_norm: Ints
 
 
 Measure = Literal["all", "compressed", "rows", "columns"] | tuple[str, ...]
-"""What is counted: all numbers, those whose gradients can be compressed, or the rows or columns of the matrices of these; or the
-weights of these modules, named as in a block."""
+"""What is counted: all numbers, those whose gradients can be compressed, or the rows or columns of the
+matrices of these; or the weights of these modules, named as in a block."""
 
 
 def sizes(model: Model, tensor: Ints, shards: Ints, measure: Measure = "all") -> Sizes:
@@ -219,14 +235,19 @@ def _sizes_of(model: Model, tensor: int, shards: int, measure: Measure) -> tuple
     for name, shape in parameter_shapes(model.model_copy(update={"layers": 1})).items():
         if ".experts." in name:
             continue
-        part, dim = "block" if name.startswith("blocks.") else name.partition(".")[0], split_dim(name, model, tensor)
+        part, dim = (
+            "block" if name.startswith("blocks.") else name.partition(".")[0],
+            split_dim(name, model, tensor),
+        )
         if isinstance(measure, tuple):
             if name.removeprefix("blocks.0.").removesuffix(".weight") not in measure:
                 continue
         elif measure != "all" and not (is_compressed(shape) and (tensor == 1 or dim is not None)):
             continue
         own = sliced(shape, dim, tensor, shards)
-        counted = {"rows": int(own.gathered) // shape[-1], "columns": shape[-1]}.get(str(measure), int(own.gathered))
+        counted = {"rows": int(own.gathered) // shape[-1], "columns": shape[-1]}.get(
+            str(measure), int(own.gathered)
+        )
         parts["router" if computes_wide(name) else part] += counted
         whole[part] += 0 if dim is not None else int(own.shard)
     return (*parts.values(), whole["block"], whole["positions"], whole["norm"])

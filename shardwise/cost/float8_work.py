@@ -1,19 +1,22 @@
-"""What shardwise's products in float8 cost beside the products: bytes moved by casting, by looking for maxima, by transposing.
+"""What shardwise's products in float8 cost beside the products: bytes moved by casting, by looking for
+maxima, by transposing.
 
 For each product of rows m, inputs k and outputs n (models/float8.py), in a compiled block:
 
-- Inputs, and in backward gradients, are written in 8 bits instead of 16 by the kernel that makes them. Where none of ours does
-  (attention's output, what the tensor axis gathered), they are read and written once more.
-- Weights of s bytes are read and written in 8 bits, forward and backward: 2 (s + 1) n k. Where they are whole, and a step has
-  several micro-batches, once a step.
+- Inputs, and in backward gradients, are written in 8 bits instead of 16 by the kernel that makes them. Where
+  none of ours does (attention's output, what the tensor axis gathered), they are read and written once
+  more.
+- Weights of s bytes are read and written in 8 bits, forward and backward: 2 (s + 1) n k. Where they are
+  whole, and a step has several micro-batches, once a step.
 - Backward copies both factors of its products transposed: 2 (m n + m k + n k) bytes read and written.
-- Backward's kernels also seek the largest magnitudes and count what is lost, of gradients and of the inputs that they cast once
-  more, and take half as long again for that. Next to norms they read about as much more for this as 8 bits save, so their bytes
-  are those of bfloat16; those of the activation are counted: three tensors are written in 8 bits, of gate, up and their product.
+- Backward's kernels also seek the largest magnitudes and count what is lost, of gradients and of the inputs
+  that they cast once more, and take half as long again for that. Next to norms they read about as much more
+  for this as 8 bits save, so their bytes are those of bfloat16; those of the activation are counted: three
+  tensors are written in 8 bits, of gate, up and their product.
 
-Dynamic scales need a tensor whole before it is cast: it is written in 16 bits and read again. Where blocks are not compiled (if
-backward comes in halves, parallel/apply.py), each operation of a cast is a kernel. After a step every weight is read once more,
-for its largest magnitude.
+Dynamic scales need a tensor whole before it is cast: it is written in 16 bits and read again. Where blocks
+are not compiled (if backward comes in halves, parallel/apply.py), each operation of a cast is a kernel. After
+a step every weight is read once more, for its largest magnitude.
 """
 
 from __future__ import annotations
@@ -31,14 +34,16 @@ from shardwise.plan.engine import compiles_blocks, engine_of, splits_backward
 from shardwise.plan.float8 import casts_once
 
 LOOKING = 1.55
-"""Time of a kernel that also seeks the largest magnitude and counts what is lost, over that of its bytes (902 us by itself for
+"""Time of a kernel that also seeks the largest magnitude and counts what is lost, over that of its bytes (902
+us by itself for
 2.42 GB, on an H200; in a step such kernels took 1.08 times what they take by themselves)."""
 CAST = 3.0
 """Bytes to read a number in 16 bits and write it in 8."""
 DYNAMIC = 4.0
 """Bytes to write a number in 16 bits first, and read it again."""
 NOT_COMPILED = 60.0
-"""Bytes of a number's quantising operation by operation: six for its magnitude, and four for the cast, mostly in float32."""
+"""Bytes of a number's quantising operation by operation: six for its magnitude, and four for the cast, mostly
+in float32."""
 KERNELS = 5.0
 """Started for a product beside it, forward and backward: two casts of the weight, three transposed copies."""
 ADDED = 12.0
@@ -47,8 +52,8 @@ ADDED = 12.0
 
 @dataclass(frozen=True)
 class Streamed:
-    """Values that elementwise kernels read and write for each token, forward: those next to the attention's products, to the
-    feed-forward's, and to grouped ones."""
+    """Values that elementwise kernels read and write for each token, forward: those next to the attention's
+    products, to the feed-forward's, and to grouped ones."""
 
     attention: Array
     feed_forward: Array
@@ -67,15 +72,24 @@ def is_compiled(work: Work, space: Space, device_type: str) -> Bools:
 
 
 def block_traffic(
-    work: Work, space: Space, device_type: str, products: Sequence[Product], streamed: Streamed, size: int, not_fused: float
+    work: Work,
+    space: Space,
+    device_type: str,
+    products: Sequence[Product],
+    streamed: Streamed,
+    size: int,
+    not_fused: float,
 ) -> tuple[Array, Array]:
-    """Bytes that elementwise kernels of a block move, forward and backward. Those that seek maxima count LOOKING times;
-    `not_fused` is the traffic of kernels that are not compiled, over that of compiled ones."""
+    """Bytes that elementwise kernels of a block move, forward and backward. Those that seek maxima count
+    LOOKING times; `not_fused` is the traffic of kernels that are not compiled, over that of compiled ones."""
     assert work.float8 is not None
     compiled, tokens = is_compiled(work, space, device_type), products[0].m
     forward, backward = _fused(work, space, products, streamed, size)
     if work.float8.dynamic:
-        forward, backward = forward + DYNAMIC * _inputs(work, products), backward + DYNAMIC * _gradients(work, products)
+        forward, backward = (
+            forward + DYNAMIC * _inputs(work, products),
+            backward + DYNAMIC * _gradients(work, products),
+        )
     if not compiled.all():
         apart = not_fused * size * streamed.total
         forward = np.where(compiled, forward, apart + NOT_COMPILED * _inputs(work, products))
@@ -108,7 +122,9 @@ def stored_bytes(work: Work, space: Space) -> Array:
     return take(here, index)
 
 
-def _fused(work: Work, space: Space, products: Sequence[Product], streamed: Streamed, size: int) -> tuple[Array, Array]:
+def _fused(
+    work: Work, space: Space, products: Sequence[Product], streamed: Streamed, size: int
+) -> tuple[Array, Array]:
     """Bytes of a compiled block for each token, without those of weights."""
     shares = work.float8
     assert shares is not None
@@ -116,35 +132,52 @@ def _fused(work: Work, space: Space, products: Sequence[Product], streamed: Stre
     of_norms = (shares.query + shares.up) * hidden
     attended = shares.output * next(one.k for one in products if one.kind == "output")
     inner = sum((shares.down * one.k for one in products if one.kind == "down"), np.zeros(len(space)))
-    copied = streamed.experts * (1 - shares.experts / 2)  # rows are copied to experts in 8 bits, and leave them so in backward
+    copied = streamed.experts * (
+        1 - shares.experts / 2
+    )  # rows are copied to experts in 8 bits, and leave them so in backward
     forward = (
         size * (streamed.attention + streamed.feed_forward + copied)
         + np.where(whole, CAST, -1.0) * of_norms
         + CAST * attended
         - inner
     )
-    beside = (shares.query + 2 * shares.keys + shares.output) / 4, (shares.up + shares.down) / 2, shares.experts
+    beside = (
+        (shares.query + 2 * shares.keys + shares.output) / 4,
+        (shares.up + shares.down) / 2,
+        shares.experts,
+    )
     parts = streamed.attention, streamed.feed_forward, copied
-    backward = sum(2 * size * part * (1 + (LOOKING - 1) * share) for part, share in zip(parts, beside, strict=True))
-    made = (3 if work.model.gated or work.model.experts else 2) * inner  # gradients of gate and up, and the product once more
+    backward = sum(
+        2 * size * part * (1 + (LOOKING - 1) * share) for part, share in zip(parts, beside, strict=True)
+    )
+    made = (
+        3 if work.model.gated or work.model.experts else 2
+    ) * inner  # gradients of gate and up, and the product once more
     return forward, backward + LOOKING * (np.where(whole, CAST, 0.0) * of_norms - made)
 
 
 def _inputs(work: Work, products: Sequence[Product]) -> Array:
-    """Numbers that are cast for each token before products; queries, keys and values have one input, gate and up another."""
-    counted = [share_in_float8(work, one.kind) * one.k for one in products if one.kind in ("query", "output", "up", "down")]
+    """Numbers that are cast for each token before products; queries, keys and values have one input, gate and
+    up another."""
+    counted = [
+        share_in_float8(work, one.kind) * one.k
+        for one in products
+        if one.kind in ("query", "output", "up", "down")
+    ]
     return sum(counted, np.zeros_like(products[0].k))
 
 
 def _gradients(work: Work, products: Sequence[Product]) -> Array:
     """The same of the gradients of their results."""
-    counted = [share * one.count * one.n * one.m for one in products if (share := share_in_float8(work, one.kind))]
+    counted = [
+        share * one.count * one.n * one.m for one in products if (share := share_in_float8(work, one.kind))
+    ]
     return sum(counted, np.zeros_like(products[0].k)) / products[0].m
 
 
 def _transposed(work: Work, products: Sequence[Product], of_weights: Array) -> Array:
-    """Bytes read and written to have both factors of a backward product along the dimension that is summed; a micro-batch has
-    that part of the weights'."""
+    """Bytes read and written to have both factors of a backward product along the dimension that is summed; a
+    micro-batch has that part of the weights'."""
     copies = [
         2 * share * one.count * (one.m * (one.n + one.k) + of_weights * one.n * one.k)
         for one in products
@@ -154,8 +187,9 @@ def _transposed(work: Work, products: Sequence[Product], of_weights: Array) -> A
 
 
 def head_traffic(work: Work, space: Space, device_type: str, tokens: Array, loss_bytes: float) -> Array:
-    """Bytes of the loss and of its head: gradients of logits are written in 8 bits, not in 16, and copied transposed; the weight
-    is cast, in two steps if it is stored wider, and transposed; and every chunk adds a product to its gradient."""
+    """Bytes of the loss and of its head: gradients of logits are written in 8 bits, not in 16, and copied
+    transposed; the weight is cast, in two steps if it is stored wider, and transposed; and every chunk adds a
+    product to its gradient."""
     rows = work.model.vocabulary / space.tensor
     stored, weight = stored_bytes(work, space), rows * work.model.hidden
     cast = CAST + np.where(stored > 2, stored + 2, 0.0) + 2.0
@@ -171,9 +205,9 @@ def head_chunk(work: Work, space: Space, device_type: str, tokens: Array) -> Arr
 
 
 def head_bytes(work: Work, space: Space, device_type: str, tokens: Array) -> Array:
-    """Alive at once in the head. First a chunk's logits and their gradient; then the gradient, its transposed copy and the
-    gradient of the weight, which is added to those before. All the time the weight in 8 bits, both ways round, and in 16 where
-    it is stored wider."""
+    """Alive at once in the head. First a chunk's logits and their gradient; then the gradient, its transposed
+    copy and the gradient of the weight, which is added to those before. All the time the weight in 8 bits,
+    both ways round, and in 16 where it is stored wider."""
     weight = work.model.vocabulary * work.model.hidden / space.tensor
     chunk = head_chunk(work, space, device_type, tokens)
     logits = chunk * work.model.vocabulary / space.tensor

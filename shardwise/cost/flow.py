@@ -15,7 +15,8 @@ When = Literal["forward", "backward", "ends", "once", "pipeline", "step"]
 
 - "forward", "backward": of the blocks, in every micro-batch;
 - "ends": the embedding, the head and the loss, in every micro-batch;
-- "once": the blocks of one micro-batch, for the whole step: weights that are gathered once, gradients that are summed at the end;
+- "once": the blocks of one micro-batch, for the whole step: weights that are gathered once, gradients that
+  are summed at the end;
 - "pipeline": between two stages;
 - "step": nothing; before, in or after the optimizer's update.
 """
@@ -24,16 +25,19 @@ EACH_MICRO_BATCH: tuple[When, ...] = ("forward", "backward", "ends")
 
 @dataclass(frozen=True)
 class Flow:
-    """How many a step, and the bytes of all of them, for every candidate; bytes are of the full tensor, as in the ledger."""
+    """How many a step, and the bytes of all of them, for every candidate; bytes are of the full tensor, as in
+    the ledger."""
 
     kind: str
     axis: str
-    """As the ledger names it, with parts of one device left in: "data x context" where only data has several."""
+    """As the ledger names it, with parts of one device left in: "data x context" where only data has
+    several."""
     when: When
     count: Array
     bytes: Array
     copies: int = 1
-    """Of each row, that go to different devices, where a program sends one of them to a node and makes the others there."""
+    """Of each row, that go to different devices, where a program sends one of them to a node and makes the
+    others there."""
     codec_work: CodecWork | None = None
     """Of sums that are compressed: what is done around their collectives."""
 
@@ -43,8 +47,13 @@ class Flow:
         return replace(self, count=self.count + other.count, bytes=self.bytes + other.bytes, codec_work=both)
 
     def of_candidates(self, index: Ints, accumulation: Ints) -> Flow:
-        """A flow of layouts as that of candidates with so many micro-batches; index[i] is the layout of candidate i."""
-        count, size, work = take(self.count, index), take(self.bytes, index), self.codec_work and self.codec_work.take(index)
+        """A flow of layouts as that of candidates with so many micro-batches; index[i] is the layout of
+        candidate i."""
+        count, size, work = (
+            take(self.count, index),
+            take(self.bytes, index),
+            self.codec_work and self.codec_work.take(index),
+        )
         if self.when in EACH_MICRO_BATCH:
             count, size, work = count * accumulation, size * accumulation, work and work.times(accumulation)
         return replace(self, count=count, bytes=size, codec_work=work)
@@ -57,6 +66,7 @@ def calls(kind: str, axis: str, when: When, count: Any, bytes_of_one: Any) -> Fl
 
 
 def units(kind: str, axis: str, when: When, times: Any, of_units: tuple[Any, Any], width: float) -> Flow:
-    """So often, that many units of so many numbers together, of this width in bytes; a unit is one collective."""
+    """So often, that many units of so many numbers together, of this width in bytes; a unit is one
+    collective."""
     often = np.asarray(times, dtype=np.float64)
     return Flow(kind, axis, when, often * of_units[0], often * of_units[1] * width)

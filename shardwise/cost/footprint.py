@@ -1,21 +1,23 @@
 """Bytes of the fullest device at the peak of a step, by kind, for every candidate at once.
 
-Model states follow the table in `plan/memory.py`. Activations are counted per token and block: what backward needs of a compiled
-block with flash attention, in values of the computing dtype:
+Model states follow the table in `plan/memory.py`. Activations are counted per token and block: what backward
+needs of a compiled block with flash attention, in values of the computing dtype:
 
     (4 h + 2 a d + 2 k d + 3 f) / tensor
 
-that is: the inputs and outputs of the two norms (4 h), queries and attention's output (2 a d), keys and values (2 k d), gate,
-up and their product (3 f; 2 f without a gate). Norms after attention and feed-forward add 2 h; capped scores, which no flash
-kernel makes, some for each pair of tokens and head. In float8 what norms and activation put out is made once more for its 8-bit
-copy (2 h and f less), and the head has chunks and copies of its own (`cost/float8_work.py`). `full` keeps a block's input and has
-one block alive; `selective` keeps products and attention, `all-but-attention` a block's input and attention's output. With
-experts these two recompute a block part by part (norms, attention, shared experts): they keep the inputs of the parts, 2 h more
-than of a whole block for `selective`, and all that routed experts need. A schedule multiplies this by the micro-batches a rank
-has in flight (`plan/schedule.py` has the table).
+that is: the inputs and outputs of the two norms (4 h), queries and attention's output (2 a d), keys and
+values (2 k d), gate, up and their product (3 f; 2 f without a gate). Norms after attention and feed-forward
+add 2 h; capped scores, which no flash kernel makes, some for each pair of tokens and head. In float8 what
+norms and activation put out is made once more for its 8-bit copy (2 h and f less), and the head has chunks
+and copies of its own (`cost/float8_work.py`). `full` keeps a block's input and has one block alive;
+`selective` keeps products and attention, `all-but-attention` a block's input and attention's output. With
+experts these two recompute a block part by part (norms, attention, shared experts): they keep the inputs of
+the parts, 2 h more than of a whole block for `selective`, and all that routed experts need. A schedule
+multiplies this by the micro-batches a rank has in flight (`plan/schedule.py` has the table).
 
-Where weights are not gathered, their copies in the computing dtype wait for backward (not those of a recomputed block). With a
-single micro-batch, gradients take the place of the activations that backward frees.
+Where weights are not gathered, their copies in the computing dtype wait for backward (not those of a
+recomputed block). With a single micro-batch, gradients take the place of the activations that backward
+frees.
 """
 
 from __future__ import annotations
@@ -30,7 +32,17 @@ from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import head_bytes, is_compiled, kept_weights
 from shardwise.cost.products import tokens_here
-from shardwise.cost.space import FULL, NONE, Array, Space, Work, concatenate, distinct, makes_blocks_again, take
+from shardwise.cost.space import (
+    FULL,
+    NONE,
+    Array,
+    Space,
+    Work,
+    concatenate,
+    distinct,
+    makes_blocks_again,
+    take,
+)
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
@@ -62,7 +74,8 @@ class Holdings:
 
 
 def hold(work: Work, space: Space, stack: Stack) -> Holdings:
-    """What each candidate's devices hold. It follows from the layout, and from whether gradients wait for other micro-batches."""
+    """What each candidate's devices hold. It follows from the layout, and from whether gradients wait for
+    other micro-batches."""
     layouts, index = space.layouts
     several = replace(layouts, accumulation=np.full(len(layouts), 2))
     both = concatenate([_hold_layouts(work, layouts, stack), _hold_layouts(work, several, stack)])
@@ -74,7 +87,9 @@ def _hold_layouts(work: Work, layouts: Space, stack: Stack) -> Holdings:
     parts, stages = _parts(work.model, layouts), cut(work, layouts, stack)
     engine, alone, folded = engine_of(layouts, work.model.experts), layouts.pipeline == 1, stages.folded
     own, end = parts.block + parts.experts, parts.last + parts.copy * (~alone).astype(float)
-    shared = replace(Part(), compressed=parts.copy.compressed, compressed_shard=parts.copy.compressed_shard) * -1.0
+    shared = (
+        replace(Part(), compressed=parts.copy.compressed, compressed_shard=parts.copy.compressed_shard) * -1.0
+    )
     shared *= (~alone).astype(float)  # what two stages sum is not compressed
     ranks = [
         own * stages.first + parts.first + shared + (end + shared) * (alone | folded).astype(float),
@@ -95,11 +110,15 @@ def _parts(model: Model, layouts: Space) -> Parts:
     shards, of_experts = np.where(sharded, layouts.shards, 1), np.where(sharded, expert_shards(layouts), 1)
     columns = [layouts.tensor, shards, layouts.expert, of_experts]
     first, index = distinct(columns)
-    ways = [parts_of(model, *way) for way in zip(*(column[first].tolist() for column in columns), strict=True)]
+    ways = [
+        parts_of(model, *way) for way in zip(*(column[first].tolist() for column in columns), strict=True)
+    ]
 
     def part(name: str) -> Part:
         parts = [getattr(way, name) for way in ways]
-        table = np.asarray([part.counts for part in parts]).reshape(-1, len(fields(Part)))[index]  # (layouts, counts)
+        table = np.asarray([part.counts for part in parts]).reshape(-1, len(fields(Part)))[
+            index
+        ]  # (layouts, counts)
         return Part(*table.T)
 
     parts = Parts(**{field.name: part(field.name) for field in fields(Parts)})
@@ -107,12 +126,18 @@ def _parts(model: Model, layouts: Space) -> Parts:
 
 
 def in_flight(space: Space) -> tuple[Array, Array]:
-    """Micro-batches (of a whole rank's blocks) whose activations the first and the last pipeline rank hold at once. There are
-    never more than a step has; plan/schedule.py has the table, and a schedule that is not named here holds one for each rank.
+    """Micro-batches (of a whole rank's blocks) whose activations the first and the last pipeline rank hold at
+    once. There are never more than a step has; plan/schedule.py has the table, and a schedule that is not
+    named here holds one for each rank.
     """
     m, p, v = space.accumulation, space.pipeline, space.stages_per_rank
     first = {"gpipe": m, "interleaved": (p * (v + 1) - 1) / v, "dualpipev": p + 0.5}
-    last = {"gpipe": m, "1f1b": np.ones(len(space)), "interleaved": (p * (v - 1) + 1) / v, "dualpipev": p + 0.5}
+    last = {
+        "gpipe": m,
+        "1f1b": np.ones(len(space)),
+        "interleaved": (p * (v - 1) + 1) / v,
+        "dualpipev": p + 0.5,
+    }
 
     def most(held: dict[str, Any]) -> Array:
         of_schedules = [held.get(name, p) for name in SCHEDULES]  # (candidates,) for each schedule
@@ -122,14 +147,20 @@ def in_flight(space: Space) -> tuple[Array, Array]:
 
 
 def kept(work: Work, space: Space, stack: Stack, device_type: str = "cuda") -> tuple[Array, Array]:
-    """Bytes of activations of one micro-batch in one block: kept until backward, and while the block runs backward."""
+    """Bytes of activations of one micro-batch in one block: kept until backward, and while the block runs
+    backward."""
     model, tokens, tensor = work.model, tokens_here(work, space), space.tensor
     # Values a token, (candidates,) each: the module's table.
     wide = 2 if model.gated else 1
-    queries, keys = model.heads * model.head_dim / tensor, 2 * np.maximum(model.kv_heads / tensor, 1) * model.head_dim
+    queries, keys = (
+        model.heads * model.head_dim / tensor,
+        2 * np.maximum(model.kv_heads / tensor, 1) * model.head_dim,
+    )
     residual = model.hidden / (tensor if stack.sequence_parallel else 1)
     inner, products = (1 + wide) * model.ffn / tensor, wide * model.ffn / tensor
-    if model.experts:  # a token's row is copied to each of its experts and comes back; shared experts see it where it is
+    if (
+        model.experts
+    ):  # a token's row is copied to each of its experts and comes back; shared experts see it where it is
         width, rows = (1 + wide) * model.expert_width, model.experts_per_token / tensor
         inner = rows * (width + 2 * model.hidden) + model.shared_experts * width / tensor
     gathered = np.where(tensor > 1, stack.inputs_kept * model.hidden, 0.0)
@@ -138,30 +169,46 @@ def kept(work: Work, space: Space, stack: Stack, device_type: str = "cuda") -> t
         scores = _capped_scores(work) * work.sequence_length * model.heads / tensor
     block = stack.activation * ((6 if model.post_norms else 4) * residual + 2 * queries + keys + inner)
     none = block + scores + gathered - _cast_anew(work, space, stack, device_type)
-    # Without flash attention, "selective" means that the scores alone are computed again (Korthikanti et al. 2022).
-    selective = residual + queries + stack.selective_kept * (2 * residual + queries + keys + products) if stack.flash else block
+    # Without flash attention, "selective" means that the scores alone are computed again (Korthikanti et al.
+    # 2022).
+    selective = (
+        residual + queries + stack.selective_kept * (2 * residual + queries + keys + products)
+        if stack.flash
+        else block
+    )
     full = residual if stack.sequence_parallel else model.hidden / (tensor if stack.shard_inputs else 1)
     attention = full + (0.0 if capped else queries)
-    if model.experts:  # parts are recomputed each by itself, and keep their inputs: shared experts and attention whole ones
+    if (
+        model.experts
+    ):  # parts are recomputed each by itself, and keep their inputs: shared experts and attention whole ones
         whole = model.hidden * (1 + ((tensor > 1) & (model.shared_experts > 0)))
         parts = 2 * residual + whole + rows * (width + 2 * model.hidden)
         attention = attention + parts
-        if stack.flash:  # outputs of attention and of shared experts, before tensor devices sum and split them
+        if (
+            stack.flash
+        ):  # outputs of attention and of shared experts, before tensor devices sum and split them
             outputs = model.hidden * (1 + (model.shared_experts > 0))
             made = queries + keys + outputs + model.shared_experts * wide * model.expert_width / tensor
             selective = full + queries + parts + stack.selective_kept * made
     if stack.flash and capped:  # a product's output, as they are before the cap
         selective = selective + work.sequence_length * model.heads / tensor
-    stays = np.choose(space.recompute, [np.broadcast_to(value, tokens.shape) for value in (none, selective, attention, full)])
-    # What is computed again lives beside what stayed: all of the block, or what recomputation by operators let go.
-    live = np.where(space.recompute == NONE, 0.0, np.where(space.recompute == FULL, none, np.maximum(none - stays, 0.0)))
+    stays = np.choose(
+        space.recompute,
+        [np.broadcast_to(value, tokens.shape) for value in (none, selective, attention, full)],
+    )
+    # What is computed again lives beside what stayed: all of the block, or what recomputation by operators
+    # let go.
+    live = np.where(
+        space.recompute == NONE, 0.0, np.where(space.recompute == FULL, none, np.maximum(none - stays, 0.0))
+    )
     size = compute.value_bytes(work)
     return tokens * size * stays, tokens * size * live
 
 
 def _cast_anew(work: Work, space: Space, stack: Stack, device_type: str) -> Array | float:
-    """Values a token that a compiled block with products in float8 does not keep: outputs of the norms and of the activation are
-    needed in 8 bits alone, and made once more from what is there anyway (`recompute_casts`). A router needs the second norm's."""
+    """Values a token that a compiled block with products in float8 does not keep: outputs of the norms and of
+    the activation are needed in 8 bits alone, and made once more from what is there anyway
+    (`recompute_casts`). A router needs the second norm's."""
     shares, model = work.float8, work.model
     if shares is None:
         return 0.0
@@ -172,30 +219,35 @@ def _cast_anew(work: Work, space: Space, stack: Stack, device_type: str) -> Arra
 
 
 def _capped_scores(work: Work) -> float:
-    """Values that backward needs of each score that goes through a tanh: its tanh and its share, wide, and the share that
-    multiplies values."""
+    """Values that backward needs of each score that goes through a tanh: its tanh and its share, wide, and
+    the share that multiplies values."""
     size = compute.value_bytes(work)
     return 2 * BYTES[wide(work.precision)] / size + (1 if size == 2 else 0)
 
 
 def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> dict[str, Array]:
-    """Bytes of the fullest device, by kind. States are the fullest rank's; activations those of the first pipeline rank, which
-    has most in flight, or of the last, which has the logits."""
+    """Bytes of the fullest device, by kind. States are the fullest rank's; activations those of the first
+    pipeline rank, which has most in flight, or of the last, which has the logits."""
     model, alone, offloaded = work.model, space.pipeline == 1, space.offload == 1
     activations, logits = _activations(work, space, cluster, stack, held)
     engine = engine_of(space, model.experts)
     gathered, reducing = _units(work, space, cluster, stack, engine, held)
     unsharded = engine.zero == 0
-    # Weights that are never gathered are cast for each use; backward needs the copies, but for those of recomputed blocks.
-    # In float8 compiled blocks cast them again, and a head in float8 has its copies among the logits.
-    anew, narrow = (False, False) if work.float8 is None else (is_compiled(work, space, cluster.device_type), work.float8.head)
+    # Weights that are never gathered are cast for each use; backward needs the copies, but for those of
+    # recomputed blocks. In float8 compiled blocks cast them again, and a head in float8 has its copies among
+    # the logits.
+    anew, narrow = (
+        (False, False)
+        if work.float8 is None
+        else (is_compiled(work, space, cluster.device_type), work.float8.head)
+    )
     copies = stack.cast_held if compute.casts(work) else 0.0
     head = model.vocabulary * model.hidden / space.tensor
     needed = np.where(makes_blocks_again(work, space) | anew, 0.0 if narrow else head, held.parameters)
     casts = np.where(unsharded, copies * needed, 0.0) + kept_weights(work, space, held.cut.first)
     whole_inputs = stack.whole_inputs * tokens_here(work, space) * model.hidden * compute.value_bytes(work)
-    # With a single micro-batch each gradient takes the place of activations that backward has freed by then, and of what a head
-    # in float8 had, which is no little.
+    # With a single micro-batch each gradient takes the place of activations that backward has freed by then,
+    # and of what a head in float8 had, which is no little.
     in_place = alone & (space.accumulation == 1) & unsharded & (not stack.keeps_gradients)
     gradients, freed = held.states["gradients"], activations + (logits if narrow else 0.0)
     states = {**held.states, "gradients": np.where(in_place, np.maximum(0.0, gradients - freed), gradients)}
@@ -203,7 +255,9 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
         "activations": activations,
         "logits": logits,
         "gathered": gathered + casts,
-        "buffers": reducing + np.where(space.tensor > 1, whole_inputs, 0.0) + np.where(logits > 0, 4.0 * head, 0.0),
+        "buffers": reducing
+        + np.where(space.tensor > 1, whole_inputs, 0.0)
+        + np.where(logits > 0, 4.0 * head, 0.0),
     }
     return {
         **(_without_the_hosts(work, space, states, held) if offloaded.any() else states),
@@ -212,7 +266,9 @@ def footprint(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Ho
     }
 
 
-def _activations(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> tuple[Array, Array]:
+def _activations(
+    work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings
+) -> tuple[Array, Array]:
     """Bytes of activations and of logits on the fuller of the first and the last pipeline rank."""
     model, size, tokens = work.model, compute.value_bytes(work), tokens_here(work, space)
     stays, live = kept(work, space, stack, cluster.device_type)
@@ -231,32 +287,46 @@ def _activations(work: Work, space: Space, cluster: Cluster, stack: Stack, held:
     return np.where(fuller, first, last), np.where(both | ~fuller, logits, 0.0)
 
 
-def _units(work: Work, space: Space, cluster: Cluster, stack: Stack, engine: Engine, held: Holdings) -> tuple[Array, Array]:
-    """Bytes of what FSDP2 has gathered at once (the block in use, the next one, the largest unit), and of the buffers in which it
-    reduces: the largest unit's gradients as they were made, and as they are summed. CPU workers sum several units at once, each
-    with room for what comes."""
+def _units(
+    work: Work, space: Space, cluster: Cluster, stack: Stack, engine: Engine, held: Holdings
+) -> tuple[Array, Array]:
+    """Bytes of what FSDP2 has gathered at once (the block in use, the next one, the largest unit), and of the
+    buffers in which it reduces: the largest unit's gradients as they were made, and as they are summed. CPU
+    workers sum several units at once, each with room for what comes."""
     edges = np.where(space.pipeline == 1, np.maximum(held.first_edge, held.last_edge), 0.0)
     largest = np.maximum(held.block, edges)
     weight, gradient = compute.weight_bytes(work, stack), compute.reduce_bytes(work, stack)
     gathered = np.where(engine.zero == 3, weight * (2 * held.block + largest), 0.0)
     reducing = (gradient + weight) * largest
     if cluster.device_type == "cpu":
-        reducing = reducing + gradient * (largest + 2 * np.minimum(SUMS_UNDER_WAY, held.cut.first) * held.block)
+        reducing = reducing + gradient * (
+            largest + 2 * np.minimum(SUMS_UNDER_WAY, held.cut.first) * held.block
+        )
     return gathered, np.where(engine.zero >= 2, reducing, 0.0)
 
 
-def _without_the_hosts(work: Work, space: Space, states: dict[str, Array], held: Holdings) -> dict[str, Array]:
-    """What the device itself holds of the states: where they are offloaded, only what stays gathered or whole between
-    micro-batches."""
+def _without_the_hosts(
+    work: Work, space: Space, states: dict[str, Array], held: Holdings
+) -> dict[str, Array]:
+    """What the device itself holds of the states: where they are offloaded, only what stays gathered or whole
+    between micro-batches."""
     offloaded, stored = space.offload == 1, float(BYTES[work.state_dtype])
-    on_host = {"weights": stored * held.sharded, "gradients": stored * held.sharded, "optimizer": 2 * stored * held.sharded}
+    on_host = {
+        "weights": stored * held.sharded,
+        "gradients": stored * held.sharded,
+        "optimizer": 2 * stored * held.sharded,
+    }
     whole = (space.zero == 1) & (space.accumulation > 1)
     on_host["gradients"] = np.where(whole, 0.0, on_host["gradients"])
-    return {name: np.where(offloaded, np.maximum(value - on_host.get(name, 0.0), 0.0), value) for name, value in states.items()}
+    return {
+        name: np.where(offloaded, np.maximum(value - on_host.get(name, 0.0), 0.0), value)
+        for name, value in states.items()
+    }
 
 
 def host_bytes(work: Work, space: Space, cluster: Cluster, held: Holdings) -> Array:
-    """Bytes of offloaded weights, gradients and moments in the memory of one node, whose devices all have the fullest one's."""
+    """Bytes of offloaded weights, gradients and moments in the memory of one node, whose devices all have the
+    fullest one's."""
     on_node = np.minimum(cluster.devices_per_node, space.world)
     return np.where(space.offload == 1, 4.0 * BYTES[work.state_dtype] * held.sharded * on_node, 0.0)
 
@@ -270,18 +340,34 @@ def _states(work: Work, space: Space, stack: Stack, engine: Engine, held: Part) 
         return _two_copies(space, stack, engine, held, stored)
     whole = engine.keeps_whole_gradients(space.accumulation) | (space.zero == 1) & stack.keeps_gradients
     wider = BYTES[wide(work.precision)] - computed if stack.wide_routers else 0.0
-    weights = stored * held.shard + np.where(engine.keeps_gathered, computed * held.gathered + wider * held.wide, 0.0)
+    weights = stored * held.shard + np.where(
+        engine.keeps_gathered, computed * held.gathered + wider * held.wide, 0.0
+    )
     if work.gathers is not None and work.gathers.backward_shards is not None:
-        weights = weights + np.where(space.zero == 3, computed * held.gathered / work.gathers.backward_shards, 0.0)
+        weights = weights + np.where(
+            space.zero == 3, computed * held.gathered / work.gathers.backward_shards, 0.0
+        )
     gradients = np.where(whole, reduced * held.whole, stored * held.shard)
-    residuals = reduced * residual_numbers(held, work.compression, space.zero, space.replica) + np.zeros(len(space))
-    return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard, "residuals": residuals}
+    residuals = reduced * residual_numbers(held, work.compression, space.zero, space.replica) + np.zeros(
+        len(space)
+    )
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": 2 * stored * held.shard,
+        "residuals": residuals,
+    }
 
 
 def _two_copies(space: Space, stack: Stack, engine: Engine, held: Part, stored: float) -> dict[str, Array]:
     """The same for a program that computes with a copy of its weights whatever is sharded."""
     sharded, split = engine.zero > 0, engine.splits_backward
-    weights = np.where(sharded & (space.zero == 3) & ~split, 0.0, stack.weight_bytes * held.whole) + stored * held.shard
+    weights = (
+        np.where(sharded & (space.zero == 3) & ~split, 0.0, stack.weight_bytes * held.whole)
+        + stored * held.shard
+    )
     whole = (space.zero == 1) & (stack.keeps_gradients | (space.accumulation > 1)) | split
-    gradients = np.where(sharded & ~whole, stack.gradient_bytes * held.shard, stack.gradient_bytes * held.whole)
+    gradients = np.where(
+        sharded & ~whole, stack.gradient_bytes * held.shard, stack.gradient_bytes * held.whole
+    )
     return {"weights": weights, "gradients": gradients, "optimizer": 2 * stored * held.shard}

@@ -1,19 +1,21 @@
 """A step from the time of its pipeline: what links hold up, and what hides behind the last backward.
 
-How long ranks take to go through their stages is told in three ways: by a closed form, which takes stages for equal; by a bound
-below which no schedule can be played; and by playing the schedule (search/search.py). What the links make of it is said here,
-once for all three:
+How long ranks take to go through their stages is told in three ways: by a closed form, which takes stages for
+equal; by a bound below which no schedule can be played; and by playing the schedule (search/search.py). What
+the links make of it is said here, once for all three:
 
     pipeline = max(ranks going through their stages + messages they wait for, busiest link + the bubble of even stages)
     step     = pipeline + messages of filling and draining + collectives once a step, less what hides of them + all the rest
 
-Where a link is busier than the slowest rank, every rank runs at its pace, and how unevenly the stages are cut matters no more.
-What comes once a step hides behind the last backward of the blocks, which takes a share of the pipeline's time, waits included;
-joining replicas comes after the sums inside of them. Without a pipeline the same holds of one rank that waits for nobody.
+Where a link is busier than the slowest rank, every rank runs at its pace, and how unevenly the stages are cut
+matters no more. What comes once a step hides behind the last backward of the blocks, which takes a share of
+the pipeline's time, waits included; joining replicas comes after the sums inside of them. Without a pipeline
+the same holds of one rank that waits for nobody.
 
-Why in this form: these are sums and maxima of times that a better machine makes shorter or leaves, and of the pipeline's time
-less can hide than it has. So no better machine is predicted to be slower. What a schedule takes longer than its slowest rank,
-put on top of a link's time, would not do: that grows wherever the slowest rank gains more than the others.
+Why in this form: these are sums and maxima of times that a better machine makes shorter or leaves, and of the
+pipeline's time less can hide than it has. So no better machine is predicted to be slower. What a schedule
+takes longer than its slowest rank, put on top of a link's time, would not do: that grows wherever the slowest
+rank gains more than the others.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from shardwise.plan.engine import splits_backward
 from shardwise.plan.schedule import SCHEDULES
 
 CONTENTION = 0.12
-"""Share of the hidden communication's time by which it slows the computing beside it (Calculon: 0.15 on NVLink, 0.02 on the
-network)."""
+"""Share of the hidden communication's time by which it slows the computing beside it (Calculon: 0.15 on
+NVLink, 0.02 on the network)."""
 BACKWARD = 0.7
 """Of a block's seconds, those of backward: twice the products, two and a half times the attention."""
 _BUBBLES = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1.0, "zb1p": 1 / 3, "zbv": 1 / 6, "dualpipev": 1 / 4}
-"""Idle time of a rank over (p - 1) times a micro-batch's seconds on a rank, for equal stages; the finalists of a search are
-played through by their own list of actions (plan/timeline.py)."""
+"""Idle time of a rank over (p - 1) times a micro-batch's seconds on a rank, for equal stages; the finalists
+of a search are played through by their own list of actions (plan/timeline.py)."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +79,16 @@ class Step:
     share: Array
     """Of the pipeline's time, what the last backward takes, and the wait before it."""
     taken: Array
-    """Seconds of that in which nothing of it hides: those of the embedding and the head, and where a CPU's network is in use."""
+    """Seconds of that in which nothing of it hides: those of the embedding and the head, and where a CPU's
+    network is in use."""
     data: Sums
     replica: Sums
     busiest_link: Array
     """Seconds in which the busiest link of any device carries bytes: no step is shorter."""
 
     def seconds(self, slowest: Array, ranks: Array, cluster: Cluster, stack: Stack) -> dict[str, Array]:
-        """The whole step by term, where the slowest rank's own work takes so long, and all ranks together with their waits for
-        each other."""
+        """The whole step by term, where the slowest rank's own work takes so long, and all ranks together
+        with their waits for each other."""
         pipeline = np.maximum(ranks + self.waits, self.held_up)
         room = np.maximum(self.share * (pipeline - self.waits) - self.taken, 0.0)
         added = {
@@ -102,7 +105,8 @@ class Step:
 
 
 def exposed(seconds: Array, beside: Array, work: Array, stack: Stack) -> Array:
-    """What is left of communication, some of which could run beside so much work, and what it slows that work by."""
+    """What is left of communication, some of which could run beside so much work, and what it slows that work
+    by."""
     return seconds - (1 - CONTENTION) * stack.overlap_data * np.minimum(beside, work)
 
 
@@ -113,14 +117,17 @@ def total(terms: Mapping[str, Array]) -> Array:
 
 
 def step_of(
-    terms: dict[str, Array], average: Array, ends: Array, space: Space, cluster: Cluster, stack: Stack, held: Holdings,
+    terms: dict[str, Array], average: Array, ends: Array, space: Space, cluster: Cluster, stack: Stack,
+    held: Holdings,
     links: Priced,
 ) -> Step:  # fmt: skip
-    """Of these terms, an average rank that takes so long for a micro-batch, and so long an embedding and head.
+    """Of these terms, an average rank that takes so long for a micro-batch, and so long an embedding and
+    head.
 
-    Messages are exposed while the pipeline fills and drains; of the rest, two for each stage and micro-batch, those that the
-    program waits for. The gradient of a tied embedding, and the numbers of a step, are sent while the pipeline drains. A CPU
-    worker has one network, which may be busy with what it sends in each micro-batch.
+    Messages are exposed while the pipeline fills and drains; of the rest, two for each stage and micro-batch,
+    those that the program waits for. The gradient of a tied embedding, and the numbers of a step, are sent
+    while the pipeline drains. A CPU worker has one network, which may be busy with what it sends in each
+    micro-batch.
     """
     m, piped = space.accumulation, space.pipeline > 1
     idle = bubble(space, np.ones_like(average))
@@ -131,7 +138,17 @@ def step_of(
     sent = sum(links.inside_blocks(axis) for axis in ("tensor", "context", "expert", "data"))
     taken = backwards * (ends if cluster.device.overlap else ends + sent / m)
     sums = Sums.of(links, "data"), Sums.of(links, "replica")
-    return Step(terms, m * average, filling, waits, held_up, backwards / (m + idle), taken, *sums, _busiest(space, held, links))
+    return Step(
+        terms,
+        m * average,
+        filling,
+        waits,
+        held_up,
+        backwards / (m + idle),
+        taken,
+        *sums,
+        _busiest(space, held, links),
+    )
 
 
 def bubble(space: Space, slowest: Array) -> Array:
@@ -142,9 +159,12 @@ def bubble(space: Space, slowest: Array) -> Array:
     return idle
 
 
-def least_ranks(space: Space, held: Holdings, layer: Array, embedding: Array, head: Array, slowest: Array) -> Array:
-    """Seconds below which no schedule can be played. A rank begins when the first micro-batch has come through all stages before
-    its own, and where backward is not split, those still have their backward to do when it has ended.
+def least_ranks(
+    space: Space, held: Holdings, layer: Array, embedding: Array, head: Array, slowest: Array
+) -> Array:
+    """Seconds below which no schedule can be played. A rank begins when the first micro-batch has come
+    through all stages before its own, and where backward is not split, those still have their backward to do
+    when it has ended.
     """
     cut, m = held.cut, space.accumulation
     split = np.where(splits_backward(space), 1 / 3, 1.0)
@@ -155,17 +175,26 @@ def least_ranks(space: Space, held: Holdings, layer: Array, embedding: Array, he
 
 
 def steady(space: Space, held: Holdings, links: Priced) -> Array:
-    """Seconds in which the busiest link carries what a pipeline's micro-batches send, in the blocks and between the stages."""
-    return reduce(np.maximum, (_of_any_rank(busy, busy.blocks + busy.stages, space, held, links) for busy in links.busy.values()))
+    """Seconds in which the busiest link carries what a pipeline's micro-batches send, in the blocks and
+    between the stages."""
+    return reduce(
+        np.maximum,
+        (_of_any_rank(busy, busy.blocks + busy.stages, space, held, links) for busy in links.busy.values()),
+    )
 
 
 def _busiest(space: Space, held: Holdings, links: Priced) -> Array:
     """Seconds of a step in which the busiest link carries bytes."""
-    return reduce(np.maximum, (_of_any_rank(busy, busy.total, space, held, links) for busy in links.busy.values()))
+    return reduce(
+        np.maximum, (_of_any_rank(busy, busy.total, space, held, links) for busy in links.busy.values())
+    )
 
 
 def _of_any_rank(busy: Busy, first: Array, space: Space, held: Holdings, links: Priced) -> Array:
-    """Seconds of a link: the first rank's, or those of a rank between the ends, which sends two ways for each of its stages."""
-    messages = 2 * held.cut.stages * space.accumulation / np.maximum(links.messages, 1.0)  # for each of the first rank's
+    """Seconds of a link: the first rank's, or those of a rank between the ends, which sends two ways for each
+    of its stages."""
+    messages = (
+        2 * held.cut.stages * space.accumulation / np.maximum(links.messages, 1.0)
+    )  # for each of the first rank's
     middle = held.cut.middle / held.cut.first * busy.blocks + messages * busy.stages
     return np.where(space.pipeline > 2, np.maximum(first, middle), first)

@@ -1,13 +1,15 @@
 """The model of a step: seconds and bytes of every candidate, term by term.
 
-A step is m micro-batches through the blocks of each pipeline rank, then the optimizer. The seconds of the slowest rank, with what
-the links add and nothing can hide, times m, and the bubble of the schedule:
+A step is m micro-batches through the blocks of each pipeline rank, then the optimizer. The seconds of the
+slowest rank, with what the links add and nothing can hide, times m, and the bubble of the schedule:
 
-    total = m x (computing + exposed communication of a micro-batch on the slowest rank) + bubble + once a step
+    total = m x (computing + exposed communication of a micro-batch on the slowest rank) + bubble + once a
+    step
 
-What is computed comes from `compute.py`. What is communicated comes from `traffic.py`: the flows that the ledger of a real run is
-held to, priced collective by collective (`price.py`); no volume is derived here. They are rank 0's, and every block of every
-rank sends what one of rank 0's does, so seconds inside blocks are taken for one block and micro-batch, whatever rank has it.
+What is computed comes from `compute.py`. What is communicated comes from `traffic.py`: the flows that the
+ledger of a real run is held to, priced collective by collective (`price.py`); no volume is derived here. They
+are rank 0's, and every block of every rank sends what one of rank 0's does, so seconds inside blocks are
+taken for one block and micro-batch, whatever rank has it.
 
 *Exposed* is what is left of a collective after hiding behind the work beside it, which its flow names:
 
@@ -21,16 +23,17 @@ rank sends what one of rank 0's does, so seconds inside blocks are taken for one
 | pipeline                           | computing, but for filling and draining (`overlap_sends`), as long as that is longer |
 | with the optimizer                 | nothing; those of the pipeline axis behind its draining                              |
 
-Where gradients are compressed, encoding and decoding them is part of their flow, and on a GPU hides with it (`codec_work.py`).
-On a CPU what hides is the data axis' wait for a network.
-While both run, the computing is a little slower (`CONTENTION`), because collectives use the same memory and cores.
+Where gradients are compressed, encoding and decoding them is part of their flow, and on a GPU hides with it
+(`codec_work.py`). On a CPU what hides is the data axis' wait for a network. While both run, the computing is
+a little slower (`CONTENTION`), because collectives use the same memory and cores.
 
-Nothing hides behind what takes less time than itself. Each flow has its own work to hide behind, but flows share links, so all of
-a link's bytes over its bandwidth are held against the whole step too: what they take longer is the term `links`. The link to the
-host hides nothing. How a pipeline's ranks, its links and what runs once a step come together is in `pipeline_time.py`.
+Nothing hides behind what takes less time than itself. Each flow has its own work to hide behind, but flows
+share links, so all of a link's bytes over its bandwidth are held against the whole step too: what they take
+longer is the term `links`. The link to the host hides nothing. How a pipeline's ranks, its links and what
+runs once a step come together is in `pipeline_time.py`.
 
-Every term is an array over the candidates of a `Space`. Nothing here is fitted to a model or a row; what differs between
-devices is in `cost/clusters.py`, what differs between programs in `cost/stack.py`.
+Every term is an array over the candidates of a `Space`. Nothing here is fitted to a model or a row; what
+differs between devices is in `cost/clusters.py`, what differs between programs in `cost/stack.py`.
 """
 
 from __future__ import annotations
@@ -57,21 +60,22 @@ from shardwise.plan.dtypes import BYTES
 from shardwise.plan.engine import compiles_blocks, engine_of
 
 STRAGGLING = 0.01
-"""Share of the computing that is lost wherever nodes must all arrive before a block can go on, for every doubling of their number
-(llm-foundry's runs on 16 to 512 devices, whose gathers are hidden, lose 1 to 2 % a doubling)."""
+"""Share of the computing that is lost wherever nodes must all arrive before a block can go on, for every
+doubling of their number (llm-foundry's runs on 16 to 512 devices, whose gathers are hidden, lose 1 to 2 % a
+doubling)."""
 LOCKSTEP = 0.003
 """The same of all nodes, which meet once a step (NeMo's runs on 128 and 512 GB200: 0 to 1.4 % a doubling)."""
 UPDATE_BYTES = 40.0
 """Traffic of a parameter's update in float32: 16 read and 12 written, and the norm's passes before."""
 ROUNDED_UPDATE_BYTES = 500.0
-"""The same of states in bfloat16, which are rounded by chance (optim/rounding.py), where it is not compiled: counted, pass by
-pass. Compiled, it is half of the above."""
+"""The same of states in bfloat16, which are rounded by chance (optim/rounding.py), where it is not compiled:
+counted, pass by pass. Compiled, it is half of the above."""
 HOST_MEMORY = 2.0
-"""What a device's share of the host's memory moves at most in an update, over its link to the host (1.7 s a step, offloaded, on
-an H200)."""
+"""What a device's share of the host's memory moves at most in an update, over its link to the host (1.7 s a
+step, offloaded, on an H200)."""
 RING_BYTES = 46.0
-"""Traffic of merging one block of a ring into what was attended to before, for each query value, forward and backward
-(benchmarks/ring.py: 6.4 ms for 4 x 4 blocks of 8192 x 4096 on an H200)."""
+"""Traffic of merging one block of a ring into what was attended to before, for each query value, forward and
+backward (benchmarks/ring.py: 6.4 ms for 4 x 4 blocks of 8192 x 4096 on an H200)."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +95,11 @@ class Prediction:
     step: Step
     """All but what depends on how long the ranks of a pipeline take."""
     least: Array
-    """Seconds of a step below which its schedule cannot be played, however its stages are cut; `total` without a pipeline."""
+    """Seconds of a step below which its schedule cannot be played, however its stages are cut; `total`
+    without a pipeline."""
     sent: dict[str, Array]
-    """Bytes of the collectives that were priced, of rank 0 in a step, by axis: those of its flows, and of its ledger."""
+    """Bytes of the collectives that were priced, of rank 0 in a step, by axis: those of its flows, and of its
+    ledger."""
 
     @property
     def total(self) -> Array:
@@ -121,7 +127,8 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     m, layers = space.accumulation.astype(float), float(work.model.layers)
     per_block = 1 / (m * held.cut.first)  # from a step of rank 0 to one pass through one block
 
-    # One micro-batch in one block, (candidates,) each: what is computed, what is exposed, and what starting kernels adds.
+    # One micro-batch in one block, (candidates,) each: what is computed, what is exposed, and what starting
+    # kernels adds.
     repeated = _repeated(work, block, space, stack)
     host = _host(work, space, cluster, stack)
     computing = block.forward + block.backward + repeated
@@ -134,19 +141,22 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     launch = _launch(work, space, cluster, stack, layer, host)
     layer = layer + launch
 
-    # One micro-batch at the ends of the model. In a pipeline one rank has the embedding and another the head, and what they send
-    # hides in the waits for the ranks between.
+    # One micro-batch at the ends of the model. In a pipeline one rank has the embedding and another the head,
+    # and what they send hides in the waits for the ranks between.
     both = np.where(held.cut.folded | (space.pipeline == 1), 1.0, 0.0)
     tensor_ends = both * tensor.ends / m
     data_ends = both * _exposed(links, "data", "ends", 1 / m, products, stack)
     lookup = compute.embedding(work, space, cluster)
     embedding, head = lookup + tensor_ends + data_ends, products + loss
 
-    # The whole step on an average pipeline rank; what the slowest takes longer is `imbalance`, and what it waits is `bubble`.
+    # The whole step on an average pipeline rank; what the slowest takes longer is `imbalance`, and what it
+    # waits is `bubble`.
     passes, edges = m * layers / space.pipeline, m / space.pipeline
     slowest, average = _slowest(layer, embedding, head, held, space, layers)
     narrow = _float8_numbers(work, space, held)
-    looking = compute.streamed(BYTES[work.state_dtype] * narrow * held.sharded / held.parameters, space, cluster)
+    looking = compute.streamed(
+        BYTES[work.state_dtype] * narrow * held.sharded / held.parameters, space, cluster
+    )
     terms = {
         "matmul": passes * 3 * block.matmul + edges * products,
         "attention": passes * (block.attention + block.attention_backward),
@@ -157,7 +167,9 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
         "launch": passes * launch + cluster.device.launch * stack.step_kernels * layers / space.pipeline,
         "recompute": passes * repeated,
         "optimizer": _optimizer(work, space, cluster, stack, held),
-        "tensor": passes * (tensor.block + waits["tensor"]) + edges * tensor_ends + links.seconds("tensor", "step"),
+        "tensor": passes * (tensor.block + waits["tensor"])
+        + edges * tensor_ends
+        + links.seconds("tensor", "step"),
         "context": passes * (context + waits["context"]) + links.seconds("context", "step"),
         "expert": passes * expert.block + links.seconds("expert", "step"),
         "data": passes * (data + waits["data"]) + edges * data_ends + links.seconds("data", "step"),
@@ -168,10 +180,13 @@ def _predict(work: Work, space: Space, cluster: Cluster, stack: Stack) -> Predic
     step = step_of(terms, average, embedding + head, space, cluster, stack, held, links)
     least = least_ranks(space, held, layer, embedding, head, slowest)
     seconds, least_seconds = (
-        step.seconds(m * slowest, ranks, cluster, stack) for ranks in (m * slowest + bubble(space, slowest), least)
+        step.seconds(m * slowest, ranks, cluster, stack)
+        for ranks in (m * slowest + bubble(space, slowest), least)
     )
     memory, on_host = footprint(work, space, cluster, stack, held), host_bytes(work, space, cluster, held)
-    return Prediction(seconds, memory, on_host, layer, head, embedding, step, total(least_seconds), links.bytes)
+    return Prediction(
+        seconds, memory, on_host, layer, head, embedding, step, total(least_seconds), links.bytes
+    )
 
 
 def _emulating(work: Work, cluster: Cluster) -> Cluster:
@@ -188,17 +203,24 @@ def _check_precision(work: Work, cluster: Cluster) -> None:
     if work.precision not in cluster.device.peak:
         known = ", ".join(name for name in get_args(Precision) if name in cluster.device.peak)
         raise UserError(
-            f"train.precision = {work.precision!r}: how fast {cluster.device.name} computes in it is not known; use one of "
+            f"train.precision = {work.precision!r}: how fast {cluster.device.name} computes in it is not "
+            f"known; use one of "
             f"{known}, or give device.peak.{work.precision} in a cluster.file"
         )
 
 
 def _repeated(work: Work, block: compute.BlockSeconds, space: Space, stack: Stack) -> Array:
     """Seconds of forward work done again in backward, in one block."""
-    selective = stack.selective_matmul * block.matmul + stack.selective_attention * block.attention + block.elementwise
+    selective = (
+        stack.selective_matmul * block.matmul
+        + stack.selective_attention * block.attention
+        + block.elementwise
+    )
     full = block.forward - (0.0 if stack.recompute_all else block.last)
     model, attention = work.model, full
-    if model.experts:  # which are kept; of attention and of shared experts all but the last product. Weights by their inputs
+    if (
+        model.experts
+    ):  # which are kept; of attention and of shared experts all but the last product. Weights by their inputs
         heads, wide = model.heads * model.head_dim, 2 if model.gated else 1
         again = heads + 2 * model.kv_heads * model.head_dim + wide * model.expert_width * model.shared_experts
         ends = heads + model.expert_width * model.shared_experts
@@ -219,21 +241,30 @@ def _kernels(work: Work, space: Space, stack: Stack, starts: float = 1.0) -> Arr
     full = np.where(makes_blocks_again(work, space), 1.0, 0.0)
     collectives = np.where(space.tensor > 1, 8.0 + 4 * full, 0.0) + np.where(space.zero == 3, 3.0, 0.0)
     routing = stack.expert_kernels if work.model.experts else 0.0
-    outside = stack.micro_batch_kernels * space.pipeline / work.model.layers + stack.collective_kernels * collectives
+    outside = (
+        stack.micro_batch_kernels * space.pipeline / work.model.layers
+        + stack.collective_kernels * collectives
+    )
     kernels: Array = (stack.kernels * starts + routing) * (3 + full) + starts * float8_kernels(work) + outside
     return kernels
 
 
 def _launch(work: Work, space: Space, cluster: Cluster, stack: Stack, layer: Array, host: Array) -> Array:
-    """Seconds that starting kernels adds to a block and micro-batch of so many seconds: the rests between kernels, or what the
-    host takes longer than the device; all of the host's work where one core does both.
+    """Seconds that starting kernels adds to a block and micro-batch of so many seconds: the rests between
+    kernels, or what the host takes longer than the device; all of the host's work where one core does
+    both.
     """
-    return np.maximum(stack.kernel_gap * _kernels(work, space, stack), host - layer) if cluster.device.overlap else host
+    return (
+        np.maximum(stack.kernel_gap * _kernels(work, space, stack), host - layer)
+        if cluster.device.overlap
+        else host
+    )
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Exposed seconds of the tensor axis: in one block's forward and backward, and at the ends of the model in a whole step."""
+    """Exposed seconds of the tensor axis: in one block's forward and backward, and at the ends of the model
+    in a whole step."""
 
     forward: Array
     backward: Array
@@ -256,10 +287,13 @@ class _Tensor:
         computing: Array,
         host: Array,
     ) -> _Tensor:
-        """What the program does not hide, and in a pipeline what its hosts, which cannot run ahead there, take longer to start a
-        block and to meet for its collectives than the device to compute it; half of that in each pass."""
+        """What the program does not hide, and in a pipeline what its hosts, which cannot run ahead there,
+        take longer to start a block and to meet for its collectives than the device to compute it; half of
+        that in each pass."""
         shown = 1 - stack.overlap_tensor * cluster.device.overlap
-        forward, backward = (shown * links.seconds("tensor", when) * per_block for when in ("forward", "backward"))
+        forward, backward = (
+            shown * links.seconds("tensor", when) * per_block for when in ("forward", "backward")
+        )
         calls = np.where(makes_blocks_again(work, space), 12.0, 8.0)
         meeting = host + stack.pipeline_jitter * space.tensor * calls
         late = np.maximum(meeting - computing - forward - backward, 0.0)
@@ -287,11 +321,14 @@ class _Exchanges:
 
 
 def _context(work: Work, space: Space, cluster: Cluster, block: compute.BlockSeconds, sent: Array) -> Array:
-    """Exposed seconds of the context axis in one block. A ring passes keys and values on while it attends to those it has, and
-    merges what it attended to; Ulysses sends queries, keys, values and outputs to their heads and back, and waits.
+    """Exposed seconds of the context axis in one block. A ring passes keys and values on while it attends to
+    those it has, and merges what it attended to; Ulysses sends queries, keys, values and outputs to their
+    heads and back, and waits.
     """
     model, tokens = work.model, tokens_here(work, space)
-    beside = (block.attention + block.attention_backward) * (space.context - 1) / space.context  # the last part comes from nobody
+    beside = (
+        (block.attention + block.attention_backward) * (space.context - 1) / space.context
+    )  # the last part comes from nobody
     merged = space.context * tokens * model.heads / space.tensor * model.head_dim * RING_BYTES
     ring = sent - np.minimum(sent, beside) * cluster.device.overlap + compute.streamed(merged, space, cluster)
     return np.where(_rings(space), ring, sent)
@@ -303,13 +340,17 @@ def _rings(space: Space) -> Bools:
 
 
 def _data_each(
-    space: Space, cluster: Cluster, stack: Stack, block: compute.BlockSeconds, repeated: Array, tensor: _Tensor,
+    space: Space, cluster: Cluster, stack: Stack, block: compute.BlockSeconds, repeated: Array,
+    tensor: _Tensor,
     expert: _Exchanges, links: Priced, per_block: Array,
 ) -> Array:  # fmt: skip
-    """Exposed seconds of the data axis in a block, for each micro-batch. Attention in a ring has its own messages beside it, and
-    a CPU worker sends those of the tensor axis and of experts over the same network."""
+    """Exposed seconds of the data axis in a block, for each micro-batch. Attention in a ring has its own
+    messages beside it, and a CPU worker sends those of the tensor axis and of experts over the same
+    network."""
     idle, others = np.where(_rings(space), 0.0, 1.0), 1.0 if cluster.device.overlap else 0.0
-    forward = block.matmul + block.elementwise + idle * block.attention + others * (tensor.forward + expert.forward)
+    forward = (
+        block.matmul + block.elementwise + idle * block.attention + others * (tensor.forward + expert.forward)
+    )
     backward = 2 * block.matmul + block.elementwise_backward + idle * block.attention_backward + repeated
     backward = backward + others * (tensor.backward + expert.backward)
     return _exposed(links, "data", "forward", per_block, forward, stack) + _exposed(
@@ -320,9 +361,9 @@ def _data_each(
 def _waits(space: Space, cluster: Cluster, links: Priced) -> dict[str, Array]:
     """Share of a block's computing for which devices wait for the slowest node, by the term it is part of.
 
-    Devices that gather a block's weights wait once in every pass, those of the tensor axis five times, and those of a ring for a
-    neighbour alone. All devices of a run meet once a step. That wait is part of the outermost axis that has more than one
-    device, so an axis of one device never has seconds.
+    Devices that gather a block's weights wait once in every pass, those of the tensor axis five times, and
+    those of a ring for a neighbour alone. All devices of a run meet once a step. That wait is part of the
+    outermost axis that has more than one device, so an axis of one device never has seconds.
     """
 
     def doublings(devices: Ints) -> Array:
@@ -338,30 +379,43 @@ def _waits(space: Space, cluster: Cluster, links: Priced) -> dict[str, Array]:
         "data": STRAGGLING * gathering + np.where(data, lockstep, 0.0),
         "pipeline_sends": np.where(pipeline, lockstep, 0.0),
         "context": STRAGGLING * sharing / 2 + np.where(context, lockstep, 0.0),
-        "tensor": STRAGGLING * 5 * doublings(space.tensor) + np.where(data | pipeline | context, 0.0, lockstep),
+        "tensor": STRAGGLING * 5 * doublings(space.tensor)
+        + np.where(data | pipeline | context, 0.0, lockstep),
     }
 
 
 def _exposed(links: Priced, axis: str, when: When, scale: Array | float, work: Array, stack: Stack) -> Array:
-    """What is left of an axis' communication, scaled from that of a step, beside so much work, and what it slows that work by."""
+    """What is left of an axis' communication, scaled from that of a step, beside so much work, and what it
+    slows that work by."""
     return exposed(links.seconds(axis, when) * scale, links.beside(axis, when) * scale, work, stack)
 
 
-def _accumulate(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings, narrow: Array | float) -> Array:
-    """Seconds of adding up gradients and of casting weights, in every micro-batch. In float8, `narrow` of them are cast to that
-    by their blocks; compiled ones cast the others twice instead of keeping them (`recompute_casts`)."""
+def _accumulate(
+    work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings, narrow: Array | float
+) -> Array:
+    """Seconds of adding up gradients and of casting weights, in every micro-batch. In float8, `narrow` of
+    them are cast to that by their blocks; compiled ones cast the others twice instead of keeping them
+    (`recompute_casts`)."""
     adding = np.where(space.accumulation > 1, 2 + 2 * stack.gradient_bytes, stack.gradient_bytes)
     engine = engine_of(space, work.model.experts)
-    whole = (engine.zero == 0) | engine.keeps_whole_gradients(space.accumulation) | ((engine.zero == 1) & stack.keeps_gradients)
+    whole = (
+        (engine.zero == 0)
+        | engine.keeps_whole_gradients(space.accumulation)
+        | ((engine.zero == 1) & stack.keeps_gradients)
+    )
     added = np.where(whole, held.parameters, held.sharded)
-    wide = held.parameters if work.float8 is None else 2 * np.maximum(held.parameters - held.first_edge - narrow, 0.0)
+    wide = (
+        held.parameters
+        if work.float8 is None
+        else 2 * np.maximum(held.parameters - held.first_edge - narrow, 0.0)
+    )
     cast = np.where(engine.zero == 0, wide, 0.0) * (stack.cast_bytes if compute.casts(work) else 0.0)
     return space.accumulation * compute.streamed(adding * added + cast, space, cluster)
 
 
 def _float8_numbers(work: Work, space: Space, held: Holdings) -> Array | float:
-    """Weights of shardwise's products in float8 on the first pipeline rank, before ZeRO. Their largest magnitudes are taken
-    after each step."""
+    """Weights of shardwise's products in float8 on the first pipeline rank, before ZeRO. Their largest
+    magnitudes are taken after each step."""
     if work.float8 is None:
         return 0.0
     numbers = held.cut.first * float8_weights(work, products_of(work, space))
@@ -372,13 +426,16 @@ def _float8_numbers(work: Work, space: Space, held: Holdings) -> Array | float:
 
 
 def _optimizer(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:
-    """Seconds of the update: weights, gradients and two moments read, all but the gradients written, the norm taken before."""
+    """Seconds of the update: weights, gradients and two moments read, all but the gradients written, the norm
+    taken before."""
     rounded = UPDATE_BYTES / 2 if compiles_blocks(work.compile, cluster.device_type) else ROUNDED_UPDATE_BYTES
     moved = {"bfloat16": rounded, "float64": 2 * UPDATE_BYTES}.get(work.state_dtype, UPDATE_BYTES)
     return np.where(space.offload == 1, 0.0, compute.streamed(moved * held.sharded, space, cluster))
 
 
-def _slowest(layer: Array, embedding: Array, head: Array, held: Holdings, space: Space, layers: float) -> tuple[Array, Array]:
+def _slowest(
+    layer: Array, embedding: Array, head: Array, held: Holdings, space: Space, layers: float
+) -> tuple[Array, Array]:
     """Seconds of a micro-batch on the slowest pipeline rank, and on average."""
     alone = space.pipeline == 1
     first = held.cut.first * layer + embedding + np.where(held.cut.folded, head, 0.0)
@@ -390,8 +447,8 @@ def _slowest(layer: Array, embedding: Array, head: Array, held: Holdings, space:
 
 
 def _offload(space: Space, cluster: Cluster, held: Holdings) -> Array:
-    """Seconds of moving weights in and gradients out of the host's memory, and of updating there. The devices of a node share
-    what that memory moves."""
+    """Seconds of moving weights in and gradients out of the host's memory, and of updating there. The devices
+    of a node share what that memory moves."""
     share = cluster.host_memory_bandwidth / np.minimum(cluster.devices_per_node, space.world)
     link = cluster.device.host_bandwidth
     moved = 8.0 * held.sharded * (1 + space.accumulation) / np.minimum(link, share)

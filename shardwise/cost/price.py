@@ -1,12 +1,13 @@
 """Flows in seconds: what each collective takes on a cluster, by itself, before anything hides it.
 
-A collective's seconds are linear in its bytes (`collectives.py`): count x alpha + bytes x beta. Alpha and beta depend on the kind
-and on the group alone, so they are worked out once for each grid of devices and looked up. What a codec does around the
-collectives of a compressed sum (`codec_work.py`) is part of their seconds: one comes after the other.
+A collective's seconds are linear in its bytes (`collectives.py`): count x alpha + bytes x beta. Alpha and
+beta depend on the kind and on the group alone, so they are worked out once for each grid of devices and
+looked up. What a codec does around the collectives of a compressed sum (`codec_work.py`) is part of their
+seconds: one comes after the other.
 
-Of these seconds some may pass beside computing: on a GPU all. A CPU's cores carry messages themselves where both ends are on one
-host, and copy and encode them everywhere, and cannot compute meanwhile; but a network they wait for, and where the program does
-not stand still meanwhile (comm/hooks.py) they compute.
+Of these seconds some may pass beside computing: on a GPU all. A CPU's cores carry messages themselves where
+both ends are on one host, and copy and encode them everywhere, and cannot compute meanwhile; but a network
+they wait for, and where the program does not stand still meanwhile (comm/hooks.py) they compute.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _BLOCKS: tuple[When, ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Busy:
-    """Seconds of a step in which rank 0's part of a link carries bytes: no step is shorter, whatever hides behind what."""
+    """Seconds of a step in which rank 0's part of a link carries bytes: no step is shorter, whatever hides
+    behind what."""
 
     blocks: Array
     """In the passes through blocks, which every pipeline rank has."""
@@ -75,8 +77,8 @@ class Priced:
 
 
 def axis_of(flow: Flow) -> str:
-    """The axis that a flow's time belongs to. Devices that hold the same weights are the data axis', whatever other axes they lie
-    on; what only the replicas sum is their own."""
+    """The axis that a flow's time belongs to. Devices that hold the same weights are the data axis', whatever
+    other axes they lie on; what only the replicas sum is their own."""
     first = base(flow.axis).partition(" x ")[0].partition(".")[0]
     return "data" if first == "expert_data" or (first == "replica" and flow.axis != "replica") else first
 
@@ -117,8 +119,8 @@ def price(sent: Sequence[Flow], work: Work, space: Space, cluster: Cluster) -> P
 
 
 def _goes_on(flow: Flow, work: Work, space: Space) -> Bools:
-    """Whether a CPU worker computes while this flow of the data axis is under way: FSDP2 waits for gathers that are encoded or
-    kept nearby, and where copies are summed after shards for both sums."""
+    """Whether a CPU worker computes while this flow of the data axis is under way: FSDP2 waits for gathers
+    that are encoded or kept nearby, and where copies are summed after shards for both sums."""
     if flow.kind == "all_gather" and flow.codec_work is None:
         return np.full(len(space), work.gathers is None)
     engine = engine_of(space, work.model.experts)

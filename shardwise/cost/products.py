@@ -42,10 +42,18 @@ def products_of(work: Work, space: Space) -> list[Product]:
     wide = 2 if model.gated else 1
     if not model.experts:
         inner = model.ffn / space.tensor
-        return [*products, Product("up", tokens, inner, hidden, wide), Product("down", tokens, hidden, inner, is_last=True)]
+        return [
+            *products,
+            Product("up", tokens, inner, hidden, wide),
+            Product("down", tokens, hidden, inner, is_last=True),
+        ]
     inner, experts = np.full_like(tokens, model.expert_width), np.full_like(tokens, model.experts)
-    rows = tokens * model.experts_per_token / space.tensor * space.expert / model.experts  # that come to one expert
-    held = model.experts / space.expert  # experts of one device, whole: `tensor` cuts tokens here, not matrices
+    rows = (
+        tokens * model.experts_per_token / space.tensor * space.expert / model.experts
+    )  # that come to one expert
+    held = (
+        model.experts / space.expert
+    )  # experts of one device, whole: `tensor` cuts tokens here, not matrices
     products += [
         Product("experts", rows, inner, hidden, wide * held),
         Product("experts", rows, hidden, inner, held, is_last=True),
@@ -65,5 +73,7 @@ def share_in_float8(work: Work, kind: str) -> float:
 
 def float8_weights(work: Work, products: Sequence[Product]) -> Array:
     """Numbers of a block's matrices on one device whose products shardwise makes in float8."""
-    counts = [share * one.count * one.n * one.k for one in products if (share := share_in_float8(work, one.kind))]
+    counts = [
+        share * one.count * one.n * one.k for one in products if (share := share_in_float8(work, one.kind))
+    ]
     return sum(counts, np.zeros_like(products[0].k))

@@ -1,11 +1,12 @@
 """What is to be computed, and the layouts it could be computed under, as arrays: one entry a candidate.
 
-The planner costs every candidate at once. A `Space` has one NumPy array for each choice, all of one length, so a formula that
-reads like the one in a paper (`tokens * hidden / tensor`) runs over a million candidates in milliseconds.
+The planner costs every candidate at once. A `Space` has one NumPy array for each choice, all of one length,
+so a formula that reads like the one in a paper (`tokens * hidden / tensor`) runs over a million candidates in
+milliseconds.
 
-Candidates come in families: some twenty share a layout and differ in the micro-batch and in recomputation alone, some hundreds
-share a grid of devices. What follows from the layout or from the grid alone is worked out once for each of those (`layouts`,
-`grids`) and looked up by index, in a tenth of the time.
+Candidates come in families: some twenty share a layout and differ in the micro-batch and in recomputation
+alone, some hundreds share a grid of devices. What follows from the layout or from the grid alone is worked
+out once for each of those (`layouts`, `grids`) and looked up by index, in a tenth of the time.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Work:
     state_dtype: str = "float32"
     reduce_dtype: str = "float32"
     stages: tuple[int, ...] | None = None
-    """Blocks of each pipeline stage, where they were given by hand: they hold for candidates with as many stages."""
+    """Blocks of each pipeline stage, where they were given by hand: they hold for candidates with as many
+    stages."""
     compile: bool | str = "auto"
     """As `train.compile`."""
     compression: SumCompression | None = None
@@ -64,8 +66,8 @@ class Work:
     cast: tuple[str, ...] = ()
     """Weights that are gathered in 8 bits, by their names in a block."""
     float8: Shares | None = None
-    """Which products are made in float8, as shardwise makes them. None: none, or by another program, which makes all of a block
-    so, and leaves the head in bfloat16."""
+    """Which products are made in float8, as shardwise makes them. None: none, or by another program, which
+    makes all of a block so, and leaves the head in bfloat16."""
 
     def blocks(self, stages: int) -> tuple[int, ...]:
         """Blocks of each of so many stages: by hand, or as they are cut by cost."""
@@ -86,7 +88,8 @@ def _cut(model: Model, length: int, stages: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Space:
-    """Candidates. Every field is an array of one length; `schedule`, `recompute` are places in SCHEDULES and RECOMPUTE."""
+    """Candidates. Every field is an array of one length; `schedule`, `recompute` are places in SCHEDULES and
+    RECOMPUTE."""
 
     pipeline: Ints
     replica: Ints
@@ -110,10 +113,14 @@ class Space:
 
     @cached_property
     def layouts(self) -> tuple[Space, Ints]:
-        """The distinct layouts among the candidates, and for each candidate the index of its own. Here they have one micro-batch
-        of one sequence, and recompute nothing.
+        """The distinct layouts among the candidates, and for each candidate the index of its own. Here they
+        have one micro-batch of one sequence, and recompute nothing.
         """
-        names = [field.name for field in fields(self) if field.name not in ("micro_batch", "accumulation", "recompute")]
+        names = [
+            field.name
+            for field in fields(self)
+            if field.name not in ("micro_batch", "accumulation", "recompute")
+        ]
         first, index = distinct([getattr(self, name) for name in names])
         ones, zeros = np.ones(len(first), np.int64), np.zeros(len(first), np.int64)
         return replace(self.take(first), micro_batch=ones, accumulation=ones, recompute=zeros), index
@@ -139,7 +146,8 @@ class Space:
         return take(self, index)
 
     def parts(self) -> Iterator[Space]:
-        """The candidates in order, as many at a time as lie in a processor's cache; none are one empty part."""
+        """The candidates in order, as many at a time as lie in a processor's cache; none are one empty
+        part."""
         for start in range(0, max(len(self), 1), AT_ONCE):
             yield self.take(slice(start, start + AT_ONCE))
 
@@ -155,7 +163,9 @@ class Space:
         return Layout(
             **axes,
             schedule=schedule,  # type: ignore[arg-type]
-            stages_per_rank=row["stages_per_rank"] if schedule == "interleaved" and row["pipeline"] > 1 else None,
+            stages_per_rank=row["stages_per_rank"]
+            if schedule == "interleaved" and row["pipeline"] > 1
+            else None,
             attention=("ring" if row["ring"] else "ulysses") if row["context"] > 1 else "auto",
             offload=bool(row["offload"]),
         )
@@ -165,7 +175,12 @@ def space_of(rows: Sequence[dict[str, int]]) -> Space:
     """Candidates from one dictionary each; what is left out is 1, or 0 where that means none."""
     ones = {*DEGREES, "micro_batch", "accumulation", "stages_per_rank"}
     names = [field.name for field in fields(Space)]
-    return Space(**{name: np.asarray([row.get(name, int(name in ones)) for row in rows], dtype=np.int64) for name in names})
+    return Space(
+        **{
+            name: np.asarray([row.get(name, int(name in ones)) for row in rows], dtype=np.int64)
+            for name in names
+        }
+    )
 
 
 def take(values: Values, index: Any) -> Values:
@@ -189,16 +204,19 @@ def _on_arrays(function: Callable[..., Any], *values: Any) -> Any:
         return {name: _on_arrays(function, *(value[name] for value in values)) for name in first}
     if is_dataclass(first):
         names = [field.name for field in fields(first)]
-        return replace(values[0], **{name: _on_arrays(function, *(getattr(value, name) for value in values)) for name in names})
+        return replace(
+            values[0],
+            **{name: _on_arrays(function, *(getattr(value, name) for value in values)) for name in names},
+        )
     return function(*values)
 
 
 def distinct(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
-    """The rows that occur in these columns, by the index of the first candidate that has each, and for each candidate the number
-    of its own row.
+    """The rows that occur in these columns, by the index of the first candidate that has each, and for each
+    candidate the number of its own row.
 
-    Neighbours are mostly alike, because a search lists its candidates in nested loops: so only the first of each run of equal
-    rows is looked at by itself.
+    Neighbours are mostly alike, because a search lists its candidates in nested loops: so only the first of
+    each run of equal rows is looked at by itself.
     """
     begins = np.ones(len(columns[0]), dtype=np.bool_)
     begins[1:] = reduce(or_, (column[1:] != column[:-1] for column in columns))
@@ -211,7 +229,8 @@ def distinct(columns: Sequence[Ints | Bools]) -> tuple[Ints, Ints]:
 
 
 def makes_blocks_again(work: Work, space: Space) -> Bools:
-    """Where backward makes a block's products and collectives again. Those of experts are kept unless all is recomputed."""
+    """Where backward makes a block's products and collectives again. Those of experts are kept unless all is
+    recomputed."""
     again: Bools = space.recompute >= (FULL if work.model.experts else BUT_ATTENTION)
     return again
 
@@ -229,7 +248,9 @@ def space_of_layout(config: Config, layout: Layout, micro_batch: int, accumulati
     row["zero"] = layout.zero or 0
     row["micro_batch"], row["accumulation"] = micro_batch, accumulation
     row["schedule"] = SCHEDULES.index(layout.schedule)
-    row["stages_per_rank"] = stages_on_a_rank(layout.schedule, layout.stages_per_rank) if layout.pipeline > 1 else 1
+    row["stages_per_rank"] = (
+        stages_on_a_rank(layout.schedule, layout.stages_per_rank) if layout.pipeline > 1 else 1
+    )
     row["recompute"] = RECOMPUTE.index(recompute_mode(config.train.recompute))
     row["ring"] = int(layout.context > 1 and context_attention(config.model, layout) == "ring")
     row["offload"] = int(layout.offload)

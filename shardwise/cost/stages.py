@@ -1,4 +1,5 @@
-"""How the blocks of each candidate are cut into pipeline stages, and which of them the first, a middle and the last rank have."""
+"""How the blocks of each candidate are cut into pipeline stages, and which of them the first, a middle and
+the last rank have."""
 
 from __future__ import annotations
 
@@ -39,9 +40,11 @@ class Cut:
 
 
 def cut(work: Work, space: Space, stack: Stack) -> Cut:
-    """As a job's stages will be cut, by cost or by hand; evenly where a program does that. Where a program has more stages than
-    blocks, the last has the head alone, and the first the embedding."""
-    folded, looped = ((space.pipeline > 1) & has_schedule(space, names) for names in (IN_A_V, ("interleaved",)))
+    """As a job's stages will be cut, by cost or by hand; evenly where a program does that. Where a program
+    has more stages than blocks, the last has the head alone, and the first the embedding."""
+    folded, looped = (
+        (space.pipeline > 1) & has_schedule(space, names) for names in (IN_A_V, ("interleaved",))
+    )
     stages = np.where(folded, 2, np.where(looped, space.stages_per_rank, 1))
     first, index = distinct([space.pipeline, stages, folded])
     kinds = zip(space.pipeline[first].tolist(), stages[first].tolist(), folded[first].tolist(), strict=True)
@@ -50,7 +53,9 @@ def cut(work: Work, space: Space, stack: Stack) -> Cut:
 
 
 @lru_cache(maxsize=4096)
-def _stages_of_ranks(work: Work, balanced: bool, ranks: int, per_rank: int, folded: bool) -> list[list[float]]:
+def _stages_of_ranks(
+    work: Work, balanced: bool, ranks: int, per_rank: int, folded: bool
+) -> list[list[float]]:
     """For each rank the blocks of its stages, in the model's order."""
     stages, layers = ranks * per_rank, work.model.layers
     alone = stages - layers
@@ -64,24 +69,41 @@ def _stages_of_ranks(work: Work, balanced: bool, ranks: int, per_rank: int, fold
     return own
 
 
-def _blocks_of_ranks(ranks: list[list[float]], folded: bool) -> tuple[float, float, float, float, float, float]:
-    """Blocks of the first, the fullest middle and the last rank, and of the model's last stage if the first rank has it; and
-    those before the middle and the last one's first stage."""
+def _blocks_of_ranks(
+    ranks: list[list[float]], folded: bool
+) -> tuple[float, float, float, float, float, float]:
+    """Blocks of the first, the fullest middle and the last rank, and of the model's last stage if the first
+    rank has it; and those before the middle and the last one's first stage."""
     own = [sum(stages) for stages in ranks]
     ends = (0, 0) if folded else (0, len(ranks) - 1)
-    middle = max((rank for rank in range(len(ranks)) if rank not in ends), key=lambda rank: (own[rank], rank), default=0)
-    before = list(accumulate((stages[0] for stages in ranks), initial=0.0))  # the first stages are the ranks' own, in order
+    middle = max(
+        (rank for rank in range(len(ranks)) if rank not in ends),
+        key=lambda rank: (own[rank], rank),
+        default=0,
+    )
+    before = list(
+        accumulate((stages[0] for stages in ranks), initial=0.0)
+    )  # the first stages are the ranks' own, in order
     of_last_stage = ranks[0][-1] if folded else 0.0
-    return own[0], own[middle] if middle else 0.0, own[ends[1]], of_last_stage, before[middle], before[ends[1]]
+    return (
+        own[0],
+        own[middle] if middle else 0.0,
+        own[ends[1]],
+        of_last_stage,
+        before[middle],
+        before[ends[1]],
+    )
 
 
 def gathered_in_vain(work: Work, space: Space, stack: Stack) -> Ints:
-    """Blocks of the first rank that are gathered once more than they are used; of candidates whose schedule is interleaved.
+    """Blocks of the first rank that are gathered once more than they are used; of candidates whose schedule
+    is interleaved.
 
-    In backward FSDP2 gathers ahead, in the reverse order of all forwards of the step; so the first unit of one forward asks for
-    the last unit of the forward before. Where a stage had no forward without its backward in between, as the later stages of an
-    interleaved schedule between two rounds of micro-batches, the step's last backward asks for what nobody will use. That is so
-    for stage k of a rank if k times the forwards of two rounds are more than the forwards that run ahead of backward.
+    In backward FSDP2 gathers ahead, in the reverse order of all forwards of the step; so the first unit of
+    one forward asks for the last unit of the forward before. Where a stage had no forward without its
+    backward in between, as the later stages of an interleaved schedule between two rounds of micro-batches,
+    the step's last backward asks for what nobody will use. That is so for stage k of a rank if k times the
+    forwards of two rounds are more than the forwards that run ahead of backward.
     """
     stages = space.stages_per_rank
     rounds = np.maximum(1, space.accumulation // space.pipeline)
@@ -89,9 +111,12 @@ def gathered_in_vain(work: Work, space: Space, stack: Stack) -> Ints:
     ahead = 2 * space.pipeline - 3 + (stages - 1) * longest
     first = np.where(rounds > 1, ahead // two_rounds + 1, stages)
     which, index = distinct([space.pipeline, stages])
-    # from_here[cut, k]: stages k and later of that cut that have several blocks; a stage of one block has it gathered still
+    # from_here[cut, k]: stages k and later of that cut that have several blocks; a stage of one block has it
+    # gathered still
     from_here = np.zeros((len(which), int(stages.max(initial=0)) + 1), dtype=np.int64)
     for row, candidate in enumerate(which):
-        blocks = _stages_of_ranks(work, stack.balanced, int(space.pipeline[candidate]), int(stages[candidate]), False)[0]
+        blocks = _stages_of_ranks(
+            work, stack.balanced, int(space.pipeline[candidate]), int(stages[candidate]), False
+        )[0]
         from_here[row, : len(blocks)] = np.cumsum([count > 1 for count in blocks[::-1]])[::-1]
     return from_here[index, np.minimum(first, stages)]

@@ -1,5 +1,6 @@
-"""What moves once a step, when all micro-batches are through: the gradients of weights that are whole on every tensor device, the
-sums of squares of a global norm, the numbers that all ranks share, and in float8 the maxima of scaled tensors."""
+"""What moves once a step, when all micro-batches are through: the gradients of weights that are whole on
+every tensor device, the sums of squares of a global norm, the numbers that all ranks share, and in float8 the
+maxima of scaled tensors."""
 
 from __future__ import annotations
 
@@ -31,16 +32,21 @@ def step_flows(rank: FirstRank) -> Iterator[Flow]:
         yield calls("all_reduce", axis, "step", getattr(space, axis) > 1, 8 * (4 + 2 * space.world))
     if rank.work.scales:
         for axis in RANK_AXES:
-            yield calls("all_reduce", axis, "step", 2 * (getattr(space, axis) > 1), (12 + 4) / 2 * rank.work.scales)
+            yield calls(
+                "all_reduce", axis, "step", 2 * (getattr(space, axis) > 1), (12 + 4) / 2 * rank.work.scales
+            )
     if model.experts:
         for axis in ("replica", "data", "context", "tensor"):
-            yield calls("all_reduce", axis, "step", getattr(space, axis) > 1, 8 * rank.cut.first * model.experts)
+            yield calls(
+                "all_reduce", axis, "step", getattr(space, axis) > 1, 8 * rank.cut.first * model.experts
+            )
         yield calls("all_reduce", "pipeline", "step", 2 * (space.pipeline > 1), (8 + 8 * model.experts) / 2)
 
 
 def _norm(rank: FirstRank) -> Iterator[Flow]:
-    """One number for each axis of each way in which gradients are sharded: dense and split over tensor devices, dense and whole,
-    experts. Plain tensors, which DistributedDataParallel sums, are whole everywhere."""
+    """One number for each axis of each way in which gradients are sharded: dense and split over tensor
+    devices, dense and whole, experts. Plain tensors, which DistributedDataParallel sums, are whole
+    everywhere."""
     space, experts, number = rank.space, rank.work.model.experts > 0, max(4, rank.stored)
     columns = [rank.engine.zero > 0, *(getattr(space, axis) for axis in _SHARING)]
     first, index = distinct(columns)
@@ -58,6 +64,8 @@ def _axes_of_norm(experts: bool, sharded: bool, *degrees: int) -> tuple[str, ...
     given: dict[str, Any] = dict(zip(_SHARING, degrees, strict=True))
     layout = Layout(**given)
     dense, own = (joined_name(layout, axis) if sharded else "solo" for axis in (SHARDS, EXPERT_SHARDS))
-    split, spread = ([axis for axis in [joined_name(layout, name)] if axis != "solo"] for name in ("tensor", "expert"))
+    split, spread = (
+        [axis for axis in [joined_name(layout, name)] if axis != "solo"] for name in ("tensor", "expert")
+    )
     ways = {(dense, *split), (dense,), *([(own, *spread)] if experts else [])}
     return tuple(axis for way in ways for axis in way if axis != "solo")

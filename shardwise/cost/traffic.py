@@ -1,10 +1,13 @@
-"""What crosses between devices in a step, collective by collective: the ledger of a run that has not happened yet.
+"""What crosses between devices in a step, collective by collective: the ledger of a run that has not happened
+yet.
 
-`observe/ledger.py` writes down what a run really sends; the formulas here say the same beforehand, for every candidate of a
-`Space` at once, of rank 0: the first device of the first pipeline rank. tests/parallel/test_predictions.py holds the two
-together, to the byte and the call. Bytes are of the full tensor, as in the ledger; a ring puts a known factor of it on the wire.
+`observe/ledger.py` writes down what a run really sends; the formulas here say the same beforehand, for every
+candidate of a `Space` at once, of rank 0: the first device of the first pipeline rank.
+tests/parallel/test_predictions.py holds the two together, to the byte and the call. Bytes are of the full
+tensor, as in the ledger; a ring puts a known factor of it on the wire.
 
-With b sequences in a micro-batch, S = sequence / context tokens of each here, h the hidden width and a bytes an activation:
+With b sequences in a micro-batch, S = sequence / context tokens of each here, h the hidden width and a bytes
+an activation:
 
 | axis     | moves                                                                         | from                     |
 | -------- | ----------------------------------------------------------------------------- | ------------------------ |
@@ -16,20 +19,23 @@ With b sequences in a micro-batch, S = sequence / context tokens of each here, h
 | expert   | b S h a / tensor for each expert that a token visits, there and back          | Lepikhin et al. 2020     |
 | pipeline | b S h a / tensor for each micro-batch and border between stages               | Huang et al. 2019        |
 
-and once a step the numbers that all ranks share, a sum of squares for each way of sharding, and the gradients of weights that are
-whole on every tensor device.
+and once a step the numbers that all ranks share, a sum of squares for each way of sharding, and the gradients
+of weights that are whole on every tensor device.
 
-What cannot be known beforehand: how many rows come to the experts of a device depends on the routing, and two of the four
-all-to-alls of a layer carry the rows that came. They are given for an even load. Everything else is exact, for sequences without
-document boundaries (`data.reset_attention` adds small messages), stages cut by cost, and recomputation of none, selected parts or
-all of a block. With "cuda", blocks are taken to be compiled, which keeps gathered sequences where plain blocks gather again.
+What cannot be known beforehand: how many rows come to the experts of a device depends on the routing, and two
+of the four all-to-alls of a layer carry the rows that came. They are given for an even load. Everything else
+is exact, for sequences without document boundaries (`data.reset_attention` adds small messages), stages cut
+by cost, and recomputation of none, selected parts or all of a block. With "cuda", blocks are taken to be
+compiled, which keeps gathered sequences where plain blocks gather again.
 
-What rank 0 has is in `first_rank.py`, what moves for its weights in `weight_flows.py`, for its activations in `block_flows.py`,
-and once a step in `step_flows.py`. `predict.py` prices these flows and derives no volume of its own: the bytes in a prediction,
-in the flows and in the ledger are the same. What other programs do differently (`Stack`) is said here too.
+What rank 0 has is in `first_rank.py`, what moves for its weights in `weight_flows.py`, for its activations in
+`block_flows.py`, and once a step in `step_flows.py`. `predict.py` prices these flows and derives no volume of
+its own: the bytes in a prediction, in the flows and in the ledger are the same. What other programs do
+differently (`Stack`) is said here too.
 
-The cost: some forty products of arrays, whatever the model's depth, a microsecond a candidate. What depends on few distinct
-numbers (sizes of units, blocks of a cut) is worked out once for each of them and looked up.
+The cost: some forty products of arrays, whatever the model's depth, a microsecond a candidate. What depends
+on few distinct numbers (sizes of units, blocks of a cut) is worked out once for each of them and looked
+up.
 """
 
 from __future__ import annotations
@@ -47,8 +53,8 @@ from shardwise.plan.grid import label
 
 
 def flows(work: Work, space: Space, stack: Stack = SHARDWISE, device: str = "cuda") -> list[Flow]:
-    """Everything that rank 0 sends in a step, for every candidate: one flow for each kind, axis and time that occurs. On a "cuda"
-    device blocks are compiled and the loss has larger chunks than on a "cpu"."""
+    """Everything that rank 0 sends in a step, for every candidate: one flow for each kind, axis and time that
+    occurs. On a "cuda" device blocks are compiled and the loss has larger chunks than on a "cpu"."""
     layouts, index = space.layouts
     rank = FirstRank.of(work, layouts, stack, device)
     of_layouts = _merged([*weight_flows(rank), *step_flows(rank)])  # as of one micro-batch

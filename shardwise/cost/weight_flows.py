@@ -1,8 +1,9 @@
 """What the data axes move: weights gathered and gradients summed, unit by unit.
 
-A unit is what FSDP2 gathers at once (parallel/data.py): a block, its experts, its router, the embedding, and a root with all that
-remains of a stage. The root stays gathered from forward to backward, so it is gathered once where others are gathered twice. With
-P numbers in the units, R of them in the root, c and r bytes of a weight and a gradient on the wire, m micro-batches:
+A unit is what FSDP2 gathers at once (parallel/data.py): a block, its experts, its router, the embedding, and
+a root with all that remains of a stage. The root stays gathered from forward to backward, so it is gathered
+once where others are gathered twice. With P numbers in the units, R of them in the root, c and r bytes of a
+weight and a gradient on the wire, m micro-batches:
 
 | zero | weights gathered   | gradients summed                                       |
 | ---- | ------------------ | ------------------------------------------------------ |
@@ -11,7 +12,8 @@ P numbers in the units, R of them in the root, c and r bytes of a weight and a g
 | 2    | c P once           | r P m, reduce-scatter                                  |
 | 3    | c (2 P - R) m      | r P m, reduce-scatter                                  |
 
-and in a run with replicas what was scattered is summed over them, once. Where backward goes in halves, everything is done once.
+and in a run with replicas what was scattered is summed over them, once. Where backward goes in halves,
+everything is done once.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
     compressed = _measures(rank)
     blocks = Units(rank.cut.first, *(rank.cut.first * each.block for each in (rank.sizes, *compressed)))
     blocks = replace(blocks, cast=rank.cut.first * rank.cast.block)
-    shared = (space.pipeline > 1) & model.tied  # then its gradients are summed over stages too, and not compressed
+    shared = (
+        space.pipeline > 1
+    ) & model.tied  # then its gradients are summed over stages too, and not compressed
     embedding = Units(
         apart * 1.0,
         np.where(apart, rank.sizes.embedding, 0.0),
@@ -101,8 +105,13 @@ def weight_flows(rank: FirstRank) -> Iterator[Flow]:
         *(np.where(alone, each.positions, 0) + at_the_end(each, 0) for each in compressed),
     )
     last = replace(last, cast=at_the_end(rank.cast, 0))
-    first = Units(np.where(alone, 0.0, positions), *(np.where(alone, 0, each.positions) for each in (rank.sizes, *compressed)))
-    yield from _sharded(rank, SHARDS, rank.shards, sharded, _Weights.of(rank), blocks, embedding, (first, last))
+    first = Units(
+        np.where(alone, 0.0, positions),
+        *(np.where(alone, 0, each.positions) for each in (rank.sizes, *compressed)),
+    )
+    yield from _sharded(
+        rank, SHARDS, rank.shards, sharded, _Weights.of(rank), blocks, embedding, (first, last)
+    )
     if model.experts:
         yield from _experts(rank, sharded)
         yield from _routers(rank, sharded)
@@ -114,7 +123,11 @@ def _measures(rank: FirstRank) -> list[Sizes]:
     if not _encodes(rank):
         return []
     how = rank.work.compression
-    return [rank.compressed, rank.rows, rank.columns] if how is not None and how.codec.name == "powersgd" else [rank.compressed]
+    return (
+        [rank.compressed, rank.rows, rank.columns]
+        if how is not None and how.codec.name == "powersgd"
+        else [rank.compressed]
+    )
 
 
 def _encodes(rank: FirstRank) -> bool:
@@ -140,17 +153,24 @@ class _Weights:
     def of(cls, rank: FirstRank) -> _Weights:
         """As the job says."""
         gathers = rank.work.gathers
-        return cls(rank.gathered) if gathers is None else cls(rank.gathered, gathers.codec, gathers.backward_shards)
+        return (
+            cls(rank.gathered)
+            if gathers is None
+            else cls(rank.gathered, gathers.codec, gathers.backward_shards)
+        )
 
 
 def gathered_ahead(rank: FirstRank) -> Iterator[Flow]:
-    """What FSDP2 gathers for nobody at the end of a step. It alone depends on the number of micro-batches in no simple way."""
+    """What FSDP2 gathers for nobody at the end of a step. It alone depends on the number of micro-batches in
+    no simple way."""
     space = rank.space
     where = np.flatnonzero((rank.shards > 1) & (space.pipeline > 1) & has_schedule(space, ("interleaved",)))
     blocks = np.zeros(len(space))
     blocks[where] = gathered_in_vain(rank.work, space.take(where), rank.stack)
     if len(where):
-        unit = Units(blocks, *(blocks * size for size in (rank.block, *(each.block for each in _measures(rank)[:1]))))
+        unit = Units(
+            blocks, *(blocks * size for size in (rank.block, *(each.block for each in _measures(rank)[:1])))
+        )
         unit = replace(unit, cast=blocks * rank.cast.block)
         yield _gather(SHARDS, "once", 1.0, unit, rank.shards, _Weights.of(rank))
 
@@ -175,8 +195,17 @@ def _experts(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
 def _routers(rank: FirstRank, sharded: Bools) -> Iterator[Flow]:
     """Gathered in the dtype of sums, so that no score is rounded."""
     if rank.stack.wide_routers:
-        routers = Units(rank.cut.first, *(rank.cut.first * each.router for each in (rank.sizes, *_measures(rank))))
-        yield from _sharded(rank, SHARDS, rank.shards, sharded, replace(_Weights.of(rank), width=rank.wide, codec=None), routers)
+        routers = Units(
+            rank.cut.first, *(rank.cut.first * each.router for each in (rank.sizes, *_measures(rank)))
+        )
+        yield from _sharded(
+            rank,
+            SHARDS,
+            rank.shards,
+            sharded,
+            replace(_Weights.of(rank), width=rank.wide, codec=None),
+            routers,
+        )
 
 
 def _sharded(
@@ -189,7 +218,8 @@ def _sharded(
     embedding: Units = NOTHING,
     rest: Sequence[Units] = (),
 ) -> Iterator[Flow]:
-    """Units that are sharded over this axis, where they are `here`, and gathered in so many bytes a weight."""
+    """Units that are sharded over this axis, where they are `here`, and gathered in so many bytes a
+    weight."""
     space, stack, several = rank.space, rank.stack, here & (shards > 1)
     ends = sum(rest, embedding)
     at_ends = [embedding, *rest] if _encodes(rank) else [ends]
@@ -208,12 +238,18 @@ def _sharded(
     among_copies = here & (rank.engine.zero == 0) & (space.replica * devices(axis, space) > 1)
     among_replicas = here & (rank.engine.zero > 0) & (space.replica > 1)
     for unit in all_units:
-        gathered = replace(unit, count=max(stack.gathers_after, 1) * unit.count)  # one by one, where a program does that
-        yield _gather(axis, "step" if stack.gathers_after else "once", several & ~three, gathered, shards, weights)
+        gathered = replace(
+            unit, count=max(stack.gathers_after, 1) * unit.count
+        )  # one by one, where a program does that
+        yield _gather(
+            axis, "step" if stack.gathers_after else "once", several & ~three, gathered, shards, weights
+        )
         yield from _sums(rank, "reduce_scatter", axis, "once", several & at_end, unit, shards)
         copies = f"replica x {axis}"
         yield from _sums(rank, "all_reduce", copies, "once", among_copies, unit, devices(copies, space))
-        yield from _sums(rank, "all_reduce", "replica", "once", among_replicas, unit.shard(shards), space.replica)
+        yield from _sums(
+            rank, "all_reduce", "replica", "once", among_replicas, unit.shard(shards), space.replica
+        )
 
 
 def _gather(axis: str, when: When, times: Any, unit: Units, shards: Ints, weights: _Weights) -> Flow:
@@ -222,7 +258,10 @@ def _gather(axis: str, when: When, times: Any, unit: Units, shards: Ints, weight
         sent = unit.numbers * weights.width - unit.cast * (weights.width - 1)
         return units("all_gather", axis, when, times, (unit.count, sent), 1.0)
     each = np.asarray(unit.compressed) // np.maximum(unit.count, 1) // shards  # of one unit, on one device
-    sent = unit.count * shards * _wire_bytes(weights.codec, each) + (unit.numbers - unit.compressed) * weights.width
+    sent = (
+        unit.count * shards * _wire_bytes(weights.codec, each)
+        + (unit.numbers - unit.compressed) * weights.width
+    )
     own, none = np.asarray(unit.count * each, dtype=np.float64), 0.0 * each
     work = CodecWork(weights.codec, own, own * shards, none, 2.0 * np.asarray(unit.count) + none)
     return _coded(units("all_gather", axis, when, times, (unit.count, sent), 1.0), work, times)
@@ -235,8 +274,11 @@ def _gather_again(axis: str, when: When, times: Any, unit: Units, shards: Ints, 
     return units("all_gather", within(axis, weights.nearby), when, times, unit.pair, weights.width)
 
 
-def _sums(rank: FirstRank, kind: str, axis: str, when: When, times: Any, unit: Units, among: Any) -> Iterator[Flow]:
-    """Gradients of units summed: as they are, or what is compressed of them in one or two hops (comm/compressed.py)."""
+def _sums(
+    rank: FirstRank, kind: str, axis: str, when: When, times: Any, unit: Units, among: Any
+) -> Iterator[Flow]:
+    """Gradients of units summed: as they are, or what is compressed of them in one or two hops
+    (comm/compressed.py)."""
     work = rank.work
     if work.compression is None or not work.compression.compresses(axis):
         yield units(kind, axis, when, times, unit.pair, rank.reduced)
@@ -263,7 +305,9 @@ def _encoded_sum(
     size = units_summed * among * _wire_bytes(codec, each)
     yield _coded(units("all_to_all", axis, when, times, (units_summed, size), 1.0), first, times)
     if kind == "all_reduce":
-        second = CodecWork(codec.of_sums, row, all_rows, rank.reduced * _COPIED * all_rows, units_summed * (among + 1))
+        second = CodecWork(
+            codec.of_sums, row, all_rows, rank.reduced * _COPIED * all_rows, units_summed * (among + 1)
+        )
         size = units_summed * among * _wire_bytes(codec.of_sums, each)
         yield _coded(units("all_gather", axis, when, times, (units_summed, size), 1.0), second, times)
 
@@ -282,7 +326,9 @@ def _low_rank_sum(
         kernels=0.0 * numbers,
     )
     factors = codec.number * (unit.rows + unit.columns)
-    return _coded(units("all_reduce", axis, when, times, (2 * units_summed, factors), rank.reduced), work, times)
+    return _coded(
+        units("all_reduce", axis, when, times, (2 * units_summed, factors), rank.reduced), work, times
+    )
 
 
 def _coded(flow: Flow, work: CodecWork, times: Any) -> Flow:
@@ -292,7 +338,9 @@ def _coded(flow: Flow, work: CodecWork, times: Any) -> Flow:
 def _wire_bytes(compression: Compression, numbers: Any) -> Any:
     """Of rows of so many numbers each, worked out once for each length that occurs."""
     lengths, index = np.unique(np.asarray(numbers), return_inverse=True)
-    return np.asarray([float(compression.wire_bytes(int(length))) for length in lengths])[index.reshape(np.shape(numbers))]
+    return np.asarray([float(compression.wire_bytes(int(length))) for length in lengths])[
+        index.reshape(np.shape(numbers))
+    ]
 
 
 def _of_buckets(rank: FirstRank) -> Iterator[Flow]:
@@ -307,14 +355,17 @@ def _of_buckets(rank: FirstRank) -> Iterator[Flow]:
     for bucket, count in buckets.items():
         large = [shape for shape in bucket if is_compressed(shape)]
         rows, columns = sum(prod(shape[:-1]) for shape in large), sum(shape[-1] for shape in large)
-        unit = Units(*(count * each for each in (1.0, sum(map(prod, bucket)), sum(map(prod, large)), rows, columns)))
+        unit = Units(
+            *(count * each for each in (1.0, sum(map(prod, bucket)), sum(map(prod, large)), rows, columns))
+        )
         yield from _sums(rank, "all_reduce", COPIES, "once", rank.plain, unit, devices(COPIES, rank.space))
 
 
 @lru_cache(maxsize=64)
 def _buckets(model: Model, stored: int, first: int, others: int) -> Counter[tuple[Shape, ...]]:
-    """The shapes in each of the buckets in which DistributedDataParallel sums gradients, from the last parameter to the first,
-    and how many buckets are so. A bucket is full when it reaches its size; torch's first is small, to begin early."""
+    """The shapes in each of the buckets in which DistributedDataParallel sums gradients, from the last
+    parameter to the first, and how many buckets are so. A bucket is full when it reaches its size; torch's
+    first is small, to begin early."""
     buckets: list[list[Shape]] = [[]]
     for shape in reversed(parameter_shapes(model).values()):
         if stored * sum(map(prod, buckets[-1])) >= (others if len(buckets) > 1 else first):

@@ -1,13 +1,15 @@
 """Batches for one rank: a thread reads ahead while the device computes.
 
-The only state is how many sequences the run has seen, so resuming is starting at another `seen`. One thread is enough: a
-step's rows come from memory-mapped tokens, and numpy and torch let go of the interpreter lock while copying. For a GPU the
-thread also copies into pinned memory, from where the copy to the device runs behind the computation. Costs host memory for two
-steps of this rank's rows, 16 bytes a token (20 with document numbers).
+The only state is how many sequences the run has seen, so resuming is starting at another `seen`. One thread
+is enough: a step's rows come from memory-mapped tokens, and numpy and torch let go of the interpreter lock
+while copying. For a GPU the thread also copies into pinned memory, from where the copy to the device runs
+behind the computation. Costs host memory for two steps of this rank's rows, 16 bytes a token (20 with
+document numbers).
 
-Every sequence is summed up as it is read: the CRC-32 of its token ids. The sum of these over a global batch does not depend on
-who read which sequence, so it is the same on any layout, and a run that was interrupted can show by it that each step saw the
-sequences it should have seen. It costs the reading thread a few nanoseconds a token.
+Every sequence is summed up as it is read: the CRC-32 of its token ids. The sum of these over a global batch
+does not depend on who read which sequence, so it is the same on any layout, and a run that was interrupted
+can show by it that each step saw the sequences it should have seen. It costs the reading thread a few
+nanoseconds a token.
 """
 
 from __future__ import annotations
@@ -43,9 +45,11 @@ class Batch:
 
 
 class Batches(Iterator[list[Batch]]):
-    """Yields, step after step without end, this rank's rows of the global batch in as many micro-batches, as even as can be.
+    """Yields, step after step without end, this rank's rows of the global batch in as many micro-batches, as
+    even as can be.
 
-    Whose rows are whose may change from step to step: `take` says which are to be read for the step after the one it returns.
+    Whose rows are whose may change from step to step: `take` says which are to be read for the step after the
+    one it returns.
     """
 
     def __init__(
@@ -72,8 +76,8 @@ class Batches(Iterator[list[Batch]]):
         return self.take(self._rows)
 
     def take(self, then: range) -> list[Batch]:
-        """The next step's micro-batches, on the device; the step after it gets those rows of its batch. An error of the reading
-        thread is raised here.
+        """The next step's micro-batches, on the device; the step after it gets those rows of its batch. An
+        error of the reading thread is raised here.
         """
         if self._closed:
             raise StopIteration
@@ -82,7 +86,8 @@ class Batches(Iterator[list[Batch]]):
         if isinstance(ready, BaseException):
             self.close()
             raise ready
-        # Copied here, on the consumer's stream, so that the copy is ordered before the computation that reads it.
+        # Copied here, on the consumer's stream, so that the copy is ordered before the computation that reads
+        # it.
         return [_to(batch, self._device) for batch in ready]
 
     def close(self) -> None:
@@ -106,11 +111,18 @@ class Batches(Iterator[list[Batch]]):
     def _read_ahead(self, seen: int) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # else pinning opens a context on the first GPU, for every rank
+                torch.cuda.set_device(
+                    self._device
+                )  # else pinning opens a context on the first GPU, for every rank
             while not self._closed and (wanted := self._wanted.get()) is not None:
                 first = seen + wanted.start
                 rows = self._dataset.sequences(first, len(wanted))
-                self._ready.put([self._micro_batch_of(rows, part, first) for part in parts(len(wanted), self._micro_batches)])
+                self._ready.put(
+                    [
+                        self._micro_batch_of(rows, part, first)
+                        for part in parts(len(wanted), self._micro_batches)
+                    ]
+                )
                 seen += self._global_batch
         except BaseException as error:  # whatever it is, it belongs to the consumer
             self._ready.put(error)
@@ -134,11 +146,18 @@ def to_batch(rows: Rows, device: torch.device) -> Batch:
 def host_batch(rows: Rows, pinned: bool) -> Batch:
     """Rows as tensors in host memory."""
     documents = None if rows.documents is None else _tensor(rows.documents, pinned)
-    return Batch(_tensor(rows.inputs, pinned), _tensor(rows.targets, pinned), documents, rows.valid, checksum(rows.inputs))
+    return Batch(
+        _tensor(rows.inputs, pinned),
+        _tensor(rows.targets, pinned),
+        documents,
+        rows.valid,
+        checksum(rows.inputs),
+    )
 
 
 def checksum(inputs: NDArray[np.int64]) -> int:
-    """Of sequences, one a row: the sum of the CRC-32 of each, taken over its token ids as 8 bytes each, lowest first."""
+    """Of sequences, one a row: the sum of the CRC-32 of each, taken over its token ids as 8 bytes each,
+    lowest first."""
     return sum(zlib.crc32(row.data) for row in np.ascontiguousarray(inputs, dtype="<i8"))
 
 

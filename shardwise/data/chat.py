@@ -1,18 +1,21 @@
 """Conversations, and prompts with their completion, as text of which the model learns to say the answers.
 
-A conversation is written the way the model was taught to read it, by the chat template that came with its tokenizer: a small
-program in Jinja, run by the library that the transformers library runs it with, in a sandbox and within limits, since it comes
-from elsewhere (render.py). The text is then what `apply_chat_template` gives, character for character.
+A conversation is written the way the model was taught to read it, by the chat template that came with its
+tokenizer: a small program in Jinja, run by the library that the transformers library runs it with, in a
+sandbox and within limits, since it comes from elsewhere (render.py). The text is then what
+`apply_chat_template` gives, character for character.
 
-Which characters are the assistant's? A template that marks them (`{% generation %}`) says so. Any other is asked what it writes
-before the answer, for a model to go on from, and what once the answer is there. The answer is the difference, up to the mark
-that ends it; white space that follows is the template's, and no model need say it. A template may also write a message in another
-way once others follow (some leave earlier thoughts out). Then a conversation of n answers becomes n texts, each as the model will
-have it before it when it gives that answer, with that answer alone to be learnt. What cannot be told apart is refused.
+Which characters are the assistant's? A template that marks them (`{% generation %}`) says so. Any other is
+asked what it writes before the answer, for a model to go on from, and what once the answer is there. The
+answer is the difference, up to the mark that ends it; white space that follows is the template's, and no
+model need say it. A template may also write a message in another way once others follow (some leave earlier
+thoughts out). Then a conversation of n answers becomes n texts, each as the model will have it before it when
+it gives that answer, with that answer alone to be learnt. What cannot be told apart is refused.
 
-The content of a message is text, a list of parts of text, or null beside tool calls. Null reaches the template as it is. So do
-parts, where the template takes them: for a message with one part it writes what it writes for the text of that part. Other
-templates were written for strings, and get the parts joined without a separator, as templates that take parts write them.
+The content of a message is text, a list of parts of text, or null beside tool calls. Null reaches the
+template as it is. So do parts, where the template takes them: for a message with one part it writes what it
+writes for the text of that part. Other templates were written for strings, and get the parts joined without a
+separator, as templates that take parts write them.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ BYTES_TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ABSENT = {"tools": None, "documents": None}
-"""What a template may ask for and finds given as nothing, as in the transformers library: `is defined`, and `is none`."""
+"""What a template may ask for and finds given as nothing, as in the transformers library: `is defined`, and
+`is none`."""
 _NONCE = secrets.token_hex(8)
 _OPEN, _CLOSE = f"\ue000{_NONCE}\ue001", f"\ue002{_NONCE}\ue003"
 """Around what a template marks; they are taken out again, and no text of a user's has them."""
@@ -69,7 +73,8 @@ class AnsweredText:
     text: str
     answers: tuple[Span, ...]
     closed: bool = False
-    """Whether the end-of-document token follows, as part of the last answer; a template writes its own end."""
+    """Whether the end-of-document token follows, as part of the last answer; a template writes its own
+    end."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +91,17 @@ class ChatTemplate:
     @cached_property
     def fingerprint(self) -> str:
         """Equal for two only if they write the same."""
-        return hashlib.sha256(json.dumps([self.source, dict(self.tokens)], sort_keys=True).encode()).hexdigest()[:32]
+        return hashlib.sha256(
+            json.dumps([self.source, dict(self.tokens)], sort_keys=True).encode()
+        ).hexdigest()[:32]
 
     def write(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
         """The conversation as text; `generation_prompt`: up to where the assistant's answer begins."""
         return self._written(messages, generation_prompt)[0]
 
     def answered(self, messages: Sequence[Message]) -> list[AnsweredText]:
-        """The conversation up to its last answer: one text, or one for each answer if a template writes it in several ways."""
+        """The conversation up to its last answer: one text, or one for each answer if a template writes it in
+        several ways."""
         messages = [self._taken(message) for message in messages]
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         for turn in turns:
@@ -112,7 +120,9 @@ class ChatTemplate:
         """What it puts behind an answer; nothing where that cannot be told."""
         said = "an answer"
         try:
-            written = self.write([{"role": "user", "content": "a question"}, {"role": "assistant", "content": said}])
+            written = self.write(
+                [{"role": "user", "content": "a question"}, {"role": "assistant", "content": said}]
+            )
         except UserError:
             return ""
         _, found, mark = written.rstrip().rpartition(said)
@@ -127,10 +137,15 @@ class ChatTemplate:
     def _takes_parts(self, role: str) -> bool:
         """Whether the template writes a message of one part of text as it writes that text."""
         if role not in self._known_roles:
-            before: list[Message] = [] if role in ("system", "developer", "user") else [{"role": "user", "content": "a question"}]
-            after: list[Message] = [{"role": "user", "content": "a question"}] if role in ("system", "developer") else []
+            before: list[Message] = (
+                [] if role in ("system", "developer", "user") else [{"role": "user", "content": "a question"}]
+            )
+            after: list[Message] = (
+                [{"role": "user", "content": "a question"}] if role in ("system", "developer") else []
+            )
             with_content = (
-                [*before, {"role": role, "content": content}, *after] for content in ("some words", [text_part("some words")])
+                [*before, {"role": role, "content": content}, *after]
+                for content in ("some words", [text_part("some words")])
             )
             try:
                 text, parts = (self.write(messages) for messages in with_content)
@@ -150,10 +165,13 @@ class ChatTemplate:
             return
         with_calls, without_calls = self.write(messages), None
         with suppress(UserError):  # a template that refuses a message without them does write them
-            without_calls = self.write([*before, {key: value for key, value in last.items() if key != TOOL_CALLS}])
+            without_calls = self.write(
+                [*before, {key: value for key, value in last.items() if key != TOOL_CALLS}]
+            )
         if with_calls == without_calls:
             raise UserError(
-                f"message {len(messages)} has tool calls and no text, and the chat template writes no tool calls; give a "
+                f"message {len(messages)} has tool calls and no text, and the chat template writes no tool "
+                f"calls; give a "
                 "data.tokenizer whose template does, or leave the conversation out"
             )
 
@@ -162,8 +180,10 @@ class ChatTemplate:
         stop = len(text.rstrip())
         if not text.startswith(before) or stop <= len(before):
             raise UserError(
-                f"message {len(messages)}: the chat template writes an answer in another way than it begins one for the model, "
-                "so what to learn of it cannot be told. Begin with a question, or mark answers in it by {% generation %}"
+                f"message {len(messages)}: the chat template writes an answer in another way than it begins "
+                f"one for the model, "
+                "so what to learn of it cannot be told. Begin with a question, or mark answers in it by {% "
+                "generation %}"
             )
         return AnsweredText(text, ((len(before), stop),))
 
@@ -171,8 +191,15 @@ class ChatTemplate:
     def _marks(self) -> bool:
         return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
 
-    def _written(self, messages: Sequence[Message], generation_prompt: bool = False) -> tuple[str, tuple[Span, ...]]:
-        variables = {"messages": messages, "add_generation_prompt": generation_prompt, **_ABSENT, **self.tokens}
+    def _written(
+        self, messages: Sequence[Message], generation_prompt: bool = False
+    ) -> tuple[str, tuple[Span, ...]]:
+        variables = {
+            "messages": messages,
+            "add_generation_prompt": generation_prompt,
+            **_ABSENT,
+            **self.tokens,
+        }
         try:
             said = renderer().render(Request(self.source, variables, (_OPEN, _CLOSE)))
         except NotATemplate as error:
@@ -185,7 +212,8 @@ class ChatTemplate:
 
 
 def find_template(tokenizer: str | Path) -> ChatTemplate | None:
-    """The template that is beside a tokenizer.json, given by its path or by its folder; None: there is none."""
+    """The template that is beside a tokenizer.json, given by its path or by its folder; None: there is
+    none."""
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     settings = tokenizer_settings(folder)
     tokens = {name: spelling(settings[name]) for name in _SPECIAL if spelling(settings.get(name))}
@@ -212,17 +240,25 @@ def template_of_bytes() -> ChatTemplate:
     return ChatTemplate(BYTES_TEMPLATE, {"eos_token": BYTES_END}, "the template of `bytes`")
 
 
-def answered_texts(values: Mapping[str, Any], template: ChatTemplate | None, where: str) -> list[AnsweredText]:
+def answered_texts(
+    values: Mapping[str, Any], template: ChatTemplate | None, where: str
+) -> list[AnsweredText]:
     """The texts of a record that has messages, or a prompt and its completion."""
     if MESSAGES not in values:
         prompt, completion = (_text(values[name], f"{where}: `{name}`") for name in (PROMPT, COMPLETION))
         if not completion.strip():
-            raise UserError(f"{where}: an empty `{COMPLETION}`, so there is nothing to learn; leave the record out")
-        return [AnsweredText(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), closed=True)]
+            raise UserError(
+                f"{where}: an empty `{COMPLETION}`, so there is nothing to learn; leave the record out"
+            )
+        return [
+            AnsweredText(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), closed=True)
+        ]
     if template is None:
         raise UserError(
-            f"{where}: a conversation, and the tokenizer has no chat template, which says how to write one. Give as "
-            f"data.tokenizer (or model.pretrained) a folder that has {FILE}, or `chat_template` in its {TOKENIZER_CONFIG}"
+            f"{where}: a conversation, and the tokenizer has no chat template, which says how to write one. "
+            f"Give as "
+            f"data.tokenizer (or model.pretrained) a folder that has {FILE}, or `chat_template` in its "
+            f"{TOKENIZER_CONFIG}"
         )
     messages = _messages(values[MESSAGES], where)
     try:
@@ -233,19 +269,28 @@ def answered_texts(values: Mapping[str, Any], template: ChatTemplate | None, whe
 
 def _messages(value: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: `{MESSAGES}` is {shown(value)}, not a list of messages with `role` and `content`")
+        raise UserError(
+            f"{where}: `{MESSAGES}` is {shown(value)}, not a list of messages with `role` and `content`"
+        )
     messages = []
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"{where}: message {number} is {shown(message)}, not an object with `role` and `content`")
+            raise UserError(
+                f"{where}: message {number} is {shown(message)}, not an object with `role` and `content`"
+            )
         content = _content(message, f"{where}: the content of message {number}")
         if message["role"] == "assistant" and not text_of(content).strip() and not message.get(TOOL_CALLS):
-            raise UserError(f"{where}: message {number} is an empty answer; leave the conversation out, or end it before")
+            raise UserError(
+                f"{where}: message {number} is an empty answer; leave the conversation out, or end it before"
+            )
         # A table has every field in every row, with nothing in those that a message lacks.
         given = {key: part for key, part in message.items() if part is not None}
         messages.append(given | ({"content": content} if "content" in message else {}))
     if not any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{where}: no message has the role `assistant`, so there is nothing to learn; leave the record out")
+        raise UserError(
+            f"{where}: no message has the role `assistant`, so there is nothing to learn; leave the "
+            f"record out"
+        )
     return messages
 
 
@@ -264,7 +309,8 @@ def _part(part: object, what: str) -> dict[str, str]:
     if not isinstance(part, dict) or kind != "text":
         found = f"is of type {shown(kind)}" if isinstance(part, dict) else f"is {shown(part)}"
         raise UserError(
-            f'{what} {found}; only text is learnt from, {{"type": "text", "text": …}}. Leave the part out, or the conversation'
+            f'{what} {found}; only text is learnt from, {{"type": "text", "text": …}}. Leave the part out, '
+            f"or the conversation"
         )
     return text_part(_text(part.get("text"), f"{what} `text`"))
 

@@ -1,7 +1,7 @@
 """Rows of columnar files: Parquet, and the Arrow files that Hugging Face data sets are made of.
 
-Both are read a batch of rows at a time and only the columns asked for, so memory stays at a few thousand documents. pyarrow
-is an optional dependency (the `parquet` extra), imported only when such a file is met.
+Both are read a batch of rows at a time and only the columns asked for, so memory stays at a few thousand
+documents. pyarrow is an optional dependency (the `parquet` extra), imported only when such a file is met.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def _stream_batches(reader: Any, source: Any) -> Iterator[tuple[Any, float]]:
 def _rows(batches: Iterable[tuple[Any, float]]) -> Iterator[Row]:
     number = 0
     for batch, share in batches:
-        for start in range(0, len(batch), _ROWS):  # an Arrow batch may be large: turn it to Python objects bit by bit
+        for start in range(
+            0, len(batch), _ROWS
+        ):  # an Arrow batch may be large: turn it to Python objects bit by bit
             for values in batch.slice(start, _ROWS).to_pylist():
                 yield values, number, share
                 number += 1
@@ -80,5 +82,7 @@ def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise UserError(f"{path}: reading it needs pyarrow. Install it with: pip install 'shardwise[parquet]'") from None
+        raise UserError(
+            f"{path}: reading it needs pyarrow. Install it with: pip install 'shardwise[parquet]'"
+        ) from None
     return pyarrow

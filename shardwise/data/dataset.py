@@ -1,23 +1,25 @@
 """Training and held-out sequences, asked for by number.
 
-Each source's tokens, documents end to end, are cut into samples of `sequence_length` inputs and the same shifted by one
-as targets: sample k reads tokens [kS, kS + S]. Neighbours share one token, which is a target of the first and an input
-of the second, so every token but the very first is a target once an epoch, and nothing is padded. The last `held_out`
-share of each source's samples is never trained on.
+Each source's tokens, documents end to end, are cut into samples of `sequence_length` inputs and the same
+shifted by one as targets: sample k reads tokens [kS, kS + S]. Neighbours share one token, which is a target
+of the first and an input of the second, so every token but the very first is a target once an epoch, and
+nothing is padded. The last `held_out` share of each source's samples is never trained on.
 
-A run that has seen n sequences takes positions [n, n + global_batch) of the order (order.py) next. A rank asks for its
-rows of that batch by number; together the ranks read the same sequences whatever their number, and nothing is kept
-between steps but n. It is counted in sequences, not in steps, so that a batch that grows along the way (Smith et al., "Don't
-decay the learning rate, increase the batch size", 2018) neither skips nor repeats any.
+A run that has seen n sequences takes positions [n, n + global_batch) of the order (order.py) next. A rank
+asks for its rows of that batch by number; together the ranks read the same sequences whatever their number,
+and nothing is kept between steps but n. It is counted in sequences, not in steps, so that a batch that grows
+along the way (Smith et al., "Don't decay the learning rate, increase the batch size", 2018) neither skips nor
+repeats any.
 
-With `reset_attention`, `Rows.documents` tells the documents inside a row apart so that attention can be kept within each,
-and no loss is taken where the input is a document's last token: what follows it is another document, and cannot be
-predicted from it.
+With `reset_attention`, `Rows.documents` tells the documents inside a row apart so that attention can be kept
+within each, and no loss is taken where the input is a document's last token: what follows it is another
+document, and cannot be predicted from it.
 
-Conversations are packed, not cut: a sequence takes whole ones, in their order, as many as fit, and is filled up with the
-end-of-document token; one that is longer than a sequence has one to itself, and its end is left out. So no answer is learnt
-without its question. It costs what is left at the ends of sequences, half a conversation each. They are never seen by each other,
-whether `reset_attention` is asked for or not, and a loss is taken on their answers alone.
+Conversations are packed, not cut: a sequence takes whole ones, in their order, as many as fit, and is filled
+up with the end-of-document token; one that is longer than a sequence has one to itself, and its end is left
+out. So no answer is learnt without its question. It costs what is left at the ends of sequences, half a
+conversation each. They are never seen by each other, whether `reset_attention` is asked for or not, and a
+loss is taken on their answers alone.
 """
 
 from __future__ import annotations
@@ -84,10 +86,12 @@ class Stream:
     held_out: int
     weight: float
     firsts: Integers | None = None
-    """Of conversations: the first token of each sample, and after the last the number of tokens; None: samples are windows."""
+    """Of conversations: the first token of each sample, and after the last the number of tokens; None:
+    samples are windows."""
 
     def window(self, sample: int, length: int) -> tuple[int, int]:
-        """The first of a sample's tokens, and how many it has: one more than a sequence, or fewer where it is filled up."""
+        """The first of a sample's tokens, and how many it has: one more than a sequence, or fewer where it is
+        filled up."""
         if self.firsts is None:
             return sample * length, length + 1
         first, after = self.firsts[sample : sample + 2].tolist()
@@ -122,7 +126,8 @@ class Dataset:
         return self._rows(sources, samples)
 
     def held_out_rows(self, start: int, count: int) -> Rows:
-        """Held-out sequences [start, start + count), in an order that mixes the sources and is the same for every seed."""
+        """Held-out sequences [start, start + count), in an order that mixes the sources and is the same for
+        every seed."""
         assert 0 <= start <= start + count <= self.held_out_count, "rows outside the held-out split"
         shuffled = permute(np.arange(start, start + count), max(1, self.held_out_count), key(HELD_OUT))
         ends = np.cumsum([stream.held_out for stream in self.streams])
@@ -138,7 +143,8 @@ class Dataset:
 
     @property
     def content(self) -> str:
-        """What the data hold, with a checksum over all of it: two hosts with the same text have the same data."""
+        """What the data hold, with a checksum over all of it: two hosts with the same text have the same
+        data."""
         indexes = [stream.tokens.index for stream in self.streams]
         known = [(index.tokenizer_fingerprint, index.end, index.shards) for index in indexes]
         checksum = hashlib.sha256(repr(known).encode()).hexdigest()[:12]
@@ -171,7 +177,11 @@ class Dataset:
             held_out=self.held_out_count,
             tokenizer=indexes[0].tokenizer,
             vocabulary=self.vocabulary,
-            cut=sum(_longer(stream.tokens, self.sequence_length) for stream in self.streams if stream.firsts is not None),
+            cut=sum(
+                _longer(stream.tokens, self.sequence_length)
+                for stream in self.streams
+                if stream.firsts is not None
+            ),
         )
 
     def _rows(self, sources: Integers, samples: Integers) -> Rows:
@@ -191,10 +201,13 @@ class Dataset:
 
 
 def rows_of(
-    window: NDArray[np.int64], ends: NDArray[np.bool_], reset_attention: bool, learnt: NDArray[np.bool_] | None = None
+    window: NDArray[np.int64],
+    ends: NDArray[np.bool_],
+    reset_attention: bool,
+    learnt: NDArray[np.bool_] | None = None,
 ) -> Rows:
-    """Rows from tokens (rows, sequence_length + 1), whether each input is the last of its document, and whether each token is to
-    be learnt."""
+    """Rows from tokens (rows, sequence_length + 1), whether each input is the last of its document, and
+    whether each token is to be learnt."""
     inputs, targets = window[:, :-1].copy(), window[:, 1:].copy()
     if not reset_attention:
         return Rows(inputs, targets, None)
@@ -202,14 +215,20 @@ def rows_of(
     if learnt is not None:
         targets[~learnt[:, 1:]] = IGNORED
     begins = np.zeros(ends.shape, dtype=np.int32)
-    begins[:, 1:] = np.where(ends[:, :-1], np.arange(1, ends.shape[1]), 0)  # an end still belongs to the document it ends
+    begins[:, 1:] = np.where(
+        ends[:, :-1], np.arange(1, ends.shape[1]), 0
+    )  # an end still belongs to the document it ends
     return Rows(inputs, targets, np.maximum.accumulate(begins, axis=1))
 
 
 def settled(config: Config, dataset: Dataset | None = None) -> Config:
-    """The job, with what its data decide: conversations are kept apart whether it says so or not, and prepared data have a
-    tokenizer. Without the data set, a look at its sources tells the first of these."""
-    apart = dataset.reset_attention if dataset else config.data.reset_attention or sources_hold_answers(config.data)
+    """The job, with what its data decide: conversations are kept apart whether it says so or not, and
+    prepared data have a tokenizer. Without the data set, a look at its sources tells the first of these."""
+    apart = (
+        dataset.reset_attention
+        if dataset
+        else config.data.reset_attention or sources_hold_answers(config.data)
+    )
     update: dict[str, Any] = {"reset_attention": apart}
     if dataset and config.data.tokenizer == BYTES and dataset.streams[0].tokens.index.tokenizer != BYTES:
         update["tokenizer"] = str(dataset.streams[0].tokens.folder)
@@ -223,7 +242,8 @@ def check_vocabulary(dataset: Dataset, model_vocabulary: int, pretrained: str | 
 
 
 def too_large_ids(ids: int, model_vocabulary: int, pretrained: str | None = None) -> Iterator[str]:
-    """The problem that the tokenizer has more ids than the model, which is that of the folder `pretrained` if it is from one."""
+    """The problem that the tokenizer has more ids than the model, which is that of the folder `pretrained` if
+    it is from one."""
     if ids > model_vocabulary and pretrained is not None:
         yield (
             f"data.tokenizer: has {ids} ids, and the model in {pretrained} has {model_vocabulary}. "
@@ -240,7 +260,8 @@ def too_short(source: str | Path, tokens: int, length: int, most: str = "") -> I
     """The problem that a source has not one sequence of this length."""
     if tokens < length + 1:
         yield (
-            f"data.sequence_length = {length}: longer than the data. {source} holds {most}{tokens} tokens, one "
+            f"data.sequence_length = {length}: longer than the data. {source} holds {most}{tokens} "
+            f"tokens, one "
             f"sequence needs {length + 1}. Shorten the sequence or give more text."
         )
 
@@ -248,17 +269,22 @@ def too_short(source: str | Path, tokens: int, length: int, most: str = "") -> I
 def unigram_loss(dataset: Dataset) -> float:
     """Cross-entropy in nats of the held-out targets when each token is predicted by its frequency alone.
 
-    The bar any language model must clear. Frequencies are counted on the training tokens (at most the first 64 Mi of each
-    source) with one added to each count, so that a token never seen there still has a probability.
+    The bar any language model must clear. Frequencies are counted on the training tokens (at most the first
+    64 Mi of each source) with one added to each count, so that a token never seen there still has a
+    probability.
     """
     if not dataset.held_out_count:
-        raise UserError("data.held_out = 0: nothing is held out to evaluate on. Set data.held_out, for example to 0.05.")
+        raise UserError(
+            "data.held_out = 0: nothing is held out to evaluate on. Set data.held_out, for example to 0.05."
+        )
     counts = np.ones(dataset.vocabulary, dtype=np.int64)
     for stream in dataset.streams:
         length = min(stream.tokens_before(stream.training, dataset.sequence_length), UNIGRAM_TOKENS)
         for start in range(0, length, 1 << 20):
             part = (start, min(1 << 20, length - start))
-            counts += np.bincount(stream.tokens.read(*part)[stream.tokens.learnt(*part)], minlength=len(counts))
+            counts += np.bincount(
+                stream.tokens.read(*part)[stream.tokens.learnt(*part)], minlength=len(counts)
+            )
     surprise = np.log(counts.sum()) - np.log(counts)
     total, number = 0.0, 0
     for start in range(0, min(dataset.held_out_count, UNIGRAM_TOKENS // dataset.sequence_length + 1), 64):
@@ -271,7 +297,9 @@ def unigram_loss(dataset: Dataset) -> float:
 def _stream(folder: Path, weight: float, data: Data) -> Stream:
     tokens, length = Tokens.open(folder), data.sequence_length
     firsts = _packed(tokens, length) if tokens.index.holds_answers else None
-    for problem in too_short(folder, len(tokens), length) if firsts is None else _no_answer_in_reach(tokens, length):
+    for problem in (
+        too_short(folder, len(tokens), length) if firsts is None else _no_answer_in_reach(tokens, length)
+    ):
         raise UserError(problem)
     samples = (len(tokens) - 1) // length if firsts is None else len(firsts) - 1
     held_out = min(max(1, round(samples * data.held_out)), samples - 1) if data.held_out > 0 else 0
@@ -279,7 +307,8 @@ def _stream(folder: Path, weight: float, data: Data) -> Stream:
 
 
 def _packed(tokens: Tokens, length: int) -> Integers:
-    """Where samples of whole conversations begin, each of as many as fit, in order; and where the last is over."""
+    """Where samples of whole conversations begin, each of as many as fit, in order; and where the last is
+    over."""
     ends = tokens.ends
     firsts, documents = [0], 0
     while documents < len(ends):
@@ -299,8 +328,10 @@ def _no_answer_in_reach(tokens: Tokens, length: int) -> Iterator[str]:
     reach = answers[np.searchsorted(answers, firsts)] - firsts  # tokens before the first answer of each
     if reach.min() > length:
         yield (
-            f"data.sequence_length = {length}: in {tokens.folder} every conversation has more before its first answer, so there "
-            f"is nothing to learn. Give at least {int(reach.min()) + 1}; {int(reach.max()) + 1} reaches an answer of each."
+            f"data.sequence_length = {length}: in {tokens.folder} every conversation has more before its "
+            f"first answer, so there "
+            f"is nothing to learn. Give at least {int(reach.min()) + 1}; {int(reach.max()) + 1} reaches an "
+            f"answer of each."
         )
 
 
@@ -309,6 +340,8 @@ def _check_same_tokenizer(streams: tuple[Stream, ...]) -> None:
     for other in (stream.tokens for stream in streams[1:]):
         if other.index.tokenizer_fingerprint != first.index.tokenizer_fingerprint:
             raise UserError(
-                f"data.sources: {first.folder} (tokenizer {first.index.tokenizer}) and {other.folder} (tokenizer "
-                f"{other.index.tokenizer}) were prepared with different tokenizers. Prepare all sources with one."
+                f"data.sources: {first.folder} (tokenizer {first.index.tokenizer}) and {other.folder} "
+                f"(tokenizer "
+                f"{other.index.tokenizer}) were prepared with different tokenizers. Prepare all sources "
+                f"with one."
             )

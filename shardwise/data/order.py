@@ -1,16 +1,18 @@
 """The order of samples, as a pure function of (seed, position).
 
-A shuffled epoch is usually a permutation kept in memory, and a run's place in it a state to save. Here the permutation
-is computed: a keyed Feistel network (Luby and Rackoff, "How to construct pseudorandom permutations", 1988) is a
-bijection on an even number of bits, and walking its cycles until the value falls below `size` makes it a bijection on
-[0, size) (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Any rank can ask for any position, so the
-data position of a run is how many samples it has seen, whatever the number of data-parallel devices. Cost: no memory, and
-six rounds of integer arithmetic a walk; the domain is at most four times the size, so about four walks are expected at worst.
+A shuffled epoch is usually a permutation kept in memory, and a run's place in it a state to save. Here the
+permutation is computed: a keyed Feistel network (Luby and Rackoff, "How to construct pseudorandom
+permutations", 1988) is a bijection on an even number of bits, and walking its cycles until the value falls
+below `size` makes it a bijection on [0, size) (Black and Rogaway, "Ciphers with arbitrary finite domains",
+2002). Any rank can ask for any position, so the data position of a run is how many samples it has seen,
+whatever the number of data-parallel devices. Cost: no memory, and six rounds of integer arithmetic a walk;
+the domain is at most four times the size, so about four walks are expected at worst.
 
-Several sources are mixed without counting what was drawn since the start. Weights become whole quotas of a cycle of
-65,536 positions, and each cycle is shuffled by its own key; so every cycle holds each source exactly in proportion, and
-what a source gave in all earlier cycles is a multiplication. Only the count within one cycle is tabulated (1 MiB, made
-once a cycle), so that each source is read in the order of its epochs, and none of its samples comes twice in one.
+Several sources are mixed without counting what was drawn since the start. Weights become whole quotas of a
+cycle of 65,536 positions, and each cycle is shuffled by its own key; so every cycle holds each source exactly
+in proportion, and what a source gave in all earlier cycles is a multiplication. Only the count within one
+cycle is tabulated (1 MiB, made once a cycle), so that each source is read in the order of its epochs, and
+none of its samples comes twice in one.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def permute(index: Integers, size: int, keys: UnsignedIntegers | int) -> Integer
 
 
 def _feistel(value: UnsignedIntegers, half: int, keys: UnsignedIntegers) -> UnsignedIntegers:
-    """Each round swaps the halves and mixes one into the other, which can be undone whatever the mixing function."""
+    """Each round swaps the halves and mixes one into the other, which can be undone whatever the mixing
+    function."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = value >> shift, value & mask
     for number in range(ROUNDS):
@@ -73,7 +76,8 @@ def _feistel(value: UnsignedIntegers, half: int, keys: UnsignedIntegers) -> Unsi
 
 
 def quotas(weights: Sequence[float], cycle: int = CYCLE) -> Integers:
-    """Whole numbers in proportion to the weights that sum to the cycle: largest remainders first, at least 1 each."""
+    """Whole numbers in proportion to the weights that sum to the cycle: largest remainders first, at least 1
+    each."""
     assert 0 < len(weights) <= cycle, "more sources than positions in a cycle"
     exact = np.asarray(weights, dtype=np.float64) / np.sum(weights) * cycle
     shares: Integers = np.maximum(np.floor(exact), 1).astype(np.int64)
@@ -121,8 +125,11 @@ class Order:
 
 @lru_cache(maxsize=4)
 def _cycle(shares: tuple[int, ...], seed: int, cycle: int) -> tuple[Integers, Integers]:
-    """One cycle of a mixture: the source at each position, and how many of that source stand before it in the cycle."""
-    pattern = np.repeat(np.arange(len(shares)), shares)[permute(np.arange(CYCLE), CYCLE, key(seed, _MIX, cycle))]
+    """One cycle of a mixture: the source at each position, and how many of that source stand before it in the
+    cycle."""
+    pattern = np.repeat(np.arange(len(shares)), shares)[
+        permute(np.arange(CYCLE), CYCLE, key(seed, _MIX, cycle))
+    ]
     by_source = np.argsort(pattern, kind="stable")
     starts = np.cumsum([0, *shares[:-1]])
     ranks = np.empty(CYCLE, dtype=np.int64)

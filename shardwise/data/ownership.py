@@ -1,11 +1,13 @@
 """Whose folder is it? Asked before a single file is overwritten or removed.
 
-Preparing clears a folder that was made from other sources. `index.json` and `tokenizer.json` are common names, so only
-what is in a file tells that the folder is ours: the index of finished data, or the record of unfinished work. The
-record is the first file written and goes only after the index is there, so a folder we touched always holds one of
-them, wherever a crash fell. A new folder must be empty; a user's own is refused and left as it is.
+Preparing clears a folder that was made from other sources. `index.json` and `tokenizer.json` are common
+names, so only what is in a file tells that the folder is ours: the index of finished data, or the record of
+unfinished work. The record is the first file written and goes only after the index is there, so a folder we
+touched always holds one of them, wherever a crash fell. A new folder must be empty; a user's own is refused
+and left as it is.
 
-The same names tell that a source is no text: shards are never tokenised again, whatever became of their index.
+The same names tell that a source is no text: shards are never tokenised again, whatever became of their
+index.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def check_target(folder: Path) -> None:
     """Refuse to prepare into a file, or into a folder that holds anything not made here."""
     if os.path.lexists(folder) and not folder.is_dir():
         raise UserError(f"{folder} is a file, not a folder. Choose another folder for the prepared data.")
-    # The listing comes first: while another process works here, what it shows is vouched for by one of the next two.
+    # The listing comes first: while another process works here, what it shows is vouched for by one of the
+    # next two.
     names = set(os.listdir(folder)) if folder.is_dir() else set()
     if not (names <= _UNTOUCHED or is_begun(folder) or is_prepared(folder)):
         raise UserError(
@@ -53,7 +56,8 @@ def check_target(folder: Path) -> None:
 
 
 def refuse_shards(names: Iterable[Path]) -> None:
-    """Refuse to read prepared tokens as text. A prepared folder that has lost its index looks like any folder of files."""
+    """Refuse to read prepared tokens as text. A prepared folder that has lost its index looks like any folder
+    of files."""
     shard = next((path for path in names if _SHARD.fullmatch(path.name.removesuffix(".partial"))), None)
     if shard is None:
         return
@@ -68,7 +72,8 @@ def refuse_shards(names: Iterable[Path]) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove what an earlier source left in a folder of ours, the index first, so that it never vouches for other shards.
+    """Remove what an earlier source left in a folder of ours, the index first, so that it never vouches for
+    other shards.
 
     The record stays, and with it the folder is still ours if this is interrupted.
     """

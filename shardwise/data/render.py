@@ -1,19 +1,21 @@
 """Chat templates, run by a process of their own within limits of memory, time and length.
 
-A chat template is a program in Jinja that comes from elsewhere. Jinja's sandbox keeps it from files and objects, but not from
-work: `'x' * 10**9`, loops in loops, a filter that pads to any width, a macro that calls itself twice. Each of these is a single
-call that Python cannot interrupt, or one of too many to forbid by name. The kernel can limit all of them, for a process:
+A chat template is a program in Jinja that comes from elsewhere. Jinja's sandbox keeps it from files and
+objects, but not from work: `'x' * 10**9`, loops in loops, a filter that pads to any width, a macro that calls
+itself twice. Each of these is a single call that Python cannot interrupt, or one of too many to forbid by
+name. The kernel can limit all of them, for a process:
 
 - memory by RLIMIT_AS: what asks for more gets a MemoryError;
-- time by a timer of the processor time that the process uses (ITIMER_PROF), set anew for every conversation: when it is over, the
-  kernel ends the process. A machine that is busy or suspended changes nothing;
+- time by a timer of the processor time that the process uses (ITIMER_PROF), set anew for every conversation:
+  when it is over, the kernel ends the process. A machine that is busy or suspended changes nothing;
 - what is written is counted as it is written.
 
-It costs the start of a Python that imports nothing but Jinja, about a tenth of a second, once; and about a tenth of a
-millisecond for each conversation.
+It costs the start of a Python that imports nothing but Jinja, about a tenth of a second, once; and about a
+tenth of a millisecond for each conversation.
 
-This file is both ends. `renderer()` gives this process's end. The other is this file run as a program; it imports nothing of
-shardwise, so that it starts at once. Both write JSON. What JSON has no word for, such as a date from a table, becomes its text.
+This file is both ends. `renderer()` gives this process's end. The other is this file run as a program; it
+imports nothing of shardwise, so that it starts at once. Both write JSON. What JSON has no word for, such as a
+date from a table, becomes its text.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Refused(Exception):
 
 
 class Failed(Exception):
-    """The template fails at this conversation, or reaches a limit. The message is a predicate: "needs more than …"."""
+    """The template fails at this conversation, or reaches a limit. The message is a predicate: "needs more
+    than …"."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,18 @@ class Renderer:
     """Starts the process that renders, sends it requests, and ends it."""
 
     def __init__(self) -> None:
-        program = f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_path({__file__!r}, "
+            f"run_name='__main__')"
+        )
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program, str(MEMORY)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
         except OSError as error:
-            raise Failed(f"cannot be run: no process for it could be started ({error.strerror or error})") from None
+            raise Failed(
+                f"cannot be run: no process for it could be started ({error.strerror or error})"
+            ) from None
         self.pid = self._process.pid
         self.owner = os.getpid()
         self._lock = threading.Lock()
@@ -97,11 +105,16 @@ class Renderer:
         limits = _Limits(SECONDS, CHARACTERS + GROWTH * (len(variables) + len(request.source)), MEMORY)
         try:
             with self._lock:
-                _send(self._process.stdin, json.dumps((request.source, variables, request.marks, limits)).encode())
+                _send(
+                    self._process.stdin,
+                    json.dumps((request.source, variables, request.marks, limits)).encode(),
+                )
                 kind, text = json.loads(_received(self._process.stdout))
         except (OSError, EOFError):
             raise Failed(self._how_it_ended()) from None
-        except BaseException:  # Ctrl-C, say: the answer is still to come, and would be taken for that of the next request
+        except (
+            BaseException
+        ):  # Ctrl-C, say: the answer is still to come, and would be taken for that of the next request
             self.close()
             raise
         if kind == "text":
@@ -127,7 +140,10 @@ class Renderer:
         self.close()
         if status == -signal.SIGPROF:
             return f"takes more than {SECONDS:g} s of processor time for one conversation, which is the limit"
-        return f"cannot be run: its process was ended {f'by signal {-status}' if status < 0 else f'with status {status}'}"
+        return (
+            f"cannot be run: its process was ended "
+            f"{f'by signal {-status}' if status < 0 else f'with status {status}'}"
+        )
 
 
 _renderer: Renderer | None = None
@@ -177,7 +193,9 @@ def _serve(memory: int) -> None:
         except EOFError:
             return
         signal.setitimer(signal.ITIMER_PROF, limits[0])
-        answer = json.dumps(_answered(compiled, source, json.loads(variables), tuple(marks), _Limits(*limits))).encode()
+        answer = json.dumps(
+            _answered(compiled, source, json.loads(variables), tuple(marks), _Limits(*limits))
+        ).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(sys.stdout.buffer, answer)
 
@@ -212,7 +230,10 @@ def _joined(pieces: Iterator[str], most: int) -> str:
     for piece in pieces:
         length += len(piece)
         if length > most:
-            raise Failed(f"writes more than {most:,} characters for one conversation, which is the limit for its length")
+            raise Failed(
+                f"writes more than {most:,} characters for one conversation, which is the limit for its "
+                f"length"
+            )
         written.append(piece)
     return "".join(written)
 
@@ -239,9 +260,13 @@ def _environment(marks: tuple[str, str]) -> Any:
         raise TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)  # jinja's own escapes for HTML
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, **options
+        )  # jinja's own escapes for HTML
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -10,10 +10,10 @@ A prepared folder holds
     tokenizer.json      a copy, unless the tokenizer is `bytes`; with it, where there are such, tokenizer_config.json and
                         chat_template.jinja
 
-Shards join into one long row of tokens (`tokens.py` reads it); a document may run over into the next shard. Two bytes a
-token for vocabularies up to 65,536 ids, four above, and eight bytes a document. Every 1 MiB block has a CRC-32. A file
-is written beside its final name, synced and renamed: a crash never leaves half a shard looking whole. Data of another version are
-refused, and made again by the same command.
+Shards join into one long row of tokens (`tokens.py` reads it); a document may run over into the next shard.
+Two bytes a token for vocabularies up to 65,536 ids, four above, and eight bytes a document. Every 1 MiB block
+has a CRC-32. A file is written beside its final name, synced and renamed: a crash never leaves half a shard
+looking whole. Data of another version are refused, and made again by the same command.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class Index:
     shards: Annotated[tuple[Shard, ...], Field(min_length=1)]
     version: int = VERSION
     holds_answers: bool = False
-    """Whether documents are conversations: never cut unless they must, never seen by each other, and learnt in parts."""
+    """Whether documents are conversations: never cut unless they must, never seen by each other, and learnt
+    in parts."""
 
     @property
     def tokens(self) -> int:
@@ -115,7 +116,10 @@ class Index:
 
     def _contradictions(self) -> Iterator[str]:
         if self.dtype != token_dtype(self.vocabulary) or self.end >= self.vocabulary:
-            yield f"a vocabulary of {self.vocabulary} with dtype {self.dtype} and {self.end} as the end of a document"
+            yield (
+                f"a vocabulary of {self.vocabulary} with dtype {self.dtype} and {self.end} as the end of a "
+                f"document"
+            )
         size = int(self.dtype[-1])
         for number, shard in enumerate(self.shards):
             if shard.file != shard_name(number):
@@ -172,9 +176,12 @@ class ShardWriter:
         self._blocks: list[int] = []
 
     def append(self, ids: NDArray[Any], ends_document: bool, learnt: NDArray[np.bool_] | None = None) -> None:
-        """Add tokens, the last of which may close a document. `learnt` says which of a conversation's are to be."""
+        """Add tokens, the last of which may close a document. `learnt` says which of a conversation's are to
+        be."""
         if learnt is not None:
-            changes = np.flatnonzero(np.diff(learnt, prepend=False, append=False))  # where a stretch begins or is over
+            changes = np.flatnonzero(
+                np.diff(learnt, prepend=False, append=False)
+            )  # where a stretch begins or is over
             self._answers.append(changes + self.tokens)
         self._buffer += ids.astype(self._dtype).tobytes()
         self.tokens += len(ids)

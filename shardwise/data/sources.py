@@ -8,15 +8,16 @@
 | a folder saved by Hugging Face `save_to_disk` | a row of the Arrow files that its state.json names |
 | any other folder, in depth and sorted; a glob | as above, for each file |
 
-In a folder that has JSONL, Parquet or Arrow files only those are read: a README beside them is not data. Hidden files,
-.json files met in a folder (they describe data sets), folders of runs (metrics, logs and checkpoints), and folders of prepared
-tokens below (such as data.cache) are passed over.
-Text and JSON files may be gzipped. Rows without text are no documents. Shards of prepared tokens are refused: they are no
-text. A source holds texts or it holds answers (conversations and prompts with a completion, data/chat.py): its first good
-record says which.
+In a folder that has JSONL, Parquet or Arrow files only those are read: a README beside them is not data.
+Hidden files, .json files met in a folder (they describe data sets), folders of runs (metrics, logs and
+checkpoints), and folders of prepared tokens below (such as data.cache) are passed over. Text and JSON files
+may be gzipped. Rows without text are no documents. Shards of prepared tokens are refused: they are no text. A
+source holds texts or it holds answers (conversations and prompts with a completion, data/chat.py): its first
+good record says which.
 
-Whole text files are read in pieces of about 1 MiB cut after a line, so that memory stays bounded; a piece knows whether
-it ends its document. The cost: a token that would have spanned the cut is split there, once in a MiB.
+Whole text files are read in pieces of about 1 MiB cut after a line, so that memory stays bounded; a piece
+knows whether it ends its document. The cost: a token that would have spanned the cut is split there, once in
+a MiB.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ from typing import Any, BinaryIO, NotRequired, TypeVar, cast
 
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from shardwise.data.chat import COMPLETION, MESSAGES, PROMPT, ChatTemplate, Span, answered_texts, without_lone_surrogates
+from shardwise.data.chat import (
+    COMPLETION,
+    MESSAGES,
+    PROMPT,
+    ChatTemplate,
+    Span,
+    answered_texts,
+    without_lone_surrogates,
+)
 from shardwise.data.columnar import arrow_rows, parquet_rows
 from shardwise.data.ownership import is_begun, is_prepared, refuse_shards
 from shardwise.errors import ConfigError, UserError
@@ -76,7 +85,8 @@ class _Record:
     """A line or a row."""
 
     content: Mapping[str, object] | bytes
-    """The fields of a row; or a line of JSON, which is parsed when its fields are read: a bad one must not end the file."""
+    """The fields of a row; or a line of JSON, which is parsed when its fields are read: a bad one must not
+    end the file."""
     where: str
     position: int
 
@@ -109,14 +119,19 @@ class _SavedState(TypedDict):
 
 
 def find_files(source: str | Path) -> list[SourceFile]:
-    """Every file of a source: a file, a folder or a glob. Sorted, so that the order never depends on the file system."""
+    """Every file of a source: a file, a folder or a glob. Sorted, so that the order never depends on the file
+    system."""
     if not str(source).strip():
-        raise UserError("data source: an empty path. Give a text, JSONL or Parquet file, or a folder of them.")
+        raise UserError(
+            "data source: an empty path. Give a text, JSONL or Parquet file, or a folder of them."
+        )
     with reading(f"data source {source}:"):
         paths = _paths(source)
         refuse_shards(paths)
     if not paths:
-        raise UserError(f"data source {source}: no files in it. Give a text, JSONL or Parquet file, or a folder of them.")
+        raise UserError(
+            f"data source {source}: no files in it. Give a text, JSONL or Parquet file, or a folder of them."
+        )
     return [_described(path) for path in paths]
 
 
@@ -127,12 +142,17 @@ def _paths(source: str | Path) -> list[Path]:
     if path.exists():
         return [path]
     if glob.has_magic(str(source)):
-        return [file for match in sorted(glob.glob(str(source), recursive=True)) for file in _matched(Path(match))]
-    raise UserError(f"data source {source}: no such file or folder. Check the path (it is relative to {Path.cwd()}).")
+        return [
+            file for match in sorted(glob.glob(str(source), recursive=True)) for file in _matched(Path(match))
+        ]
+    raise UserError(
+        f"data source {source}: no such file or folder. Check the path (it is relative to {Path.cwd()})."
+    )
 
 
 def holds_answers(files: Sequence[SourceFile], text_field: str) -> bool:
-    """Whether a source holds conversations or prompts with a completion, and not texts: the first good record tells."""
+    """Whether a source holds conversations or prompts with a completion, and not texts: the first good record
+    tells."""
     bad: list[str] = []
     for file in files:
         if _kind(file.path) == "text":
@@ -156,14 +176,17 @@ def read_pieces(
     template: ChatTemplate | None = None,
     following: Sequence[SourceFile] = (),
 ) -> Iterator[TextPiece]:
-    """The documents of one file, in order; of a source of answers those, conversations written by the template.
+    """The documents of one file, in order; of a source of answers those, conversations written by the
+    template.
 
-    Where a record is bad, others are looked for in the rest of the file and in the `following` ones, and all are
-    refused together.
+    Where a record is bad, others are looked for in the rest of the file and in the `following` ones, and all
+    are refused together.
     """
     if _kind(file.path) == "text":
         if answers:
-            raise UserError(f"{file.path}: a text among conversations. Give them as sources of their own (data.sources).")
+            raise UserError(
+                f"{file.path}: a text among conversations. Give them as sources of their own (data.sources)."
+            )
         yield from _guarded(file, _text(file.path))
         return
     records = _read(file, text_field)
@@ -178,7 +201,9 @@ def read_pieces(
         yield from pieces
 
 
-def _pieces(record: _Record, text_field: str, answers: bool, template: ChatTemplate | None) -> list[TextPiece]:
+def _pieces(
+    record: _Record, text_field: str, answers: bool, template: ChatTemplate | None
+) -> list[TextPiece]:
     """The documents of one record; a UserError says what is wrong with it."""
     if (_fields(record.values, text_field, record.where) == [text_field]) == answers:
         kinds = "a text among conversations" if answers else "a conversation among texts"
@@ -224,7 +249,10 @@ def _one_text(record: _Record, text_field: str) -> Iterator[TextPiece]:
     value = record.values[text_field]
     if value is not None and not isinstance(value, str):
         kind = type(value).__name__
-        raise UserError(f"{record.where}: field {text_field!r} holds {kind}, not text. Name another one with data.text_field.")
+        raise UserError(
+            f"{record.where}: field {text_field!r} holds {kind}, not text. Name another one with "
+            f"data.text_field."
+        )
     if value:
         yield TextPiece(without_lone_surrogates(value), True, record.position)
 
@@ -236,7 +264,8 @@ def _fields(present: Iterable[str], text_field: str, where: str) -> list[str]:
         if all(field in present for field in fields):
             return fields
     raise UserError(
-        f"{where}: no field {text_field!r}; there are: {', '.join(present)}. Name the text with data.text_field. A conversation "
+        f"{where}: no field {text_field!r}; there are: {', '.join(present)}. Name the text with "
+        f"data.text_field. A conversation "
         f"is in {MESSAGES!r}, an answered prompt in {PROMPT!r} and {COMPLETION!r}."
     )
 
@@ -274,9 +303,15 @@ def _in_folder(folder: Path) -> list[Path]:
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return _saved_to_disk(folder)
     refuse_shards(sorted(folder.iterdir()))  # also where other files beside them would be read
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
+    files = sorted(
+        path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder))
+    )
     folders = {path.parent for path in files}
-    ours = {path for path in folders if is_prepared(path) or is_begun(path) or all((path / name).is_file() for name in RUN_FILES)}
+    ours = {
+        path
+        for path in folders
+        if is_prepared(path) or is_begun(path) or all((path / name).is_file() for name in RUN_FILES)
+    }
     files = [path for path in files if ours.isdisjoint(path.parents)]
     data = [path for path in files if path.suffix.lower() != ".json" and _kind(path) != "text"]
     return data or [path for path in files if path.suffix.lower() != ".json"]
@@ -295,7 +330,10 @@ def _saved_to_disk(folder: Path) -> list[Path]:
     path, advice = folder / "state.json", "Save the data set again with save_to_disk."
     state = parse_as(_SavedState, read_bytes(path, advice), path, advice)
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise UserError(f"{folder} was saved with an index of chosen rows; call flatten_indices() on it and save it again.")
+        raise UserError(
+            f"{folder} was saved with an index of chosen rows; call flatten_indices() on it and save it "
+            f"again."
+        )
     return [linked(folder, entry["filename"]) for entry in state["_data_files"]]
 
 
@@ -305,7 +343,10 @@ def _described(path: Path) -> SourceFile:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
     if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"data source {path}: is not a regular file. Write what comes out of a pipe or a device to a file first.")
+        raise UserError(
+            f"data source {path}: is not a regular file. Write what comes out of a pipe or a device to a "
+            f"file first."
+        )
     return SourceFile(path, status.st_size, status.st_mtime_ns)
 
 
@@ -318,7 +359,9 @@ def _open(path: Path) -> tuple[BinaryIO, BinaryIO]:
 def _text(path: Path) -> Iterator[TextPiece]:
     stream, raw = _open(path)
     with raw:
-        held: TextPiece | None = None  # one piece is held back, since only the next read tells whether it was the last
+        held: TextPiece | None = (
+            None  # one piece is held back, since only the next read tells whether it was the last
+        )
         offset = 0
         for block in _blocks(stream):
             if held is not None:
@@ -343,7 +386,8 @@ def _blocks(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _cut(block: bytes) -> int:
-    """Where to end a piece: after its last line, or, in a line longer than a piece, between two characters."""
+    """Where to end a piece: after its last line, or, in a line longer than a piece, between two
+    characters."""
     if newline := block.rfind(b"\n") + 1:
         return newline
     for back in range(1, min(4, len(block)) + 1):
@@ -378,5 +422,7 @@ def _object(line: bytes, where: str) -> dict[str, object]:
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8 and brackets without end alike
         raise UserError(f"{where}: not valid JSON ({error}). Each line must be one JSON object.") from None
     if not isinstance(value, dict):
-        raise UserError(f"{where}: a JSON {type(value).__name__}, not an object. Each line must be one JSON object.")
+        raise UserError(
+            f"{where}: a JSON {type(value).__name__}, not an object. Each line must be one JSON object."
+        )
     return value

@@ -1,12 +1,13 @@
 """Text to token ids and back.
 
 Two kinds are enough: raw bytes, which need no file and can represent any text (257 ids: the bytes and one
-end-of-document id), and any Hugging Face `tokenizer.json`, run by the `tokenizers` library, whose Rust code uses every
-core for a batch.
+end-of-document id), and any Hugging Face `tokenizer.json`, run by the `tokenizers` library, whose Rust code
+uses every core for a batch.
 
-Every document is closed by one end-of-document id: that of the token that a job names (`data.end_of_document`), or of the first
-usual one that the tokenizer has; without either it is refused. A tokenizer is known by its `fingerprint`, a hash of its file:
-prepared data remember it, and are never mixed with ids of another tokenizer.
+Every document is closed by one end-of-document id: that of the token that a job names
+(`data.end_of_document`), or of the first usual one that the tokenizer has; without either it is refused. A
+tokenizer is known by its `fingerprint`, a hash of its file: prepared data remember it, and are never mixed
+with ids of another tokenizer.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Tokenizer(Protocol):
         """The ids of each text, without any special token added."""
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[NDArray[np.uint32], Offsets]]:
-        """The same, and which characters of the text each id stands for. What spells a special token in it becomes that one."""
+        """The same, and which characters of the text each id stands for. What spells a special token in it
+        becomes that one."""
 
     def encode_prompt(self, text: str) -> NDArray[np.uint32]:
         """The ids of a text for a model to go on from, with what the tokenizer's own rules put before it."""
@@ -104,21 +106,27 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The bytes as text; the end-of-document id has none."""
-        return bytes(int(identifier) for identifier in ids if int(identifier) < 256).decode("utf-8", errors="replace")
+        return bytes(int(identifier) for identifier in ids if int(identifier) < 256).decode(
+            "utf-8", errors="replace"
+        )
 
     def save(self, folder: Path) -> None:
         """Nothing to keep: there is only one."""
 
 
 def _bytes_with_offsets(text: str) -> tuple[NDArray[np.uint32], Offsets]:
-    encoded = [[ByteTokenizer.end] if character == BYTES_END else list(character.encode("utf-8")) for character in text]
+    encoded = [
+        [ByteTokenizer.end] if character == BYTES_END else list(character.encode("utf-8"))
+        for character in text
+    ]
     ids = np.asarray([identifier for part in encoded for identifier in part], dtype=np.uint32)
     first = np.repeat(np.arange(len(text)), [len(part) for part in encoded])
     return ids, np.stack((first, first + 1), axis=1)
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`. Its own truncation, padding and special tokens are turned off: we pack documents ourselves."""
+    """A `tokenizer.json`. Its own truncation, padding and special tokens are turned off: we pack documents
+    ourselves."""
 
     def __init__(self, path: Path, end: str | int | None = None) -> None:
         self.name = str(path)
@@ -126,7 +134,8 @@ class HuggingFaceTokenizer:
         self._tokenizer = _parse(path, self._bytes)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # It adds what begins and ends a text, which only a prompt wants, and may take white space out of the offsets of others.
+        # It adds what begins and ends a text, which only a prompt wants, and may take white space out of the
+        # offsets of others.
         self._post_processor, self._tokenizer.post_processor = self._tokenizer.post_processor, None
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary = max(ids.values(), default=-1) + 1
@@ -142,12 +151,16 @@ class HuggingFaceTokenizer:
         """Encoded on all cores."""
         encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [
-            (np.asarray(encoding.ids, dtype=np.uint32), np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2))
+            (
+                np.asarray(encoding.ids, dtype=np.uint32),
+                np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2),
+            )
             for encoding in encodings
         ]
 
     def encode_prompt(self, text: str) -> NDArray[np.uint32]:
-        """With the tokens that begin a text, if the file says that there are such; without one that would end it."""
+        """With the tokens that begin a text, if the file says that there are such; without one that would end
+        it."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         encoding = encoding if self._post_processor is None else self._post_processor.process(encoding)
         ids = np.asarray(encoding.ids, dtype=np.uint32)
@@ -167,8 +180,8 @@ class HuggingFaceTokenizer:
 
 
 def as_text(tokenizer: Tokenizer, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
-    """The text of ids that come one by one, as soon as its characters are whole: bytes of one may be ids of several. `after` are
-    ids before the first, on which it may depend whether that begins with a space."""
+    """The text of ids that come one by one, as soon as its characters are whole: bytes of one may be ids of
+    several. `after` are ids before the first, on which it may depend whether that begins with a space."""
     said = [*after]
     shown = len(tokenizer.decode(said))
     for identifier in ids:
@@ -182,11 +195,15 @@ def as_text(tokenizer: Tokenizer, ids: Iterable[int], after: Sequence[int] = ())
 
 
 def load_tokenizer(name_or_path: str | Path, end: str | int | None = None) -> Tokenizer:
-    """`bytes`, a tokenizer.json, or a folder that holds one; `end` is the token, or its id, that closes a document."""
+    """`bytes`, a tokenizer.json, or a folder that holds one; `end` is the token, or its id, that closes a
+    document."""
     if str(name_or_path) != BYTES:
         return HuggingFaceTokenizer(_locate(name_or_path), end)
     if isinstance(end, str):
-        raise UserError(f"data.end_of_document = {end!r}: bytes have an end of their own; leave it out, or give data.tokenizer")
+        raise UserError(
+            f"data.end_of_document = {end!r}: bytes have an end of their own; leave it out, or give "
+            f"data.tokenizer"
+        )
     return ByteTokenizer()
 
 
@@ -202,7 +219,8 @@ def template_fingerprint(name_or_path: str | Path) -> str:
 
 
 def tokenizer_fingerprint(name_or_path: str | Path) -> str:
-    """The fingerprint alone: reading a large vocabulary takes a second, and data that are prepared do not need it."""
+    """The fingerprint alone: reading a large vocabulary takes a second, and data that are prepared do not
+    need it."""
     if str(name_or_path) == BYTES:
         return ByteTokenizer.fingerprint
     return hash_of(_read(_locate(name_or_path)))
@@ -228,9 +246,11 @@ def _parse(path: Path, content: bytes) -> Any:
         return Library.from_str(content.decode("utf-8"))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the library raises bare Exception for a malformed file, and a panic is not even one of those
+    # the library raises bare Exception for a malformed file, and a panic is not even one of those
+    except BaseException as error:
         raise UserError(
-            f"data.tokenizer: {path} is not a Hugging Face {FILE} ({error}). Give the {FILE} that came with the model."
+            f"data.tokenizer: {path} is not a Hugging Face {FILE} ({error}). Give the {FILE} that came with "
+            f"the model."
         ) from None
 
 
@@ -239,7 +259,10 @@ def _end(path: Path, ids: dict[str, int], wanted: str | None) -> int:
         if name in ids:
             return ids[name]
     if wanted is not None:
-        raise UserError(f"data.end_of_document = {wanted!r}: {path} has no such token. Write one of its tokens, as it spells it.")
+        raise UserError(
+            f"data.end_of_document = {wanted!r}: {path} has no such token. Write one of its tokens, as it "
+            f"spells it."
+        )
     raise UserError(
         f"data.tokenizer: {path} has no end-of-text token; looked for {', '.join(END_NAMES)}. "
         "Name the one that it has as data.end_of_document."

@@ -1,9 +1,9 @@
 """Reading prepared tokens: one long row, memory-mapped, whatever the shards.
 
-Files are mapped rather than read, so the ranks of one machine share the page cache, and opening a terabyte takes no
-time. Each 1 MiB block is checked against its CRC-32 the first time it is read; data of at most 256 MiB are checked
-whole when opened, so that a damaged file is known before training starts. With its checksum a block is held to the vocabulary,
-since a token beyond it would be a read outside of the embedding.
+Files are mapped rather than read, so the ranks of one machine share the page cache, and opening a terabyte
+takes no time. Each 1 MiB block is checked against its CRC-32 the first time it is read; data of at most 256
+MiB are checked whole when opened, so that a damaged file is known before training starts. With its checksum a
+block is held to the vocabulary, since a token beyond it would be a read outside of the embedding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class _MappedShard:
         content = np.memmap(path, dtype="<i8", mode="r") if self.shard.documents else np.zeros(0, dtype="<i8")
         if zlib.crc32(content.data) != self.shard.ends_checksum:
             raise self._damaged(self.shard.ends_file, "its checksum is wrong")
-        if len(content) and (content[0] < 1 or content[-1] > self.shard.tokens or (content[1:] <= content[:-1]).any()):
+        if len(content) and (
+            content[0] < 1 or content[-1] > self.shard.tokens or (content[1:] <= content[:-1]).any()
+        ):
             raise self._damaged(self.shard.ends_file, "its offsets do not ascend within the shard")
         return content
 
@@ -60,7 +62,9 @@ class _MappedShard:
         content = np.memmap(path, dtype="<i8", mode="r") if self.shard.answers else np.zeros(0, dtype="<i8")
         if zlib.crc32(content.data) != self.shard.answers_checksum:
             raise self._damaged(self.shard.answers_file, "its checksum is wrong")
-        if len(content) and (content[0] < 0 or content[-1] > self.shard.tokens or (content[1:] < content[:-1]).any()):
+        if len(content) and (
+            content[0] < 0 or content[-1] > self.shard.tokens or (content[1:] < content[:-1]).any()
+        ):
             raise self._damaged(self.shard.answers_file, "its offsets do not ascend within the shard")
         return content
 
@@ -84,7 +88,10 @@ class _MappedShard:
             if zlib.crc32(block.data) != self.shard.blocks[number]:
                 raise self._damaged(self.shard.file, f"the checksum of MiB {number} is wrong")
             if (largest := int(block.view(self._dtype).max())) >= self._vocabulary:
-                raise self._damaged(self.shard.file, f"MiB {number} has a token {largest} of a vocabulary of {self._vocabulary}")
+                raise self._damaged(
+                    self.shard.file,
+                    f"MiB {number} has a token {largest} of a vocabulary of {self._vocabulary}",
+                )
             self._verified[number] = True
 
     def _check_size(self, name: str, expected: int) -> None:
@@ -94,7 +101,9 @@ class _MappedShard:
             raise self._damaged(name, f"it cannot be read: {error.strerror or error}") from None
         size = status.st_size if stat.S_ISREG(status.st_mode) else None
         if size != expected:
-            raise self._damaged(name, f"it has {size} bytes, not {expected}" if size is not None else "it is not a file")
+            raise self._damaged(
+                name, f"it has {size} bytes, not {expected}" if size is not None else "it is not a file"
+            )
 
     def _damaged(self, name: str, reason: str) -> UserError:
         return UserError(f"{self._folder / name} is damaged: {reason}. {prepare_again(self._folder)}")
@@ -136,8 +145,11 @@ class Tokens:
         return np.concatenate(ends)
 
     def learnt(self, start: int, length: int) -> NDArray[np.bool_]:
-        """Of the tokens from `start` on, whether each is to be learnt: all, but where the folder holds conversations."""
-        return np.concatenate([shard.learnt(first, last) for shard, _, first, last in self._overlaps(start, length)])
+        """Of the tokens from `start` on, whether each is to be learnt: all, but where the folder holds
+        conversations."""
+        return np.concatenate(
+            [shard.learnt(first, last) for shard, _, first, last in self._overlaps(start, length)]
+        )
 
     @property
     def ends(self) -> NDArray[np.int64]:
@@ -149,10 +161,13 @@ class Tokens:
     def answers(self) -> NDArray[np.int64]:
         """Of every stretch that is to be learnt, where it begins; of a folder of conversations."""
         bases = self._starts[:-1].tolist()
-        return np.concatenate([shard.answers[::2] + base for shard, base in zip(self._shards, bases, strict=True)])
+        return np.concatenate(
+            [shard.answers[::2] + base for shard, base in zip(self._shards, bases, strict=True)]
+        )
 
     def _overlaps(self, start: int, length: int) -> list[tuple[_MappedShard, int, int, int]]:
-        """For each shard under the window: the shard, its first token's position in the row, and the part of it covered."""
+        """For each shard under the window: the shard, its first token's position in the row, and the part of
+        it covered."""
         stop = start + length
         assert 0 <= start < stop <= len(self), "window outside the tokens"
         first = int(np.searchsorted(self._starts, start, side="right")) - 1

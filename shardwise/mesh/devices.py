@@ -1,7 +1,7 @@
 """The devices of this machine and of this process. On a CPU machine, workers share the cores evenly.
 
-The process that starts workers asks here too. It can do without torch where there is no GPU, so torch is imported only to ask a
-GPU, or to be a worker.
+The process that starts workers asks here too. It can do without torch where there is no GPU, so torch is
+imported only to ask a GPU, or to be a worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Options of glibc's mallopt (malloc.h)."""
 GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "kfd", "dxg")
-"""What a driver puts into /dev: NVIDIA's for cards and for boards, AMD's, and Windows' for Linux inside it."""
+"""What a driver puts into /dev: NVIDIA's for cards and for boards, AMD's, and Windows' for Linux inside
+it."""
 
 
 def local_gpus() -> int:
@@ -40,22 +41,25 @@ def _has_gpu_driver() -> bool:
 
 
 def on_gpus(workers: int, asked: Device = "auto") -> bool:
-    """Whether so many workers of this machine compute on GPUs: where each has one, or where that is asked for (`run.device`)."""
+    """Whether so many workers of this machine compute on GPUs: where each has one, or where that is asked for
+    (`run.device`)."""
     if asked == "cuda" and not local_gpus():
         raise UserError(
-            "run.device = 'cuda': this machine has no GPU that torch can use; leave it out, or see `shardwise doctor`"
+            "run.device = 'cuda': this machine has no GPU that torch can use; leave it out, or see "
+            "`shardwise doctor`"
         )
     return asked == "cuda" or (asked == "auto" and local_gpus() >= workers)
 
 
 def share_gpus(workers: int) -> bool:
-    """Whether there are more workers of this machine than GPUs; what they send to each other then goes through host memory."""
+    """Whether there are more workers of this machine than GPUs; what they send to each other then goes
+    through host memory."""
     return workers > local_gpus()
 
 
 def pick_device(worker: Worker, asked: Device = "auto") -> torch.device:
-    """The GPU with this worker's local number, or the CPU where there are fewer GPUs than workers or it is asked for. Where GPUs
-    are asked for, workers share them."""
+    """The GPU with this worker's local number, or the CPU where there are fewer GPUs than workers or it is
+    asked for. Where GPUs are asked for, workers share them."""
     import torch
 
     if on_gpus(worker.local_world, asked):
@@ -68,8 +72,9 @@ def pick_device(worker: Worker, asked: Device = "auto") -> torch.device:
 
 
 def _keep_freed_memory() -> None:
-    """Let this process keep what tensors give back: a step needs as much as the one before. glibc hands large pieces back to the
-    system and asks for them anew, and that takes as long as computing what goes into them (a step of ZeRO-2: a seventh).
+    """Let this process keep what tensors give back: a step needs as much as the one before. glibc hands large
+    pieces back to the system and asks for them anew, and that takes as long as computing what goes into them
+    (a step of ZeRO-2: a seventh).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt is not None:

@@ -3,8 +3,8 @@
 This is the only module that reads environment variables. Three situations exist:
 
 - *alone*: someone typed a command. We start the local workers ourselves.
-- *node*: something started one process on each node (srun with one task a node, or a Kubernetes operator that sets PET_*
-  for torchrun). We start the local workers and meet the other nodes.
+- *node*: something started one process on each node (srun with one task a node, or a Kubernetes operator that
+  sets PET_* for torchrun). We start the local workers and meet the other nodes.
 - *worker*: one process a device already runs (torchrun, or srun with one task a device). We only join.
 """
 
@@ -125,7 +125,10 @@ def _pet(env: Mapping[str, str]) -> Node:
 def _secret(env: Mapping[str, str]) -> str | None:
     secret = env.get("SHARDWISE_SECRET")
     if secret is not None and len(secret) < LEAST_SECRET:
-        raise UserError(f"environment variable SHARDWISE_SECRET has {len(secret)} characters; give at least {LEAST_SECRET}")
+        raise UserError(
+            f"environment variable SHARDWISE_SECRET has {len(secret)} characters; give at least "
+            f"{LEAST_SECRET}"
+        )
     return secret
 
 
@@ -140,7 +143,9 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     if text is None and default is not None:
         return default
     if text is None or not text.lstrip("-").isdigit():
-        raise UserError(f"environment variable {name} = {text!r}: expected a number; the launcher did not set it properly")
+        raise UserError(
+            f"environment variable {name} = {text!r}: expected a number; the launcher did not set it properly"
+        )
     return int(text)
 
 
@@ -150,8 +155,11 @@ def cores() -> int:
 
 
 def threads_of_worker(workers: int) -> int:
-    """Threads that each of so many workers on this machine computes with: what the user set, or a fair share of the cores."""
-    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]  # a list is for nested regions, of which torch has none
+    """Threads that each of so many workers on this machine computes with: what the user set, or a fair share
+    of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[
+        0
+    ]  # a list is for nested regions, of which torch has none
     return int(given) if given.isdigit() and int(given) else max(1, cores() // workers)
 
 
@@ -173,5 +181,7 @@ def worker_environment(workers: int) -> dict[str, str]:
 def cache_folder() -> Path:
     """Where this user's programs keep what they can make again (the XDG base directories)."""
     given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"  # a relative one is to be ignored
+    base = (
+        Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    )  # a relative one is to be ignored
     return base / "shardwise"

@@ -1,33 +1,38 @@
 """Several workers on one GPU: a process group that carries what they send through host memory.
 
-NCCL refuses two ranks on one device, so a layout of four could be tried only with four GPUs. This group lets any number of
-workers share one. It is for proofs and drills: it brings what NCCL would have brought, and nothing is learnt of speed.
+NCCL refuses two ranks on one device, so a layout of four could be tried only with four GPUs. This group lets
+any number of workers share one. It is for proofs and drills: it brings what NCCL would have brought, and
+nothing is learnt of speed.
 
-**What must be alike** is when things happen on the device, since that is where faults hide that workers on a CPU never show. As
-with NCCL, a call returns at once; what is sent is what the caller's stream will have computed by then; and nothing orders the
-caller's stream after a transfer but `wait`. So whoever forgets a wait reads what was there before, and whoever overwrites too
-soon sends that.
+**What must be alike** is when things happen on the device, since that is where faults hide that workers on a
+CPU never show. As with NCCL, a call returns at once; what is sent is what the caller's stream will have
+computed by then; and nothing orders the caller's stream after a transfer but `wait`. So whoever forgets a
+wait reads what was there before, and whoever overwrites too soon sends that.
 
-**What is not alike.** `wait` also holds up the host, until the transfer is through. With NCCL the host runs ahead; here a stream
-cannot be made to wait for what has not been sent yet. (The driver has a way to hold up a stream until the host writes a number,
-cuStreamWaitValue32. It was tried, and stood still: what allocates memory may wait for all streams, and then nobody sends.)
+**What is not alike.** `wait` also holds up the host, until the transfer is through. With NCCL the host runs
+ahead; here a stream cannot be made to wait for what has not been sent yet. (The driver has a way to hold up a
+stream until the host writes a number, cuStreamWaitValue32. It was tried, and stood still: what allocates
+memory may wait for all streams, and then nobody sends.)
 
 Each kind of transfer has a lane, which is a stream and a thread:
 
     caller's stream ──event──▶ copy to the host         copy to the device ──event──▶ the stream of whoever waits
     thread                                      ▶ gloo ▶
 
-**Lanes.** Collectives of a group go in the order they were asked for. Messages between two ranks have lanes of their own, one
-for each peer and direction, and meet in order, whatever their tags: NCCL knows none. That torch asks for several at once
-(`batch_isend_irecv`) is not told to a group written in Python, so a receive never waits here for a send that was asked for
-before it. NCCL, where such a batch is one kernel and batches follow one another, may stand still where this does not.
+**Lanes.** Collectives of a group go in the order they were asked for. Messages between two ranks have lanes
+of their own, one for each peer and direction, and meet in order, whatever their tags: NCCL knows none. That
+torch asks for several at once (`batch_isend_irecv`) is not told to a group written in Python, so a receive
+never waits here for a send that was asked for before it. NCCL, where such a batch is one kernel and batches
+follow one another, may stand still where this does not.
 
-**Delays.** With `longest_delay` set, each transfer begins after a random while, before it reads what is to be sent: so a missing
-wait, which goes well on most days, does not.
+**Delays.** With `longest_delay` set, each transfer begins after a random while, before it reads what is to be
+sent: so a missing wait, which goes well on most days, does not.
 
-**Failures.** A peer that died breaks the connection, and the next call or wait of any group raises. NCCL would stand still.
+**Failures.** A peer that died breaks the connection, and the next call or wait of any group raises. NCCL
+would stand still.
 
-Costs: a copy of everything that is sent in pinned memory, both ways through PCIe, and gloo between processes.
+Costs: a copy of everything that is sent in pinned memory, both ways through PCIe, and gloo between
+processes.
 """
 
 from __future__ import annotations
@@ -54,7 +59,16 @@ POLL_SECONDS = 0.05
 LAST_SECONDS = 2.0
 """How long a group that is left may take to send what others are waiting for."""
 NO_TIMEOUT = timedelta(0)
-SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8)
+SUMMED = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
 """Dtypes that gloo adds up."""
 
 longest_delay = 0.0
@@ -62,7 +76,8 @@ longest_delay = 0.0
 
 
 def _begins(numbers: Tensor) -> None:
-    """A sum of these begins. Of its own groups' collectives torch tells those who watch operators, and of this one's nothing."""
+    """A sum of these begins. Of its own groups' collectives torch tells those who watch operators, and of
+    this one's nothing."""
 
 
 for _name in ("allreduce_", "reduce_scatter_"):  # as torch calls its own
@@ -89,19 +104,21 @@ class Transfer:
     inputs: list[Tensor]
     outputs: list[Tensor]
     send: Callable[[list[Tensor], list[Tensor]], None]
-    """Sends copies of the inputs, and fills copies of the outputs, all in host memory. Outputs that are inputs share a copy."""
+    """Sends copies of the inputs, and fills copies of the outputs, all in host memory. Outputs that are
+    inputs share a copy."""
     delay: float = field(default_factory=lambda: random.uniform(0.0, longest_delay))
     asked: Any = None
     """When its inputs are there: an event of the caller's stream; on the CPU, copies of them."""
     end: torch.cuda.Event | None = None
-    """When its outputs are there, or its inputs were read if there are none; to be asked for once it is done."""
+    """When its outputs are there, or its inputs were read if there are none; to be asked for once it is
+    done."""
     done: threading.Event = field(default_factory=threading.Event)
     future: Future[list[Tensor]] = field(default_factory=Future)
 
 
 class Lane:
-    """Transfers that follow one another, each carried out by a thread. This one is for tensors in host memory: it has all but the
-    streams, and can be tried on any machine."""
+    """Transfers that follow one another, each carried out by a thread. This one is for tensors in host
+    memory: it has all but the streams, and can be tried on any machine."""
 
     device = torch.device("cpu")
 
@@ -172,7 +189,9 @@ class GpuLane(Lane):
         transfer.asked = torch.cuda.current_stream(self.device).record_event()
         transfer.future = Future(devices=[self.device])
         for tensor in (*transfer.inputs, *transfer.outputs):
-            tensor.record_stream(self._stream)  # whoever lets go of it, its memory stays until the stream is through
+            tensor.record_stream(
+                self._stream
+            )  # whoever lets go of it, its memory stays until the stream is through
 
     def _carry_out(self, transfer: Transfer) -> None:
         with torch.cuda.stream(self._stream):
@@ -186,7 +205,9 @@ class GpuLane(Lane):
             outputs = _copies(transfer, inputs, _pinned)
             transfer.send(inputs, outputs)
             for tensor, copy in zip(transfer.outputs, outputs, strict=True):
-                tensor.data.copy_(copy, non_blocking=True)  # `data`: as NCCL, it is no change that autograd minds
+                tensor.data.copy_(
+                    copy, non_blocking=True
+                )  # `data`: as NCCL, it is no change that autograd minds
             if not transfer.done.is_set():
                 self._ended(transfer, self._stream.record_event())
 
@@ -245,7 +266,14 @@ class ThroughHost(ProcessGroup):  # type: ignore[misc]
     torch 2.13 has new names for some collectives; a group answers to both.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, lane: Callable[[str, Failure], Lane] = Lane) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        lane: Callable[[str, Failure], Lane] = Lane,
+    ) -> None:
         super().__init__(rank, size)
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._make_lane, self._lanes, self._failure = lane, dict[str, Lane](), _present[0]
@@ -326,7 +354,9 @@ class ThroughHost(ProcessGroup):  # type: ignore[misc]
 
         return self._collective(inputs, outputs[0], send)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
         """Everybody's tensors, to all, each into one tensor."""
 
         def send(leaving: list[Tensor], arriving: list[Tensor]) -> None:
@@ -344,8 +374,11 @@ class ThroughHost(ProcessGroup):  # type: ignore[misc]
 
     _allgather_base = all_gather_single
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        """Of each, which has a part for each rank, the sum of all ranks' parts for this one, added in the order of ranks."""
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Of each, which has a part for each rank, the sum of all ranks' parts for this one, added in the
+        order of ranks."""
         if not _operation(opts) == dist.ReduceOp.SUM:  # torch's knows no `!=`
             raise NotImplementedError(f"{NAME}: reduce_scatter with {_operation(opts)}")
         for tensor in inputs:
@@ -376,7 +409,11 @@ class ThroughHost(ProcessGroup):  # type: ignore[misc]
         self, output: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> dist.Work:
         """Rows go to the ranks in order; without numbers of them, as many to each."""
-        row = own.element_size() * own[:1].numel() if own.shape[0] else output.element_size() * output[:1].numel()
+        row = (
+            own.element_size() * own[:1].numel()
+            if own.shape[0]
+            else output.element_size() * output[:1].numel()
+        )
         coming, going = ([rows * row for rows in counts] for counts in (received, sent))
 
         def send(leaving: list[Tensor], arriving: list[Tensor]) -> None:
@@ -394,16 +431,25 @@ class ThroughHost(ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
         """To one rank. Who sends need not wait until it has come."""
-        return self._message(f"to {to}", tensors, [], lambda leaving, number: self._gloo.send(leaving, to, number).wait())
+        return self._message(
+            f"to {to}", tensors, [], lambda leaving, number: self._gloo.send(leaving, to, number).wait()
+        )
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> dist.Work:
         """From one rank."""
         return self._message(
-            f"from {source}", [], tensors, lambda arriving, number: self._gloo.recv(arriving, source, number).wait()
+            f"from {source}",
+            [],
+            tensors,
+            lambda arriving, number: self._gloo.recv(arriving, source, number).wait(),
         )
 
     def _message(
-        self, way: str, inputs: list[Tensor], outputs: list[Tensor], carry: Callable[[list[Tensor], int], object]
+        self,
+        way: str,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        carry: Callable[[list[Tensor], int], object],
     ) -> dist.Work:
         number = self._messages[way] = self._messages.get(way, 0) + 1
         if len((*inputs, *outputs)) != 1:
@@ -449,7 +495,15 @@ def _not_there(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("allgather_coalesced", "alltoall", "gather", "recv_anysource", "reduce", "reduce_scatter", "scatter"):
+for _name in (
+    "allgather_coalesced",
+    "alltoall",
+    "gather",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+):
     setattr(ThroughHost, _name, _not_there(_name))
 
 

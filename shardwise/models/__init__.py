@@ -1,9 +1,16 @@
-"""Plain full-size modules: the transformer, its loss, its first values, sampling from it. No `torch.distributed`."""
+"""Plain full-size modules: the transformer, its loss, its first values, sampling from it. No
+`torch.distributed`."""
 
 from shardwise.models.attention import attention_backends, describe_attention
 from shardwise.models.experts import MixtureOfExperts
 from shardwise.models.generate import Remembering, Step, continuation, generate
-from shardwise.models.initialise import begins_otherwise, check_first_value, check_values, initial_value, initialise
+from shardwise.models.initialise import (
+    begins_otherwise,
+    check_first_value,
+    check_values,
+    initial_value,
+    initialise,
+)
 from shardwise.models.loss import IGNORED, VocabularyPart, linear_cross_entropy
 from shardwise.models.own import adapt, build_own, count_items, counts_items
 from shardwise.models.sharding import Role, Sharding, matches

@@ -1,18 +1,20 @@
 """Causal attention, and the choice of the kernel that computes it.
 
-Several query heads may share one key and value head (grouped-query attention, Ainslie et al. 2023): the keys and values
-shrink by that ratio, the arithmetic stays. Everything runs through `scaled_dot_product_attention`, whose fused kernels never
-write the (sequence × sequence) scores to memory.
+Several query heads may share one key and value head (grouped-query attention, Ainslie et al. 2023): the keys
+and values shrink by that ratio, the arithmetic stays. Everything runs through `scaled_dot_product_attention`,
+whose fused kernels never write the (sequence × sequence) scores to memory.
 
-Which fused kernel matters: on Hopper GPUs cuDNN's is about 1.5 times as fast as the bundled flash attention at head size 64,
-yet torch prefers flash. So the caller enters `attention_backends` around the model's forward, which sets our order of
-preference; torch takes the first that supports the call. `describe_attention` tells which one that is.
+Which fused kernel matters: on Hopper GPUs cuDNN's is about 1.5 times as fast as the bundled flash attention
+at head size 64, yet torch prefers flash. So the caller enters `attention_backends` around the model's
+forward, which sets our order of preference; torch takes the first that supports the call.
+`describe_attention` tells which one that is.
 
-Gemma 2 keeps scores within ± a cap by cap · tanh(score / cap), which none of these kernels does: such attention is written out,
-and holds sequence² scores for each head.
+Gemma 2 keeps scores within ± a cap by cap · tanh(score / cap), which none of these kernels does: such
+attention is written out, and holds sequence² scores for each head.
 
-With a mask the flash kernel drops out (it takes none). A mask of documents has sequence² bytes for each row of the batch, one of
-a sliding window (Jiang et al., "Mistral 7B", 2023) as many for all of them; kernels then compute the whole square of scores.
+With a mask the flash kernel drops out (it takes none). A mask of documents has sequence² bytes for each row
+of the batch, one of a sliding window (Jiang et al., "Mistral 7B", 2023) as many for all of them; kernels then
+compute the whole square of scores.
 """
 
 from __future__ import annotations
@@ -43,10 +45,11 @@ PREFERENCE = {
 
 
 class CausalAttention(nn.Module):
-    """softmax(q kᵀ / sqrt(head_dim)) v, over this token and those before it. No weights: only the mixing of tokens.
+    """softmax(q kᵀ / sqrt(head_dim)) v, over this token and those before it. No weights: only the mixing of
+    tokens.
 
-    The mask says which tokens those are. `window` is for whoever makes masks of its own, because it has the whole sequence only
-    here: parallel/context.py. With a `softcap`, scores are kept within ± it.
+    The mask says which tokens those are. `window` is for whoever makes masks of its own, because it has the
+    whole sequence only here: parallel/context.py. With a `softcap`, scores are kept within ± it.
     """
 
     def __init__(self, window: int | None = None, softcap: float | None = None) -> None:
@@ -54,16 +57,21 @@ class CausalAttention(nn.Module):
         self.window, self.softcap = window, softcap
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Each (batch, heads, sequence, head_dim), keys and values with fewer heads or as many; the result as the query."""
+        """Each (batch, heads, sequence, head_dim), keys and values with fewer heads or as many; the result as
+        the query."""
         return attend_to(query, key, value, mask, self.softcap)
 
 
-def attend_to(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None = None) -> Tensor:
+def attend_to(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None = None
+) -> Tensor:
     """Attention to where the mask is True; None: to this token and all before it."""
     if softcap is not None:
         return _capped(query, key, value, mask, softcap)
     grouped = key.shape[1] < query.shape[1]
-    if grouped and query.is_cuda and query.dtype == torch.float32:  # no fused GPU kernel shares heads in float32
+    if (
+        grouped and query.is_cuda and query.dtype == torch.float32
+    ):  # no fused GPU kernel shares heads in float32
         repeats = query.shape[1] // key.shape[1]
         key, value, grouped = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1), False
     return attention(query, key, value, mask, grouped)
@@ -89,12 +97,14 @@ class AttentionMask(nn.Module):
         self.window = window
 
     def forward(self, documents: Tensor | None, positions: Tensor) -> Tensor | None:
-        """From where documents begin (batch, sequence), or None where there is one, and positions (sequence)."""
+        """From where documents begin (batch, sequence), or None where there is one, and positions
+        (sequence)."""
         return visible(documents, positions, self.window)
 
 
 def visible(documents: Tensor | None, positions: Tensor, window: int | None) -> Tensor | None:
-    """True where a token may look: (batch or 1, 1 for all heads, sequence, sequence). None: at all before it."""
+    """True where a token may look: (batch or 1, 1 for all heads, sequence, sequence). None: at all before
+    it."""
     if window is not None and window >= positions.shape[0]:
         window = None
     if documents is None and window is None:
@@ -118,11 +128,15 @@ class Attention(nn.Module):
         self.key = Linear(config.hidden, key, bias=bool(config.bias))
         self.value = Linear(config.hidden, key, bias=bool(config.bias))
         self.output = Linear(query, config.hidden, bias=config.bias is True)
-        self.query_norm = RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
+        self.query_norm = (
+            RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
+        )
         self.key_norm = RMSNorm(config.head_dim, eps=config.norm_epsilon) if config.qk_norm else nn.Identity()
         self.mixing = CausalAttention(window, config.attention_softcap)
         # Kernels divide scores by sqrt(head_dim); what else there is to divide by is put into the queries.
-        self.query_factor = 1.0 if config.query_scalar is None else math.sqrt(config.head_dim / config.query_scalar)
+        self.query_factor = (
+            1.0 if config.query_scalar is None else math.sqrt(config.head_dim / config.query_scalar)
+        )
 
     def forward(self, x: Tensor, angles: Angles | None, mask: Tensor | None) -> Tensor:
         """(batch, sequence, hidden) to the same; how many heads there are is read from the weights."""
@@ -142,12 +156,15 @@ class Attention(nn.Module):
 
 @contextmanager
 def attention_backends(device_type: str) -> Iterator[None]:
-    """Our order of attention kernels while the model's forward runs; the backward follows its forward by itself."""
+    """Our order of attention kernels while the model's forward runs; the backward follows its forward by
+    itself."""
     with sdpa_kernel(list(PREFERENCE.get(device_type, (SDPBackend.MATH,))), set_priority=True):
         yield
 
 
-def describe_attention(config: Model, device_type: str, dtype: torch.dtype, sequence_length: int, *, masked: bool = False) -> str:
+def describe_attention(
+    config: Model, device_type: str, dtype: torch.dtype, sequence_length: int, *, masked: bool = False
+) -> str:
     """The kernel that attention will really use here, in words."""
     if config.attention_softcap is not None:
         return "written out, with capped scores (slow)"
@@ -161,10 +178,16 @@ def describe_attention(config: Model, device_type: str, dtype: torch.dtype, sequ
             return "cuDNN"
         if torch.backends.cuda.can_use_flash_attention(parameters):
             return "flash"
-        return "memory-efficient" if torch.backends.cuda.can_use_efficient_attention(parameters) else "math (slow)"
+        return (
+            "memory-efficient"
+            if torch.backends.cuda.can_use_efficient_attention(parameters)
+            else "math (slow)"
+        )
 
 
-def _example_call(config: Model, dtype: torch.dtype, length: int, masked: bool) -> torch.backends.cuda.SDPAParams:
+def _example_call(
+    config: Model, dtype: torch.dtype, length: int, masked: bool
+) -> torch.backends.cuda.SDPAParams:
     def projected(heads: int) -> Tensor:
         rows = torch.empty(1, length, heads, config.head_dim, dtype=dtype, device="cuda", requires_grad=True)
         return rows.transpose(1, 2)
@@ -172,4 +195,6 @@ def _example_call(config: Model, dtype: torch.dtype, length: int, masked: bool) 
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device="cuda") if masked else None
     kv_heads = config.heads if dtype == torch.float32 else config.kv_heads  # see CausalAttention
     key = projected(kv_heads)
-    return torch.backends.cuda.SDPAParams(projected(config.heads), key, key, mask, 0.0, not masked, kv_heads < config.heads)
+    return torch.backends.cuda.SDPAParams(
+        projected(config.heads), key, key, mask, 0.0, not masked, kv_heads < config.heads
+    )

@@ -4,28 +4,33 @@
     chosen  = the experts_per_token best, of scores + bias
     y       = sum over the chosen of weight · expert(x)  (+ shared(x))
 
-Parameters grow with the number of experts, arithmetic only with how many of them a token visits. No token is ever dropped:
-the rows are sorted by expert and each expert takes as many as it gets, by one grouped matmul on a GPU in bfloat16, else by a
-loop over the experts (Gale et al. 2022, MegaBlocks). Beside the experts' arithmetic that costs a copy of
-tokens × experts_per_token rows and a sum over them, and as much in backward. Sorting and unsorting are gathers by a permutation
-in both directions (models/sorting.py), so no sum depends on the order in which threads arrive. In float8 (models/grouped8.py)
-tokens are cast before they are copied, and the copies have 8 bits.
+Parameters grow with the number of experts, arithmetic only with how many of them a token visits. No token is
+ever dropped: the rows are sorted by expert and each expert takes as many as it gets, by one grouped matmul on
+a GPU in bfloat16, else by a loop over the experts (Gale et al. 2022, MegaBlocks). Beside the experts'
+arithmetic that costs a copy of tokens × experts_per_token rows and a sum over them, and as much in backward.
+Sorting and unsorting are gathers by a permutation in both directions (models/sorting.py), so no sum depends
+on the order in which threads arrive. In float8 (models/grouped8.py) tokens are cast before they are copied,
+and the copies have 8 bits.
 
 The router computes in float32 or better whatever flows through the model, with weights that no layout rounds
 (parallel/data.py): a rounded score would send tokens elsewhere.
 
 Left alone, a router comes to prefer few experts. Three remedies, which may be mixed:
 
-- `balance_loss` (Switch, Fedus et al. 2021; per sequence as in DeepSeek-V3, 2024): experts · Σ f_i P_i, where f_i is the share of
-  a sequence's choices that fell on expert i and P_i its mean normalised score. It is 1 when even. Because it is taken per
-  sequence, it does not depend on how sequences are dealt out to micro-batches and devices.
-- `balance_bias` (Wang et al. 2024): a bias beside the score decides who is chosen but not with what weight; after each step it
-  moves by a fixed amount towards those with less than the mean load. No gradient, so no pull on the model.
-- `router_z_loss` (ST-MoE, Zoph et al. 2022): Σ logsumexp(logits)², which keeps the logits where rounding is fine.
+- `balance_loss` (Switch, Fedus et al. 2021; per sequence as in DeepSeek-V3, 2024): experts · Σ f_i P_i, where
+  f_i is the share of a sequence's choices that fell on expert i and P_i its mean normalised score. It is 1
+  when even. Because it is taken per sequence, it does not depend on how sequences are dealt out to
+  micro-batches and devices.
+- `balance_bias` (Wang et al. 2024): a bias beside the score decides who is chosen but not with what weight;
+  after each step it moves by a fixed amount towards those with less than the mean load. No gradient, so no
+  pull on the model.
+- `router_z_loss` (ST-MoE, Zoph et al. 2022): Σ logsumexp(logits)², which keeps the logits where rounding is
+  fine.
 
-Both losses are sums over tokens, as the cross-entropy is, and are attached rather than returned: the output passes through a
-node that does nothing forward and starts the loss's own gradient backward. So a pipeline stage that never sees the head still
-trains its routers, and no code between here and the head carries a loss along.
+Both losses are sums over tokens, as the cross-entropy is, and are attached rather than returned: the output
+passes through a node that does nothing forward and starts the loss's own gradient backward. So a pipeline
+stage that never sees the head still trains its routers, and no code between here and the head carries a loss
+along.
 """
 
 from __future__ import annotations
@@ -64,7 +69,8 @@ class Routing(NamedTuple):
 
 
 class Router(ExactBuffers):
-    """Scores every expert for every token and chooses the best. Its bias is kept in float32, which a cast would round."""
+    """Scores every expert for every token and chooses the best. Its bias is kept in float32, which a cast
+    would round."""
 
     bias: Tensor | None
 
@@ -73,7 +79,9 @@ class Router(ExactBuffers):
         self.config = config
         self.weight = _weight(config.experts, config.hidden)
         # Part of the state, but never of the optimizer: see MixtureOfExperts.update_bias.
-        self.register_buffer("bias", torch.zeros(config.experts, dtype=torch.float32) if config.balance_bias else None)
+        self.register_buffer(
+            "bias", torch.zeros(config.experts, dtype=torch.float32) if config.balance_bias else None
+        )
 
     def forward(self, x: Tensor) -> Routing:
         """Of rows (tokens, hidden)."""
@@ -95,8 +103,8 @@ def _positive_sum(scores: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """SwiGLU layers stacked in the first dim of three weights. How many there are is read from the weights: a device may hold
-    some of them only."""
+    """SwiGLU layers stacked in the first dim of three weights. How many there are is read from the weights: a
+    device may hold some of them only."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -108,8 +116,8 @@ class Experts(nn.Module):
         """Which of its products are made in 8 bits, and how."""
 
     def forward(self, rows: Tensor, counts: Tensor, sorting: Sorting | None = None) -> Tensor:
-        """Rows (n, hidden) sorted by expert, or to be sorted, of which expert i takes counts[i], to the sorted rows after their
-        expert."""
+        """Rows (n, hidden) sorted by expert, or to be sorted, of which expert i takes counts[i], to the
+        sorted rows after their expert."""
         gate_up, down = (None, None) if self.float8 is None else (self.float8.gate_up, self.float8.down)
         if gate_up is None and sorting is not None:
             rows = permute(rows, *sorting)
@@ -121,12 +129,15 @@ class Experts(nn.Module):
         else:
             gate, up = _product(rows, counts, self.gate), _product(rows, counts, self.up)
         inner = F.silu(gate) * up
-        result: Tensor = _product(inner, counts, self.down) if down is None else down(inner, ends, (self.down,))
+        result: Tensor = (
+            _product(inner, counts, self.down) if down is None else down(inner, ends, (self.down,))
+        )
         return result
 
 
 def visit(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """down(silu(gate(x)) · up(x)) with the weights of each row's expert. An expert without rows gets a gradient of zeros."""
+    """down(silu(gate(x)) · up(x)) with the weights of each row's expert. An expert without rows gets a
+    gradient of zeros."""
     return _product(F.silu(_product(rows, counts, gate)) * _product(rows, counts, up), counts, down)
 
 
@@ -141,7 +152,8 @@ def _product(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _product_one_by_one(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    """Expert after expert, each on the rows that it gets. Their numbers are others each time: the compiler would begin anew."""
+    """Expert after expert, each on the rows that it gets. Their numbers are others each time: the compiler
+    would begin anew."""
     # unbind and not an index for each expert: the backward of an index is as large as all experts together.
     return torch.cat(list(map(linear, rows.split_with_sizes(counts.tolist()), weight.unbind())))
 
@@ -169,9 +181,11 @@ class MixtureOfExperts(ExactBuffers):
         self.shared = GatedFeedForward(config, width) if width else None
         self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
         self.gradient_scale: Tensor | float = 1.0
-        """What the summed cross-entropy is multiplied with before backward; the balancing losses are sums over tokens too."""
+        """What the summed cross-entropy is multiplied with before backward; the balancing losses are sums
+        over tokens too."""
         self.sum_sequence: Callable[[Tensor], Tensor] = _itself
-        """Sums a (rows, experts) tensor over all devices that hold parts of these sequences; its gradient is the identity."""
+        """Sums a (rows, experts) tensor over all devices that hold parts of these sequences; its gradient is
+        the identity."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, hidden) to the same."""
@@ -186,13 +200,15 @@ class MixtureOfExperts(ExactBuffers):
         return result
 
     def take_load(self) -> Tensor:
-        """How many choices fell on each expert since the last call, in forwards that were trained on; counts from zero again."""
+        """How many choices fell on each expert since the last call, in forwards that were trained on; counts
+        from zero again."""
         load, self.load = self.load, torch.zeros_like(self.load)
         return load
 
     @torch.no_grad()
     def update_bias(self, load: Tensor) -> None:
-        """After a step: make experts below the mean load likelier, others less. `load` is that of the whole global batch."""
+        """After a step: make experts below the mean load likelier, others less. `load` is that of the whole
+        global batch."""
         assert self.router.bias is not None, "balance_bias is 0"
         # In whole numbers, so that the sign is exact on every layout.
         self.router.bias += self.config.balance_bias * (load.sum() - load * load.numel()).sign()
@@ -227,7 +243,8 @@ class MixtureOfExperts(ExactBuffers):
 
 
 def balance_loss(shares: Tensor, counts: Tensor, sum_sequence: Callable[[Tensor], Tensor]) -> Tensor:
-    """Tokens · experts · Σ f_i P_i, summed over sequences: shares (tokens, experts), counts (sequences, experts)."""
+    """Tokens · experts · Σ f_i P_i, summed over sequences: shares (tokens, experts), counts (sequences,
+    experts)."""
     sequences, experts = counts.shape
     local_shares = shares.view(sequences, -1, experts).sum(1)
     # Both over whole sequences, in one exchange.

@@ -1,30 +1,35 @@
-"""Products in float8: both factors in 8 bits, sums in float32, the result as in bfloat16. Those of experts: models/grouped8.py.
+"""Products in float8: both factors in 8 bits, sums in float32, the result as in bfloat16. Those of experts:
+models/grouped8.py.
 
     y  = x8 · w8ᵀ      x, w in e4m3 (3 bits of fraction, up to 448)
     dx = g8 · w8       g    in e5m2 (2 bits of fraction, up to 57,344)
     dw = g8ᵀ · x8
 
-Every tensor is multiplied by a scale before it is cast, so that its largest number lies near the end of the format's range, and
-divided by it in the product. Scales are powers of two: then a scale moves the range and rounds nothing, so that two devices whose
-scales differ still agree on all numbers that neither of them loses below the range.
+Every tensor is multiplied by a scale before it is cast, so that its largest number lies near the end of the
+format's range, and divided by it in the product. Scales are powers of two: then a scale moves the range and
+rounds nothing, so that two devices whose scales differ still agree on all numbers that neither of them loses
+below the range.
 
 Where a scale comes from:
 
-- delayed: from the largest magnitudes of the last steps, over all devices and micro-batches, with room for growth. It is known
-  before the tensor is, so casting is one more number to write for whatever kernel makes the tensor; and it is the same on every
-  layout. A tensor that outgrows its scale is noticed at the end of the step, before the weights are touched, and the step is made
-  again with scales that fit (train/steps.py); so is the first step of a run, which is only to look at the magnitudes.
+- delayed: from the largest magnitudes of the last steps, over all devices and micro-batches, with room for
+  growth. It is known before the tensor is, so casting is one more number to write for whatever kernel makes
+  the tensor; and it is the same on every layout. A tensor that outgrows its scale is noticed at the end of
+  the step, before the weights are touched, and the step is made again with scales that fit (train/steps.py);
+  so is the first step of a run, which is only to look at the magnitudes.
 - dynamic: from this tensor, on this device, now. One more pass over each tensor.
 
-A weight is there before the step is: its scale is that of the weight itself, over all devices that have a part of it. So sharded
-weights can be gathered in 8 bits (comm/gathers.py), and cast again they are what they were.
+A weight is there before the step is: its scale is that of the weight itself, over all devices that have a
+part of it. So sharded weights can be gathered in 8 bits (comm/gathers.py), and cast again they are what they
+were.
 
-Backward needs `x`, kept in 8 bits: half of what bfloat16 keeps. A GPU multiplies in float8 only what lies along the summed
-dimension, so each tensor is transposed once; where a size is no multiple of 16, on GPUs without float8 and on CPUs the product
-is made of the same 8-bit numbers in the computing dtype.
+Backward needs `x`, kept in 8 bits: half of what bfloat16 keeps. A GPU multiplies in float8 only what lies
+along the summed dimension, so each tensor is transposed once; where a size is no multiple of 16, on GPUs
+without float8 and on CPUs the product is made of the same 8-bit numbers in the computing dtype.
 
-What was seen (largest magnitudes, and how many numbers fell below the range) comes out of backward. In eager code it is noted
-right there. A compiled block must not write to anything, so there it leaves as the gradient of a `probe`, whose hook notes it.
+What was seen (largest magnitudes, and how many numbers fell below the range) comes out of backward. In eager
+code it is noted right there. A compiled block must not write to anything, so there it leaves as the gradient
+of a `probe`, whose hook notes it.
 """
 
 from __future__ import annotations
@@ -45,7 +50,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
 ROOM = {E4M3: 2.0, E5M2: 8.0}
-"""By how much a tensor may outgrow the largest that was seen of it before a step has to be made again. e5m2 has room."""
+"""By how much a tensor may outgrow the largest that was seen of it before a step has to be made again. e5m2
+has room."""
 HISTORY = 16
 """Steps whose largest magnitudes are remembered."""
 
@@ -86,17 +92,28 @@ class ScaledProduct(nn.Module):
         self.alone = True
         """Whether nobody else uses the weight, so that it may be gathered in 8 bits."""
         self.kept: tuple[Tensor, Tensor] | None = None
-        """Its weights in 8 bits, joined, as they are and transposed, where they are cast once for all micro-batches of a step."""
+        """Its weights in 8 bits, joined, as they are and transposed, where they are cast once for all
+        micro-batches of a step."""
         self.noted: list[Tensor] = []
         """What was seen in this step: of each backward, for input and gradient, (2, 2)."""
         self.probe = self._new_probe(torch.device("cpu"))
 
     def settings(self) -> tuple[Any, ...]:
-        """What a product is told beside its factors: weights that are cast already, as they are and transposed, the probe, three
-        scales, whether they are dynamic, whether nothing is cast, and where to note what was seen."""
+        """What a product is told beside its factors: weights that are cast already, as they are and
+        transposed, the probe, three scales, whether they are dynamic, whether nothing is cast, and where to
+        note what was seen."""
         kept = (None, None) if self.kept is None or self.plain else self.kept
         probe, note = (self.probe, None) if torch.compiler.is_compiling() else (None, self.noted.append)
-        return *kept, probe, self.input.value, self.weight.value, self.gradient.value, self.dynamic, self.plain, note
+        return (
+            *kept,
+            probe,
+            self.input.value,
+            self.weight.value,
+            self.gradient.value,
+            self.dynamic,
+            self.plain,
+            note,
+        )
 
     @torch.no_grad()
     def keep(self, weights: Sequence[Tensor], dtype: torch.dtype, compiled: bool) -> None:
@@ -157,7 +174,13 @@ class _Product(torch.autograd.Function):
         w8 = cast(weight.to(x.dtype), of_weight, None if plain else E4M3) if kept is None else kept
         needed = weight if kept is None else None
         ctx.save_for_backward(x8, needed, kept_transposed, of_input, of_weight, of_gradient, seen)
-        ctx.dynamic, ctx.plain, ctx.note, ctx.dtype, ctx.weight_dtype = dynamic, plain, note, x.dtype, weight.dtype
+        ctx.dynamic, ctx.plain, ctx.note, ctx.dtype, ctx.weight_dtype = (
+            dynamic,
+            plain,
+            note,
+            x.dtype,
+            weight.dtype,
+        )
         return multiply(x8, w8.t(), of_input, of_weight, x.dtype)
 
     @staticmethod
@@ -167,15 +190,20 @@ class _Product(torch.autograd.Function):
         if w8t is None:
             w8t = transposed(cast(weight.to(ctx.dtype), of_weight, None if ctx.plain else E4M3))
         x_gradient = multiply(g8, w8t.t(), of_gradient, of_weight, ctx.dtype)
-        weight_gradient = multiply(transposed(g8), transposed(x8).t(), of_gradient, of_input, ctx.dtype).to(ctx.weight_dtype)
+        weight_gradient = multiply(transposed(g8), transposed(x8).t(), of_gradient, of_input, ctx.dtype).to(
+            ctx.weight_dtype
+        )
         all_seen = torch.stack((seen, seen_of_gradient))
         if ctx.note is not None:
             ctx.note(all_seen)
         return x_gradient, weight_gradient, None, None, all_seen if ctx.note is None else None, *6 * (None,)
 
 
-def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype, dynamic: bool, plain: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows in 8 bits, the scale they were multiplied by, and what was seen: (largest magnitude, share of numbers lost)."""
+def quantise(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, dynamic: bool, plain: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows in 8 bits, the scale they were multiplied by, and what was seen: (largest magnitude, share of
+    numbers lost)."""
     largest = _largest(x)
     if dynamic:
         scale = scale_for(largest, LARGEST[dtype])
@@ -186,8 +214,9 @@ def quantise(x: Tensor, scale: Tensor, dtype: torch.dtype, dynamic: bool, plain:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest magnitude; not a number where one of them is none. In float32 bits of magnitudes are in their order, those that
-    are no numbers above all others: a maximum of integers is one instruction of a GPU, one of floats four."""
+    """The largest magnitude; not a number where one of them is none. In float32 bits of magnitudes are in
+    their order, those that are no numbers above all others: a maximum of integers is one instruction of a
+    GPU, one of floats four."""
     if not len(x):
         return x.new_zeros((), dtype=wide(x.dtype))
     if wide(x.dtype) != torch.float32:
@@ -196,8 +225,8 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """x times the scale in 8 bits, where what is above the range becomes its end; None: not cast. Row after row, however x lies
-    in memory: gradients of a single sequence come out of attention column by column."""
+    """x times the scale in 8 bits, where what is above the range becomes its end; None: not cast. Row after
+    row, however x lies in memory: gradients of a single sequence come out of attention column by column."""
     if dtype is None:
         return x * scale
     scaled = x.to(wide(x.dtype)) * scale
@@ -206,7 +235,9 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype | None) -> Tensor:
     return scaled.to(dtype).contiguous()
 
 
-def joined(weights: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, narrow: torch.dtype | None) -> Tensor:
+def joined(
+    weights: Sequence[Tensor], scale: Tensor, dtype: torch.dtype, narrow: torch.dtype | None
+) -> Tensor:
     """Weights cast as values of this dtype are, along their outputs, which are the last dim but one."""
     parts = [cast(weight.to(dtype), scale, narrow) for weight in weights]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
@@ -228,7 +259,8 @@ def transposed(matrix: Tensor) -> Tensor:
 
 
 def scale_for(largest: Tensor, end: Tensor | float) -> Tensor:
-    """The largest power of two by which such numbers stay within ± end; one where nothing but zeros was seen."""
+    """The largest power of two by which such numbers stay within ± end; one where nothing but zeros was
+    seen."""
     exponent_alone = (end / largest.float()).view(torch.int32) & 0x7F800000
     return torch.where(largest > 0, exponent_alone.view(torch.float32), 1.0).clamp(2.0**-100, 2.0**100)
 
@@ -243,5 +275,6 @@ def multiply(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, dty
 
 
 def rounded_to(dtype: torch.dtype, product: Tensor) -> Tensor:
-    """The same tensor where it is of that dtype already, not a view: compiled by torch 2.11, that would get no gradient."""
+    """The same tensor where it is of that dtype already, not a view: compiled by torch 2.11, that would get
+    no gradient."""
     return product if product.dtype == dtype else product.to(dtype)

@@ -1,9 +1,10 @@
 """Continuing a text, one sampled token at a time.
 
-For showing what a model has learnt, not for serving it. What the model is, how it is spread over devices, and what it remembers
-of the text so far is hidden in `step`: while a run trains, each new token costs a forward over the whole text; on one device keys
-and values are kept (`Remembering`), so that it costs one over the new token. The random numbers come from a generator of their
-own on the CPU, so that processes which run the same model sample the same text, and sampling disturbs nothing else.
+For showing what a model has learnt, not for serving it. What the model is, how it is spread over devices, and
+what it remembers of the text so far is hidden in `step`: while a run trains, each new token costs a forward
+over the whole text; on one device keys and values are kept (`Remembering`), so that it costs one over the new
+token. The random numbers come from a generator of their own on the CPU, so that processes which run the same
+model sample the same text, and sampling disturbs nothing else.
 """
 
 from __future__ import annotations
@@ -22,10 +23,19 @@ Step = Callable[[Tensor], Tensor]
 
 
 def generate(
-    step: Step, prompt: Sequence[int], count: int, *, max_positions: int, temperature: float = 1.0, seed: int = 0
+    step: Step,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    max_positions: int,
+    temperature: float = 1.0,
+    seed: int = 0,
 ) -> list[int]:
     """The prompt and `count` more token ids."""
-    return [*prompt, *continuation(step, prompt, count, max_positions=max_positions, temperature=temperature, seed=seed)]
+    return [
+        *prompt,
+        *continuation(step, prompt, count, max_positions=max_positions, temperature=temperature, seed=seed),
+    ]
 
 
 def continuation(
@@ -40,8 +50,8 @@ def continuation(
 ) -> Iterator[int]:
     """Token ids after the prompt as they come, `count` of them, or fewer: those before the first of `ends`.
 
-    `step` is given at most `max_positions` tokens; the text slides through that window once it is longer. Temperature 0 takes
-    the likeliest token.
+    `step` is given at most `max_positions` tokens; the text slides through that window once it is longer.
+    Temperature 0 takes the likeliest token.
     """
     if not prompt:
         raise UserError("the prompt is empty: give at least one token to continue from")
@@ -59,7 +69,10 @@ def continuation(
 def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
     best = logits.max()
     if not bool(best.isfinite()):
-        raise UserError("the model gives no finite numbers: its weights are not, or a sum is too large for the dtype they are in")
+        raise UserError(
+            "the model gives no finite numbers: its weights are not, or a sum is too large for the dtype "
+            "they are in"
+        )
     if temperature == 0:
         return int(logits.argmax())
     below = (logits - best).double() / temperature  # the best stays 0, however low the temperature
@@ -67,7 +80,8 @@ def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> i
 
 
 class CachedAttention(nn.Module):
-    """In place of attention among the tokens of one forward: keys and values of the tokens before are kept, and seen too."""
+    """In place of attention among the tokens of one forward: keys and values of the tokens before are kept,
+    and seen too."""
 
     def __init__(self, attention: CausalAttention) -> None:
         super().__init__()
@@ -76,10 +90,15 @@ class CachedAttention(nn.Module):
 
     def keep(self, tokens: int) -> None:
         """Forget all but the first so many tokens."""
-        self.kept = None if self.kept is None or not tokens else (self.kept[0][:, :, :tokens], self.kept[1][:, :, :tokens])
+        self.kept = (
+            None
+            if self.kept is None or not tokens
+            else (self.kept[0][:, :, :tokens], self.kept[1][:, :, :tokens])
+        )
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Each (batch, heads, new tokens, head_dim). The mask is for the new tokens alone, so one for all is made here."""
+        """Each (batch, heads, new tokens, head_dim). The mask is for the new tokens alone, so one for all is
+        made here."""
         if self.kept is not None:
             key, value = torch.cat((self.kept[0], key), 2), torch.cat((self.kept[1], value), 2)
         self.kept = (key, value)
@@ -90,8 +109,9 @@ class CachedAttention(nn.Module):
 
 
 class Remembering:
-    """A transformer on one device as a `Step` that computes only what it has not seen: the new token of a text that goes on, the
-    new question of a conversation. Memory: keys and values of every token in every block."""
+    """A transformer on one device as a `Step` that computes only what it has not seen: the new token of a
+    text that goes on, the new question of a conversation. Memory: keys and values of every token in every
+    block."""
 
     def __init__(self, model: Transformer, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -107,10 +127,15 @@ class Remembering:
         """Logits after the last token."""
         ids: list[int] = tokens[0].tolist()
         pairs = zip(self._known, ids[:-1], strict=False)
-        same = next((place for place, (old, new) in enumerate(pairs) if old != new), min(len(self._known), len(ids) - 1))
+        same = next(
+            (place for place, (old, new) in enumerate(pairs) if old != new),
+            min(len(self._known), len(ids) - 1),
+        )
         for cache in self._caches:
             cache.keep(same)
         self._known = ids
         positions = torch.arange(same, len(ids), device=self.device)
-        logits: Tensor = self.model(tokens[:, same:].to(self.device), positions=positions, logits_at=len(ids) - same - 1)
+        logits: Tensor = self.model(
+            tokens[:, same:].to(self.device), positions=positions, logits_at=len(ids) - same - 1
+        )
         return logits

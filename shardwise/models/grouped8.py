@@ -1,19 +1,23 @@
-"""Products of experts in float8: rows sorted by expert, each by the matrix of its expert, all in one grouped product.
+"""Products of experts in float8: rows sorted by expert, each by the matrix of its expert, all in one grouped
+product.
 
     y  = x8 · w8ᵀ     rows (n, inputs) by (experts, outputs, inputs) to (n, outputs)
     dx = g8 · w8
     dw = g8ᵀ · x8     for each expert over its own rows; zeros for an expert without any
 
-Formats, scales, and what is noted of tensors are as for other products (models/float8.py). Two things differ:
+Formats, scales, and what is noted of tensors are as for other products (models/float8.py). Two things
+differ:
 
-- Gate and up have the same input and are one product, of a weight that is both, one above the other. So one product gives the sum
-  of both gradients of the input. It sums over the outputs of both, and what is summed must have one scale: both weights share
-  one, from the larger of their magnitudes, and so do the gradients of both outputs.
-- The input is cast before it is sorted: rows are copied to their experts in 8 bits, numbers being the same as if they were copied
-  and then cast. Backward keeps the cast rows unsorted, one for each token, and copies them again.
+- Gate and up have the same input and are one product, of a weight that is both, one above the other. So one
+  product gives the sum of both gradients of the input. It sums over the outputs of both, and what is summed
+  must have one scale: both weights share one, from the larger of their magnitudes, and so do the gradients of
+  both outputs.
+- The input is cast before it is sorted: rows are copied to their experts in 8 bits, numbers being the same as
+  if they were copied and then cast. Backward keeps the cast rows unsorted, one for each token, and copies
+  them again.
 
-A GPU makes the products by kernels of ours (models/kernels.py). CPUs and proofs in float64 multiply the same 8-bit numbers expert
-after expert.
+A GPU makes the products by kernels of ours (models/kernels.py). CPUs and proofs in float64 multiply the same
+8-bit numbers expert after expert.
 """
 
 from __future__ import annotations
@@ -36,9 +40,11 @@ class GroupedFloat8(ScaledProduct):
     def __init__(self, *weights: str) -> None:
         super().__init__(None, weights)
 
-    def forward(self, rows: Tensor, ends: Tensor, weights: Sequence[Tensor], sorting: Sorting | None = None) -> Tensor:
-        """Rows (n, inputs), sorted or to be sorted, of which those of expert i end before ends[i] (int32), and weights
-        (experts, outputs, inputs), to sorted rows with the outputs of all weights."""
+    def forward(
+        self, rows: Tensor, ends: Tensor, weights: Sequence[Tensor], sorting: Sorting | None = None
+    ) -> Tensor:
+        """Rows (n, inputs), sorted or to be sorted, of which those of expert i end before ends[i] (int32),
+        and weights (experts, outputs, inputs), to sorted rows with the outputs of all weights."""
         order, back, copies = sorting or (None, None, 1)
         result: Tensor = _GroupedProduct.apply(rows, ends, order, back, copies, *self.settings(), *weights)  # type: ignore[no-untyped-call]
         return result
@@ -77,7 +83,9 @@ class _GroupedProduct(torch.autograd.Function):
     ) -> Tensor:
         x8, of_input, seen = quantise(x, of_input, E4M3, dynamic, plain)
         w8 = joined(weights, of_weight, x.dtype, None if plain else E4M3) if kept is None else kept
-        ctx.save_for_backward(x8, ends, order, back, of_input, of_weight, of_gradient, seen, kept_transposed, *weights)
+        ctx.save_for_backward(
+            x8, ends, order, back, of_input, of_weight, of_gradient, seen, kept_transposed, *weights
+        )
         ctx.copies, ctx.dynamic, ctx.plain, ctx.note, ctx.dtype = copies, dynamic, plain, note, x.dtype
         rows8 = x8 if order is None else take_copies(x8, copied_from(order, copies))
         return grouped(rows8, w8, ends, of_input, of_weight, x.dtype)
@@ -100,7 +108,9 @@ class _GroupedProduct(torch.autograd.Function):
         return x_gradient, *6 * (None,), to_probe, *6 * (None,), *weight_gradients
 
 
-def grouped(rows8: Tensor, weight8: Tensor, ends: Tensor, of_rows: Tensor, of_weight: Tensor, dtype: torch.dtype) -> Tensor:
+def grouped(
+    rows8: Tensor, weight8: Tensor, ends: Tensor, of_rows: Tensor, of_weight: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Rows (n, k) sorted by expert by weights (experts, m, k) to (n, m), without their scales."""
     factor = 1 / (of_rows * of_weight)
     if _by_kernel(rows8, dtype):
@@ -121,8 +131,9 @@ def grouped_outer(
     of_right: Tensor,
     weights: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Of rows (n, m) and (n, k) sorted by expert, leftᵀ · right over the rows of each expert, without their scales: for each
-    weight (experts, own part of m, k) in its dtype. Row i of the sorted right ones is its row places[i]; None: row i."""
+    """Of rows (n, m) and (n, k) sorted by expert, leftᵀ · right over the rows of each expert, without their
+    scales: for each weight (experts, own part of m, k) in its dtype. Row i of the sorted right ones is its
+    row places[i]; None: row i."""
     factor, heights = 1 / (of_left * of_right), [weight.shape[1] for weight in weights]
     if _by_kernel(left8, weights[0].dtype):
         from shardwise.models.kernels import outer8, transpose_experts8
@@ -136,12 +147,15 @@ def grouped_outer(
 
 
 def _by_kernel(rows: Tensor, dtype: torch.dtype) -> bool:
-    return rows.is_cuda and rows.dtype.itemsize == 1 and dtype != torch.float64 and rows.shape[1] % MULTIPLE == 0
+    return (
+        rows.is_cuda and rows.dtype.itemsize == 1 and dtype != torch.float64 and rows.shape[1] % MULTIPLE == 0
+    )
 
 
 @torch.library.custom_op("shardwise::grouped_one_by_one", mutates_args=())
 def _one_by_one(rows: Tensor, weight: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Expert after expert, in this dtype. For the compiler one operation: how many rows an expert has is another each time."""
+    """Expert after expert, in this dtype. For the compiler one operation: how many rows an expert has is
+    another each time."""
     result = rows.new_empty(rows.shape[0], weight.shape[1], dtype=dtype)
     for own, matrix, into in zip(_by_expert(rows, ends), weight, _by_expert(result, ends), strict=True):
         torch.mm(own.to(dtype), matrix.to(dtype).t(), out=into)

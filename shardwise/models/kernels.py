@@ -1,15 +1,18 @@
 """Kernels of GPUs. Imported where there is one alone: Triton comes with torch for GPUs.
 
-`grouped8` and `outer8` are products in 8 bits of rows that are sorted by expert, each with the weights of its own expert. torch's
-own take longer, want the rows of every expert padded for the second, and no e5m2.
+`grouped8` and `outer8` are products in 8 bits of rows that are sorted by expert, each with the weights of its
+own expert. torch's own take longer, want the rows of every expert padded for the second, and no e5m2.
 
-`draw` writes normal numbers where they are needed. The bits are those of models/draw.py, and tests compare them. A thread makes
-the 16 numbers of a count, which lie together in the array. What bounds the speed is the reading of the table.
+`draw` writes normal numbers where they are needed. The bits are those of models/draw.py, and tests compare
+them. A thread makes the 16 numbers of a count, which lie together in the array. What bounds the speed is the
+reading of the table.
 
-`cross_entropy` reads each row of logits twice and writes its gradient, where the compiler's kernel reads it three times.
+`cross_entropy` reads each row of logits twice and writes its gradient, where the compiler's kernel reads it
+three times.
 
-`transpose8` transposes a matrix of bytes. Left to the compiler, a transposed copy is written by whatever kernel makes the matrix:
-where that goes along rows, to sum or to find a maximum, it writes single bytes a whole column apart, and takes ten times as long.
+`transpose8` transposes a matrix of bytes. Left to the compiler, a transposed copy is written by whatever
+kernel makes the matrix: where that goes along rows, to sum or to find a maximum, it writes single bytes a
+whole column apart, and takes ten times as long.
 """
 
 from __future__ import annotations
@@ -56,13 +59,25 @@ def _draw(target, table, task, COUNTS: tl.constexpr):
 
 
 def draw(
-    target: Tensor, table: Tensor, key: int, first: int, outer: int, rows: int, length: int, outer_stride: int, row_stride: int
+    target: Tensor,
+    table: Tensor,
+    key: int,
+    first: int,
+    outer: int,
+    rows: int,
+    length: int,
+    outer_stride: int,
+    row_stride: int,
 ) -> None:
-    """Fill a flat tensor from a table on its device. The last six say where its numbers lie in the array (draw.Runs)."""
+    """Fill a flat tensor from a table on its device. The last six say where its numbers lie in the array
+    (draw.Runs)."""
     counts = (length + 14) // 16 + 1  # that a run touches at most, wherever in a count it begins
     signed = key - (1 << 64) if key >> 63 else key
-    # These go as a tensor: as arguments, Triton would compile the kernel again for small ones, and for multiples of 16.
-    task = torch.tensor([signed, first, outer, rows, length, outer_stride, row_stride, counts], device=target.device)
+    # These go as a tensor: as arguments, Triton would compile the kernel again for small ones, and for
+    # multiples of 16.
+    task = torch.tensor(
+        [signed, first, outer, rows, length, outer_stride, row_stride, counts], device=target.device
+    )
     with torch.cuda.device(target.device):
         _draw[triton.cdiv(outer * rows * counts, COUNTS),](target, table, task, COUNTS=COUNTS)
 
@@ -74,7 +89,11 @@ def _transpose(source, target, rows, columns, TILE: tl.constexpr):
     matrix = tl.program_id(2).to(tl.int64) * rows * columns
     inside = (down[:, None] < rows) & (across[None, :] < columns)
     tile = tl.load(source + matrix + down[:, None].to(tl.int64) * columns + across[None, :], mask=inside)
-    tl.store(target + matrix + across[:, None].to(tl.int64) * rows + down[None, :], tl.trans(tile), mask=tl.trans(inside))
+    tl.store(
+        target + matrix + across[:, None].to(tl.int64) * rows + down[None, :],
+        tl.trans(tile),
+        mask=tl.trans(inside),
+    )
 
 
 @triton_op("shardwise::transpose8", mutates_args={})
@@ -83,7 +102,9 @@ def transpose8(matrix: Tensor) -> Tensor:
     *several, rows, columns = matrix.shape
     turned = torch.empty(*several, columns, rows, dtype=matrix.dtype, device=matrix.device)
     grid = (triton.cdiv(columns, TILE), triton.cdiv(rows, TILE), math.prod(several))
-    wrap_triton(_transpose)[grid](matrix.view(torch.uint8), turned.view(torch.uint8), rows, columns, TILE=TILE)
+    wrap_triton(_transpose)[grid](
+        matrix.view(torch.uint8), turned.view(torch.uint8), rows, columns, TILE=TILE
+    )
     return turned
 
 
@@ -122,13 +143,16 @@ def _cross_entropy(
         tl.store(goal + at, (gradient * factor).to(into.dtype.element_ty), mask=at < columns)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, into: Tensor, scale: float, softcap: float | None, ignored: int) -> Tensor:
-    """The summed loss of rows of logits of at most 32 bits; `scale` times their gradient is written to `into`: beside them, or
-    over them."""
+def cross_entropy(
+    logits: Tensor, targets: Tensor, into: Tensor, scale: float, softcap: float | None, ignored: int
+) -> Tensor:
+    """The summed loss of rows of logits of at most 32 bits; `scale` times their gradient is written to
+    `into`: beside them, or over them."""
     losses = torch.empty(logits.shape[0], device=logits.device)
     with torch.cuda.device(logits.device):
         _cross_entropy[logits.shape[0],](
-            logits, targets, into, losses, logits.shape[1], logits.stride(0), into.stride(0), scale, softcap or 1.0,
+            logits, targets, into, losses, logits.shape[1], logits.stride(0), into.stride(0), scale,
+            softcap or 1.0,
             IGNORED=ignored, CAPPED=softcap is not None, COUNT=AT_ONCE, num_warps=8,
         )  # fmt: skip
     return losses.sum()
@@ -136,8 +160,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, into: Tensor, scale: float, s
 
 @triton.jit
 def _expert_of(tile, ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Of a tile of rows that are all of one expert: which one, where the tile begins, and where that expert's rows end. Tiles
-    beyond the last have an expert that does not exist."""
+    """Of a tile of rows that are all of one expert: which one, where the tile begins, and where that expert's
+    rows end. Tiles beyond the last have an expert that does not exist."""
     expert = tl.arange(0, PADDED)
     end = tl.load(ends + expert, mask=expert < EXPERTS, other=0)
     begin = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < EXPERTS), other=0)
@@ -146,7 +170,11 @@ def _expert_of(tile, ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl
     own = tl.sum((after <= tile).to(tl.int32), 0)
     chosen = expert == own
     before = tl.sum(tl.where(chosen, after - tiles, 0), 0)
-    return own, tl.sum(tl.where(chosen, begin, 0), 0) + (tile - before) * ROWS, tl.sum(tl.where(chosen, end, 0), 0)
+    return (
+        own,
+        tl.sum(tl.where(chosen, begin, 0), 0) + (tile - before) * ROWS,
+        tl.sum(tl.where(chosen, end, 0), 0),
+    )
 
 
 @triton.jit
@@ -176,13 +204,17 @@ def _grouped(
         total *= tl.load(factor)
         down, right = row + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
         inside = (down < stop)[:, None] & (right < outputs)[None, :]
-        tl.store(out + down[:, None].to(tl.int64) * outputs + right[None, :], total.to(out.dtype.element_ty), mask=inside)
+        tl.store(
+            out + down[:, None].to(tl.int64) * outputs + right[None, :],
+            total.to(out.dtype.element_ty),
+            mask=inside,
+        )
 
 
 @custom_op("shardwise::grouped8", mutates_args=())
 def grouped8(rows: Tensor, weight: Tensor, ends: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows (n, inputs), of which those of expert i end before ends[i], times its weight of (experts, outputs, inputs), times a
-    factor: (n, outputs)."""
+    """Rows (n, inputs), of which those of expert i end before ends[i], times its weight of (experts, outputs,
+    inputs), times a factor: (n, outputs)."""
     (count, inputs), (experts, outputs, _) = rows.shape, weight.shape
     out = torch.empty(count, outputs, dtype=dtype, device=rows.device)
     if count:
@@ -192,7 +224,8 @@ def grouped8(rows: Tensor, weight: Tensor, ends: Tensor, factor: Tensor, dtype: 
         with torch.cuda.device(rows.device):
             _grouped[tiles * triton.cdiv(outputs, COLUMNS),](
                 left, right, out, ends, factor, outputs, inputs,
-                EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH, BESIDE=BESIDE,
+                EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ROWS=ROWS, COLUMNS=COLUMNS,
+                DEPTH=DEPTH, BESIDE=BESIDE,
                 num_warps=8, num_stages=3,
             )  # fmt: skip
     return out
@@ -222,16 +255,19 @@ def _transpose_experts(
 
 @custom_op("shardwise::transpose_experts8", mutates_args=())
 def transpose_experts8(matrix: Tensor, ends: Tensor, places: Tensor | None) -> Tensor:
-    """(rows, columns) in 8 bits, sorted by expert, to (columns, sums): those of each expert begin at a multiple of DEPTH, and
-    zeros fill it up to the next. `places` says where in the matrix the sorted rows lie; None: one after the other."""
+    """(rows, columns) in 8 bits, sorted by expert, to (columns, sums): those of each expert begin at a
+    multiple of DEPTH, and zeros fill it up to the next. `places` says where in the matrix the sorted rows
+    lie; None: one after the other."""
     columns, rows = matrix.shape[1], len(matrix if places is None else places)
     experts = ends.shape[0]
     tiles = triton.cdiv(rows, DEPTH) + experts  # at most
     turned = torch.empty(columns, tiles * DEPTH, dtype=matrix.dtype, device=matrix.device)
     with torch.cuda.device(matrix.device):
         _transpose_experts[triton.cdiv(columns, TILE), tiles](
-            matrix.view(torch.uint8), turned.view(torch.uint8), ends, ends if places is None else places, columns, tiles * DEPTH,
-            PLACED=places is not None, EXPERTS=experts, PADDED=triton.next_power_of_2(experts), DEPTH=DEPTH, TILE=TILE,
+            matrix.view(torch.uint8), turned.view(torch.uint8), ends, ends if places is None else places,
+            columns, tiles * DEPTH,
+            PLACED=places is not None, EXPERTS=experts, PADDED=triton.next_power_of_2(experts), DEPTH=DEPTH,
+            TILE=TILE,
         )  # fmt: skip
     return turned
 
@@ -246,7 +282,8 @@ def _(matrix: Tensor, ends: Tensor, places: Tensor | None) -> Tensor:
 @triton.jit
 def _outer(
     left, right, out, ends, factor, height, width,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr
 ):  # fmt: skip
     expert, across = tl.program_id(1), tl.cdiv(width, COLUMNS)
     top, first = tl.program_id(0) // across * ROWS, tl.program_id(0) % across * COLUMNS
@@ -258,18 +295,21 @@ def _outer(
     down, aside = top + tl.arange(0, ROWS), first + tl.arange(0, COLUMNS)
     inside = (down < height)[:, None] & (aside < width)[None, :]
     own = out + expert.to(tl.int64) * height * width
-    tl.store(own + down[:, None].to(tl.int64) * width + aside[None, :], total.to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        own + down[:, None].to(tl.int64) * width + aside[None, :], total.to(out.dtype.element_ty), mask=inside
+    )
 
 
 @custom_op("shardwise::outer8", mutates_args=())
 def outer8(left: Tensor, right: Tensor, ends: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """For each expert the sum over its rows of left · rightᵀ, times a factor: (experts, height, width). Both are transposed by
-    `transpose_experts8`: (height, sums) and (width, sums)."""
+    """For each expert the sum over its rows of left · rightᵀ, times a factor: (experts, height, width). Both
+    are transposed by `transpose_experts8`: (height, sums) and (width, sums)."""
     height, width, experts = left.shape[0], right.shape[0], ends.shape[0]
     out = torch.empty(experts, height, width, dtype=dtype, device=left.device)
     with torch.cuda.device(left.device):
         _outer[triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS), experts](
-            TensorDescriptor.from_tensor(left, [ROWS, DEPTH]), TensorDescriptor.from_tensor(right, [COLUMNS, DEPTH]),
+            TensorDescriptor.from_tensor(left, [ROWS, DEPTH]), TensorDescriptor.from_tensor(right, [COLUMNS,
+            DEPTH]),
             out, ends, factor, height, width,
             EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ROWS=ROWS, COLUMNS=COLUMNS, DEPTH=DEPTH,
             num_warps=8, num_stages=3,

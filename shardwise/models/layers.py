@@ -1,16 +1,17 @@
 """Linear, norm and feed-forward layers that follow the dtype of what flows through them.
 
-Mixed precision here is one rule instead of autocast's table: the activations carry the compute dtype, and every layer
-casts its weights to the dtype of its input at the moment of use. Master weights stay float32 (or whatever they are stored
-in), gradients come back in the same dtype through the cast, and nothing depends on a context that someone has to enter.
-The cost is one read of the weight and one write of its half-size copy a forward, about 0.4 % of a training step at 1 B
-parameters and 32k tokens; torch.compile fuses it where it can, and it is a no-op when the weights arrive already cast, as
-they do from FSDP2.
+Mixed precision here is one rule instead of autocast's table: the activations carry the compute dtype, and
+every layer casts its weights to the dtype of its input at the moment of use. Master weights stay float32 (or
+whatever they are stored in), gradients come back in the same dtype through the cast, and nothing depends on a
+context that someone has to enter. The cost is one read of the weight and one write of its half-size copy a
+forward, about 0.4 % of a training step at 1 B parameters and 32k tokens; torch.compile fuses it where it can,
+and it is a no-op when the weights arrive already cast, as they do from FSDP2.
 
-Norms take their statistics in float32 inside torch's kernels whatever the input dtype is, and matmuls add up in float32 before
-they round. A lookup does not: the gradient of an embedding is a sum over all places where a token occurs, and torch makes it in
-the dtype of the weights. In bfloat16 such a sum stands still once it is 256 times its next summand, which is where frequent
-tokens are. So `lookup` has a backward of its own that sums in float32 and rounds once.
+Norms take their statistics in float32 inside torch's kernels whatever the input dtype is, and matmuls add up
+in float32 before they round. A lookup does not: the gradient of an embedding is a sum over all places where a
+token occurs, and torch makes it in the dtype of the weights. In bfloat16 such a sum stands still once it is
+256 times its next summand, which is where frequent tokens are. So `lookup` has a backward of its own that
+sums in float32 and rounds once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding` whose vectors have the computing dtype, and whose gradient is summed in float32 or better."""
+    """`nn.Embedding` whose vectors have the computing dtype, and whose gradient is summed in float32 or
+    better."""
 
     compute_dtype: torch.dtype | None = None
     """dtype of the vectors; None: that of the weights."""
@@ -53,15 +55,18 @@ class Embedding(nn.Embedding):
         return lookup(ids, self.weight, self.compute_dtype, self.padding_idx)
 
 
-def lookup(ids: Tensor, weight: Tensor, dtype: torch.dtype | None = None, padding: int | None = None) -> Tensor:
-    """Rows of a weight (rows, hidden), in that dtype or the weight's own: ids of any shape to (*shape, hidden). The row `padding`
-    gets no gradient."""
+def lookup(
+    ids: Tensor, weight: Tensor, dtype: torch.dtype | None = None, padding: int | None = None
+) -> Tensor:
+    """Rows of a weight (rows, hidden), in that dtype or the weight's own: ids of any shape to (*shape,
+    hidden). The row `padding` gets no gradient."""
     vectors: Tensor = _Lookup.apply(weight, ids, dtype or weight.dtype, padding)  # type: ignore[no-untyped-call]
     return vectors
 
 
 class _Lookup(torch.autograd.Function):
-    """Forward: a gather and a cast. Backward: gradients of equal ids summed in the wide dtype, then cast to the weight's."""
+    """Forward: a gather and a cast. Backward: gradients of equal ids summed in the wide dtype, then cast to
+    the weight's."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, dtype: torch.dtype, padding: int | None) -> Tensor:
@@ -72,7 +77,9 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (ids,) = ctx.saved_tensors
-        summed = torch.ops.aten.embedding_dense_backward(gradient.to(wide(gradient.dtype)), ids, ctx.rows, ctx.padding, False)
+        summed = torch.ops.aten.embedding_dense_backward(
+            gradient.to(wide(gradient.dtype)), ids, ctx.rows, ctx.padding, False
+        )
         return summed.to(ctx.dtype), None, None, None
 
 
@@ -84,8 +91,9 @@ class RMSNorm(nn.RMSNorm):
 
 
 class OffsetRMSNorm(nn.RMSNorm):
-    """x / rms(x) · (1 + weight), as Gemma has it: weights begin, and are decayed if at all, towards no change. One plus a small
-    weight would lose its digits in 16 bits, so the product is made in float32 or better."""
+    """x / rms(x) · (1 + weight), as Gemma has it: weights begin, and are decayed if at all, towards no
+    change. One plus a small weight would lose its digits in 16 bits, so the product is made in float32 or
+    better."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + self.weight.to(x.dtype).to(wide(x.dtype))
@@ -96,10 +104,16 @@ class LayerNorm(nn.LayerNorm):
     """(x - mean) / deviation · weight + bias over the last dim."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        return F.layer_norm(
+            x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps
+        )
 
 
-NORMS: dict[str, type[RMSNorm | LayerNorm | OffsetRMSNorm]] = {"rms": RMSNorm, "layer": LayerNorm, "rms+1": OffsetRMSNorm}
+NORMS: dict[str, type[RMSNorm | LayerNorm | OffsetRMSNorm]] = {
+    "rms": RMSNorm,
+    "layer": LayerNorm,
+    "rms+1": OffsetRMSNorm,
+}
 
 
 def make_norm(config: Model) -> RMSNorm | LayerNorm | OffsetRMSNorm:
@@ -120,7 +134,9 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate(x)
-        result: Tensor = self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * self.up(x))
+        result: Tensor = self.down(
+            (F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * self.up(x)
+        )
         return result
 
 

@@ -1,29 +1,31 @@
 """The output head and the cross-entropy as one operation that never holds the full logits.
 
-For 32k tokens and a vocabulary of 128k the logits are 8 GiB in bfloat16, 16 in float32, and plain autograd keeps several
-such copies: the largest tensors of the whole step, for the sake of one number. But the gradient of the loss with respect to
-the logits is known as soon as they are (softmax minus one-hot), so the head can be walked in chunks of tokens: compute a
-chunk's logits, its loss, overwrite the logits by their gradient, multiply that into the gradients of the hidden states and
-of the weight, and reuse the buffer. All three matmuls happen in the forward pass, none twice; backward only scales what was
-kept. (The idea is known from Liger Kernel and from "Cut Your Losses", Wijmans et al. 2024.)
+For 32k tokens and a vocabulary of 128k the logits are 8 GiB in bfloat16, 16 in float32, and plain autograd
+keeps several such copies: the largest tensors of the whole step, for the sake of one number. But the gradient
+of the loss with respect to the logits is known as soon as they are (softmax minus one-hot), so the head can
+be walked in chunks of tokens: compute a chunk's logits, its loss, overwrite the logits by their gradient,
+multiply that into the gradients of the hidden states and of the weight, and reuse the buffer. All three
+matmuls happen in the forward pass, none twice; backward only scales what was kept. (The idea is known from
+Liger Kernel and from "Cut Your Losses", Wijmans et al. 2024.)
 
-Several devices may share the vocabulary (`VocabularyPart`): each has the rows of the weight for its ids, so no device ever
-holds even a chunk of whole logits; the largest logit, the sum of exponentials and the target's logit of each token are put
-together between them, three numbers a token.
+Several devices may share the vocabulary (`VocabularyPart`): each has the rows of the weight for its ids, so
+no device ever holds even a chunk of whole logits; the largest logit, the sum of exponentials and the target's
+logit of each token are put together between them, three numbers a token.
 
-Kept from forward to backward: the gradient of the hidden states, as large as they, and one of the weight, accumulated in
-float32 (1 GiB at 128k × 2048). Nothing is read back to the host.
+Kept from forward to backward: the gradient of the hidden states, as large as they, and one of the weight,
+accumulated in float32 (1 GiB at 128k × 2048). Nothing is read back to the host.
 
-A GPU multiplies by rows of 16 bytes: with a vocabulary of 50,257 its products take four times as long. There the weight is
-padded with zeros to a round number of rows while it is used; the logits of the padding are zeros and stay so, and since their
-gradient is zero too, no product need know of it.
+A GPU multiplies by rows of 16 bytes: with a vocabulary of 50,257 its products take four times as long. There
+the weight is padded with zeros to a round number of rows while it is used; the logits of the padding are
+zeros and stay so, and since their gradient is zero too, no product need know of it.
 
-Gemma 2 keeps logits within ± a cap by cap · tanh(logit / cap). That is elementwise, so it goes where the softmax goes: the capped
-logits have the gradient that was known, and the plain ones that times 1 - tanh².
+Gemma 2 keeps logits within ± a cap by cap · tanh(logit / cap). That is elementwise, so it goes where the
+softmax goes: the capped logits have the gradient that was known, and the plain ones that times 1 - tanh².
 
-float16: softmax tails lie under its smallest normal number, 6e-5, so there the gradient of the logits is written 1024 times
-larger (it is at most 1, so it cannot overflow), the gradient of the hidden states is kept in float32, and both shrink back
-in backward together with the loss scale. bfloat16 has float32's range and needs none of it.
+float16: softmax tails lie under its smallest normal number, 6e-5, so there the gradient of the logits is
+written 1024 times larger (it is at most 1, so it cannot overflow), the gradient of the hidden states is kept
+in float32, and both shrink back in backward together with the loss scale. bfloat16 has float32's range and
+needs none of it.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ ROUND_ROWS = {"cuda": 64, "cpu": 1}
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """One device's ids: from `first` on, as many as its weight has rows. What the parts have in common is put together by
-    `maximum` and `total`, which take this part's numbers and return those of all parts.
+    """One device's ids: from `first` on, as many as its weight has rows. What the parts have in common is put
+    together by `maximum` and `total`, which take this part's numbers and return those of all parts.
     """
 
     first: int
@@ -75,17 +77,22 @@ def linear_cross_entropy(
     softcap: float | None = None,
     float8: Float8 | None = None,
 ) -> Tensor:
-    """Sum over tokens of the cross-entropy of `hidden @ weight.T`, exact, at most `chunk` rows of logits at a time.
+    """Sum over tokens of the cross-entropy of `hidden @ weight.T`, exact, at most `chunk` rows of logits at a
+    time.
 
-    `hidden` is (tokens, hidden), `weight` (vocabulary, hidden) in any dtype, `targets` (tokens) with -100 for none. The
-    matmuls run in the dtype of `hidden`, the softmax in float32 (or float64). Backward may run once; with
-    `split_backward` in two halves, for the hidden states and for the weight, as zero-bubble pipelines do.
+    `hidden` is (tokens, hidden), `weight` (vocabulary, hidden) in any dtype, `targets` (tokens) with -100 for
+    none. The matmuls run in the dtype of `hidden`, the softmax in float32 (or float64). Backward may run
+    once; with `split_backward` in two halves, for the hidden states and for the weight, as zero-bubble
+    pipelines do.
 
-    With a `softcap`, logits are kept within ± it by a tanh. With a `part` of the vocabulary, the loss is that of all parts, and
-    the gradient of `hidden` is this part's share of it. With `float8` the three products are made in 8 bits.
+    With a `softcap`, logits are kept within ± it by a tanh. With a `part` of the vocabulary, the loss is that
+    of all parts, and the gradient of `hidden` is this part's share of it. With `float8` the three products
+    are made in 8 bits.
     """
     rows = weight.shape[0] if part is None else part.most_rows
-    chunk = chunk or chunk_tokens(hidden.shape[0], rows, hidden.dtype.itemsize, hidden.device.type, float8 is not None)
+    chunk = chunk or chunk_tokens(
+        hidden.shape[0], rows, hidden.dtype.itemsize, hidden.device.type, float8 is not None
+    )
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         chosen = (targets, chunk, compiled, part, softcap, float8)
         if split_backward:
@@ -102,15 +109,19 @@ def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _with_gradient(loss: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
-    """The loss, whose gradient for the weight is known. A split backward looks for the place where the paths of inputs and
-    weights meet and starts its second half there, which must not be inside a function of ours: here it is a plain sum.
+    """The loss, whose gradient for the weight is known. A split backward looks for the place where the paths
+    of inputs and weights meet and starts its second half there, which must not be inside a function of ours:
+    here it is a plain sum.
     """
-    product = (weight.to(gradient.dtype) * gradient).sum()  # in 16 bits the loss's factor would be rounded before its use
+    product = (
+        weight.to(gradient.dtype) * gradient
+    ).sum()  # in 16 bits the loss's factor would be rounded before its use
     return loss + (product - product.detach())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward computes the loss and, for a loss gradient of one, both gradients; backward multiplies by the real one."""
+    """Forward computes the loss and, for a loss gradient of one, both gradients; backward multiplies by the
+    real one."""
 
     @staticmethod
     def forward(
@@ -140,7 +151,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradient = products.room_for_gradient(logits)
             real, into = (tensor[:, : weight.shape[0]] for tensor in (logits, gradient))
             loss += loss_and_gradient(real, targets[rows], into, products.scale, softcap)
-            del logits, real, into  # in float8 the gradient lies beside them, and they make room for its transposed copy
+            del (
+                logits,
+                real,
+                into,
+            )  # in float8 the gradient lies beside them, and they make room for its transposed copy
             products.add_gradients(gradient, rows, hidden_gradient, weight_gradient)
             del gradient  # before the next chunk's
         if weight_gradient is not None:
@@ -159,7 +174,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
         factor = loss_gradient / ctx.scale
-        # In place, so that no second copy exists; a second backward is then refused by autograd's version check.
+        # In place, so that no second copy exists; a second backward is then refused by autograd's version
+        # check.
         hidden, weight = (
             None if kept is None else kept.mul_(factor).to(dtype)
             for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -185,7 +201,9 @@ class _Products:
         """Where to write `scale` times the gradient of the logits: over them."""
         return logits
 
-    def add_gradients(self, gradient: Tensor, rows: slice, of_hidden: Tensor | None, of_weight: Tensor | None) -> None:
+    def add_gradients(
+        self, gradient: Tensor, rows: slice, of_hidden: Tensor | None, of_weight: Tensor | None
+    ) -> None:
         """Of these rows: written to the first, added to the second."""
         if of_hidden is not None:
             _multiply(gradient, self.weight, into=of_hidden[rows])
@@ -194,8 +212,8 @@ class _Products:
 
 
 class _Float8Products:
-    """The same in 8 bits. The gradient of a logit is at most one, so its scale is known; all chunks have one scale of the hidden
-    states."""
+    """The same in 8 bits. The gradient of a logit is at most one, so its scale is known; all chunks have one
+    scale of the hidden states."""
 
     scale = 2.0**15
     """What the gradient is written larger by: as much as e5m2 has room for."""
@@ -205,7 +223,9 @@ class _Float8Products:
         make_hidden, make_weight = (_compiled(quantise), _compiled(cast)) if compiled else (quantise, cast)
         self.hidden: Tensor
         self.of_hidden: Tensor
-        self.hidden, self.of_hidden, seen = make_hidden(hidden, float8.input.value, E4M3, float8.dynamic, float8.plain)
+        self.hidden, self.of_hidden, seen = make_hidden(
+            hidden, float8.input.value, E4M3, float8.dynamic, float8.plain
+        )
         self.of_weight = float8.weight.value
         self.weight = make_weight(weight, self.of_weight, None if float8.plain else E4M3)
         self.gradient_dtype = hidden.dtype if float8.plain else E5M2
@@ -222,22 +242,32 @@ class _Float8Products:
         room[:, self.real :].zero_()
         return room
 
-    def add_gradients(self, gradient: Tensor, rows: slice, of_hidden: Tensor | None, of_weight: Tensor | None) -> None:
+    def add_gradients(
+        self, gradient: Tensor, rows: slice, of_hidden: Tensor | None, of_weight: Tensor | None
+    ) -> None:
         """Of these rows: written to the first, added to the second."""
         if of_hidden is not None:
             if self.turned is None:
                 self.turned = transposed(self.weight)
-            of_hidden[rows] = multiply(gradient, self.turned.t(), self.of_gradient, self.of_weight, of_hidden.dtype)
+            of_hidden[rows] = multiply(
+                gradient, self.turned.t(), self.of_gradient, self.of_weight, of_hidden.dtype
+            )
         if of_weight is not None:
             hidden = transposed(self.hidden[rows])
-            of_weight += multiply(transposed(gradient), hidden.t(), self.of_gradient, self.of_hidden, of_weight.dtype)
+            of_weight += multiply(
+                transposed(gradient), hidden.t(), self.of_gradient, self.of_hidden, of_weight.dtype
+            )
 
 
 def _products(
     hidden: Tensor, weight: Tensor, real: int, chunk: int, float8: Float8 | None, compiled: bool = False
 ) -> _Products | _Float8Products:
     """Of a weight whose first `real` rows are no padding."""
-    return _Products(hidden, weight, chunk) if float8 is None else _Float8Products(hidden, weight, real, float8, compiled)
+    return (
+        _Products(hidden, weight, chunk)
+        if float8 is None
+        else _Float8Products(hidden, weight, real, float8, compiled)
+    )
 
 
 _ChunkLoss = Callable[[Tensor, Tensor, Tensor, float, float | None], Tensor]
@@ -253,11 +283,14 @@ def _chooser(hidden: Tensor, compiled: bool, part: VocabularyPart | None) -> _Ch
     return _compiled(_chunk_loss_and_gradient) if compiled else _chunk_loss_and_gradient
 
 
-def _chunk_loss_and_gradient(logits: Tensor, targets: Tensor, into: Tensor, scale: float, softcap: float | None = None) -> Tensor:
-    """Summed loss of one chunk; `scale` times the gradient of the logits is written to `into`, which may be the logits.
+def _chunk_loss_and_gradient(
+    logits: Tensor, targets: Tensor, into: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Summed loss of one chunk; `scale` times the gradient of the logits is written to `into`, which may be
+    the logits.
 
-    Written for a compiler: one-hot is a comparison of indices, so everything fuses into a pass for the softmax statistics
-    and a pass that writes the gradient.
+    Written for a compiler: one-hot is a comparison of indices, so everything fuses into a pass for the
+    softmax statistics and a pass that writes the gradient.
     """
     valid = targets != IGNORED
     scores = logits if softcap is None else cap_logits(logits.to(wide(logits.dtype)), softcap)
@@ -286,7 +319,9 @@ def _chunk_loss_and_gradient_of_part(
     lowest = scores.new_full((scores.shape[0], 1), -math.inf)  # a part may be empty
     peak = part.maximum(torch.cat((scores, lowest), 1).amax(1))
     scores = scores - peak.unsqueeze(1)
-    one_hot = torch.arange(part.first, part.first + scores.shape[1], device=scores.device) == targets.unsqueeze(1)
+    one_hot = torch.arange(
+        part.first, part.first + scores.shape[1], device=scores.device
+    ) == targets.unsqueeze(1)
     own = torch.where(one_hot, scores, 0.0).sum(1)
     exponentials = scores.exp_()
     sums, chosen = part.total(torch.stack((exponentials.sum(1), own)))
@@ -347,7 +382,8 @@ def _multiply(left: Tensor, right: Tensor, into: Tensor) -> None:
 
 
 def _multiply_add(left: Tensor, right: Tensor, into: Tensor) -> None:
-    """into += left @ right, summed in the dtype of `into`: rounding each partial sum to 8 bits would lose the later ones."""
+    """into += left @ right, summed in the dtype of `into`: rounding each partial sum to 8 bits would lose the
+    later ones."""
     if left.dtype == into.dtype:
         torch.addmm(into, left, right, out=into)
     elif left.is_cuda:

@@ -1,23 +1,26 @@
 """A user's own `nn.Module` in place of the transformer: `[model] module = "file.py:Class"`.
 
-The file is run once a process; the class (or function) in it is called with the job's `Model` section so that a model of any size
-is built without memory for its weights (models/unfilled.py). What it returns is trained like the transformer, provided that it
-keeps the contract of docs/sharding.md: `forward(inputs, targets)` is the loss summed over targets, `forward(inputs, None)` the
-logits. Whatever else the loop has to say (documents, positions, the one position to sample from) reaches `forward` only if it has
-an argument of that name.
+The file is run once a process; the class (or function) in it is called with the job's `Model` section so that
+a model of any size is built without memory for its weights (models/unfilled.py). What it returns is trained
+like the transformer, provided that it keeps the contract of docs/sharding.md: `forward(inputs, targets)` is
+the loss summed over targets, `forward(inputs, None)` the logits. Whatever else the loop has to say
+(documents, positions, the one position to sample from) reaches `forward` only if it has an argument of that
+name.
 
-To the rest of shardwise the module then looks like the transformer. It gets a subclass of its own class with another `forward`,
-which translates; a wrapper around it would change the names of the parameters.
+To the rest of shardwise the module then looks like the transformer. It gets a subclass of its own class with
+another `forward`, which translates; a wrapper around it would change the names of the parameters.
 
-A loss is divided by the tokens that have a target, unless the module counts something else in a method `count_items(inputs,
-targets)`: sequences, say, where it finds one class for each. It is a method and not a second result of `forward`, because the
-first backward of a step is scaled by the count of the whole global batch, when most forwards are still to come.
+A loss is divided by the tokens that have a target, unless the module counts something else in a method
+`count_items(inputs, targets)`: sequences, say, where it finds one class for each. It is a method and not a
+second result of `forward`, because the first backward of a step is scaled by the count of the whole global
+batch, when most forwards are still to come.
 
-Mixed precision: shardwise's layers follow the dtype of their input, those of others do not. So in bfloat16 and float16 a module
-runs under torch's autocast, whether its weights are float32 masters (one device, zero = 0) or come cast from FSDP2. What
-`nn.Embedding` looks up is cast as in the transformer, since autocast would leave the residual stream in float32 in one case and
-not in the other, and a layout would round differently from one device. A plain `nn.Embedding` becomes the transformer's kind,
-which sums its gradient in float32 (models/layers.py); one with options of its own keeps torch's sum.
+Mixed precision: shardwise's layers follow the dtype of their input, those of others do not. So in bfloat16
+and float16 a module runs under torch's autocast, whether its weights are float32 masters (one device, zero =
+0) or come cast from FSDP2. What `nn.Embedding` looks up is cast as in the transformer, since autocast would
+leave the residual stream in float32 in one case and not in the other, and a layout would round differently
+from one device. A plain `nn.Embedding` becomes the transformer's kind, which sums its gradient in float32
+(models/layers.py); one with options of its own keeps torch's sum.
 """
 
 from __future__ import annotations
@@ -50,8 +53,10 @@ OPTIONAL = ("documents", "positions", "logits_at")
 """Arguments that a module's forward may have or lack."""
 WHAT_TO_RETURN = (
     "Return the loss, one number, summed over the targets that are not -100, for example "
-    'F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"): shardwise divides by the number of such targets '
-    "in the global batch. If it is to be divided by something else, add a method count_items(inputs, targets) that says by what"
+    'F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"): shardwise divides by the '
+    "number of such targets "
+    "in the global batch. If it is to be divided by something else, add a method count_items(inputs, "
+    "targets) that says by what"
 )
 """Advice for a `forward` that returns something else where it gets targets."""
 MIXED = (torch.bfloat16, torch.float16)
@@ -59,28 +64,35 @@ MIXED = (torch.bfloat16, torch.float16)
 
 
 def build_own(model: Model) -> nn.Module:
-    """Call what `model.module` names; inside of `weights_without_memory()`, whoever calls this sees to that."""
+    """Call what `model.module` names; inside of `weights_without_memory()`, whoever calls this sees to
+    that."""
     make, where = _find(model), f"model.module = {model.module!r}"
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*copying from a non-meta parameter")  # which would do nothing
+            warnings.filterwarnings(
+                "error", message=".*copying from a non-meta parameter"
+            )  # which would do nothing
             module = make(model)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise UserError(
-                f"{where}: one weight alone takes more than this machine's memory ({_line(error, model)}); a constructor "
+                f"{where}: one weight alone takes more than this machine's memory ({_line(error, model)}); a "
+                f"constructor "
                 "makes one at a time, so make it in parts"
             ) from error
         raise UserError(
-            f"{where}: could not be built: {type(error).__name__}: {error} ({_line(error, model)}). It is called with the "
-            "[model] section; its weights are on torch's meta device, without values, and get them later from "
+            f"{where}: could not be built: {type(error).__name__}: {error} ({_line(error, model)}). It is "
+            f"called with the "
+            "[model] section; its weights are on torch's meta device, without values, and get them "
+            "later from "
             "initial_value(name, shape, seed), also those of a pretrained part (docs/sharding.md)"
         ) from error
     if not isinstance(module, nn.Module):
         raise UserError(
-            f"{where}: gave {type(module).__name__}, not a torch.nn.Module; name a class or a function that makes one"
+            f"{where}: gave {type(module).__name__}, not a torch.nn.Module; name a class or a function that "
+            f"makes one"
         )
     return module
 
@@ -91,11 +103,19 @@ def _find(model: Model) -> Callable[[Model], Any]:
     try:
         loaded = _load(path)
     except (Exception, SystemExit) as error:
-        raise UserError(f"{where}: {file} could not be run: {type(error).__name__}: {error} ({_line(error, model)})") from error
+        raise UserError(
+            f"{where}: {file} could not be run: {type(error).__name__}: {error} ({_line(error, model)})"
+        ) from error
     make = getattr(loaded, name, None)
     if not callable(make):
-        names = [key for key, value in vars(loaded).items() if getattr(value, "__module__", None) == loaded.__name__]
-        raise UserError(f"{where}: {file} has no class or function {name}; it has {', '.join(names) or 'none at all'}")
+        names = [
+            key
+            for key, value in vars(loaded).items()
+            if getattr(value, "__module__", None) == loaded.__name__
+        ]
+        raise UserError(
+            f"{where}: {file} has no class or function {name}; it has {', '.join(names) or 'none at all'}"
+        )
     return make  # type: ignore[no-any-return]
 
 
@@ -133,14 +153,22 @@ def counts_items(module: nn.Module) -> bool:
 
 
 def count_items(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """How many items the module's loss of these sequences is a sum over: one number, where the inputs are, not waited for."""
+    """How many items the module's loss of these sequences is a sum over: one number, where the inputs are,
+    not waited for."""
     given = module.count_items(inputs, targets)  # type: ignore[operator]
     count = torch.as_tensor(given, device=inputs.device) if isinstance(given, Tensor | int | float) else None
     senseless = isinstance(given, int | float) and not 0 <= given < math.inf
     if count is None or count.ndim or senseless:
-        what = str(given) if senseless else type(given).__name__ if count is None else f"a tensor of shape {tuple(count.shape)}"
+        what = (
+            str(given)
+            if senseless
+            else type(given).__name__
+            if count is None
+            else f"a tensor of shape {tuple(count.shape)}"
+        )
         raise UserError(
-            f"{type(module).__name__}.count_items gave {what}; it must give one number, how many items the loss of these targets "
+            f"{type(module).__name__}.count_items gave {what}; it must give one number, how many items the "
+            f"loss of these targets "
             "is a sum over, for example (targets[:, -1] != -100).sum()"
         )
     return count.double()
@@ -167,13 +195,17 @@ def adapt(module: nn.Module, dtype: torch.dtype) -> None:
         if targets is not None:
             return _checked_loss(result, kind.__name__).to(wide(dtype))
         if not isinstance(result, Tensor) or result.ndim < 2:
-            raise UserError(f"{kind.__name__}.forward must return logits (batch, sequence, vocabulary) where it gets no targets")
+            raise UserError(
+                f"{kind.__name__}.forward must return logits (batch, sequence, vocabulary) where it gets no "
+                f"targets"
+            )
         result = result.to(dtype)
         if logits_at is None or "logits_at" in known:
             return result
         if result.shape[1] <= logits_at:
             raise UserError(
-                f"{kind.__name__}.forward gave logits of {counted(result.shape[1], 'position')} of a longer sequence; without "
+                f"{kind.__name__}.forward gave logits of {counted(result.shape[1], 'position')} of a longer "
+                f"sequence; without "
                 "targets it must return (batch, sequence, vocabulary), to be sampled from"
             )
         return result[:, logits_at]
@@ -190,7 +222,12 @@ def adapt(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _is_plain(part: nn.Module) -> bool:
     """An embedding without behaviour of its own."""
-    return type(part) is nn.Embedding and part.max_norm is None and not part.scale_grad_by_freq and not part.sparse
+    return (
+        type(part) is nn.Embedding
+        and part.max_norm is None
+        and not part.scale_grad_by_freq
+        and not part.sparse
+    )
 
 
 def _mixed(device_type: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -202,5 +239,7 @@ def _mixed(device_type: str, dtype: torch.dtype) -> AbstractContextManager[Any]:
 def _checked_loss(result: Any, name: str) -> Tensor:
     if isinstance(result, Tensor) and result.ndim == 0:
         return result
-    returned = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    returned = (
+        f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+    )
     raise UserError(f"{name}.forward returned {returned} where it got targets. {WHAT_TO_RETURN}")

@@ -1,12 +1,13 @@
 """Matrix products in bfloat16 on every processor.
 
-GPUs and newer CPUs multiply bfloat16 numbers, add the products up in float32, and round each sum once. Other CPUs have no such
-instructions. There torch's kernels convert the numbers one by one and take several times as long as in float32. So on such a CPU
-the functions here convert whole tensors to float32, multiply, and round the result to bfloat16. A product of two bfloat16 numbers
-is exact in float32, so these are the same sums, up to the order in which they are added.
+GPUs and newer CPUs multiply bfloat16 numbers, add the products up in float32, and round each sum once. Other
+CPUs have no such instructions. There torch's kernels convert the numbers one by one and take several times as
+long as in float32. So on such a CPU the functions here convert whole tensors to float32, multiply, and round
+the result to bfloat16. A product of two bfloat16 numbers is exact in float32, so these are the same sums, up
+to the order in which they are added.
 
-The cost: two conversions for each tensor, and copies in float32 while a product is made. `linear` keeps its inputs in bfloat16
-for backward; attention keeps them in float32.
+The cost: two conversions for each tensor, and copies in float32 while a product is made. `linear` keeps its
+inputs in bfloat16 for backward; attention keeps them in float32.
 """
 
 from __future__ import annotations
@@ -48,10 +49,14 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, en
     """`F.scaled_dot_product_attention` to where the mask is True; None: causal."""
     causal = mask is None
     if not multiplies_in_float32(query.dtype, query.device.type):
-        return F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=enable_gqa)
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, enable_gqa=enable_gqa
+        )
     with torch.autocast("cpu", enabled=False):
         q, k, v = query.float(), key.float(), value.float()
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=enable_gqa).to(query.dtype)
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=enable_gqa).to(
+            query.dtype
+        )
 
 
 class _RoundedLinear(torch.autograd.Function):

@@ -1,16 +1,18 @@
 """Rotary positions (Su et al. 2021): turn each query and key by an angle that grows with its position.
 
-Pairs of channels are points in a plane; the pair i at position p is turned by p · theta^(-2i / head_dim). A query and a key
-then meet at the difference of their angles, so attention sees relative distance only. As in Hugging Face's checkpoints, a
-pair is channel i and channel i + head_dim / 2 ("half rotation"), not two neighbours.
+Pairs of channels are points in a plane; the pair i at position p is turned by p · theta^(-2i / head_dim). A
+query and a key then meet at the difference of their angles, so attention sees relative distance only. As in
+Hugging Face's checkpoints, a pair is channel i and channel i + head_dim / 2 ("half rotation"), not two
+neighbours.
 
-Llama 3.1 stretches the slow frequencies by `rope_scale`, so that a model trained on `rope_original` tokens reads longer
-text: waves that fit more than four times into the original length are kept, waves longer than it are slowed by the full
-factor, and those between are blended.
+Llama 3.1 stretches the slow frequencies by `rope_scale`, so that a model trained on `rope_original` tokens
+reads longer text: waves that fit more than four times into the original length are kept, waves longer than it
+are slowed by the full factor, and those between are blended.
 
-Angles at position 100,000 have lost four decimal digits in float32 and are pure noise in bfloat16. So frequencies and angles
-are made in float64, once a forward for the whole model (sequence × head_dim numbers: nothing), and the rotation itself is
-computed in float32 inside one fused kernel, whatever the dtype of the queries.
+Angles at position 100,000 have lost four decimal digits in float32 and are pure noise in bfloat16. So
+frequencies and angles are made in float64, once a forward for the whole model (sequence × head_dim numbers:
+nothing), and the rotation itself is computed in float32 inside one fused kernel, whatever the dtype of the
+queries.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class Rotary(ExactBuffers):
 def rotate(x: Tensor, angles: Angles) -> Tensor:
     """Turn (batch, sequence, heads, head_dim) by its angles.
 
-    The halves trade places by a flip rather than a slice and a concatenation: to a compiler that is index arithmetic inside
-    the same kernel, forward and backward.
+    The halves trade places by a flip rather than a slice and a concatenation: to a compiler that is index
+    arithmetic inside the same kernel, forward and backward.
     """
     cos, sin = angles
     swapped = x.reshape(*x.shape[:-1], 2, -1).flip(-2).reshape(x.shape)

@@ -1,4 +1,5 @@
-"""The names of a sharding table, for users' own modules: `from shardwise.models.sharding import Sharding, columns, rows`.
+"""The names of a sharding table, for users' own modules: `from shardwise.models.sharding import Sharding,
+columns, rows`.
 
 What they mean is said where they are defined, in plan/sharding.py, which needs no torch.
 """

@@ -1,8 +1,9 @@
 """Rows sorted by expert, and put together again: gathers by a permutation in both directions.
 
-Left to autograd, the backward of a gather adds rows by index, in the order in which threads arrive. Here it gathers by the
-inverse. Sums over the rows of one token are written as one gather after the other, which the compiler makes one kernel of: as a
-sum over a dim they would be a reduction, and take thrice as long on a GPU. They are made in the wide dtype and rounded once.
+Left to autograd, the backward of a gather adds rows by index, in the order in which threads arrive. Here it
+gathers by the inverse. Sums over the rows of one token are written as one gather after the other, which the
+compiler makes one kernel of: as a sum over a dim they would be a reduction, and take thrice as long on a GPU.
+They are made in the wide dtype and rounded once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from shardwise.models.dtypes import wide
 
 
 class Sorting(NamedTuple):
-    """How rows come into the order of their experts: each `copies` times, row by row, then put in this order."""
+    """How rows come into the order of their experts: each `copies` times, row by row, then put in this
+    order."""
 
     order: Tensor
     back: Tensor
@@ -71,15 +73,16 @@ def sum_copies(rows: Tensor, back: Tensor, copies: int) -> Tensor:
 
 
 def mix(visited: Tensor, weights: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """Rows (tokens · chosen, hidden) after their experts, in this order, to (tokens, hidden): for each token the sum of its
-    rows times their weights (tokens, chosen). `back` is the inverse of the order."""
+    """Rows (tokens · chosen, hidden) after their experts, in this order, to (tokens, hidden): for each token
+    the sum of its rows times their weights (tokens, chosen). `back` is the inverse of the order."""
     mixed: Tensor = _Mix.apply(visited, weights, order, back)  # type: ignore[no-untyped-call]
     return mixed
 
 
 class _Mix(torch.autograd.Function):
-    """Forward: a weighted sum over the rows of a token, each gathered from where its expert left it. Backward: each row gets the
-    gradient of its token times its weight, and the weight the product of row and gradient. Sums are in the wide dtype."""
+    """Forward: a weighted sum over the rows of a token, each gathered from where its expert left it.
+    Backward: each row gets the gradient of its token times its weight, and the weight the product of row and
+    gradient. Sums are in the wide dtype."""
 
     @staticmethod
     def forward(ctx: Any, visited: Tensor, weights: Tensor, order: Tensor, back: Tensor) -> Tensor:

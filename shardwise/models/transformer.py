@@ -1,19 +1,22 @@
-"""One decoder-only transformer that is Llama 3, Qwen 2 or 3, Mistral, Gemma 2 or GPT-2/3, as its configuration says.
+"""One decoder-only transformer that is Llama 3, Qwen 2 or 3, Mistral, Gemma 2 or GPT-2/3, as its
+configuration says.
 
     tokens → embedding (+ learned positions) → blocks → norm → head → loss
     block:   x + attention(norm(x)),  then  x + feed_forward(norm(x))    (with post norms: x + norm(attention(norm(x))), …)
 
-The families differ in a few choices and nothing else: RMSNorm or LayerNorm, rotary or learned positions, how many heads
-share a key, how far back a token sees, a norm over queries and keys, SwiGLU or GELU, biases, a head of its own or the embedding
-again. A plain module,
-full-size: it knows no ranks. It can be built without memory for its weights (models/unfilled.py), parallelised, materialised
-with `to_empty`, and then given its values (models/initialise.py).
+The families differ in a few choices and nothing else: RMSNorm or LayerNorm, rotary or learned positions, how
+many heads share a key, how far back a token sees, a norm over queries and keys, SwiGLU or GELU, biases, a
+head of its own or the embedding again. A plain module, full-size: it knows no ranks. It can be built without
+memory for its weights (models/unfilled.py), parallelised, materialised with `to_empty`, and then given its
+values (models/initialise.py).
 
-Everything that needs a parameter happens inside `forward`, the loss and the logits for sampling too, because the wrappers of
-data parallelism (DDP's gradient hooks, FSDP2's gathering of sharded weights) act around `forward` and nowhere else. With
-targets it returns the summed loss and the full logits never exist (models/loss.py).
+Everything that needs a parameter happens inside `forward`, the loss and the logits for sampling too, because
+the wrappers of data parallelism (DDP's gradient hooks, FSDP2's gathering of sharded weights) act around
+`forward` and nowhere else. With targets it returns the summed loss and the full logits never exist
+(models/loss.py).
 
-Mixed precision: embeddings give vectors in their `compute_dtype`; every later layer follows its input (models/layers.py).
+Mixed precision: embeddings give vectors in their `compute_dtype`; every later layer follows its input
+(models/layers.py).
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from shardwise.plan.sharding import Sharding, transformer_sharding
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on a normed copy of the residual stream: the unit that is compiled and sharded."""
+    """Attention, then feed-forward, each on a normed copy of the residual stream: the unit that is compiled
+    and sharded."""
 
     def __init__(self, config: Model, layer: int) -> None:
         super().__init__()
@@ -74,7 +78,8 @@ class Head(nn.Module):
         """How its products are made in 8 bits, if they are."""
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
-        """Of (batch, sequence, hidden): the loss summed over targets, or the logits at one position, or at all."""
+        """Of (batch, sequence, hidden): the loss summed over targets, or the logits at one position, or at
+        all."""
         if targets is not None:
             return linear_cross_entropy(
                 hidden.flatten(0, 1),
@@ -93,15 +98,18 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """The whole model, from token ids to a summed loss or to logits.
 
-    It can be cut into stages (sharding table below): a stage lacks some blocks, and what it lacks before or after them is
-    None. Its input is then the hidden states of the stage before, or its output those for the next.
+    It can be cut into stages (sharding table below): a stage lacks some blocks, and what it lacks before or
+    after them is None. Its input is then the hidden states of the stage before, or its output those for the
+    next.
     """
 
     def __init__(self, config: Model) -> None:
         super().__init__()
         self.config = config
         self.embedding: Embedding | None = Embedding(config.vocabulary, config.hidden)
-        self.positions = Embedding(config.max_positions, config.hidden) if config.positions == "learned" else None
+        self.positions = (
+            Embedding(config.max_positions, config.hidden) if config.positions == "learned" else None
+        )
         self.rotary = Rotary(config) if config.positions == "rotary" else None
         self.mask = AttentionMask()
         self.window_mask = None if config.window is None else AttentionMask(config.window)
@@ -118,16 +126,22 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         logits_at: int | None = None,
     ) -> Tensor:
-        """The loss of token ids (batch, sequence), summed over the targets that are not -100; without targets the logits at
-        every position, or (batch, vocabulary) at the position `logits_at`. A stage without the head returns hidden states.
+        """The loss of token ids (batch, sequence), summed over the targets that are not -100; without targets
+        the logits at every position, or (batch, vocabulary) at the position `logits_at`. A stage without the
+        head returns hidden states.
 
-        `documents` is where in the sequence the document of each token begins; a token then looks only at its own, and learned
-        positions count from there. `positions` are where the tokens are in the sequence, where `inputs` are not all of it from
-        the first on; rotary ones keep counting through documents, which attention within one cannot notice.
+        `documents` is where in the sequence the document of each token begins; a token then looks only at its
+        own, and learned positions count from there. `positions` are where the tokens are in the sequence,
+        where `inputs` are not all of it from the first on; rotary ones keep counting through documents, which
+        attention within one cannot notice.
         """
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device)
-        x = inputs if self.embedding is None else self._embed(inputs, positions if documents is None else positions - documents)
+        x = (
+            inputs
+            if self.embedding is None
+            else self._embed(inputs, positions if documents is None else positions - documents)
+        )
         angles = None if self.rotary is None else self.rotary(positions, x.dtype)
         mask = self.mask(documents, positions)
         in_window = mask if self.window_mask is None else self.window_mask(documents, positions)
@@ -139,7 +153,8 @@ class Transformer(nn.Module):
         return result
 
     def _apply(self, fn: Any, recurse: bool = True) -> Transformer:
-        """What `to`, `to_empty` and the like do; torch would make two weights of a tied one that changes its device."""
+        """What `to`, `to_empty` and the like do; torch would make two weights of a tied one that changes its
+        device."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.config.tied and self.embedding is not None and self.head is not None:
             self.head._parameters["weight"] = self.embedding._parameters["weight"]

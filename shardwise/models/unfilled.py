@@ -1,15 +1,18 @@
-"""Building a model without memory for its weights, whatever its size, and with buffers that have their values.
+"""Building a model without memory for its weights, whatever its size, and with buffers that have their
+values.
 
-Under torch's meta device a constructor has no values at all: a table of angles is as empty as a matrix of weights, and code that
-looks at a number (`torch.linspace(0, 0.1, layers)[i].item()`, as many models have it) fails. So a constructor runs on the CPU as
-its author wrote it, and each parameter goes to the meta device in the moment in which a module gets it. What a parameter is made
-from is gone right after: of a model of any size at most one weight is in memory, and nothing is drawn for weights that are
-allocated first and filled later, as those of torch's own modules are. Buffers stay.
+Under torch's meta device a constructor has no values at all: a table of angles is as empty as a matrix of
+weights, and code that looks at a number (`torch.linspace(0, 0.1, layers)[i].item()`, as many models have it)
+fails. So a constructor runs on the CPU as its author wrote it, and each parameter goes to the meta device in
+the moment in which a module gets it. What a parameter is made from is gone right after: of a model of any
+size at most one weight is in memory, and nothing is drawn for weights that are allocated first and filled
+later, as those of torch's own modules are. Buffers stay.
 
-Values that a constructor gives its weights are lost: those of `nn.Parameter(torch.eye(8))`, of `weight.copy_(table)`, of
-`nn.init.zeros_(weight)`. To keep them, every process would have to hold the whole model for a while. But they can be found, by
-watching what a constructor computes (`lost_values`), so that a run can say it. What a constructor draws at random is not counted:
-that shardwise draws the weights is the rule.
+Values that a constructor gives its weights are lost: those of `nn.Parameter(torch.eye(8))`, of
+`weight.copy_(table)`, of `nn.init.zeros_(weight)`. To keep them, every process would have to hold the whole
+model for a while. But they can be found, by watching what a constructor computes (`lost_values`), so that a
+run can say it. What a constructor draws at random is not counted: that shardwise draws the weights is the
+rule.
 """
 
 from __future__ import annotations
@@ -33,17 +36,21 @@ _OVERWRITE = {_aten.copy_, _aten.fill_, _aten.zero_}
 
 
 @contextmanager
-def weights_without_memory(seed: int = 0, on_register: Callable[[Tensor, Tensor], None] | None = None) -> Iterator[None]:
-    """Inside, parameters of modules that are built are on the meta device. What constructors draw, for a buffer say, is the same
-    each time; the generator of this process is left as it was. `on_register` is called with each parameter that had memory, and
-    with the one that takes its place."""
+def weights_without_memory(
+    seed: int = 0, on_register: Callable[[Tensor, Tensor], None] | None = None
+) -> Iterator[None]:
+    """Inside, parameters of modules that are built are on the meta device. What constructors draw, for a
+    buffer say, is the same each time; the generator of this process is left as it was. `on_register` is
+    called with each parameter that had memory, and with the one that takes its place."""
     made = WeakTensorKeyDictionary()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter.is_meta:
             return None
         if parameter not in made:  # two modules may be given the same weight
-            made[parameter] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            made[parameter] = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), parameter.requires_grad
+            )
             if on_register is not None:
                 on_register(parameter, made[parameter])
         return made[parameter]  # type: ignore[no-any-return]
@@ -58,16 +65,21 @@ def weights_without_memory(seed: int = 0, on_register: Callable[[Tensor, Tensor]
 
 
 def lost_values(build: Callable[[], nn.Module], seed: int) -> dict[str, float | None]:
-    """The weights of a module to which its constructor gives values that are not drawn at random: by name, the one value that all
-    their numbers have, or None where they differ."""
+    """The weights of a module to which its constructor gives values that are not drawn at random: by name,
+    the one value that all their numbers have, or None where they differ."""
     watch = _Watch()
     with weights_without_memory(seed, watch.registered), watch:
         model = build()
-    return {name: watch.given[key] for name, weight in model.named_parameters() if (key := _storage(weight)) in watch.given}
+    return {
+        name: watch.given[key]
+        for name, weight in model.named_parameters()
+        if (key := _storage(weight)) in watch.given
+    }
 
 
 class _Watch(DispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation of a constructor. Tensors are told apart by their memory, which views and parameters share."""
+    """Sees every operation of a constructor. Tensors are told apart by their memory, which views and
+    parameters share."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,7 +102,9 @@ class _Watch(DispatchMode):  # type: ignore[no-untyped-call]
         inputs = _tensors(args)
         writes = bool(inputs) and writes_to_its_input(func)
         read = inputs[1:] if writes and func.overloadpacket in _OVERWRITE else inputs
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags or any(_storage(tensor) in self._drawn for tensor in read)
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags or any(
+            _storage(tensor) in self._drawn for tensor in read
+        )
         if writes:
             self._note_write(func, inputs, args, is_drawn)
         else:
@@ -110,10 +124,14 @@ class _Watch(DispatchMode):  # type: ignore[no-untyped-call]
     def _note_value(self, operation: Any, inputs: list[Tensor], args: Any) -> None:
         """A weight without memory is given values: one for all its numbers, or several."""
         target = inputs[0]
-        if operation is _aten.copy_ and any(_storage(weight) == _storage(inputs[1]) for weight in self._alive):
+        if operation is _aten.copy_ and any(
+            _storage(weight) == _storage(inputs[1]) for weight in self._alive
+        ):
             return  # of another weight, which has no values here
         is_whole = target.numel() * target.itemsize == target.untyped_storage().nbytes()
-        is_one_value = operation is _aten.zero_ or (operation is _aten.fill_ and not isinstance(args[1], Tensor))
+        is_one_value = operation is _aten.zero_ or (
+            operation is _aten.fill_ and not isinstance(args[1], Tensor)
+        )
         value = (0.0 if operation is _aten.zero_ else float(args[1])) if is_one_value else None
         self.given[_storage(target)] = value if is_whole else None
 
@@ -132,12 +150,14 @@ def _tensors(values: Any) -> list[Tensor]:
     """The tensors among what an operator takes or returns, in lists too."""
     if isinstance(values, Tensor):
         return [values]
-    return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, list | tuple) else []
+    return (
+        [tensor for value in values for tensor in _tensors(value)] if isinstance(values, list | tuple) else []
+    )
 
 
 class ExactBuffers(nn.Module):
-    """A module whose buffers stay what they are, in the dtype that they have, whatever cast or `to_empty` the model goes through;
-    they follow it from device to device."""
+    """A module whose buffers stay what they are, in the dtype that they have, whatever cast or `to_empty` the
+    model goes through; they follow it from device to device."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> ExactBuffers:
         before = dict(self.named_buffers(recurse=False))

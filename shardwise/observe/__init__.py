@@ -1,4 +1,5 @@
-"""What is measured and how it is shown: counters, MFU, memory, the ledger of collectives, sinks, progress, report."""
+"""What is measured and how it is shown: counters, MFU, memory, the ledger of collectives, sinks, progress,
+report."""
 
 from shardwise.observe.clock import SPANS, StepClock, Stretch, present_time
 from shardwise.observe.devices import mfu, peak_flops

@@ -1,15 +1,16 @@
 """Where a step's time goes: its wall time split into named spans.
 
 A span's time is its own time only: what a span inside it takes is subtracted, so the waits for communication
-(`exposed_communication`) that happen in the middle of `forward_backward` are counted once, under their own name. The rest,
-`total` minus the spans, is what nobody claimed.
+(`exposed_communication`) that happen in the middle of `forward_backward` are counted once, under their own
+name. The rest, `total` minus the spans, is what nobody claimed.
 
-On a GPU the host only queues work, so a host clock would measure the queueing. There a span is a pair of CUDA events on the
-current stream, and an event pair around "make this stream wait for the communication stream" is exactly the time the
-computation stood still: communication hidden behind computation costs nothing and is not counted. Events are read back only
-in `finish`, once a step, and are used again, so a span costs two event records (a few microseconds of host time) and never a
-synchronisation. `data` is host time everywhere: fetching a batch is host work. On a GPU it may overlap with device work that
-is still queued, so it is not subtracted from a span around it.
+On a GPU the host only queues work, so a host clock would measure the queueing. There a span is a pair of CUDA
+events on the current stream, and an event pair around "make this stream wait for the communication stream" is
+exactly the time the computation stood still: communication hidden behind computation costs nothing and is not
+counted. Events are read back only in `finish`, once a step, and are used again, so a span costs two event
+records (a few microseconds of host time) and never a synchronisation. `data` is host time everywhere:
+fetching a batch is host work. On a GPU it may overlap with device work that is still queued, so it is not
+subtracted from a span around it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ SPANS = ("data", "forward_backward", "exposed_communication", "optimizer")
 _HOST_SPANS = frozenset({"data"})
 
 _EPOCH = time() - monotonic()
-"""Of the monotonic clock, in seconds since the epoch; set when this module is imported, and so before workers are forked."""
+"""Of the monotonic clock, in seconds since the epoch; set when this module is imported, and so before workers
+are forked."""
 
 
 def present_time() -> float:
-    """Seconds since the epoch, for records. It advances with the monotonic clock: a wall clock that is set forward or back
-    while a run lasts makes none of its times negative or too long. All processes of a machine that belong to a run agree on it.
+    """Seconds since the epoch, for records. It advances with the monotonic clock: a wall clock that is set
+    forward or back while a run lasts makes none of its times negative or too long. All processes of a machine
+    that belong to a run agree on it.
     """
     return _EPOCH + monotonic()
 
@@ -84,7 +87,8 @@ class _TimedSpan:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A span's own time without a break, from `perf_counter` to `perf_counter`: where another begins inside it, it ends."""
+    """A span's own time without a break, from `perf_counter` to `perf_counter`: where another begins inside
+    it, it ends."""
 
     name: str
     start: float
@@ -92,7 +96,8 @@ class Stretch:
 
 
 class StepClock:
-    """Splits each step into spans. One clock serves one step at a time, from whichever threads that step runs on.
+    """Splits each step into spans. One clock serves one step at a time, from whichever threads that step runs
+    on.
 
     Spans nest across threads on purpose: backward hooks run on autograd's thread while the thread that opened
     `forward_backward` waits for it.
@@ -127,7 +132,8 @@ class StepClock:
             self._open.pop()
 
     def add(self, name: str, start: float, end: float) -> None:
-        """Host time measured elsewhere, by `perf_counter`; it counts as spent inside the span that is open now, if one is."""
+        """Host time measured elsewhere, by `perf_counter`; it counts as spent inside the span that is open
+        now, if one is."""
         self._closed.append(_TimedSpan(name, self._open[-1] if self._open else None, start, end))
         self._end_stretch(start)
         self._stretches.append(Stretch(name, start, end))
@@ -140,7 +146,8 @@ class StepClock:
     def finish(self) -> dict[str, float]:
         """Seconds of each span since the last `finish`, and the wall time between them as `total`.
 
-        Call it after the device has been synchronised (reading the loss does that), or it waits for the device itself.
+        Call it after the device has been synchronised (reading the loss does that), or it waits for the
+        device itself.
         """
         assert not self._open, f"finish() inside the span {self._open[-1]!r}"
         for span in self._closed:
@@ -152,7 +159,8 @@ class StepClock:
         return split
 
     def restart(self) -> None:
-        """Forget what was measured and begin a step now: after an evaluation or a save, whose time is not a step's."""
+        """Forget what was measured and begin a step now: after an evaluation or a save, whose time is not a
+        step's."""
         self.finish()
 
     def _timer(self, name: str) -> _Timer:
@@ -164,7 +172,8 @@ class StepClock:
             self._added[parent] = self._added.get(parent, 0.0) - seconds
 
     def _end_stretch(self, now: Any) -> None:
-        """Time that passes from now on is another span's. On a GPU marks are events, and stretches are not kept."""
+        """Time that passes from now on is another span's. On a GPU marks are events, and stretches are not
+        kept."""
         if self._on_host:
             if self._open and now > self._since:
                 self._stretches.append(Stretch(self._open[-1], self._since, now))

@@ -1,13 +1,14 @@
-"""What a device could do at best, so that what it did can be put in proportion: model FLOP utilisation (PaLM, 2022).
+"""What a device could do at best, so that what it did can be put in proportion: model FLOP utilisation (PaLM,
+2022).
 
-MFU is the FLOPs the model needs per token, times tokens per second, over the peak of all devices. It counts the model's
-own arithmetic only, never recomputation, so it compares layouts fairly; the convention for FLOPs per token is the
-planner's and is named beside every MFU shown.
+MFU is the FLOPs the model needs per token, times tokens per second, over the peak of all devices. It counts
+the model's own arithmetic only, never recomputation, so it compares layouts fairly; the convention for FLOPs
+per token is the planner's and is named beside every MFU shown.
 
-The peaks are the makers' dense figures (without structured sparsity), with products accumulated in float32, as torch
-does, and TF32 off. A device that is not in the table has no peak and its MFU is n/a: a wrong denominator is worse than
-none. That is why names are matched whole: an A10 is not an A100, and a laptop's 4090, a 4090 D or a slice of an A100
-(MIG) is none of them.
+The peaks are the makers' dense figures (without structured sparsity), with products accumulated in float32,
+as torch does, and TF32 off. A device that is not in the table has no peak and its MFU is n/a: a wrong
+denominator is worse than none. That is why names are matched whole: an A10 is not an A100, and a laptop's
+4090, a 4090 D or a slice of an A100 (MIG) is none of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import re
 _T = 1e12
 
 
-def _peaks(half: float, float32: float | None, bfloat16: bool = True, float8: bool = False) -> dict[str, float]:
+def _peaks(
+    half: float, float32: float | None, bfloat16: bool = True, float8: bool = False
+) -> dict[str, float]:
     peaks = {"float16": half * _T, **({"float8": 2 * half * _T} if float8 else {})}
     if bfloat16:
         peaks["bfloat16"] = half * _T

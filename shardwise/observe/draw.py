@@ -1,8 +1,8 @@
 """Small pictures made of text: a sparkline, a bar, a line plot with axes.
 
-A braille character is a grid of 2 x 4 dots, so a plot of 60 x 12 characters has 120 x 48 points: enough to see a loss
-curve's shape in any terminal, over any ssh connection. Where the output cannot hold such characters, plain ASCII is drawn
-instead.
+A braille character is a grid of 2 x 4 dots, so a plot of 60 x 12 characters has 120 x 48 points: enough to
+see a loss curve's shape in any terminal, over any ssh connection. Where the output cannot hold such
+characters, plain ASCII is drawn instead.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ import numpy as np
 
 _LEVELS = {False: "▁▂▃▄▅▆▇█", True: "_.-~=*#@"}
 _EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of each dot of a braille cell, by row and column
+_DOTS = (
+    (0x01, 0x08),
+    (0x02, 0x10),
+    (0x04, 0x20),
+    (0x40, 0x80),
+)  # bit of each dot of a braille cell, by row and column
 
 Point = tuple[float, float]
 
 
 class Series:
-    """A growing series kept at a few hundred values: when it is full, neighbours are averaged and each value covers twice
-    as many steps. Its shape stays; its cost does not grow with the run."""
+    """A growing series kept at a few hundred values: when it is full, neighbours are averaged and each value
+    covers twice as many steps. Its shape stays; its cost does not grow with the run."""
 
     def __init__(self, capacity: int = 256) -> None:
         self.values: list[float] = []
@@ -41,7 +46,8 @@ class Series:
 
 
 def sparkline(values: Sequence[float], width: int, ascii_only: bool = False) -> str:
-    """The shape of a series in one line of at most `width` characters; a value that is not finite is a gap."""
+    """The shape of a series in one line of at most `width` characters; a value that is not finite is a
+    gap."""
     means = _binned(values, width)
     finite = [value for value in means if math.isfinite(value)]
     if not finite:
@@ -61,7 +67,11 @@ def bar(fraction: float, width: int, ascii_only: bool = False) -> str:
 
 
 def line_plot(
-    points: Sequence[Point], marks: Sequence[Point] = (), width: int = 60, height: int = 12, ascii_only: bool = False
+    points: Sequence[Point],
+    marks: Sequence[Point] = (),
+    width: int = 60,
+    height: int = 12,
+    ascii_only: bool = False,
 ) -> list[str]:
     """A curve through the points (ascending in x) with axes; marks are drawn over it as single signs."""
     points = [point for point in points if math.isfinite(point[1])]
@@ -74,7 +84,9 @@ def line_plot(
     columns, rows = (width, height) if ascii_only else (2 * width, 4 * height)
     xs = np.linspace(left, right, columns)
     curve = np.interp(xs, [x for x, _ in points], [y for _, y in points])
-    dots = _connected(np.clip((high - curve) / (high - low), 0, 1) * (rows - 1))  # tiny numbers interpolate beyond their ends
+    dots = _connected(
+        np.clip((high - curve) / (high - low), 0, 1) * (rows - 1)
+    )  # tiny numbers interpolate beyond their ends
     cells = _ascii_cells(dots, width, height) if ascii_only else _braille_cells(dots, width, height)
     for x, y in marks:
         column = round(min(max((x - left) / (right - left), 0), 1) * (width - 1))
@@ -95,7 +107,8 @@ def _padded(low: float, high: float) -> Point:
 
 
 def _connected(rows: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> list[range]:
-    """For each column of dots the rows to fill, reaching to the column before, so that a steep curve has no holes."""
+    """For each column of dots the rows to fill, reaching to the column before, so that a steep curve has no
+    holes."""
     spans, before = [], round(float(rows[0]))
     for value in rows:
         row = round(float(value))
@@ -121,9 +134,16 @@ def _framed(cells: list[list[str]], vertical: Point, horizontal: Point, ascii_on
     tick, side, corner, floor = ("+", "|", "+", "-") if ascii_only else ("┤", "│", "└", "─")
     low, high = vertical
     height, width = len(cells), len(cells[0])
-    label = {row: f"{high - (high - low) * row / (height - 1):.4g}" for row in (0, (height - 1) // 2, height - 1)}
+    label = {
+        row: f"{high - (high - low) * row / (height - 1):.4g}" for row in (0, (height - 1) // 2, height - 1)
+    }
     margin = max(map(len, label.values()))
-    lines = [f"{label.get(row, ''):>{margin}} {tick if row in label else side}{''.join(line)}" for row, line in enumerate(cells)]
-    start, middle, end = (f"{horizontal[0] + (horizontal[1] - horizontal[0]) * part:.0f}" for part in (0, 0.5, 1))
+    lines = [
+        f"{label.get(row, ''):>{margin}} {tick if row in label else side}{''.join(line)}"
+        for row, line in enumerate(cells)
+    ]
+    start, middle, end = (
+        f"{horizontal[0] + (horizontal[1] - horizontal[0]) * part:.0f}" for part in (0, 0.5, 1)
+    )
     under = f"{start}{middle:^{max(width - len(start) - len(end), len(middle))}}{end}"
     return [*lines, f"{'':>{margin}} {corner}{floor * width}", f"{'':>{margin}}  {under}"]

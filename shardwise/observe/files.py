@@ -1,13 +1,14 @@
 """Writing a run's own records: `metrics.jsonl`, one object a step, and `events.jsonl`, one object an event.
 
-JSON lines are appended with one unbuffered write each, so a killed run has every finished step on disk and at most one
-torn line, which readers skip and the next writer cuts off. Floats are written in the shortest form that reads back to the
-same bits, so two runs can be compared exactly by comparing their files. JSON has no NaN or infinity; those are written as
-the strings "NaN", "Infinity" and "-Infinity", which any JSON parser accepts and readers (records.py) turn back into floats.
+JSON lines are appended with one unbuffered write each, so a killed run has every finished step on disk and at
+most one torn line, which readers skip and the next writer cuts off. Floats are written in the shortest form
+that reads back to the same bits, so two runs can be compared exactly by comparing their files. JSON has no
+NaN or infinity; those are written as the strings "NaN", "Infinity" and "-Infinity", which any JSON parser
+accepts and readers (records.py) turn back into floats.
 
-Records tell of training and must not stop it. What cannot be written, because the disk is full or the file server away, is
-kept in memory, the newest `KEPT_BYTES` of it, and written as soon as that is possible; the first failure is said, and the
-end of it. A run folder that was deleted is said too, and made again.
+Records tell of training and must not stop it. What cannot be written, because the disk is full or the file
+server away, is kept in memory, the newest `KEPT_BYTES` of it, and written as soon as that is possible; the
+first failure is said, and the end of it. A run folder that was deleted is said too, and made again.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class MetricsFile:
 
 
 class EventsFile:
-    """`events.jsonl`: starts, saves, evaluations, skipped steps, stops. Kept over resumes: it is the run's history."""
+    """`events.jsonl`: starts, saves, evaluations, skipped steps, stops. Kept over resumes: it is the run's
+    history."""
 
     def __init__(self, path: str | Path, say: Say = log.warning) -> None:
         self.path = Path(path)
@@ -97,8 +99,8 @@ def write_text(path: Path, text: str, say: Say = log.warning) -> None:
 
 
 def check_room(folder: Path, setting: str, needed: int) -> None:
-    """Refuse a folder that cannot be written to now, or where fewer bytes are free than are needed. One that is not there yet is
-    not made: the folder that it would be made in is asked."""
+    """Refuse a folder that cannot be written to now, or where fewer bytes are free than are needed. One that
+    is not there yet is not made: the folder that it would be made in is asked."""
     there = next(above for above in [folder.absolute(), *folder.absolute().parents] if os.path.lexists(above))
     probe, way_out = there / f".room-{os.getpid()}", f"Free space there, or give another {setting}"
     try:
@@ -108,14 +110,17 @@ def check_room(folder: Path, setting: str, needed: int) -> None:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"{setting} = {str(folder)!r}: cannot be written ({_reason(error)}). {way_out}") from None
+        raise UserError(
+            f"{setting} = {str(folder)!r}: cannot be written ({_reason(error)}). {way_out}"
+        ) from None
     if free < needed:
         room = f"{format_bytes(free)} are free, and one checkpoint of this model takes {format_bytes(needed)}"
         raise UserError(f"{setting} = {str(folder)!r}: {room}. {way_out}")
 
 
 def check_run_files(folder: Path) -> None:
-    """Refuse a run folder in which something that a run writes is there already, and is not a regular file."""
+    """Refuse a run folder in which something that a run writes is there already, and is not a regular
+    file."""
     found = []
     for place, patterns in _WRITTEN.items():
         with suppress(OSError):  # no such folder: `check_room` tells whether it can be made
@@ -124,7 +129,9 @@ def check_run_files(folder: Path) -> None:
             found += [str(Path(place) / name) for name in names if not (folder / place / name).is_file()]
     if found:
         *most, last = sorted(found)
-        names_found = f"{', '.join(most)} and {last} are not regular files" if most else f"{last} is not a regular file"
+        names_found = (
+            f"{', '.join(most)} and {last} are not regular files" if most else f"{last} is not a regular file"
+        )
         raise UserError(
             f"run.folder = {str(folder)!r}: {names_found}, which a run would write. "
             f"Remove {'them' if most else 'it'}, or give another run.folder"
@@ -172,14 +179,21 @@ class _LineWriter:
             self._trouble = _reason(error)
             return
         if self._trouble is not None:
-            lost = f"{self._lost} records were too many to keep and are lost" if self._lost else "nothing was lost"
+            lost = (
+                f"{self._lost} records were too many to keep and are lost"
+                if self._lost
+                else "nothing was lost"
+            )
             self._say(f"{self._path} can be written again; {lost}")
             self._trouble, self._lost = None, 0
 
     def _opened(self) -> FileIO:
         """The file, opened again should it not be in its place any more."""
         if self._file is not None and not _is_in_place(self._file, self._path):
-            self._say(f"{self._path} was deleted or moved while the run was writing it; a new one holds what comes from now on")
+            self._say(
+                f"{self._path} was deleted or moved while the run was writing it; a new one holds what comes "
+                f"from now on"
+            )
             self._file.close()
             self._file = None
         if self._file is None:
@@ -213,9 +227,11 @@ def _reason(error: OSError) -> str:
 
 
 def _keep_until(path: Path, step: int) -> list[float]:
-    """Cut off the lines after this step; the seconds that each of those steps took. Reads only what it cuts, and two lines more.
+    """Cut off the lines after this step; the seconds that each of those steps took. Reads only what it cuts,
+    and two lines more.
 
-    A damaged number may pass for an early step. So a line is the last to keep only if the one before it is of an earlier step.
+    A damaged number may pass for an early step. So a line is the last to keep only if the one before it is of
+    an earlier step.
     """
     if not path.is_file():
         return []

@@ -30,7 +30,11 @@ def format_duration(seconds: float) -> str:
 
 def format_span(seconds: float) -> str:
     """A length of time in the unit that suits it: 7.9 minutes, 3.2 hours, 54 days."""
-    for unit, name, limit in ((1.0, "seconds", 120.0), (60.0, "minutes", 7200.0), (3600.0, "hours", 172800.0)):
+    for unit, name, limit in (
+        (1.0, "seconds", 120.0),
+        (60.0, "minutes", 7200.0),
+        (3600.0, "hours", 172800.0),
+    ):
         if seconds < limit:
             return f"{format_figure(seconds / unit)} {name}"
     return f"{format_figure(seconds / 86400)} days"

@@ -1,7 +1,8 @@
 """Goodput: of all the time a run took, how much went into steps that count.
 
-Throughput looks at steps and so flatters: it does not see the hour that a dead machine cost. Goodput looks at the clock. The
-run's records say when things happened, so every second is given to exactly one thing, and the parts add up to the whole:
+Throughput looks at steps and so flatters: it does not see the hour that a dead machine cost. Goodput looks at
+the clock. The run's records say when things happened, so every second is given to exactly one thing, and the
+parts add up to the whole:
 
 | part           | what                                                                                                   |
 | -------------- | ------------------------------------------------------------------------------------------------------ |
@@ -15,12 +16,13 @@ run's records say when things happened, so every second is given to exactly one 
 | start_up       | from the start of the workers to the first step: importing torch, building, opening data, compiling    |
 | other          | what no record explains: writing records, samples, the end                                             |
 
-A run that ends and is started again by hand or by a scheduler has several sessions; the time between them is not the run's. A
-fault that the run survives does not end a session. Time that two records claim goes to the stronger claim (`_CLAIMS`): a step
-that is done while a checkpoint is written in the background is a step.
+A run that ends and is started again by hand or by a scheduler has several sessions; the time between them is
+not the run's. A fault that the run survives does not end a session. Time that two records claim goes to the
+stronger claim (`_CLAIMS`): a step that is done while a checkpoint is written in the background is a step.
 
-It is made from metrics.jsonl, which holds only the steps that count, and events.jsonl, which is never cut. Steps between which
-nothing happened are added up while they are read, so that memory grows with the events of a run and not with its steps.
+It is made from metrics.jsonl, which holds only the steps that count, and events.jsonl, which is never cut.
+Steps between which nothing happened are added up while they are read, so that memory grows with the events of
+a run and not with its steps.
 """
 
 from __future__ import annotations
@@ -36,7 +38,17 @@ from typing import Any
 
 from shardwise.observe.records import Record
 
-PARTS = ("productive", "stragglers", "data", "checkpoint", "evaluation", "recovery", "lost", "start_up", "other")
+PARTS = (
+    "productive",
+    "stragglers",
+    "data",
+    "checkpoint",
+    "evaluation",
+    "recovery",
+    "lost",
+    "start_up",
+    "other",
+)
 
 TICK = 0.002
 """Events are written to the millisecond; what is nearer than this happened at once."""
@@ -121,8 +133,8 @@ class _Session:
 
 
 def goodput(events: Sequence[Record], steps: Iterable[Record]) -> dict[str, Any]:
-    """The share of time that was productive, the seconds of each part, and what disturbed the run; share is null where the
-    records have no times. The steps are read once, in their order.
+    """The share of time that was productive, the seconds of each part, and what disturbed the run; share is
+    null where the records have no times. The steps are read once, in their order.
     """
     parts = dict.fromkeys(PARTS, 0.0)
     wall = 0.0
@@ -150,7 +162,10 @@ def _faults(timed: Sequence[_Timed]) -> list[Record]:
     """Each with the number of its recovery in the list of those; null: none."""
     spans = _recoveries(timed)
     faults = [(at, event) for at, event in timed if event["event"] == "fault"]
-    ends = [next((index for index, (start, end, _) in enumerate(spans) if start - TICK <= at <= end), None) for at, _ in faults]
+    ends = [
+        next((index for index, (start, end, _) in enumerate(spans) if start - TICK <= at <= end), None)
+        for at, _ in faults
+    ]
     return [{**_without_name(fault), "recovery": end} for (_, fault), end in zip(faults, ends, strict=True)]
 
 
@@ -159,7 +174,9 @@ def _stragglers(events: Sequence[Record]) -> list[Record]:
     stragglers: list[Record] = []
     for event in events:
         if event["event"] == "straggler":
-            stragglers.append({key: event.get(key) for key in ("rank", "factor", "cause", "step")} | {"until_step": None})
+            stragglers.append(
+                {key: event.get(key) for key in ("rank", "factor", "cause", "step")} | {"until_step": None}
+            )
         elif event["event"] == "straggler_gone":
             for straggler in stragglers:
                 if straggler["rank"] == event.get("rank") and straggler["until_step"] is None:
@@ -168,7 +185,8 @@ def _stragglers(events: Sequence[Record]) -> list[Record]:
 
 
 def _stretches(timed: Sequence[_Timed], steps: Iterable[Record]) -> tuple[list[_Stretch], dict[int, float]]:
-    """The steps, added up from one time at which something happened to the next; and when those were done that were saved."""
+    """The steps, added up from one time at which something happened to the next; and when those were done
+    that were saved."""
     times = [*sorted({edge for at, event in timed for edge in _edges(at, event)}), math.inf]
     saved = {event.get("step", -1) for _, event in timed if event["event"] in _SAVES}
     numbers: list[float] = [*sorted(saved), math.inf]
@@ -179,7 +197,11 @@ def _stretches(timed: Sequence[_Timed], steps: Iterable[Record]) -> tuple[list[_
             continue
         if not stretches[-1].takes(begin, end, number):
             until = times[bisect_right(times, begin)]
-            stretches.append(_Stretch(begin, begin, until if end < until else -math.inf, numbers[bisect_left(numbers, number)]))
+            stretches.append(
+                _Stretch(
+                    begin, begin, until if end < until else -math.inf, numbers[bisect_left(numbers, number)]
+                )
+            )
         stretches[-1].add(begin, step)
         if number in saved:
             done[number] = end
@@ -194,51 +216,71 @@ def _edges(at: float, event: Record) -> Iterator[float]:
         yield at - seconds + (event.get("stall_seconds") or 0.0)
 
 
-def _sessions(timed: Sequence[_Timed], steps: Sequence[_Stretch], saved: Mapping[int, float]) -> Iterator[_Session]:
+def _sessions(
+    timed: Sequence[_Timed], steps: Sequence[_Stretch], saved: Mapping[int, float]
+) -> Iterator[_Session]:
     groups = [timed[first:last] for first, last in pairwise([*_session_starts(timed), len(timed)])]
     starts = [at - (event.get("start_up_seconds") or 0.0) for at, event in (group[0] for group in groups)]
     for group, (start, until) in zip(groups, pairwise([*starts, math.inf]), strict=True):
         inside = tuple(step for step in steps if start <= step.end < until)
-        yield _Session(start, max(group[-1][0], *(step.end for step in inside), start), tuple(group), inside, saved)
+        yield _Session(
+            start, max(group[-1][0], *(step.end for step in inside), start), tuple(group), inside, saved
+        )
 
 
 def _this_run(events: Sequence[Record]) -> list[_Timed]:
     """Events with their timestamps, from the last start that did not resume."""
-    timed = sorted(((_timestamp(event), event) for event in events if "time" in event), key=lambda pair: pair[0])
+    timed = sorted(
+        ((_timestamp(event), event) for event in events if "time" in event), key=lambda pair: pair[0]
+    )
     fresh = [index for index in _session_starts(timed) if timed[index][1]["event"] == "start"]
     return timed[fresh[-1] if fresh else 0 :]
 
 
 def _session_starts(timed: Sequence[_Timed]) -> list[int]:
-    """Where a session begins: at the first event, and at a start or resume that is not the way out of a fault."""
+    """Where a session begins: at the first event, and at a start or resume that is not the way out of a
+    fault."""
     recoveries = _recoveries(timed)
-    marks = [index for index, (_, event) in enumerate(timed) if event["event"] in (*_BREAK, *_BEGIN, *_CLOSED)]
+    marks = [
+        index for index, (_, event) in enumerate(timed) if event["event"] in (*_BREAK, *_BEGIN, *_CLOSED)
+    ]
     around = zip([None, *marks], marks, [*marks[1:], None], strict=False)
     again = [
         index
         for before, index, after in around
         if timed[index][1]["event"] in _BEGIN
         and not any(start - TICK <= timed[index][0] <= end for start, end, _ in recoveries)
-        and not _continues(None if before is None else timed[before][1], None if after is None else timed[after][1])
+        and not _continues(
+            None if before is None else timed[before][1], None if after is None else timed[after][1]
+        )
     ]
     return sorted({0, *again}) if timed else []
 
 
 def _recoveries(timed: Iterable[_Timed]) -> list[tuple[float, float, Record]]:
     """Each with when it began and ended."""
-    recoveries = ((at, event) for at, event in timed if event["event"] == "recovery" and event.get("seconds") is not None)
+    recoveries = (
+        (at, event)
+        for at, event in timed
+        if event["event"] == "recovery" and event.get("seconds") is not None
+    )
     return [(at - event["seconds"], at, event) for at, event in recoveries]
 
 
 def _continues(before: Record | None, after: Record | None) -> bool:
-    """Whether the team that begins between these takes over from one that broke, though no recovery is recorded: that one parted
-    on purpose, or this one broke as well, as the next generation of the same run.
+    """Whether the team that begins between these takes over from one that broke, though no recovery is
+    recorded: that one parted on purpose, or this one broke as well, as the next generation of the same
+    run.
     """
     if before is None or before["event"] not in _BREAK:
         return False
     if before["event"] == "regroup":
         return True
-    return after is not None and after["event"] == "fault" and after.get("generation", 0) > before.get("generation", 0)
+    return (
+        after is not None
+        and after["event"] == "fault"
+        and after.get("generation", 0) > before.get("generation", 0)
+    )
 
 
 def _timestamp(event: Record) -> float:
@@ -246,10 +288,13 @@ def _timestamp(event: Record) -> float:
 
 
 def _seconds_by_part(session: _Session) -> Iterator[tuple[str, float]]:
-    """Seconds of each part: all time of a session goes to the first that claims it; then steps are split into work and waits."""
+    """Seconds of each part: all time of a session goes to the first that claims it; then steps are split into
+    work and waits."""
     claims = [claim for claim in _claims(session) if claim.end > claim.start]
     claims.sort(key=lambda claim: _CLAIMS.index(claim.part))
-    edges = sorted({session.start, session.end, *(edge for claim in claims for edge in (claim.start, claim.end))})
+    edges = sorted(
+        {session.start, session.end, *(edge for claim in claims for edge in (claim.start, claim.end))}
+    )
     edges = [edge for edge in edges if session.start <= edge <= session.end]
     seconds_of: dict[int, float] = {}
     for claim, (start, end) in zip(_claim_of_each(claims, edges), pairwise(edges), strict=True):
@@ -259,8 +304,8 @@ def _seconds_by_part(session: _Session) -> Iterator[tuple[str, float]]:
 
 
 def _claim_of_each(claims: Sequence[_Claim], edges: Sequence[float]) -> list[int]:
-    """For each interval between two edges the index of the first claim that covers it; -1: none. Later claims are overwritten by
-    earlier ones.
+    """For each interval between two edges the index of the first claim that covers it; -1: none. Later claims
+    are overwritten by earlier ones.
     """
     index_of = {edge: index for index, edge in enumerate(edges)}
     owner = [-1] * (len(edges) - 1)
@@ -291,14 +336,18 @@ def _claims(session: _Session) -> Iterator[_Claim]:
         if event["event"] in _SAVES:
             ended = [over for over in evaluated.get(event.get("step", -1), []) if over <= at]
             yield _save(event, at, session.saved.get(event.get("step", -1)), ended)
-    begins, ends = sorted(stretch.start for stretch in session.steps), sorted(stretch.end for stretch in session.steps)
+    begins, ends = (
+        sorted(stretch.start for stretch in session.steps),
+        sorted(stretch.end for stretch in session.steps),
+    )
     yield from _breaks(session, begins, ends)
     breaks = [at for at, event in session.events if event["event"] in _BREAK]
     yield _Claim("start_up", session.start, min((*begins, *breaks), default=session.end))
 
 
 def _save(event: Record, at: float, step_done: float | None, evaluated: Sequence[float]) -> _Claim:
-    """Training stops when a save begins: after its step, and after an evaluation there. The event comes when it is complete."""
+    """Training stops when a save begins: after its step, and after an evaluation there. The event comes when
+    it is complete."""
     seconds = event.get("seconds")
     stall: float = event.get("stall_seconds") or seconds or 0.0
     begun: float = step_done if step_done is not None else at - (stall if seconds is None else seconds)
@@ -319,5 +368,7 @@ def _breaks(session: _Session, begins: Sequence[float], ends: Sequence[float]) -
         yield _Claim("recovery", began, min([*until, *next_break], default=session.end))
         if event["event"] == "fault":
             lost = recovery_event.get("lost_seconds")
-            ends_before = [end for end in ends if end <= began] or [session.start if lost is None else began - lost]
+            ends_before = [end for end in ends if end <= began] or [
+                session.start if lost is None else began - lost
+            ]
             yield _Claim("lost", max(session.start, ends_before[-1]), began)

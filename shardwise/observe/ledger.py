@@ -1,6 +1,7 @@
 """A ledger of collectives: how often each kind ran over each mesh axis, and how many bytes it moved.
 
-The convention, the same for every kind: **bytes are the size of the full tensor**, the one a single device would hold.
+The convention, the same for every kind: **bytes are the size of the full tensor**, the one a single device
+would hold.
 
 | kind           | bytes                | a ring of N devices puts on the wire, per device |
 | -------------- | -------------------- | ------------------------------------------------ |
@@ -9,14 +10,15 @@ The convention, the same for every kind: **bytes are the size of the full tensor
 | reduce_scatter | the full input       | (N - 1) / N times that                           |
 | broadcast      | the tensor           | once that                                        |
 
-Compressed collectives count the bytes that are sent, and beside them those of the numbers they stand for (`plain`).
+Compressed collectives count the bytes that are sent, and beside them those of the numbers they stand for
+(`plain`).
 
-So the volume on the wire is a known factor of what is written here, and a layout's ledger can be compared with its formula
-without knowing which algorithm the backend picked.
+So the volume on the wire is a known factor of what is written here, and a layout's ledger can be compared
+with its formula without knowing which algorithm the backend picked.
 
-On CPU workers every collective also has a start and an end. What of that time the training thread did not stand still for was
-hidden behind computing. On GPUs collectives run on streams, and their times are not known here. Recording costs a lock, a few
-additions and two looks at the clock (some microseconds).
+On CPU workers every collective also has a start and an end. What of that time the training thread did not
+stand still for was hidden behind computing. On GPUs collectives run on streams, and their times are not known
+here. Recording costs a lock, a few additions and two looks at the clock (some microseconds).
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ from time import perf_counter
 from shardwise.observe.intervals import Interval, joined, length, without
 
 Counts = dict[str, dict[str, int]]
-"""`"kind/axis"` to `{"count": n, "bytes": b}`, with `"plain"` where some are compressed, sorted by key: what goes into a line of
-metrics.jsonl."""
+"""`"kind/axis"` to `{"count": n, "bytes": b}`, with `"plain"` where some are compressed, sorted by key: what
+goes into a line of metrics.jsonl."""
 
 AxisTimes = dict[str, dict[str, float]]
-"""By axis, for how many `seconds` of a step something was under way, and for how many of them it was `hidden`."""
+"""By axis, for how many `seconds` of a step something was under way, and for how many of them it was
+`hidden`."""
 
 
 @dataclass
@@ -55,7 +58,8 @@ class Collective:
 
 
 class Ledger:
-    """Counts collectives. Safe to record into from any thread: autograd runs its hooks on threads of its own."""
+    """Counts collectives. Safe to record into from any thread: autograd runs its hooks on threads of its
+    own."""
 
     def __init__(self, timed: bool = True) -> None:
         self.timed = timed
@@ -68,7 +72,8 @@ class Ledger:
         """Those of the step that was taken last."""
 
     def record(self, kind: str, axis: str, bytes: int, plain: int | None = None) -> Collective:
-        """One collective of this kind over this axis begins, on a full tensor of so many bytes; `plain`: before compression."""
+        """One collective of this kind over this axis begins, on a full tensor of so many bytes; `plain`:
+        before compression."""
         key = f"{kind}/{axis}"
         collective = Collective(kind, axis, bytes, plain)
         with self._lock:
@@ -91,10 +96,14 @@ class Ledger:
 
 
 def axis_times(collectives: Iterable[Collective], waits: Sequence[Interval]) -> AxisTimes:
-    """How long the axes were busy, and how much of that was hidden from a training thread that waited then."""
+    """How long the axes were busy, and how much of that was hidden from a training thread that waited
+    then."""
     busy: dict[str, list[Interval]] = {}
     for collective in collectives:
         if collective.ended is not None:
             busy.setdefault(collective.axis, []).append((collective.start, collective.ended))
     stretches = {axis: joined(intervals) for axis, intervals in sorted(busy.items())}
-    return {axis: {"seconds": length(own), "hidden": length(without(own, waits))} for axis, own in stretches.items()}
+    return {
+        axis: {"seconds": length(own), "hidden": length(without(own, waits))}
+        for axis, own in stretches.items()
+    }

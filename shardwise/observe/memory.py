@@ -1,8 +1,9 @@
 """How much memory a worker used at most, and what exactly that number is.
 
-On a GPU it is what torch's allocator handed out to tensors: the number that decides whether a job fits. The driver, NCCL and
-the allocator's own slack come on top (a few GiB). On a CPU it is the peak resident set of the process, which also holds the
-interpreter and torch itself (roughly 0.3 GiB). The two are not comparable, so a number is always shown with its kind.
+On a GPU it is what torch's allocator handed out to tensors: the number that decides whether a job fits. The
+driver, NCCL and the allocator's own slack come on top (a few GiB). On a CPU it is the peak resident set of
+the process, which also holds the interpreter and torch itself (roughly 0.3 GiB). The two are not comparable,
+so a number is always shown with its kind.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Standard output and error that never make a run wait.
 
-A terminal stopped with Ctrl-S, a pager that nobody scrolls or a full pipe takes no more text, and a write to it waits for as long
-as that lasts: the main worker would stand in the middle of its step with all others waiting for it, or the host would watch over
-no one. So text is handed to a thread that waits instead. It keeps `MOST` characters; what comes beyond is left out, and how much
-that was is said once somebody reads again. What cannot be written at all (a closed pipe, a full disk) is left out in silence.
+A terminal stopped with Ctrl-S, a pager that nobody scrolls or a full pipe takes no more text, and a write to
+it waits for as long as that lasts: the main worker would stand in the middle of its step with all others
+waiting for it, or the host would watch over no one. So text is handed to a thread that waits instead. It
+keeps `MOST` characters; what comes beyond is left out, and how much that was is said once somebody reads
+again. What cannot be written at all (a closed pipe, a full disk) is left out in silence.
 """
 
 from __future__ import annotations
@@ -89,7 +90,11 @@ class UnblockedStream(io.TextIOBase):
                     self._changed.wait()
                 if not self._waiting:
                     return
-                left_out = f"\n[{self._left_out} characters were not shown: nobody read them]\n" if self._left_out else ""
+                left_out = (
+                    f"\n[{self._left_out} characters were not shown: nobody read them]\n"
+                    if self._left_out
+                    else ""
+                )
                 text = "".join(self._waiting) + left_out
                 self._waiting, self._characters, self._left_out, self._busy = [], 0, 0, True
             try:

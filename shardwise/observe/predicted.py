@@ -1,7 +1,7 @@
 """What was predicted of a step, held against what was measured, term by term.
 
-A run keeps the planner's prediction in plan.json. A run measures fewer things than the planner tells apart, so terms are added
-up to what one clock can see:
+A run keeps the planner's prediction in plan.json. A run measures fewer things than the planner tells apart,
+so terms are added up to what one clock can see:
 
 | what                  | predicted terms                                        | measured                                     |
 | --------------------- | ------------------------------------------------------ | -------------------------------------------- |
@@ -12,12 +12,14 @@ up to what one clock can see:
 | reading data          | none: batches are read ahead                           | what of the span `data` no other span covers |
 | unclaimed             | none                                                   | what is left of the step                     |
 
-In a pipeline a rank that has nothing to do waits for a message, and no clock can tell that wait from the message's own time:
-bubble and imbalance are then counted with communication. On a GPU some waits cannot be told from computing at all (FSDP2's are
-on streams of its own; those of the tensor, context, expert and pipeline axes stand between kernels): both are then one row, and
-each by itself is null. Seconds are a term's share of all steps times the median step, so that they add up to the step time.
+In a pipeline a rank that has nothing to do waits for a message, and no clock can tell that wait from the
+message's own time: bubble and imbalance are then counted with communication. On a GPU some waits cannot be
+told from computing at all (FSDP2's are on streams of its own; those of the tensor, context, expert and
+pipeline axes stand between kernels): both are then one row, and each by itself is null. Seconds are a term's
+share of all steps times the median step, so that they add up to the step time.
 
-Times, memory and bytes are rank 0's; the planner's memory is of the fullest rank and its computing of the average one.
+Times, memory and bytes are rank 0's; the planner's memory is of the fullest rank and its computing of the
+average one.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ from shardwise.observe.records import Record
 from shardwise.words import counted
 
 Row = dict[str, Any]
-"""`what`, `kind` (seconds, rate, memory, bytes), `predicted`, `measured`, `ratio` (measured / predicted); null where not known.
-Rows of seconds have the planner's `terms`, rows of bytes the `predicted_calls` and `measured_calls` of a step."""
+"""`what`, `kind` (seconds, rate, memory, bytes), `predicted`, `measured`, `ratio` (measured / predicted);
+null where not known. Rows of seconds have the planner's `terms`, rows of bytes the `predicted_calls` and
+`measured_calls` of a step."""
 
 COMPUTING = ("matmul", "attention", "elementwise", "launch", "recompute")
 COMMUNICATION = ("tensor", "context", "expert", "data", "replica", "pipeline_sends", "links")
@@ -47,10 +50,17 @@ _EXPOSED = "exposed_communication"
 _GIB = 2.0**30
 _CLOSE = 0.05
 """Disagreements below this share are not worth a word."""
-_COLUMNS: dict[str, JustifyMethod] = {"what": "left", "predicted": "right", "measured": "right", "ratio": "right"}
+_COLUMNS: dict[str, JustifyMethod] = {
+    "what": "left",
+    "predicted": "right",
+    "measured": "right",
+    "ratio": "right",
+}
 
 
-def compare(predicted: Mapping[str, Any], steps: Sequence[Record], waits_are_known: bool, on_cpu: bool) -> list[Row]:
+def compare(
+    predicted: Mapping[str, Any], steps: Sequence[Record], waits_are_known: bool, on_cpu: bool
+) -> list[Row]:
     """Every term that was predicted, with what these steps measured of it."""
     rows = [*_times(predicted, steps, waits_are_known), *_memory(predicted["memory_gib"], steps, on_cpu)]
     return rows + list(_collectives(predicted["bytes"], steps))
@@ -58,7 +68,9 @@ def compare(predicted: Mapping[str, Any], steps: Sequence[Record], waits_are_kno
 
 def waits_are_known(steps: Sequence[Record], layout: Mapping[str, Any], on_cpu: bool) -> bool:
     """Whether the time these steps waited is apart from the time they computed."""
-    unseen = not on_cpu and any((layout.get(axis) or 1) > 1 for axis in ("pipeline", "context", "tensor", "expert"))
+    unseen = not on_cpu and any(
+        (layout.get(axis) or 1) > 1 for axis in ("pipeline", "context", "tensor", "expert")
+    )
     return not unseen and all(_EXPOSED in step.get("spans", {}) for step in steps)
 
 
@@ -69,7 +81,9 @@ def _times(predicted: Mapping[str, Any], steps: Sequence[Record], apart: bool) -
     busy = (*COMPUTING, "offload") if terms.get("offload") else COMPUTING
     waits = (*COMMUNICATION, *IDLE) if any(terms.get(name) for name in IDLE) else COMMUNICATION
     computing = "computing and offload" if terms.get("offload") else "computing"
-    waiting = "exposed communication, bubble, imbalance" if waits != COMMUNICATION else "exposed communication"
+    waiting = (
+        "exposed communication, bubble, imbalance" if waits != COMMUNICATION else "exposed communication"
+    )
     yield _sum(computing, terms, busy, spans["forward_backward"] if apart else None)
     yield _sum(waiting, terms, waits, spans[_EXPOSED] if apart else None)
     if not apart:
@@ -82,7 +96,8 @@ def _times(predicted: Mapping[str, Any], steps: Sequence[Record], apart: bool) -
 
 
 def _spans(steps: Sequence[Record], seconds: float) -> dict[str, float | None]:
-    """Seconds of each span in a step of so many seconds, and of `other`, which none claims; they add up to the step.
+    """Seconds of each span in a step of so many seconds, and of `other`, which none claims; they add up to
+    the step.
 
     On a GPU batches are read while the device computes: only what nothing else covers is the data's.
     """
@@ -99,8 +114,8 @@ def _spans(steps: Sequence[Record], seconds: float) -> dict[str, float | None]:
 
 
 def _memory(predicted: Mapping[str, float], steps: Sequence[Record], on_cpu: bool) -> Iterator[Row]:
-    """The peak as the device counts it (torch's allocator on a GPU does not see the runtime's own), then each kind, which no run
-    can tell from the others.
+    """The peak as the device counts it (torch's allocator on a GPU does not see the runtime's own), then each
+    kind, which no run can tell from the others.
     """
     known = [step["memory_bytes"] for step in steps if step.get("memory_bytes") is not None]
     without = 0.0 if on_cpu else predicted.get("overhead", 0.0)
@@ -118,7 +133,8 @@ def _collectives(predicted: Sequence[Mapping[str, Any]], steps: Sequence[Record]
     nothing = {"count": 0, "bytes": 0}
     for key in sorted({*planned, *(key for ledger in ledgers for key in ledger)}):
         typical = {
-            what: statistics.median(ledger.get(key, nothing)[what] for ledger in ledgers) if ledgers else None for what in nothing
+            what: statistics.median(ledger.get(key, nothing)[what] for ledger in ledgers) if ledgers else None
+            for what in nothing
         }
         plan = planned.get(key, nothing)
         calls = {"predicted_calls": plan["count"], "measured_calls": typical["count"]}
@@ -126,7 +142,9 @@ def _collectives(predicted: Sequence[Mapping[str, Any]], steps: Sequence[Record]
 
 
 def _sum(what: str, terms: Mapping[str, float], names: Sequence[str], measured: float | None) -> Row:
-    return _row(what, "seconds", math.fsum(terms.get(name, 0.0) for name in names), measured) | {"terms": list(names)}
+    return _row(what, "seconds", math.fsum(terms.get(name, 0.0) for name in names), measured) | {
+        "terms": list(names)
+    }
 
 
 def _row(what: str, kind: str, predicted: float, measured: float | None) -> Row:
@@ -143,7 +161,7 @@ def _added(first: float | None, second: float | None) -> float | None:
     return None if first is None else first + (second or 0.0)
 
 
-# -- for people ----------------------------------------------------------------------------------------------------------
+# -- for people ----------------------------------------------------------------------------------------------
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
@@ -161,9 +179,12 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 
 def largest(rows: Sequence[Row]) -> str:
-    """The largest disagreement, in one sentence: what is off by the largest factor, if it matters to the step or to memory."""
+    """The largest disagreement, in one sentence: what is off by the largest factor, if it matters to the step
+    or to memory."""
     step = max(rows[0]["predicted"], rows[0]["measured"])
-    gaps = [(_apart(row, step), row) for row in rows[1:] if row["measured"] is not None and row["kind"] != "rate"]
+    gaps = [
+        (_apart(row, step), row) for row in rows[1:] if row["measured"] is not None and row["kind"] != "rate"
+    ]
     if not gaps:
         return "Nothing but the step time was measured."
     mattering = [gap for gap in gaps if gap[0] >= _CLOSE]
@@ -189,10 +210,15 @@ def _factor(share: float, row: Row) -> float:
 def _notes(rows: Sequence[Row]) -> Iterator[str]:
     parts = [row for row in rows if _is_part_of_memory(row) and row["predicted"]]
     if parts:
-        kinds = ", ".join(f"{row['what'].removeprefix('memory of ')} {format_bytes(row['predicted'])}" for row in parts)
+        kinds = ", ".join(
+            f"{row['what'].removeprefix('memory of ')} {format_bytes(row['predicted'])}" for row in parts
+        )
         yield f"Predicted memory: {kinds}. A run measures only their sum."
     if any("bubble" in row.get("terms", ()) and row["measured"] is not None for row in rows):
-        yield "A pipeline rank with nothing to do waits for a message: bubble and imbalance are measured as communication."
+        yield (
+            "A pipeline rank with nothing to do waits for a message: bubble and imbalance are measured as "
+            "communication."
+        )
     if any(row["what"].startswith("computing and communication") for row in rows):
         yield "On this device waits cannot be told from computing: only both together were measured."
 

@@ -1,12 +1,14 @@
 """Reading a run's records, `metrics.jsonl` and `events.jsonl`: the one place where their lines become values.
 
-Nothing that trains or reports may stop for a damaged line: a flipped bit turns `"step"` into `"stdp"`, a disk that filled up
-leaves half a line. A line that is not whole, that lacks what its reader needs, or in which a field we know has a value of another
-kind, is skipped and counted; `Lines.damaged` says how many. The torn end of a file is not counted: it is being written.
+Nothing that trains or reports may stop for a damaged line: a flipped bit turns `"step"` into `"stdp"`, a disk
+that filled up leaves half a line. A line that is not whole, that lacks what its reader needs, or in which a
+field we know has a value of another kind, is skipped and counted; `Lines.damaged` says how many. The torn end
+of a file is not counted: it is being written.
 
-Files grow by a line a step. They are read one line at a time, and from their end by whoever needs only the last steps; a line of
-any length takes no more memory than the longest that is read. What is not a regular file is not opened. pydantic
-parses and checks a line in a few microseconds; a million steps take seconds, and none of them is kept here.
+Files grow by a line a step. They are read one line at a time, and from their end by whoever needs only the
+last steps; a line of any length takes no more memory than the longest that is read. What is not a regular
+file is not opened. pydantic parses and checks a line in a few microseconds; a million steps take seconds, and
+none of them is kept here.
 """
 
 from __future__ import annotations
@@ -36,8 +38,11 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def to_json(record: Any, indent: int | None = None) -> str:
-    """Strict JSON: floats to the bit, non-finite ones as strings, control characters of every kind as escapes."""
-    return json.dumps(_encode_non_finite(record), allow_nan=False, ensure_ascii=False, indent=indent).translate(_CONTROLS)
+    """Strict JSON: floats to the bit, non-finite ones as strings, control characters of every kind as
+    escapes."""
+    return json.dumps(
+        _encode_non_finite(record), allow_nan=False, ensure_ascii=False, indent=indent
+    ).translate(_CONTROLS)
 
 
 def from_json(text: str | bytes) -> Any:
@@ -181,7 +186,8 @@ _EVENT = TypeAdapter(Annotated[_Event, AfterValidator(_check_event)])
 
 
 class Lines:
-    """The whole records of a file of JSON lines, one after the other; `damaged` counts the lines that were skipped so far."""
+    """The whole records of a file of JSON lines, one after the other; `damaged` counts the lines that were
+    skipped so far."""
 
     def __init__(self, path: Path, needs: tuple[str, ...], kind: TypeAdapter[Any]) -> None:
         self.path, self.damaged = path, 0
@@ -242,11 +248,15 @@ def _skip_rest(file: BinaryIO, line: bytes) -> None:
 
 
 def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines from the end of the file, with the offsets at which they end; what follows the last line end is torn. A line that is
-    too long is not put together: it comes as an empty one, which is damaged too.
+    """Lines from the end of the file, with the offsets at which they end; what follows the last line end is
+    torn. A line that is too long is not put together: it comes as an empty one, which is damaged too.
     """
     end = position = file.seek(0, 2)
-    rest, passed, torn = b"", 0, True  # of the line that ends at `end`: what was read, and the bytes of it that were passed over
+    rest, passed, torn = (
+        b"",
+        0,
+        True,
+    )  # of the line that ends at `end`: what was read, and the bytes of it that were passed over
     while position:
         size = min(max(_BLOCK, len(rest)), position)  # a long line is not put together again and again
         position -= size

@@ -1,6 +1,8 @@
-"""The report of a run as a person reads it: the loss as a curve, time, goodput and experts as bars, the rest as tables.
+"""The report of a run as a person reads it: the loss as a curve, time, goodput and experts as bars, the rest
+as tables.
 
-`summarise` (observe/summary.py) makes the numbers, `render` only draws them, so `--json` and the terminal never disagree.
+`summarise` (observe/summary.py) makes the numbers, `render` only draws them, so `--json` and the terminal
+never disagree.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ _PARTS = {
     "start_up": ("start-up", "white", "U"),
     "other": ("other", "bright_black", "O"),
 }
-"""The parts of goodput: what they are called, their colour, and the letter that stands for it where there are none."""
+"""The parts of goodput: what they are called, their colour, and the letter that stands for it where there are
+none."""
 _FAULTS = 12
 """More faults than this are not listed: the last of them are."""
 _COLOURS = {
@@ -84,7 +87,9 @@ def render(summary: Summary, console: Console) -> None:
     _experts(summary["experts"], console)
     _collectives(summary["collectives"], console)
     if summary["predicted_and_measured"]:
-        _heading(console, "predicted and measured", f"a step of rank 0, median of {summary['measured_steps']}")
+        _heading(
+            console, "predicted and measured", f"a step of rank 0, median of {summary['measured_steps']}"
+        )
         predicted.show(summary["predicted_and_measured"], console)
 
 
@@ -101,24 +106,37 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "steps", _progress(summary)
     yield (
         "loss",
-        f"{_loss(loss['first'])} to {_loss(loss['last'])}, lowest {_loss(loss['minimum'])} at step {loss['minimum_step']}",
+        f"{_loss(loss['first'])} to {_loss(loss['last'])}, lowest {_loss(loss['minimum'])} at step "
+        f"{loss['minimum_step']}",
     )
     if summary["held_out"]:
         newest = summary["held_out"][-1]
         yield "held-out loss", f"{_loss(newest['loss'])} at step {newest['step']}"
-    yield "speed", f"{_amount(speed['median'])} tokens/s (last step {_amount(speed['last'])})" + _samples(summary)
+    yield (
+        "speed",
+        f"{_amount(speed['median'])} tokens/s (last step {_amount(speed['last'])})" + _samples(summary),
+    )
     yield "MFU", _mfu(summary)
     yield "peak memory", _memory(summary)
-    overlap = "" if communication["overlap"] is None else f", {format_percent(communication['overlap'])} of it hidden"
+    overlap = (
+        ""
+        if communication["overlap"] is None
+        else f", {format_percent(communication['overlap'])} of it hidden"
+    )
     if communication["axes"]:
-        yield "communication", f"{format_percent(communication['efficiency'])} of a step does not wait for it{overlap}"
+        yield (
+            "communication",
+            f"{format_percent(communication['efficiency'])} of a step does not wait for it{overlap}",
+        )
     for axis, used in communication["axes"].items():
         if used["seconds"] is not None:
             yield "", f"{axis}: {_used(used)}"
     if summary["load"]["imbalance"] is not None:
         yield "load", _load(summary["load"])
     if summary["staleness"]:
-        dropped = f"; {summary['dropped']} gradients came too late and were dropped" if summary["dropped"] else ""
+        dropped = (
+            f"; {summary['dropped']} gradients came too late and were dropped" if summary["dropped"] else ""
+        )
         yield "staleness", _staleness(summary["staleness"]) + dropped
     if summary["updates"]:
         yield "updates", _updates(summary["updates"])
@@ -135,13 +153,17 @@ def _overview(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary["skipped_steps"]:
         yield "skipped steps", ", ".join(map(str, summary["skipped_steps"]))
     if damaged := {name: count for name, count in summary["damaged_lines"].items() if count}:
-        yield "damaged lines", ", ".join(f"{count} of {name}" for name, count in damaged.items()) + " (skipped)"
+        yield (
+            "damaged lines",
+            ", ".join(f"{count} of {name}" for name, count in damaged.items()) + " (skipped)",
+        )
     if summary["events"]:
         yield "events", ", ".join(f"{name} {count}" for name, count in summary["events"].items())
 
 
 def _staleness(histogram: Mapping[str, int]) -> str:
-    """How many updates old the weights were that gradients were computed with, and how many gradients each."""
+    """How many updates old the weights were that gradients were computed with, and how many gradients
+    each."""
     total = sum(histogram.values())
     bars = [f"{updates}: {format_percent(count / total)}" for updates, count in histogram.items()]
     mean = sum(int(updates) * count for updates, count in histogram.items()) / total
@@ -151,14 +173,18 @@ def _staleness(histogram: Mapping[str, int]) -> str:
 def _updates(updates: Summary) -> str:
     shares = [updates["conflicting"] / updates["made"], updates["conflicting_rows"] / max(1, updates["rows"])]
     return (
-        f"{updates['made']:,}, {updates['per_second']:,.0f} a second; {format_percent(shares[0])} of them wrote what others had "
+        f"{updates['made']:,}, {updates['per_second']:,.0f} a second; {format_percent(shares[0])} of them "
+        f"wrote what others had "
         f"written since, {format_percent(shares[1])} of all rows"
     )
 
 
 def _load(load: Summary) -> str:
     rows = f"; rows of each device: {', '.join(map(str, load['rows']))}" if load["rows"] else ""
-    return f"the slowest rank works {format_percent(load['imbalance'])} of the mean longer than the quickest{rows}"
+    return (
+        f"the slowest rank works {format_percent(load['imbalance'])} of the mean longer than the "
+        f"quickest{rows}"
+    )
 
 
 def _used(axis: Summary) -> str:
@@ -179,7 +205,10 @@ def _choices(summary: Summary) -> Iterator[tuple[str, str]]:
 def _progress(summary: Summary) -> str:
     planned = summary["planned_steps"]
     of = f" of {planned:,}" if planned and planned != summary["steps"] else ""
-    return f"{summary['steps']:,}{of} in {format_duration(summary['seconds'])}, {format_count(summary['tokens'])} tokens"
+    return (
+        f"{summary['steps']:,}{of} in {format_duration(summary['seconds'])}, "
+        f"{format_count(summary['tokens'])} tokens"
+    )
 
 
 def _samples(summary: Summary) -> str:
@@ -224,7 +253,9 @@ def _checkpoints(checkpoints: Summary) -> str:
     names = ", ".join(f"step {step}" for step in kept) or "none"
     took = checkpoints["save_seconds"]
     typical = (
-        "" if took is None else f" (in {took:.3g} s each, of which training stood still {checkpoints['stall_seconds']:.3g} s)"
+        ""
+        if took is None
+        else f" (in {took:.3g} s each, of which training stood still {checkpoints['stall_seconds']:.3g} s)"
     )
     return f"{checkpoints['saved']} saved{typical}; kept: {names}"
 
@@ -258,7 +289,9 @@ def _time(summary: Summary, console: Console) -> None:
         grid.add_column(justify=justify, no_wrap=True, overflow=_CROP)
     for name, part in summary["time"]["shares"].items():
         drawn = bar(part, min(_BAR, max(10, console.width - 40)), console.options.ascii_only)
-        grid.add_row(Text(_LABELS.get(name, name)), Text(format_percent(part)), Text(drawn, style=_COLOURS[name]))
+        grid.add_row(
+            Text(_LABELS.get(name, name)), Text(format_percent(part)), Text(drawn, style=_COLOURS[name])
+        )
     console.print(Padding(grid, (0, 0, 0, 2), expand=False))
 
 
@@ -266,7 +299,10 @@ def _goodput(goodput: Summary, console: Console) -> None:
     """One bar for the whole time, cut into its parts, and what each of them is."""
     if goodput["share"] is None:
         return
-    wall, parts = goodput["wall_seconds"], {name: seconds for name, seconds in goodput["parts"].items() if seconds > 0}
+    wall, parts = (
+        goodput["wall_seconds"],
+        {name: seconds for name, seconds in goodput["parts"].items() if seconds > 0},
+    )
     _heading(console, "goodput", f"{format_percent(goodput['share'])} of {format_duration(wall)}")
     width = min(2 * _BAR, max(10, console.width - 4))
     plain = console.options.ascii_only or console.color_system is None or console.no_color
@@ -286,7 +322,8 @@ def _goodput(goodput: Summary, console: Console) -> None:
 
 
 def _cells(parts: Mapping[str, float], width: int) -> dict[str, int]:
-    """Characters for each part, so that they fill the width: what rounding down leaves goes to the largest remainders."""
+    """Characters for each part, so that they fill the width: what rounding down leaves goes to the largest
+    remainders."""
     whole = sum(parts.values())
     exact = {name: seconds / whole * width for name, seconds in parts.items()}
     cells = {name: int(value) for name, value in exact.items()}
@@ -304,14 +341,19 @@ def _faults(goodput: Summary, console: Console) -> None:
         for name, justify in _FAULT_COLUMNS.items():
             table.add_column(name, justify=justify, no_wrap=name != "cause", overflow=_CROP)
         for fault in faults[-_FAULTS:]:
-            table.add_row(*_fault(fault, None if fault["recovery"] is None else recoveries[fault["recovery"]]))
+            table.add_row(
+                *_fault(fault, None if fault["recovery"] is None else recoveries[fault["recovery"]])
+            )
         console.print(Padding(table, (0, 0, 0, 2), expand=False))
     if goodput["stragglers"]:
         _heading(console, "slow ranks", "times the median of the ranks that do the same work")
         for slow in goodput["stragglers"]:
             until = "the end" if slow["until_step"] is None else f"step {slow['until_step']}"
             subject = "all ranks wait" if slow["rank"] is None else f"rank {slow['rank']}"
-            line = f"{subject}, step {slow['step']} to {until}: {slow['factor']:.1f} times as long; {slow['cause']}"
+            line = (
+                f"{subject}, step {slow['step']} to {until}: {slow['factor']:.1f} times as long; "
+                f"{slow['cause']}"
+            )
             console.print(Padding(Text(line, overflow=_CROP), (0, 0, 0, 2), expand=False))
 
 
@@ -321,7 +363,11 @@ def _fault(fault: Summary, recovery: Summary | None) -> list[Text]:
     if recovery is None:
         cells += ["not", "", ""]
     else:
-        cells += [f"in {_seconds(recovery['seconds'])}", f"{recovery.get('lost_steps', '')}", f"step {recovery.get('step', '')}"]
+        cells += [
+            f"in {_seconds(recovery['seconds'])}",
+            f"{recovery.get('lost_steps', '')}",
+            f"step {recovery.get('step', '')}",
+        ]
     return [Text(cell) for cell in (*cells, str(fault.get("cause", "")).partition("\n")[0])]
 
 
@@ -346,7 +392,9 @@ def _float8(float8: Summary | None, console: Console) -> None:
         return
     layers = sorted(float8["layers"].items(), key=lambda item: -item[1]["lost"])[:_EXPERTS]
     left_out = len(float8["layers"]) - len(layers)
-    note = "numbers below the range, last step, worst tensor of each layer" + (f"; the {len(layers)} worst" if left_out else "")
+    note = "numbers below the range, last step, worst tensor of each layer" + (
+        f"; the {len(layers)} worst" if left_out else ""
+    )
     _heading(console, "lost in float8", note)
     most = max(1e-9, *(layer["lost"] for _, layer in layers))
     grid = Table.grid(padding=(0, 2))
@@ -390,7 +438,12 @@ def _collectives(collectives: Summary, console: Console) -> None:
         table.add_column(name, justify="right", overflow=_CROP)
     for key, row in collectives.items():
         kind, _, axis = key.partition("/")
-        counts = (f"{row['count']:g}", format_bytes(row["bytes"]), f"{row['total_count']:,}", format_bytes(row["total_bytes"]))
+        counts = (
+            f"{row['count']:g}",
+            format_bytes(row["bytes"]),
+            f"{row['total_count']:,}",
+            format_bytes(row["total_bytes"]),
+        )
         table.add_row(*map(Text, (kind.replace("_", " "), axis, *counts)))
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
 

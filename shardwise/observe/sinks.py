@@ -1,8 +1,9 @@
 """Where measurements go: the run folder always, TensorBoard and Weights & Biases when asked for.
 
-The run folder is the truth (observe/files.py); the other two mirror the same records for people who live in those
-tools, are extras, and are imported only when the job asks for them. Their packages are looked for before anything in the
-run folder is touched, so a missing one costs nothing but the message. A mirror that fails is said and done without.
+The run folder is the truth (observe/files.py); the other two mirror the same records for people who live in
+those tools, are extras, and are imported only when the job asks for them. Their packages are looked for
+before anything in the run folder is touched, so a missing one costs nothing but the message. A mirror that
+fails is said and done without.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Sink(Protocol):
 
 
 def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a record with the path to it: `loss`, `spans/data`, `collectives/all_reduce/data/bytes`."""
+    """Every number of a record with the path to it: `loss`, `spans/data`,
+    `collectives/all_reduce/data/bytes`."""
     for key, value in record.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{key}/")
@@ -44,7 +46,8 @@ def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def curves(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a record that are shown over steps: all but the step and the time of day, which every tool notes itself."""
+    """The numbers of a record that are shown over steps: all but the step and the time of day, which every
+    tool notes itself."""
     return ((tag, value) for tag, value in scalars(record) if tag not in ("step", "time"))
 
 
@@ -89,7 +92,9 @@ class WandbSink:
             with open(identity, "w", opener=only_regular) as file:
                 file.write(uuid.uuid4().hex[:8])
         known = read_bytes(identity).decode("utf-8", "replace")
-        self._run = wandb.init(project=project, name=folder.name, id=known, resume="allow", dir=str(folder), config=_job(folder))
+        self._run = wandb.init(
+            project=project, name=folder.name, id=known, resume="allow", dir=str(folder), config=_job(folder)
+        )
 
     def write(self, record: Record) -> None:
         """One row a step."""
@@ -101,7 +106,8 @@ class WandbSink:
 
 
 class Sinks:
-    """All that the measurements of a run are written to: its two files, which are the record, and mirrors of them."""
+    """All that the measurements of a run are written to: its two files, which are the record, and mirrors of
+    them."""
 
     def __init__(self, metrics: MetricsFile, events: EventsFile, mirrors: tuple[Sink, ...], say: Say) -> None:
         self._metrics, self._events, self._mirrors, self._say = metrics, events, mirrors, say
@@ -130,11 +136,15 @@ class Sinks:
                 action(mirror)
             except (Exception, SystemExit) as error:
                 self._mirrors = tuple(other for other in self._mirrors if other is not mirror)
-                self._say(f"{type(mirror).__name__} failed and gets no more records; metrics.jsonl has them all: {error}")
+                self._say(
+                    f"{type(mirror).__name__} failed and gets no more records; metrics.jsonl has them all: "
+                    f"{error}"
+                )
 
 
 def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0, say: Say = log.warning) -> Sinks:
-    """The sinks of a run that continues after step `resume_step` (0: a fresh run, whose metrics start empty)."""
+    """The sinks of a run that continues after step `resume_step` (0: a fresh run, whose metrics start
+    empty)."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,8 +158,9 @@ def open_sinks(folder: str | Path, observe: Observe, resume_step: int = 0, say: 
 
 
 def _mirrors(folder: Path, observe: Observe, resume_step: int, say: Say) -> Iterator[Sink]:
-    """Those that were asked for and can be opened now. One that cannot, in whatever way, is done without: every team of a run
-    opens them anew, and a service that is away must not end a run that survived a fault. A missing package is the user's to mend.
+    """Those that were asked for and can be opened now. One that cannot, in whatever way, is done without:
+    every team of a run opens them anew, and a service that is away must not end a run that survived a fault.
+    A missing package is the user's to mend.
     """
     asked: dict[str, Callable[[], Sink]] = {}
     if observe.tensorboard:
@@ -166,7 +177,8 @@ def _mirrors(folder: Path, observe: Observe, resume_step: int, say: Say) -> Iter
 
 
 def missing_extras(observe: Observe) -> Iterator[str]:
-    """A problem for each sink that is asked for and whose package is not there. To be asked before anything starts."""
+    """A problem for each sink that is asked for and whose package is not there. To be asked before anything
+    starts."""
     if observe.tensorboard and find_spec("tensorboard") is None:
         yield str(_missing("observe.tensorboard = true", "tensorboard"))
     if observe.wandb and find_spec("wandb") is None:
@@ -174,7 +186,9 @@ def missing_extras(observe: Observe) -> Iterator[str]:
 
 
 def _missing(setting: str, extra: str) -> UserError:
-    return UserError(f"{setting} needs a package that is not installed. Install it with: pip install 'shardwise[{extra}]'")
+    return UserError(
+        f"{setting} needs a package that is not installed. Install it with: pip install 'shardwise[{extra}]'"
+    )
 
 
 def _job(folder: Path) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """What happened in a run, read from its folder: a value that `render` draws and `--json` prints.
 
-Speeds and shares are taken over the steady steps, all but the first two, which compile, allocate and warm up; a speed is
-the median, so that a slow step here and there does not move it, and a share is a ratio of sums, so that the shares add up
-to one. Everything comes from four files (config.toml, plan.json, metrics.jsonl, events.jsonl); what a file does not say
-is null. The steps are read once and not kept (observe/totals.py), so that a run of a million steps takes seconds and little
-memory; damaged lines are skipped and counted.
+Speeds and shares are taken over the steady steps, all but the first two, which compile, allocate and warm up;
+a speed is the median, so that a slow step here and there does not move it, and a share is a ratio of sums, so
+that the shares add up to one. Everything comes from four files (config.toml, plan.json, metrics.jsonl,
+events.jsonl); what a file does not say is null. The steps are read once and not kept (observe/totals.py), so
+that a run of a million steps takes seconds and little memory; damaged lines are skipped and counted.
 
-How often to save is the planner's to say. This package may not import the planner, so whoever knows both hands its advice in.
+How often to save is the planner's to say. This package may not import the planner, so whoever knows both
+hands its advice in.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _T = TypeVar("_T")
 
 
 def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> Summary:
-    """The summary of the run in a folder; it may still be running. `advise` (search/interval.py) says how often to save."""
+    """The summary of the run in a folder; it may still be running. `advise` (search/interval.py) says how
+    often to save."""
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run folder. Give the folder of a run, the run.folder of its job.")
@@ -59,7 +61,10 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
         "loss": _loss(run),
         "held_out": run.held_out,
         "tokens": run.tokens,
-        "tokens_per_second": {"median": _median(steady, "tokens_per_second"), "last": run.last.get("tokens_per_second")},
+        "tokens_per_second": {
+            "median": _median(steady, "tokens_per_second"),
+            "last": run.last.get("tokens_per_second"),
+        },
         "sequences_per_second": _median(steady, "sequences_per_second"),
         "mfu": _median(steady, "mfu"),
         "flop_convention": plan.get("flop_convention"),
@@ -75,10 +80,15 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
         "experts": _experts(run),
         "staleness": {str(updates): count for updates, count in sorted(run.staleness.items())} or None,
         "dropped": run.dropped,
-        "updates": {**run.updates, "per_second": run.updates["made"] / run.seconds} if run.updates["made"] else None,
+        "updates": {**run.updates, "per_second": run.updates["made"] / run.seconds}
+        if run.updates["made"]
+        else None,
         "load": {"imbalance": _median(steady, "load_imbalance"), "rows": run.last.get("rows")},
         "goodput": time_used,
-        "checkpoints": {**saves, "advice": _advice(advise, saves, time_used, _time(steady), start.get("world", 1))},
+        "checkpoints": {
+            **saves,
+            "advice": _advice(advise, saves, time_used, _time(steady), start.get("world", 1)),
+        },
         "skipped_steps": run.skipped,
         "events": dict(Counter(event["event"] for event in events)),
         "damaged_lines": {"metrics.jsonl": damaged_steps, "events.jsonl": damaged_events},
@@ -96,13 +106,15 @@ def summarise(folder: str | Path, advise: Callable[..., Any] | None = None) -> S
 
 
 def _steps(folder: Path, events: Sequence[Record]) -> tuple[RunTotals, Summary, int]:
-    """What is to be known of all steps, where the time went, and how many lines were damaged: from one reading."""
+    """What is to be known of all steps, where the time went, and how many lines were damaged: from one
+    reading."""
     run, lines = RunTotals(_planned_since(events)), read_metrics(folder, needs=("loss", "seconds"))
     time_used = _read(lines.path, lambda: goodput(events, run.gather(lines)))
     if time_used is None or not run.count:
         damaged = f" {lines.damaged} lines of it are damaged." if lines.damaged else ""
         raise UserError(
-            f"{lines.path}: no metrics yet.{damaged} Nothing has been trained in {folder}, or its first step is not done."
+            f"{lines.path}: no metrics yet.{damaged} Nothing has been trained in {folder}, or its first step "
+            f"is not done."
         )
     return run, time_used, lines.damaged
 
@@ -140,11 +152,14 @@ def _read(path: Path, load: Callable[[], _T]) -> _T | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}. It is written by `shardwise train`; restore or remove it.") from None
+        raise UserError(
+            f"{path} cannot be read: {error}. It is written by `shardwise train`; restore or remove it."
+        ) from None
 
 
 def _planned_since(events: Sequence[Record]) -> int:
-    """The step since which the run has the plan's layout: 0, unless workers were lost or won and it went on with another."""
+    """The step since which the run has the plan's layout: 0, unless workers were lost or won and it went on
+    with another."""
     since, layout = 0, None
     for event in events:
         if event["event"] in ("start", "resume") and event.get("layout") != layout:
@@ -183,9 +198,11 @@ def _time(steps: Sequence[Record]) -> Summary:
 
 
 def _communication(steps: Sequence[Record]) -> Summary:
-    """Efficiency: the share of a step not spent waiting for communication. Overlap: the share of communication hidden.
+    """Efficiency: the share of a step not spent waiting for communication. Overlap: the share of
+    communication hidden.
 
-    Overlap needs the time that collectives took, hidden or not, which CPU workers record; elsewhere it is null.
+    Overlap needs the time that collectives took, hidden or not, which CPU workers record; elsewhere it is
+    null.
     """
     seconds = math.fsum(step["seconds"] for step in steps)
     waits = [step.get("spans", {}).get("exposed_communication") for step in steps]
@@ -194,12 +211,15 @@ def _communication(steps: Sequence[Record]) -> Summary:
     exposed = math.fsum(waits)
     times = [times for step in steps for times in step.get("communication", {}).values()]
     busy, hidden = (math.fsum(part[what] for part in times) for what in ("seconds", "hidden"))
-    return {"efficiency": 1 - exposed / seconds if seconds else None, "overlap": hidden / busy if busy else None}
+    return {
+        "efficiency": 1 - exposed / seconds if seconds else None,
+        "overlap": hidden / busy if busy else None,
+    }
 
 
 def _axes(steps: Sequence[Record]) -> Summary:
-    """Of each axis in a step: the bytes of its collectives, for how many seconds something was under way, and the share of them
-    that was hidden; null where times are not known."""
+    """Of each axis in a step: the bytes of its collectives, for how many seconds something was under way, and
+    the share of them that was hidden; null where times are not known."""
     table: Summary = {}
     for axis in sorted({key.partition("/")[2] for step in steps for key in step.get("collectives", {})}):
         bytes = [_bytes_over(axis, step.get("collectives", {})) for step in steps]
@@ -244,12 +264,17 @@ def _experts(run: RunTotals) -> Summary | None:
     last, worst = run.last_with_experts, run.worst_with_experts
     if not last:
         return None
-    imbalance = {"last": last["expert_imbalance"], "worst": worst["expert_imbalance"], "worst_step": worst["step"]}
+    imbalance = {
+        "last": last["expert_imbalance"],
+        "worst": worst["expert_imbalance"],
+        "worst_step": worst["step"],
+    }
     return {"imbalance": imbalance, "load": last["expert_load"]}
 
 
 def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:
-    """What was saved and is kept; of a typical save, how long it took, for how long training stood still, and its size."""
+    """What was saved and is kept; of a typical save, how long it took, for how long training stood still, and
+    its size."""
     kept = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*") if path.name[5:].isdecimal()]
     saves = [event for event in events if event["event"] == "save"]
     typical = {key: _median(saves, key) for key in ("seconds", "stall_seconds", "bytes")}
@@ -262,8 +287,11 @@ def _checkpoints(folder: Path, events: Sequence[Record]) -> Summary:
     }
 
 
-def _advice(advise: Callable[..., Any] | None, saves: Summary, time_used: Summary, time: Summary, world: int) -> Summary | None:
-    """How often to save, from this run's own saves, steps and faults; null where it has not saved yet, or took no time."""
+def _advice(
+    advise: Callable[..., Any] | None, saves: Summary, time_used: Summary, time: Summary, world: int
+) -> Summary | None:
+    """How often to save, from this run's own saves, steps and faults; null where it has not saved yet, or
+    took no time."""
     if advise is None or saves["save_seconds"] is None or time["seconds_a_step"] < _SHORTEST_STEP:
         return None
     advice = advise(

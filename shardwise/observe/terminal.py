@@ -1,9 +1,10 @@
 """What a person sees while training: what was chosen, then how it goes.
 
-On a terminal two lines are redrawn in place: how far, and how well, with the loss drawn as it falls. Anywhere else (a
-file, a batch system's log) the same numbers come as plain lines, about twenty over the run plus the first and the last;
-which steps are shown depends on their number alone, so the logs of two runs line up. All of it goes to standard error,
-which leaves standard output to results. Redrawing happens on updates, at most ten times a second, and starts no thread.
+On a terminal two lines are redrawn in place: how far, and how well, with the loss drawn as it falls. Anywhere
+else (a file, a batch system's log) the same numbers come as plain lines, about twenty over the run plus the
+first and the last; which steps are shown depends on their number alone, so the logs of two runs line up. All
+of it goes to standard error, which leaves standard output to results. Redrawing happens on updates, at most
+ten times a second, and starts no thread.
 """
 
 from __future__ import annotations
@@ -48,20 +49,26 @@ def header(console: Console, title: str, choices: Mapping[str, str]) -> None:
     grid.add_column(overflow="fold")
     for name, value in choices.items():
         grid.add_row(Text(name), Text(value))
-    console.print(Panel(grid, title=Text(title, style="bold"), title_align="left", border_style="cyan", expand=False))
+    console.print(
+        Panel(grid, title=Text(title, style="bold"), title_align="left", border_style="cyan", expand=False)
+    )
 
 
 def shown_steps(first_step: int, steps: int) -> list[int]:
     """The steps that get a plain line: the first, the last, and about twenty evenly between them."""
     every = -(-(steps - first_step + 1) // _LINES)
-    return sorted({first_step, steps, *range(every * (first_step // every + 1), steps + 1, every)}) if steps >= first_step else []
+    return (
+        sorted({first_step, steps, *range(every * (first_step // every + 1), steps + 1, every)})
+        if steps >= first_step
+        else []
+    )
 
 
 class TrainingProgress:
     """How training goes, drawn from the metrics record of each step.
 
-    `first_step` is the first step this run does: 1, or N + 1 after resuming at step N. Use it as a context manager, so
-    that the terminal is given back whatever happens.
+    `first_step` is the first step this run does: 1, or N + 1 after resuming at step N. Use it as a context
+    manager, so that the terminal is given back whatever happens.
     """
 
     def __init__(self, console: Console, steps: int, first_step: int = 1) -> None:
@@ -129,8 +136,8 @@ class TrainingProgress:
         self._drawn = monotonic()
 
     def _erase_what_was_folded(self) -> None:
-        """A terminal that became narrower folds the lines on it, so that they take more rows than were drawn: the rows beyond
-        would stay as they are."""
+        """A terminal that became narrower folds the lines on it, so that they take more rows than were drawn:
+        the rows beyond would stay as they are."""
         width = self._console.width
         folded = sum(max(0, -(-drawn // width) - 1) for drawn in self._widths)
         for _ in range(folded):
@@ -158,8 +165,10 @@ class TrainingProgress:
         width = len(str(self._steps))
         skipped = "  (skipped)" if record.get("skipped") else ""
         line = (
-            f"step {record['step']:>{width}}/{self._steps}  loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
-            f"gradient {record['gradient_norm']:.3f}  {_speed(record)}{_experts(record)}  {self._left()}{skipped}"
+            f"step {record['step']:>{width}}/{self._steps}  loss {record['loss']:.4f}  lr "
+            f"{record['learning_rate']:.2e}  "
+            f"gradient {record['gradient_norm']:.3f}  {_speed(record)}{_experts(record)}  "
+            f"{self._left()}{skipped}"
         )
         return line.rstrip()
 
@@ -168,7 +177,11 @@ class TrainingProgress:
         remaining = self._steps - self._record["step"]
         if not remaining:
             return f"done in {format_duration(self._seconds)}"
-        return f"{format_duration(statistics.median(self._recent) * remaining)} left" if len(self._recent) > 2 else ""
+        return (
+            f"{format_duration(statistics.median(self._recent) * remaining)} left"
+            if len(self._recent) > 2
+            else ""
+        )
 
     def _curve(self, width: int) -> str:
         return sparkline(self._losses.values, width, ascii_only=self._console.options.ascii_only)
@@ -182,6 +195,7 @@ def _experts(record: Mapping[str, Any]) -> str:
 
 def _speed(record: Mapping[str, Any]) -> str:
     return (
-        f"{format_count(record['tokens_per_second'])} tokens/s  {format_count(record['sequences_per_second'])} samples/s  "
+        f"{format_count(record['tokens_per_second'])} tokens/s  "
+        f"{format_count(record['sequences_per_second'])} samples/s  "
         f"MFU {format_percent(record['mfu'])}  {format_bytes(record['memory_bytes'])}"
     )

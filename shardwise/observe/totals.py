@@ -1,8 +1,9 @@
-"""What a report needs of a run's steps, gathered while they pass by, in memory that does not grow with their number.
+"""What a report needs of a run's steps, gathered while they pass by, in memory that does not grow with their
+number.
 
-Sums, extremes, the first and the last are exact. Medians and shares are taken over steps kept for that: all of them up to
-`MOST`, beyond that every second, every fourth and so on, so that what is kept is spread evenly over the run. A median of
-thousands of evenly spaced steps is the run's to a fraction of its noise.
+Sums, extremes, the first and the last are exact. Medians and shares are taken over steps kept for that: all
+of them up to `MOST`, beyond that every second, every fourth and so on, so that what is kept is spread evenly
+over the run. A median of thousands of evenly spaced steps is the run's to a fraction of its noise.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ T = TypeVar("T")
 
 
 class Sample(Generic[T]):
-    """Evenly spaced members of a stream: all of them, or, where they are more than `most`, between half as many and so many."""
+    """Evenly spaced members of a stream: all of them, or, where they are more than `most`, between half as
+    many and so many."""
 
     def __init__(self, most: int = MOST) -> None:
         self.members: list[T] = []
@@ -71,7 +73,8 @@ class SteadySteps:
 
 
 class RunTotals:
-    """Gathers what is to be known of all steps. `planned_since`: the step after which the run had the layout it has now."""
+    """Gathers what is to be known of all steps. `planned_since`: the step after which the run had the layout
+    it has now."""
 
     def __init__(self, planned_since: int) -> None:
         self._since = planned_since
@@ -169,4 +172,8 @@ class RunTotals:
     def curve(self) -> list[list[float]]:
         """Step and loss of evenly spaced steps, the first and the last among them."""
         points = [[step["step"], step["loss"]] for step in self.steady.all_kept]
-        return points if points[-1][0] == self.last["step"] else [*points, [self.last["step"], self.last["loss"]]]
+        return (
+            points
+            if points[-1][0] == self.last["step"]
+            else [*points, [self.last["step"], self.last["loss"]]]
+        )

@@ -1,8 +1,9 @@
 """A timeline of some steps as a file of Chrome's trace events, which Perfetto (ui.perfetto.dev) shows.
 
-Each rank writes what it did and what was under way meanwhile: a lane for the step, cut into spans, and a lane for each axis with
-its collectives; another one where two of them overlap, since events of a lane must not. What lies beside computing was hidden,
-what lies beside a wait was not. Ranks of one machine have one clock, so that their files can be laid side by side (`merge`).
+Each rank writes what it did and what was under way meanwhile: a lane for the step, cut into spans, and a lane
+for each axis with its collectives; another one where two of them overlap, since events of a lane must not.
+What lies beside computing was hidden, what lies beside a wait was not. Ranks of one machine have one clock,
+so that their files can be laid side by side (`merge`).
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class StepTrace:
             self.lanes[lane] = len(self.lanes)
             self.events.append(_named("thread_name", self.rank, self.lanes[lane], lane))
         times = {"ts": 1e6 * (self._epoch + start), "dur": 1e6 * (end - start)}
-        self.events.append({"name": name, "ph": "X", **times, "pid": self.rank, "tid": self.lanes[lane], "args": notes})
+        self.events.append(
+            {"name": name, "ph": "X", **times, "pid": self.rank, "tid": self.lanes[lane], "args": notes}
+        )
 
 
 def _free_lane(collective: Collective, ends: dict[str, float]) -> str:
@@ -87,11 +90,17 @@ def merge(folder: Path) -> Path | None:
     files = sorted(folder.glob("trace-rank*.json"))
     if not files:
         return None
-    events = [event for path in files for event in parse_as(_TraceFile, read_bytes(path, _ADVICE), path, _ADVICE)["traceEvents"]]
+    events = [
+        event
+        for path in files
+        for event in parse_as(_TraceFile, read_bytes(path, _ADVICE), path, _ADVICE)["traceEvents"]
+    ]
     merged = folder / MERGED
     try:
         with open(merged, "w", encoding="utf-8", opener=only_regular) as file:
             file.write(to_json({"traceEvents": events}))
     except OSError as error:
-        raise UserError(f"{merged} cannot be written ({error.strerror}); the ranks' own traces are beside it") from None
+        raise UserError(
+            f"{merged} cannot be written ({error.strerror}); the ranks' own traces are beside it"
+        ) from None
     return merged

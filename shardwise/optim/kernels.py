@@ -1,7 +1,8 @@
-"""The update of bfloat16 states on a GPU as one kernel. Imported where there is one alone: Triton comes with torch for GPUs.
+"""The update of bfloat16 states on a GPU as one kernel. Imported where there is one alone: Triton comes with
+torch for GPUs.
 
-What optim/rounding.py does in some dozens of passes over memory is one pass over 14 bytes a parameter here, by the same
-arithmetic; tests compare them.
+What optim/rounding.py does in some dozens of passes over memory is one pass over 14 bytes a parameter here,
+by the same arithmetic; tests compare them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ def _update(
     skip = tl.load(numbers + 2)
     if skip > 0:
         return
-    lr, divide_by, unbias1, unbias2 = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 3), tl.load(numbers + 4)
+    lr, divide_by, unbias1, unbias2 = (
+        tl.load(numbers),
+        tl.load(numbers + 1),
+        tl.load(numbers + 3),
+        tl.load(numbers + 4),
+    )
     drawn, offset, whole_row = tl.load(place), tl.load(place + 1), tl.load(place + 2)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at if ONE_ROW else at // width * whole_row + at % width

@@ -1,9 +1,10 @@
 """The exact global gradient norm, whatever the sharding.
 
-A gradient that is sharded over some axes is held in disjoint pieces, so its squares are summed over those axes and no others
-(a replicated gradient summed over its replicas would count several times). Parameters are grouped by the axes they are
-sharded over; each group costs one all-reduce of a single number. The groups are taken in the order of their names, so that all
-ranks ask for the same sums in the same order, whichever parameters they hold.
+A gradient that is sharded over some axes is held in disjoint pieces, so its squares are summed over those
+axes and no others (a replicated gradient summed over its replicas would count several times). Parameters are
+grouped by the axes they are sharded over; each group costs one all-reduce of a single number. The groups are
+taken in the order of their names, so that all ranks ask for the same sums in the same order, whichever
+parameters they hold.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def global_norm(parameters: Iterable[nn.Parameter], comm: Comm) -> Tensor:
         dtypes.add(wide(parameter.dtype))
         if parameter.grad is not None:
             pieces[sharded_axes(parameter.grad)].append(numbers(parameter.grad))
-    total = torch.zeros((), device=comm.device, dtype=max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32))
+    total = torch.zeros(
+        (), device=comm.device, dtype=max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+    )
     for axes, gradients in sorted(pieces.items()):
         squares = _sum_of_squares(gradients).to(comm.device)  # offloaded gradients are in host memory
         for axis in axes:
@@ -47,7 +50,11 @@ def sharded_axes(tensor: Tensor) -> tuple[str, ...]:
         return ()
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None, "every mesh of ours has named axes"
-    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if not isinstance(placement, Replicate))
+    return tuple(
+        name
+        for name, placement in zip(names, tensor.placements, strict=True)
+        if not isinstance(placement, Replicate)
+    )
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,15 +1,18 @@
 """1-bit Adam (Tang et al. 2021): AdamW that lives with compressed sums.
 
-AdamW divides by the root of its second moment, a mean of squared gradients. Of gradients that arrive in bursts, most of them held
-back and added later, the squares are too large, and steps become too short. So 1-bit Adam learns the second moment in a warm-up
-without compression and keeps it from then on; what is left is linear, and nothing that comes late is lost. And it compresses the
-first moment, which changes slowly, rather than the gradient: device i sends
+AdamW divides by the root of its second moment, a mean of squared gradients. Of gradients that arrive in
+bursts, most of them held back and added later, the squares are too large, and steps become too short. So
+1-bit Adam learns the second moment in a warm-up without compression and keeps it from then on; what is left
+is linear, and nothing that comes late is lost. And it compresses the first moment, which changes slowly,
+rather than the gradient: device i sends
 
     (1 - beta1) gradient_i + beta1 momentum / devices
 
-and the sum is the next momentum. Any codec will do; signs gave it its name. Weights that are not compressed go on as with AdamW.
+and the sum is the next momentum. Any codec will do; signs gave it its name. Weights that are not compressed
+go on as with AdamW.
 
-A warm-up has to be long enough for the second moment to settle: some 1 / (1 - beta2) steps, and a tenth of the run is usual.
+A warm-up has to be long enough for the second moment to settle: some 1 / (1 - beta2) steps, and a tenth of
+the run is usual.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ class OneBitAdam(LocalAdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update with gradients divided by `grad_scale`, or with momenta in their place; none where `found_inf` is 1."""
+        """One update with gradients divided by `grad_scale`, or with momenta in their place; none where
+        `found_inf` is 1."""
         assert closure is None, "gradients are there already"
         sums = {}
         if any(compressor.begun for compressor in self._compressors):
@@ -57,9 +61,20 @@ class OneBitAdam(LocalAdamW):
         for parameter, total in sums.items():
             parameter.grad = total
 
-    def _go_on(self, group: dict[str, Any], weight: Tensor, total: Tensor, first: Tensor, second: Tensor, steps: Tensor) -> None:
+    def _go_on(
+        self,
+        group: dict[str, Any],
+        weight: Tensor,
+        total: Tensor,
+        first: Tensor,
+        second: Tensor,
+        steps: Tensor,
+    ) -> None:
         """With a new momentum, and the second moment as it was after so many steps."""
-        skip, divide_by = getattr(self, "found_inf", torch.zeros_like(steps)), getattr(self, "grad_scale", torch.ones_like(steps))
+        skip, divide_by = (
+            getattr(self, "found_inf", torch.zeros_like(steps)),
+            getattr(self, "grad_scale", torch.ones_like(steps)),
+        )
         first.copy_(torch.where(skip > 0, first, total / divide_by))
         settled = 1 - group["betas"][1] ** steps.double()
         change = first / ((second / settled.to(second)).sqrt_().add_(group["eps"]))

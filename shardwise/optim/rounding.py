@@ -1,15 +1,18 @@
 """AdamW for weights and moments that are stored in bfloat16: updated in float32, then rounded by chance.
 
-bfloat16 has eight bits. The neighbours of 1.0 are 0.9961 and 1.0078, so an update of the size of a learning rate, rounded to the
-nearest, is no update: the weights of norms would stay 1 for ever, and every weight once the learning rate has fallen far enough;
-a second moment with beta2 = 0.999 would never fall. Rounded up with a probability that is the share of the way to the upper
-neighbour, a number is right on average, and small updates add up (Gupta et al. 2015).
+bfloat16 has eight bits. The neighbours of 1.0 are 0.9961 and 1.0078, so an update of the size of a learning
+rate, rounded to the nearest, is no update: the weights of norms would stay 1 for ever, and every weight once
+the learning rate has fallen far enough; a second moment with beta2 = 0.999 would never fall. Rounded up with
+a probability that is the share of the way to the upper neighbour, a number is right on average, and small
+updates add up (Gupta et al. 2015).
 
-What chance decides depends on (seed, name, step, place of the element in the whole weight) and on nothing else: a hash of these
-four. So copies of a weight stay equal to the bit, every layout rounds alike, and a resumed run as one that never stopped.
+What chance decides depends on (seed, name, step, place of the element in the whole weight) and on nothing
+else: a hash of these four. So copies of a weight stay equal to the bit, every layout rounds alike, and a
+resumed run as one that never stopped.
 
-States stay as small as they are asked to be. On a GPU an update is one pass over 14 bytes a parameter (optim/kernels.py). A CPU
-holds float32 copies of CHUNK elements at a time and passes over some 500 bytes a parameter, most of them for the hash.
+States stay as small as they are asked to be. On a GPU an update is one pass over 14 bytes a parameter
+(optim/kernels.py). A CPU holds float32 copies of CHUNK elements at a time and passes over some 500 bytes a
+parameter, most of them for the hash.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ Slices = tuple[slice, ...]
 
 
 class RoundedAdamW(LocalAdamW):
-    """AdamW on bfloat16 states; `held` is this rank's slice of each parameter, `names` are as the whole model has them."""
+    """AdamW on bfloat16 states; `held` is this rank's slice of each parameter, `names` are as the whole model
+    has them."""
 
     def __init__(
         self,
@@ -43,32 +47,46 @@ class RoundedAdamW(LocalAdamW):
     ) -> None:
         super().__init__(groups, **more)
         self._widths = {parameter: _width(parameter, held[parameter]) for parameter in names}
-        self._places = {parameter: _place(parameter, held[parameter], _key(seed, name)) for parameter, name in names.items()}
+        self._places = {
+            parameter: _place(parameter, held[parameter], _key(seed, name))
+            for parameter, name in names.items()
+        }
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient, divided by `grad_scale`; none where `found_inf` is 1."""
+        """One update of every parameter that has a gradient, divided by `grad_scale`; none where `found_inf`
+        is 1."""
         assert closure is None, "gradients are there already"
         for group in self.param_groups:
             constants = (*group["betas"], group["eps"], group["weight_decay"])
             pieces = list(self.pieces(group))
             if not pieces:
                 continue
-            numbers, places = self._prepare(group, [parameter for parameter, _ in pieces], [states[-1] for _, states in pieces])
-            for (parameter, (weight, gradient, first, second, _)), number, place in zip(pieces, numbers, places, strict=True):
+            numbers, places = self._prepare(
+                group, [parameter for parameter, _ in pieces], [states[-1] for _, states in pieces]
+            )
+            for (parameter, (weight, gradient, first, second, _)), number, place in zip(
+                pieces, numbers, places, strict=True
+            ):
                 shape = (-1, max(1, self._widths[parameter] or weight.numel()))
                 rows = (weight.view(shape), gradient.reshape(shape), first.view(shape), second.view(shape))
                 _update_on(weight.device.type)(*rows, number, place, *constants)
 
-    def _prepare(self, group: dict[str, Any], parameters: list[Any], steps: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Count the step, and compute once for all parameters what an element would repeat: for each, the numbers and the place
-        that `_update` takes."""
+    def _prepare(
+        self, group: dict[str, Any], parameters: list[Any], steps: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Count the step, and compute once for all parameters what an element would repeat: for each, the
+        numbers and the place that `_update` takes."""
         one = torch.ones_like(steps[0])
         skip, divide_by = getattr(self, "found_inf", 0 * one), getattr(self, "grad_scale", one)
         torch._foreach_add_(steps, 1 - skip)
         done = torch.stack(steps).clamp(min=1)
         beta1, beta2 = group["betas"]
-        equal = [torch.full_like(done, group["lr"]), (one * divide_by).expand_as(done), (one * skip).expand_as(done)]
+        equal = [
+            torch.full_like(done, group["lr"]),
+            (one * divide_by).expand_as(done),
+            (one * skip).expand_as(done),
+        ]
         numbers = [*equal, 1 - beta1**done, 1 - beta2**done]
         key, *where = torch.stack([self._places[parameter] for parameter in parameters]).unbind(1)
         drawn = _hash((done.long() * 0x9E3779B1 + key) & _WORD)
@@ -76,7 +94,8 @@ class RoundedAdamW(LocalAdamW):
 
 
 def _update_on(device_type: str) -> Callable[..., None]:
-    """The update of a parameter's (weight, gradient, first moment, second moment), each (rows, columns), in place."""
+    """The update of a parameter's (weight, gradient, first moment, second moment), each (rows, columns), in
+    place."""
     if device_type != "cuda":
         return _update_in_chunks
     from shardwise.optim.kernels import update
@@ -85,14 +104,30 @@ def _update_on(device_type: str) -> Callable[..., None]:
 
 
 def _update_in_chunks(
-    weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, numbers: Tensor, place: Tensor, *constants: float
+    weight: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    numbers: Tensor,
+    place: Tensor,
+    *constants: float,
 ) -> None:
     rows, columns = weight.shape
     height, width = max(1, CHUNK // columns), min(columns, CHUNK)
     for top in range(0, rows, height):
         for left in range(0, columns, width):
             block = slice(top, top + height), slice(left, left + width)
-            _update(weight[block], gradient[block], first[block], second[block], top, left, numbers, place, *constants)
+            _update(
+                weight[block],
+                gradient[block],
+                first[block],
+                second[block],
+                top,
+                left,
+                numbers,
+                place,
+                *constants,
+            )
 
 
 def _update(
@@ -116,19 +151,27 @@ def _update(
     v = beta2 * second.float() + (1 - beta2) * g * g
     w = weight.float() * (1 - lr * decay) - lr * (m / unbias1 / ((v / unbias2).sqrt() + epsilon))
     bits = _draw(top, left, weight.shape, place)
-    for state, number, chance in ((weight, w, bits & 0xFFFF), (first, m, bits >> 16), (second, v, bits >> 16)):
+    for state, number, chance in (
+        (weight, w, bits & 0xFFFF),
+        (first, m, bits >> 16),
+        (second, v, bits >> 16),
+    ):
         state.copy_(torch.where(skip > 0, state, round_by_chance(number, chance)))
 
 
 def round_by_chance(numbers: Tensor, chance: Tensor) -> Tensor:
-    """float32 to bfloat16; `chance` is from 0 to 65535. bfloat16 is the upper half of a float32's bits, so adding the chance to
-    the lower half carries into the upper one as often as the lower half is large."""
-    return ((numbers.view(torch.int32) + chance.to(torch.int32)) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    """float32 to bfloat16; `chance` is from 0 to 65535. bfloat16 is the upper half of a float32's bits, so
+    adding the chance to the lower half carries into the upper one as often as the lower half is large."""
+    return (
+        ((numbers.view(torch.int32) + chance.to(torch.int32)) & -0x10000)
+        .view(torch.float32)
+        .to(torch.bfloat16)
+    )
 
 
 def _draw(top: int, left: int, shape: torch.Size, place: Tensor) -> Tensor:
-    """32 bits for each element of a block that begins there among this rank's rows and columns, by their places in the whole
-    parameter."""
+    """32 bits for each element of a block that begins there among this rank's rows and columns, by their
+    places in the whole parameter."""
     drawn, offset, whole_row = place.unbind()
     row, column = (torch.arange(count, device=place.device) for count in shape)
     there = ((row + top) * whole_row + offset + left)[:, None] + column
@@ -143,15 +186,17 @@ def _hash(words: Tensor) -> Tensor:
 
 
 def _width(parameter: Tensor, held: Slices) -> int | None:
-    """How many of this rank's elements lie side by side in the whole parameter: None for all of them, or where the second dim is
-    split (none but the first two ever are) a row's. In one long row a GPU finds an element's place without dividing."""
+    """How many of this rank's elements lie side by side in the whole parameter: None for all of them, or
+    where the second dim is split (none but the first two ever are) a row's. In one long row a GPU finds an
+    element's place without dividing."""
     if len(held) < 2 or held[1].stop - held[1].start == parameter.shape[1]:
         return None
     return int(held[1].stop - held[1].start) * prod(parameter.shape[2:])
 
 
 def _place(parameter: Tensor, held: Slices, key: int) -> Tensor:
-    """Where this rank's elements are in the whole parameter: (key, place of the first element, length of a row of the whole)."""
+    """Where this rank's elements are in the whole parameter: (key, place of the first element, length of a
+    row of the whole)."""
     rows, columns = (*held, slice(0, 1), slice(0, 1))[:2]
     width, inner = (*parameter.shape, 1, 1)[1], prod(parameter.shape[2:])
     numbers = [key, rows.start * width * inner + columns.start * inner, width * inner]

@@ -1,8 +1,9 @@
 """Dynamic loss scaling for float16 (Micikevicius et al., 2018).
 
-float16 loses gradients below 6e-8, so the loss is multiplied by a large scale before backward and gradients are divided by
-it before the update. A gradient that overflows means the scale was too large: that step is skipped and the scale halves. After
-`scale_every` clean steps in a row the scale doubles, to creep back towards the largest that works.
+float16 loses gradients below 6e-8, so the loss is multiplied by a large scale before backward and gradients
+are divided by it before the update. A gradient that overflows means the scale was too large: that step is
+skipped and the scale halves. After `scale_every` clean steps in a row the scale doubles, to creep back
+towards the largest that works.
 
 The other precisions need none of it: their scale is 1 and never moves.
 """

@@ -1,8 +1,8 @@
 """Learning-rate schedules: pure functions of the step, so that resuming needs no state.
 
-Every schedule warms up linearly from `peak / warmup`, and ends at `final x peak` on the last step.
-`wsd` (warm-up, stable, decay; Hu et al., 2024) stays at the peak and then falls linearly, so that a run can be prolonged from
-any point of its stable part.
+Every schedule warms up linearly from `peak / warmup`, and ends at `final x peak` on the last step. `wsd`
+(warm-up, stable, decay; Hu et al., 2024) stays at the peak and then falls linearly, so that a run can be
+prolonged from any point of its stable part.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def learning_rate(train: Train, step: int) -> float:
 
 
 def turns(train: Train) -> tuple[int, int, int]:
-    """The last steps of warm-up, of the stable part and of the fall; between them the learning rate is a smooth curve."""
+    """The last steps of warm-up, of the stable part and of the fall; between them the learning rate is a
+    smooth curve."""
     start = train.warmup
     if train.schedule == "wsd":
         start = max(start, train.steps - (train.decay or math.ceil(train.steps / 5)))

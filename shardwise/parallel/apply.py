@@ -3,11 +3,13 @@
 1. build without memory for the weights, however large the model (models/unfilled.py);
 2. cut it into pipeline stages, and keep this rank's;
 3. split matrices over `tensor`, experts over `expert`, and attention over `context`;
-4. recomputation and compilation, block by block (`_recompute_and_compile` says which goes around which, and why);
+4. recomputation and compilation, block by block (`_recompute_and_compile` says which goes around which, and
+why);
 5. sharding or replication over the data axes;
 6. memory for this rank's share.
 
-Values are given to the weights after that: those of a checkpoint, of a Hugging Face folder, or first values (`draw_weights`).
+Values are given to the weights after that: those of a checkpoint, of a Hugging Face folder, or first values
+(`draw_weights`).
 """
 
 from __future__ import annotations
@@ -61,10 +63,14 @@ from shardwise.plan.float8 import casts_once
 def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
     """The job's model, on this rank's devices, ready to train but for the values of its weights."""
     layout = comm.mesh.layout
-    check_module(config, layout)  # on a model of its own, because it calls forward, which may leave something in a user's module
+    check_module(
+        config, layout
+    )  # on a model of its own, because it calls forward, which may leave something in a user's module
     plain = build_plain(config)
     table, embeddings = table_of(plain), _embeddings(plain)
-    positions = lru_cache(maxsize=8)(partial(own_positions, config.model, comm)) if layout.context > 1 else None
+    positions = (
+        lru_cache(maxsize=8)(partial(own_positions, config.model, comm)) if layout.context > 1 else None
+    )
     multiple = sequence_multiple(config.model, layout)
     seeds = None if config.model.module is None else Seeds(config.train.seed, comm)
     scaled = [name for name, module in plain.named_modules() if isinstance(module, Scale)]
@@ -84,16 +90,23 @@ def parallelise(config: Config, plan: Plan, comm: Comm) -> ParallelModel:
     return Pipelined(comm, parts, table, positions, multiple, embeddings, seeds, scales, stages=stages)
 
 
-def _scales(config: Config, plan: Plan, parts: list[DataParallel], names: list[str], comm: Comm) -> Scales | None:
+def _scales(
+    config: Config, plan: Plan, parts: list[DataParallel], names: list[str], comm: Comm
+) -> Scales | None:
     if config.train.precision != "float8":
         return None
     models, dtype = [part.model for part in parts], DTYPES[compute_dtype(config.train)]
-    delayed, compiled = config.train.float8_scaling == "delayed", is_compiled(config, comm.mesh.layout, comm.device)
+    delayed, compiled = (
+        config.train.float8_scaling == "delayed",
+        is_compiled(config, comm.mesh.layout, comm.device),
+    )
     keep = casts_once(plan.accumulation, engine_of(comm.mesh.layout, config.model.experts))
     return Scales(models, names, comm, delayed, dtype, keep, compiled)
 
 
-_GIVE_VALUES = "Add a method initial_value(name, shape, seed) to the module that returns them (docs/sharding.md)"
+_GIVE_VALUES = (
+    "Add a method initial_value(name, shape, seed) to the module that returns them (docs/sharding.md)"
+)
 
 
 def build_plain(config: Config) -> nn.Module:
@@ -113,11 +126,14 @@ def build_plain(config: Config) -> nn.Module:
 
 
 def _store_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the weights. Buffers keep the dtype that they were given, but that a proof in float64 takes those in float32 along:
-    most operators want the two alike, and a table of angles is not to be rounded because weights are stored in 16 bits."""
+    """Cast the weights. Buffers keep the dtype that they were given, but that a proof in float64 takes those
+    in float32 along: most operators want the two alike, and a table of angles is not to be rounded because
+    weights are stored in 16 bits."""
     before = _named_buffers(model)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Casting complex values to real")  # of buffers, which are put back
+        warnings.filterwarnings(
+            "ignore", message="Casting complex values to real"
+        )  # of buffers, which are put back
         model.to(dtype)
     for (module, name), buffer in before.items():
         if (dtype, buffer.dtype) != (torch.float64, torch.float32):
@@ -126,19 +142,23 @@ def _store_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _named_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     """By module and name in it, those under two names twice."""
-    of_modules = ((module, module.named_buffers(recurse=False, remove_duplicate=False)) for module in model.modules())
+    of_modules = (
+        (module, module.named_buffers(recurse=False, remove_duplicate=False)) for module in model.modules()
+    )
     return {(module, name): buffer for module, own in of_modules for name, buffer in own}
 
 
 def check_module(config: Config, layout: Layout) -> None:
-    """Refuse a user's own module that cannot be built, or not be split as this layout asks; nothing where there is none."""
+    """Refuse a user's own module that cannot be built, or not be split as this layout asks; nothing where
+    there is none."""
     if config.model.module is not None:
         check_own(build_plain(config), config, layout)
 
 
 def check_first_values(config: Config) -> Iterator[str]:
-    """Refuse a user's own module that cannot give its weights their values. Yields what to warn of: frozen weights that begin at
-    random because nothing gives them a value, and values that the constructor gives and that are not kept."""
+    """Refuse a user's own module that cannot give its weights their values. Yields what to warn of: frozen
+    weights that begin at random because nothing gives them a value, and values that the constructor gives and
+    that are not kept."""
     model, seed = build_plain(config), config.train.seed
     frozen: list[str] = []
     if hasattr(model, "initial_value"):
@@ -146,13 +166,21 @@ def check_first_values(config: Config) -> Iterator[str]:
     else:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if frozen:
-        yield f"{frozen[0]} is frozen and begins at random: values that a constructor gives are not kept. {_GIVE_VALUES}"
+        yield (
+            f"{frozen[0]} is frozen and begins at random: values that a constructor gives are not kept. "
+            f"{_GIVE_VALUES}"
+        )
     given = lost_values(lambda: build_own(config.model), seed)
-    lost = [name for name, value in given.items() if name not in frozen and begins_otherwise(model, name, value, seed)]
+    lost = [
+        name
+        for name, value in given.items()
+        if name not in frozen and begins_otherwise(model, name, value, seed)
+    ]
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         yield (
-            f"values that the constructor gives to {', '.join(lost[:3])}{more} are not kept: these weights begin as shardwise "
+            f"values that the constructor gives to {', '.join(lost[:3])}{more} are not kept: these weights "
+            f"begin as shardwise "
             f"draws them. {_GIVE_VALUES}"
         )
 
@@ -167,7 +195,8 @@ def count_parameters(config: Config) -> OwnParameters | None:
 
 
 def embedded_ids(config: Config) -> int | None:
-    """How many token ids a user's own module looks up; None where no sharding table says which module does."""
+    """How many token ids a user's own module looks up; None where no sharding table says which module
+    does."""
     model = build_plain(config)
     table, modules = table_of(model), dict(model.named_modules())
     rows = [
@@ -180,14 +209,20 @@ def embedded_ids(config: Config) -> int | None:
 
 def _embeddings(model: nn.Module) -> frozenset[str]:
     """Names of the weights that are looked up, not multiplied by."""
-    return frozenset(f"{path}.weight" for path, module in model.named_modules() if isinstance(module, LOOKED_UP))
+    return frozenset(
+        f"{path}.weight" for path, module in model.named_modules() if isinstance(module, LOOKED_UP)
+    )
 
 
-def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm, seeds: Seeds | None) -> DataParallel:
+def _part(
+    config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: Comm, seeds: Seeds | None
+) -> DataParallel:
     """Steps 3 to 6, for the whole model or one stage of it."""
     layout = comm.mesh.layout
     if layout.tensor > 1:
-        kept = is_compiled(config, layout, comm.device) or config.train.precision == "float8"  # in 8 bits, where it is cast
+        kept = (
+            is_compiled(config, layout, comm.device) or config.train.precision == "float8"
+        )  # in 8 bits, where it is cast
         split_over_tensor(model, table, comm, gather_again=plan.recompute == "none" and not kept)
     if config.model.experts:
         split_over_experts(model, table, comm)
@@ -207,12 +242,16 @@ def _part(config: Config, plan: Plan, model: nn.Module, table: Sharding, comm: C
 def _recompute_and_compile(config: Config, plan: Plan, blocks: list[nn.Module], compiled: bool) -> None:
     """In which order recomputation and compilation wrap a block:
 
-    - Recomputation inside, compilation around it: the compiler then sees the recomputed region and fuses within it.
-    - But full recomputation around compiled pieces, where a block is not one graph (collectives are kept out of it, and a user's
-      block may do anything): the compiler refuses a recomputed region that it cannot trace whole.
-    - Selective recomputation always inside: it goes by operators, which it would not see around compiled code.
+    - Recomputation inside, compilation around it: the compiler then sees the recomputed region and fuses
+      within it.
+    - But full recomputation around compiled pieces, where a block is not one graph (collectives are kept out
+      of it, and a user's block may do anything): the compiler refuses a recomputed region that it cannot
+      trace whole.
+    - Selective recomputation always inside: it goes by operators, which it would not see around compiled
+      code.
 
-    Both replace the block's `forward` and not the block: a module around it would change the names of its parameters.
+    Both replace the block's `forward` and not the block: a module around it would change the names of its
+    parameters.
     """
     ours = config.model.module is None and not config.model.experts
     layout, mode = plan.layout, plan.recompute
@@ -224,7 +263,9 @@ def _recompute_and_compile(config: Config, plan: Plan, blocks: list[nn.Module], 
         recompute_casts()
     if compiled:
         for block in blocks:
-            block.forward = torch.compile(block.forward, fullgraph=whole_graph, dynamic=config.train.shares == "by speed")
+            block.forward = torch.compile(
+                block.forward, fullgraph=whole_graph, dynamic=config.train.shares == "by speed"
+            )
     if around:
         recompute(blocks, mode, compiled, draws=config.model.module is not None)
 
@@ -248,7 +289,9 @@ def _on_data_axes(config: Config, plan: Plan, model: nn.Module, table: Sharding,
     experts = expert_modules(model, table)
     root_is_last = layout.pipeline == 1 and config.model.module is None and _ends_with_head(config.model)
     units = _units(model, table)
-    sharded = shard(model, units, routers, experts, comm, compute, reduce, engine, settings, gathers, root_is_last)
+    sharded = shard(
+        model, units, routers, experts, comm, compute, reduce, engine, settings, gathers, root_is_last
+    )
     allocate(model, torch.device("cpu") if layout.offload else comm.device, comm.device)
     return sharded
 
@@ -259,8 +302,9 @@ def _ends_with_head(model: Model) -> bool:
 
 
 def _compression(config: Config, model: nn.Module, table: Sharding, comm: Comm) -> CompressionSettings | None:
-    """What of the model's gradients is compressed, and how; None: nothing. Not compressed is what is summed over other axes too,
-    once the data axes are done: what tensor devices do not split, and a tied weight with its two uses on different stages."""
+    """What of the model's gradients is compressed, and how; None: nothing. Not compressed is what is summed
+    over other axes too, once the data axes are done: what tensor devices do not split, and a tied weight with
+    its two uses on different stages."""
     how = SumCompression.of(comm.mesh.layout)
     if how is None:
         return None
@@ -284,7 +328,8 @@ def _gathers(model: nn.Module, table: Sharding, comm: Comm) -> GatherSettings | 
 
 
 def _compressed(model: nn.Module, table: Sharding, comm: Comm) -> frozenset[str]:
-    """Names of the parameters that may be compressed: not those whose sums are completed along another axis."""
+    """Names of the parameters that may be compressed: not those whose sums are completed along another
+    axis."""
     shared = {*table.tied, *table.tied.values()} if comm.mesh.layout.pipeline > 1 else set()
     names = [
         name
@@ -295,31 +340,42 @@ def _compressed(model: nn.Module, table: Sharding, comm: Comm) -> frozenset[str]
 
 
 def is_compiled(config: Config, layout: Layout, device: torch.device) -> bool:
-    """Whether blocks go through torch.compile on this layout. Not in float8 where backward comes in halves: none of them asks for
-    what compiled code has seen (models/float8.py)."""
+    """Whether blocks go through torch.compile on this layout. Not in float8 where backward comes in halves:
+    none of them asks for what compiled code has seen (models/float8.py)."""
     halves = config.train.precision == "float8" and bool(splits_backward(layout))
     return compiles_blocks(config.train.compile, device.type) and not halves
 
 
 def _units(model: nn.Module, table: Sharding) -> list[nn.Module]:
-    """What is gathered at once, in the order of use: the embedding, unless the head needs its weights at the end; each block."""
+    """What is gathered at once, in the order of use: the embedding, unless the head needs its weights at the
+    end; each block."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    embeddings = [module for path, module in model.named_modules() if (role := table.role(path)) and role.kind == "vocabulary"]
-    unshared = [module for module in embeddings if all(uses[id(weight)] == 1 for weight in module.parameters())]
+    embeddings = [
+        module
+        for path, module in model.named_modules()
+        if (role := table.role(path)) and role.kind == "vocabulary"
+    ]
+    unshared = [
+        module for module in embeddings if all(uses[id(weight)] == 1 for weight in module.parameters())
+    ]
     return [*unshared, *_named_blocks(model, table).values()]
 
 
 def draw_weights(parallel: ParallelModel, seed: int) -> None:
-    """Give the weights their first values from (seed, name, place in the parameter): the same bits on any layout."""
+    """Give the weights their first values from (seed, name, place in the parameter): the same bits on any
+    layout."""
     device = parallel.comm.device
     for part in parallel.parts:
-        initialise(part.model, seed, own_part, parallel.table.tied_name, device if device.type == "cuda" else None)
+        initialise(
+            part.model, seed, own_part, parallel.table.tied_name, device if device.type == "cuda" else None
+        )
         if not hasattr(part.model, "initial_value"):  # which may want zeros
             check_values(part.model, local=_local)
 
 
 def allocate(model: nn.Module, device: torch.device, buffers_on: torch.device | None = None) -> None:
-    """Memory for the weights, without values. Buffers have theirs, and go to the device that computes. Shared ones stay so."""
+    """Memory for the weights, without values. Buffers have theirs, and go to the device that computes. Shared
+    ones stay so."""
     users: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

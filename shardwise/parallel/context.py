@@ -1,21 +1,22 @@
 """Context parallelism: several devices share one sequence.
 
-Everything but attention looks at one token at a time, so a device simply gets fewer tokens: inputs, targets and document
-numbers are cut along the sequence, and rotary or learned positions are given which ones they are. Attention alone mixes
-tokens; its modules, named `mixing` in the sharding table, are given another way to compute:
+Everything but attention looks at one token at a time, so a device simply gets fewer tokens: inputs, targets
+and document numbers are cut along the sequence, and rotary or learned positions are given which ones they
+are. Attention alone mixes tokens; its modules, named `mixing` in the sharding table, are given another way to
+compute:
 
 | layout.attention | tokens of a device        | moves a layer, forward (E values of queries, g = kv_heads / heads)        |
 | ---------------- | ------------------------- | ------------------------------------------------------------------------- |
 | ring             | an early and a late chunk | keys and values once around: 2 E g (context - 1)                          |
 | ulysses          | one chunk                 | all-to-all of queries, keys, values and results: E (2 + 2 g)              |
 
-The ring (Liu et al. 2023) overlaps its messages with the blocks it computes and works with any number of heads; Ulysses (Jacobs
-et al. 2023) runs the fused kernel on the whole sequence for its share of the heads. `auto` takes Ulysses where query heads and
-key heads divide over the devices, the ring elsewhere. Sliding windows and capped scores are
-Ulysses' alone.
+The ring (Liu et al. 2023) overlaps its messages with the blocks it computes and works with any number of
+heads; Ulysses (Jacobs et al. 2023) runs the fused kernel on the whole sequence for its share of the heads.
+`auto` takes Ulysses where query heads and key heads divide over the devices, the ring elsewhere. Sliding
+windows and capped scores are Ulysses' alone.
 
-Weights are the same on all context devices and their gradients are sums over tokens, so for everything else a context device
-is one more data-parallel device: states are sharded over data x context.
+Weights are the same on all context devices and their gradients are sums over tokens, so for everything else a
+context device is one more data-parallel device: states are sharded over data x context.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def split_over_context(model: nn.Module, table: Sharding, comm: Comm, config: Mo
     attention = Ring if context_attention(config, comm.mesh.layout) == "ring" else Ulysses
     mixing = [module for path, module in model.named_modules() if matches(table.mixing, path)]
     if not mixing:
-        raise UserError("layout.context: the model's sharding table names no modules as `mixing`, so a sequence cannot be split")
+        raise UserError(
+            "layout.context: the model's sharding table names no modules as `mixing`, so a sequence cannot "
+            "be split"
+        )
     for module in mixing:
         make_parallel(module, attention, Share.of(comm, AXIS))
     for path, module in model.named_modules():
@@ -80,7 +84,8 @@ class Ulysses(ParallelModule):
 
 
 class Unused(ParallelModule):
-    """In place of the mask: which tokens may meet is worked out where they do, from the numbers of their documents."""
+    """In place of the mask: which tokens may meet is worked out where they do, from the numbers of their
+    documents."""
 
     def forward(self, documents: Tensor | None, *unused: Tensor) -> Tensor | None:
         """Handed on."""

@@ -1,8 +1,8 @@
 """Data parallelism: every device computes on its own sequences, and gradients are summed.
 
-What differs between the ZeRO stages (Rajbhandari et al., 2020) is who keeps what between uses, and so when bytes move.
-With P parameters of s bytes stored, c bytes to compute with and r bytes a summed gradient (4, 2, 4 in bfloat16), R of them in
-the root unit, and m micro-batches a step:
+What differs between the ZeRO stages (Rajbhandari et al., 2020) is who keeps what between uses, and so when
+bytes move. With P parameters of s bytes stored, c bytes to compute with and r bytes a summed gradient (4, 2,
+4 in bfloat16), R of them in the root unit, and m micro-batches a step:
 
 | zero | engine | kept sharded                 | moves a step                                                |
 | ---- | ------ | ---------------------------- | ----------------------------------------------------------- |
@@ -11,20 +11,22 @@ the root unit, and m micro-batches a step:
 | 2    | FSDP2  | and gradients                | all-gather cP once, reduce-scatter rP each micro-batch      |
 | 3    | FSDP2  | and computed weights         | all-gather c(2P - R), reduce-scatter rP, each micro-batch   |
 
-A unit is what moves at once: a block, the embedding, and the root with all that remains (head, last norm, learned positions;
-in a tied model the embedding, which is the head). Of a block with experts, these are a unit of their own, and so is the router,
-which is computed with in r bytes and not in c: FSDP2 has one dtype for all of a unit. The root is used last in forward and first
-in backward, so it stays gathered between them and moves once. Rows that do not divide over `data` are padded until they do.
-tests/comm holds the ledger of real steps to this table, to the byte.
+A unit is what moves at once: a block, the embedding, and the root with all that remains (head, last norm,
+learned positions; in a tied model the embedding, which is the head). Of a block with experts, these are a
+unit of their own, and so is the router, which is computed with in r bytes and not in c: FSDP2 has one dtype
+for all of a unit. The root is used last in forward and first in backward, so it stays gathered between them
+and moves once. Rows that do not divide over `data` are padded until they do. tests/comm holds the ledger of
+real steps to this table, to the byte.
 
-Beside tensor, pipeline or expert axes, `zero = 0` is FSDP2 too, on shards of one device: nothing is gathered over the wire, and
-gradients are summed over the copies unit by unit in the last backward. With `context` above 1 its devices count as data devices.
+Beside tensor, pipeline or expert axes, `zero = 0` is FSDP2 too, on shards of one device: nothing is gathered
+over the wire, and gradients are summed over the copies unit by unit in the last backward. With `context`
+above 1 its devices count as data devices.
 
-With `replica` above 1 the shards live inside each replica, and an all-reduce of the summed shards (rP / data) joins the
-replicas once a step.
+With `replica` above 1 the shards live inside each replica, and an all-reduce of the summed shards (rP / data)
+joins the replicas once a step.
 
-plan/memory.py states what each stage costs in bytes held. On CPU workers up to four units' gradients more are on their way, with
-room for as many that come (comm/behind.py).
+plan/memory.py states what each stage costs in bytes held. On CPU workers up to four units' gradients more are
+on their way, with room for as many that come (comm/behind.py).
 """
 
 from __future__ import annotations
@@ -40,7 +42,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise._torch import add_to_gradients, end_backward, forget_forwards, reduce_gathered, unit_pieces
@@ -68,7 +76,8 @@ from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, within
 
 @dataclass
 class DataParallel:
-    """One part of the model (all of it, or a pipeline stage) and how its weights are kept equal on the devices that hold them.
+    """One part of the model (all of it, or a pipeline stage) and how its weights are kept equal on the
+    devices that hold them.
 
     What may be called when, in the course of a step:
 
@@ -78,8 +87,9 @@ class DataParallel:
         release()                                    is called once before the first step; after `release` gradients are complete
         settle()                                     between steps only, after forwards without backward
 
-    Between `release` or the last micro-batch and the next step the optimizer may change weights, and parameters are what this
-    rank stores of them. The methods here do nothing, which is right for one device.
+    Between `release` or the last micro-batch and the next step the optimizer may change weights, and
+    parameters are what this rank stores of them. The methods here do nothing, which is right for one
+    device.
     """
 
     model: nn.Module
@@ -99,11 +109,13 @@ class DataParallel:
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Forward and backward of one micro-batch happen inside; `last` says that gradients must be complete after."""
+        """Forward and backward of one micro-batch happen inside; `last` says that gradients must be complete
+        after."""
         yield
 
     def stay_gathered(self) -> None:
-        """Keep weights gathered from their first use in a step to its end: for backward passes in two halves."""
+        """Keep weights gathered from their first use in a step to its end: for backward passes in two
+        halves."""
 
     def hold(self) -> None:
         """Before half a backward: gradients stay whole, until `release`."""
@@ -151,7 +163,9 @@ class Replicated(DataParallel):
         self._settle_buckets()
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         if self.settings is not None:
-            apart = self.comm.device.type == "cpu"  # where a thread makes the sums, and attention may use the same axis meanwhile
+            apart = (
+                self.comm.device.type == "cpu"
+            )  # where a thread makes the sums, and attention may use the same axis meanwhile
             self.compressors = [Compressor(self.comm, COPIES, self.settings, apart)]
             for parameter, name in names.items():
                 self.compressors[0].follow(name, parameter.shape)
@@ -160,9 +174,10 @@ class Replicated(DataParallel):
         self.ddp.register_comm_hook(None, lambda state, bucket: hook.reduce(bucket))
 
     def _settle_buckets(self) -> None:
-        """DDP lays its buckets out anew after its first backward, and the bits of a sum depend on the place in a bucket. So the
-        first step of a resumed run would differ from the same step of a run that never stopped. A backward that asks nothing of
-        the weights, in the order DDP expects (last parameter first), gets that over with before the first step.
+        """DDP lays its buckets out anew after its first backward, and the bits of a sum depend on the place
+        in a bucket. So the first step of a resumed run would differ from the same step of a run that never
+        stopped. A backward that asks nothing of the weights, in the order DDP expects (last parameter first),
+        gets that over with before the first step.
         """
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.model.forward = lambda: torch.stack([parameter.flatten()[0] for parameter in parameters]).sum()
@@ -180,7 +195,8 @@ class Replicated(DataParallel):
     def micro_batch(self, last: bool) -> Iterator[None]:
         """Sum over devices only in the last backward."""
         if not last:
-            # Gradients live in DDP's buckets. Given back after a step, they would next be summed beside the buckets: 4P more.
+            # Gradients live in DDP's buckets. Given back after a step, they would next be summed beside the
+            # buckets: 4P more.
             self.keeps_gradients = True
             with self.ddp.no_sync():
                 yield
@@ -191,7 +207,8 @@ class Replicated(DataParallel):
 
 @dataclass
 class Sharded(DataParallel):
-    """zero = 1, 2, 3, and zero = 0 beside other axes: torch's FSDP2, told when to gather and when to reduce."""
+    """zero = 1, 2, 3, and zero = 0 beside other axes: torch's FSDP2, told when to gather and when to
+    reduce."""
 
     engine: Engine
     units: list[FSDPModule]
@@ -210,8 +227,8 @@ class Sharded(DataParallel):
         for unit in self.units:
             unit.set_requires_gradient_sync(self.engine.reduces_each or last, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
-            # Below zero = 3 weights stay gathered through the step. They must not outlive it: the optimizer changes the
-            # shards, and a copy gathered before would be used, silently, in the next forward.
+            # Below zero = 3 weights stay gathered through the step. They must not outlive it: the optimizer
+            # changes the shards, and a copy gathered before would be used, silently, in the next forward.
             unit.set_reshard_after_backward(not self.engine.keeps_gathered or last, recurse=False)
             unit.set_is_last_backward(last)
         self._complete(last)
@@ -231,7 +248,8 @@ class Sharded(DataParallel):
             unit.set_is_last_backward(False)
 
     def add_up(self) -> None:
-        """In the dtype of sums. The next half would be added in that of the weights, which may have 16 bits."""
+        """In the dtype of sums. The next half would be added in that of the weights, which may have 16
+        bits."""
         for unit in self.units:
             reduce_gathered(unit)
 
@@ -253,14 +271,16 @@ class Sharded(DataParallel):
             copies.last = last
 
     def settle(self) -> None:
-        """Drop the weights that an evaluation leaves gathered below zero = 3, so that parameters are shards again, and FSDP2's
-        record of its forwards."""
+        """Drop the weights that an evaluation leaves gathered below zero = 3, so that parameters are shards
+        again, and FSDP2's record of its forwards."""
         for unit in self.units:
             unit.reshard()
             forget_forwards(unit)
 
 
-def replicate(model: nn.Module, comm: Comm, settings: CompressionSettings | None, bucket_bytes: int | None) -> Replicated:
+def replicate(
+    model: nn.Module, comm: Comm, settings: CompressionSettings | None, bucket_bytes: int | None
+) -> Replicated:
     """Copy the model on every data-parallel device."""
     return Replicated(model, comm, settings, bucket_bytes)
 
@@ -278,16 +298,21 @@ def shard(
     gathers: GatherSettings | None,
     root_is_last: bool,
 ) -> Sharded:
-    """Shard the model over `data x context`, one FSDP2 unit for each module given and one for what remains. Units come in the
-    order of their use. Wide units are computed with in the dtype of sums. Experts are units too, sharded over the devices that
-    hold the same experts. `root_is_last`: what remains is used after the last unit, and nowhere else.
+    """Shard the model over `data x context`, one FSDP2 unit for each module given and one for what remains.
+    Units come in the order of their use. Wide units are computed with in the dtype of sums. Experts are units
+    too, sharded over the devices that hold the same experts. `root_is_last`: what remains is used after the
+    last unit, and nowhere else.
     """
     layout = comm.mesh.layout
     collectives = _Collectives(model, comm, engine, settings, gathers)
     options: dict[str, Any] = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
+        ),
         # On a CPU the states are in host memory already, and there is no device to pin it for.
-        "offload_policy": CPUOffloadPolicy() if layout.offload and comm.device.type != "cpu" else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy()
+        if layout.offload and comm.device.type != "cpu"
+        else OffloadPolicy(),
         "reshard_after_forward": not engine.keeps_gathered,
     }
     for unit in experts:
@@ -314,7 +339,8 @@ def shard(
 
 
 class _Collectives:
-    """How the units of a model gather weights and sum gradients: every collective is counted, and summed, never averaged."""
+    """How the units of a model gather weights and sum gradients: every collective is counted, and summed,
+    never averaged."""
 
     def __init__(
         self,
@@ -334,8 +360,9 @@ class _Collectives:
         """On a CPU, sums over shards that go on behind backward."""
 
     def mesh(self, axis: str) -> DeviceMesh:
-        """Where a unit lives: (copies, shards), or shards alone. Without ZeRO every device is a copy, of shards of one device.
-        FSDP2 is not told of copies whose sums are compressed: it has no way to replace that sum, only one to add another."""
+        """Where a unit lives: (copies, shards), or shards alone. Without ZeRO every device is a copy, of
+        shards of one device. FSDP2 is not told of copies whose sums are compressed: it has no way to replace
+        that sum, only one to add another."""
         mesh, copies = self.comm.mesh, self.engine.copies(axis)
         shards = axis if self.engine.zero else "solo"
         joined = mesh.size(copies) > 1 and not self._compresses(copies)
@@ -351,7 +378,9 @@ class _Collectives:
         gathered = {self._name(piece.module, piece.name): piece.shape for piece in pieces}
         summed = {self._name(piece.module, piece.name): piece.shape for piece in pieces if piece.trained}
         shards = self._compressor(axis, summed, mesh.size(axis)) if self.engine.zero else None
-        behind = UnitBehind(self.behind, partial(add_to_gradients, unit)) if self._goes_on_behind(axis) else None
+        behind = (
+            UnitBehind(self.behind, partial(add_to_gradients, unit)) if self._goes_on_behind(axis) else None
+        )
         scatter = CountedReduceScatter(comm, mesh.label(axis), summed, shards, behind)
         products = [_product_of(piece.module, piece.name) for piece in pieces]
         unit.set_custom_all_gather(self._gather(axis, gathered, products))  # type: ignore[arg-type]
@@ -364,7 +393,9 @@ class _Collectives:
                 self.copies.append(CompressedCopies(comm, compressor, summed))
                 unit.set_all_reduce_hook(self.copies[-1])
 
-    def _gather(self, axis: str, pieces: Mapping[str, torch.Size], products: Sequence[ScaledProduct | None]) -> CountedAllGather:
+    def _gather(
+        self, axis: str, pieces: Mapping[str, torch.Size], products: Sequence[ScaledProduct | None]
+    ) -> CountedAllGather:
         comm, label = self.comm, self.comm.mesh.label(axis)
         encoded: EncodedGather | Float8Gather | None = None
         nearby = None
@@ -379,7 +410,8 @@ class _Collectives:
         return CountedAllGather(comm, label, encoded, nearby)
 
     def _goes_on_behind(self, axis: str) -> bool:
-        """FSDP2 sums over copies right after it summed over shards, so that with copies it must have the sum at once."""
+        """FSDP2 sums over copies right after it summed over shards, so that with copies it must have the sum
+        at once."""
         return self.comm.device.type == "cpu" and self.comm.mesh.size(self.engine.copies(axis)) == 1
 
     def _name(self, module: nn.Module, name: str) -> str:
@@ -391,7 +423,8 @@ class _Collectives:
         return self.settings.how.compresses(axis)
 
     def _compressor(self, axis: str, pieces: Mapping[str, torch.Size], rows: int | None) -> Compressor | None:
-        """Of sums over this axis, which follows these parameters from now on; None: they are not compressed."""
+        """Of sums over this axis, which follows these parameters from now on; None: they are not
+        compressed."""
         if not self._compresses(axis):
             return None
         assert self.settings is not None, "it compresses"
@@ -408,7 +441,10 @@ def _product_of(module: nn.Module, name: str) -> ScaledProduct | None:
     """The product in float8 that alone uses this weight of a module, if there is one."""
     own = getattr(module, "float8", None)
     products = own.modules() if isinstance(own, nn.Module) else ()
-    return next((one for one in products if isinstance(one, ScaledProduct) and name in one.weights and one.alone), None)
+    return next(
+        (one for one in products if isinstance(one, ScaledProduct) and name in one.weights and one.alone),
+        None,
+    )
 
 
 def _count_all_reduce(comm: Comm, scatter: CountedReduceScatter, axis: str) -> Callable[[Tensor], None]:

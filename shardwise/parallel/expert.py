@@ -1,20 +1,25 @@
-"""Expert parallelism: each device of a group holds some of the experts, and tokens travel to them (GShard, Lepikhin et al. 2020).
+"""Expert parallelism: each device of a group holds some of the experts, and tokens travel to them (GShard,
+Lepikhin et al. 2020).
 
-With E experts on e devices, device i holds experts [i · E/e, (i + 1) · E/e). Rows that a device has sorted by expert are
-therefore already sorted by owner, and one all-to-all with uneven parts brings each to its expert; another brings it back:
+With E experts on e devices, device i holds experts [i · E/e, (i + 1) · E/e). Rows that a device has sorted by
+expert are therefore already sorted by owner, and one all-to-all with uneven parts brings each to its expert;
+another brings it back:
 
-    rows by expert → all-to-all → rows by source, then expert → by expert → experts → undo → all-to-all → rows as they were
+    rows by expert → all-to-all → rows by source, then expert → by expert → experts → undo → all-to-all → rows
+    as they were
 
-In each of the two directions of a layer a device sends its tokens × experts_per_token rows, of which (e - 1)/e leave it when
-the load is even, and the same again in backward: four all-to-alls a layer and micro-batch. No row is padded and none dropped,
-so a device whose experts are all chosen by everybody computes on everything, and one whose experts nobody chose on nothing;
-both take part in every collective, forward and backward, as the others do.
+In each of the two directions of a layer a device sends its tokens × experts_per_token rows, of which (e -
+1)/e leave it when the load is even, and the same again in backward: four all-to-alls a layer and micro-batch.
+No row is padded and none dropped, so a device whose experts are all chosen by everybody computes on
+everything, and one whose experts nobody chose on nothing; both take part in every collective, forward and
+backward, as the others do.
 
-How many rows will come must be known before they do. So the counts travel first, and the host reads them: the one place in a
-step where a GPU's queue runs dry, once a layer.
+How many rows will come must be known before they do. So the counts travel first, and the host reads them: the
+one place in a step where a GPU's queue runs dry, once a layer.
 
-Where a sequence lies on several devices, the balancing loss needs sums over all of it. The gradient of that sum is the
-identity: every device starts the same loss from the sum, and each carries the gradient on through its own summand.
+Where a sequence lies on several devices, the balancing loss needs sums over all of it. The gradient of that
+sum is the identity: every device starts the same loss from the sum, and each carries the gradient on through
+its own summand.
 """
 
 from __future__ import annotations
@@ -47,7 +52,9 @@ def split_over_experts(model: nn.Module, table: Sharding, comm: Comm) -> None:
     for module in expert_modules(model, table):
         if comm.mesh.size(AXIS) > 1:
             for name, weight in list(module.named_parameters(recurse=False)):
-                shared = distribute_tensor(weight.detach(), comm.mesh.sub(AXIS), [Shard(0)], src_data_rank=None)
+                shared = distribute_tensor(
+                    weight.detach(), comm.mesh.sub(AXIS), [Shard(0)], src_data_rank=None
+                )
                 module.register_parameter(name, nn.Parameter(shared, requires_grad=weight.requires_grad))
             make_parallel(module, Exchanged, Share.of(comm, AXIS))
     split_sequences(model, comm)
@@ -58,8 +65,8 @@ class Exchanged(ParallelModule):
 
     @eager
     def forward(self, rows: Tensor, counts: Tensor, sorting: Sorting | None = None) -> Tensor:
-        """Rows (n, hidden) sorted by expert, or to be sorted, of which expert i takes counts[i], to the sorted rows after their
-        expert."""
+        """Rows (n, hidden) sorted by expert, or to be sorted, of which expert i takes counts[i], to the
+        sorted rows after their expert."""
         rows = rows if sorting is None else permute(rows, *sorting)
         return exchange(super().forward, rows, counts, self.parallel_share.comm)
 
@@ -89,7 +96,8 @@ def split_sequences(model: nn.Module, comm: Comm, axes: Sequence[str] = ("contex
 
 @eager
 def exchange(experts: Visit, rows: Tensor, counts: Tensor, comm: Comm) -> Tensor:
-    """Rows sorted by global expert, counts[i] of expert i, to the same rows after their expert, wherever it is.
+    """Rows sorted by global expert, counts[i] of expert i, to the same rows after their expert, wherever it
+    is.
 
     `experts` runs this device's experts, numbered from 0, on the rows of all devices.
     """
@@ -104,7 +112,8 @@ def exchange(experts: Visit, rows: Tensor, counts: Tensor, comm: Comm) -> Tensor
 
 
 def _by_expert(counts: Tensor, total: int) -> Tensor:
-    """The order that takes rows from (source, expert) to (expert, source), given how many there are of each."""
+    """The order that takes rows from (source, expert) to (expert, source), given how many there are of
+    each."""
     sources, experts = counts.shape
     expert = torch.arange(experts, device=counts.device).repeat(sources)
     return expert.repeat_interleave(counts.flatten(), output_size=total).argsort(stable=True)

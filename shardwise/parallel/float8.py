@@ -1,8 +1,10 @@
-"""float8 on all devices: which products are made in it, and the scales that they agree on (models/float8.py has the products).
+"""float8 on all devices: which products are made in it, and the scales that they agree on (models/float8.py
+has the products).
 
-The largest magnitudes of a step are put together over all devices by a maximum, a few numbers for each product, and every
-device derives the same scales for the next step. Maxima do not depend on the order in which they are taken, nor on who has which
-tokens: so a layout computes with the scales of one device, and can be proven against it.
+The largest magnitudes of a step are put together over all devices by a maximum, a few numbers for each
+product, and every device derives the same scales for the next step. Maxima do not depend on the order in
+which they are taken, nor on who has which tokens: so a layout computes with the scales of one device, and can
+be proven against it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,16 @@ from shardwise.comm import Comm
 from shardwise.config import Train
 from shardwise.models import Head, Transformer
 from shardwise.models.experts import Experts
-from shardwise.models.float8 import E4M3, HISTORY, LARGEST, ROOM, DelayedScale, Float8, ScaledProduct, scale_for
+from shardwise.models.float8 import (
+    E4M3,
+    HISTORY,
+    LARGEST,
+    ROOM,
+    DelayedScale,
+    Float8,
+    ScaledProduct,
+    scale_for,
+)
 from shardwise.models.grouped8 import GroupedProducts
 from shardwise.models.layers import Linear
 from shardwise.optim import local
@@ -49,8 +60,8 @@ class Seen:
     """What a step saw of every scaled tensor of the model, on all devices."""
 
     numbers: Tensor
-    """(tensors, 3): largest magnitude, share of numbers lost below the range, and the magnitude relative to the range's end:
-    infinite where no scale was known, as where nothing but zeros was seen before."""
+    """(tensors, 3): largest magnitude, share of numbers lost below the range, and the magnitude relative to
+    the range's end: infinite where no scale was known, as where nothing but zeros was seen before."""
 
     @property
     def outgrown(self) -> Tensor:
@@ -66,11 +77,12 @@ class Seen:
 class Scales:
     """All scales of the model, of which this rank's part of it has some.
 
-    Delayed ones are not known in a run's first step, which is therefore made twice, first to look at the magnitudes: with dynamic
-    scales, which take no more memory than later steps. In a proof (`exact`), without any rounding: dynamic scales depend on who
-    has which tokens.
+    Delayed ones are not known in a run's first step, which is therefore made twice, first to look at the
+    magnitudes: with dynamic scales, which take no more memory than later steps. In a proof (`exact`), without
+    any rounding: dynamic scales depend on who has which tokens.
 
-    With `keep`, weights of blocks are cast once for all micro-batches of a step: those of a head are cast with its chunks.
+    With `keep`, weights of blocks are cast once for all micro-batches of a step: those of a head are cast
+    with its chunks.
     """
 
     def __init__(
@@ -94,13 +106,28 @@ class Scales:
         self.own, self.places = list(own.values()), self._places_of(own)
         self.of_weights = [product.weight for product in self.products]
         self.scale_places = self._places_of(f"{name}.weight" for name in products)
-        held = {name: weight for model in models for name, weight in model.named_parameters(remove_duplicate=False)}
-        used = [(f"{name}.weight", f"{_owner(name)}.{weight}") for name, one in products.items() for weight in one.weights]
-        self.weights, self.weight_places = [held[weight] for _, weight in used], self._places_of(scale for scale, _ in used)
+        held = {
+            name: weight
+            for model in models
+            for name, weight in model.named_parameters(remove_duplicate=False)
+        }
+        used = [
+            (f"{name}.weight", f"{_owner(name)}.{weight}")
+            for name, one in products.items()
+            for weight in one.weights
+        ]
+        self.weights, self.weight_places = (
+            [held[weight] for _, weight in used],
+            self._places_of(scale for scale, _ in used),
+        )
         in_blocks = {name: one for name, one in products.items() if keep and _owner(name) != "head"}
-        self.kept = [(one, [held[f"{_owner(name)}.{weight}"] for weight in one.weights]) for name, one in in_blocks.items()]
+        self.kept = [
+            (one, [held[f"{_owner(name)}.{weight}"] for weight in one.weights])
+            for name, one in in_blocks.items()
+        ]
         self.ends, self.rooms = (
-            torch.tensor([of[scale.dtype] for scale in self.own], device=comm.device) for of in (LARGEST, ROOM)
+            torch.tensor([of[scale.dtype] for scale in self.own], device=comm.device)
+            for of in (LARGEST, ROOM)
         )
         self.maxima_of_weights = torch.zeros(len(names), device=comm.device)
         self._wheres: dict[tuple[int, ...], Tensor] = {}
@@ -110,7 +137,9 @@ class Scales:
         """Of which tensors former steps saw nothing but zeros, so that there is no scale that fits."""
 
     def _places_of(self, names: Iterable[str]) -> Tensor:
-        return torch.tensor([self.names.index(name) for name in names], dtype=torch.int64, device=self.comm.device)
+        return torch.tensor(
+            [self.names.index(name) for name in names], dtype=torch.int64, device=self.comm.device
+        )
 
     def begin(self) -> None:
         """A step, or an evaluation: take its scales from the weights, and from the steps before."""
@@ -145,13 +174,22 @@ class Scales:
 
     @torch.no_grad()
     def _look_at_weights(self) -> None:
-        """Their largest magnitudes, over all devices that have a part of them, as they are when they are computed with."""
+        """Their largest magnitudes, over all devices that have a part of them, as they are when they are
+        computed with."""
         self.maxima_of_weights.zero_()
         parts = [local(weight).detach() for weight in self.weights]
         if parts:
-            peaks = torch.stack([*torch._foreach_norm([part if part.numel() else part.new_zeros(1) for part in parts], math.inf)])
+            peaks = torch.stack(
+                [
+                    *torch._foreach_norm(
+                        [part if part.numel() else part.new_zeros(1) for part in parts], math.inf
+                    )
+                ]
+            )
             peaks = peaks.to(self.comm.device).to(self.dtype).float()
-            self.maxima_of_weights.scatter_reduce_(0, self.weight_places, peaks, "amax")  # several weights may have one scale
+            self.maxima_of_weights.scatter_reduce_(
+                0, self.weight_places, peaks, "amax"
+            )  # several weights may have one scale
         for axis in RANK_AXES:
             self.comm.all_reduce(self.maxima_of_weights, axis, op=torch.distributed.ReduceOp.MAX)
         if parts:
@@ -180,7 +218,11 @@ class Scales:
         """To which scales the rows belong that products noted, one after the other, so many times each."""
         if times not in self._wheres:
             place = {id(scale): place for scale, place in zip(self.own, self.places.tolist(), strict=True)}
-            rows = [place[id(scale)] for product, n in zip(self.products, times, strict=True) for scale in n * product.delayed()]
+            rows = [
+                place[id(scale)]
+                for product, n in zip(self.products, times, strict=True)
+                for scale in n * product.delayed()
+            ]
             self._wheres = {times: torch.tensor(rows, device=self.comm.device)}
         return self._wheres[times]
 

@@ -1,16 +1,18 @@
 """Which rank holds which slice of which parameter, as text that people read and compare.
 
-A change of sharding changes memory, messages and checkpoints of every run, and shows in no loss. Written down as a table it shows
-in a review. The table is short because most of it is alike: parameters of one shape that are dealt out in the same way share an
-entry, blocks that differ only in their number share a name, and ranks that hold the same slice share a line.
+A change of sharding changes memory, messages and checkpoints of every run, and shows in no loss. Written down
+as a table it shows in a review. The table is short because most of it is alike: parameters of one shape that
+are dealt out in the same way share an entry, blocks that differ only in their number share a name, and ranks
+that hold the same slice share a line.
 
     blocks.0-1.attention.key.weight (32, 64)
     blocks.0-1.attention.value.weight (32, 64)
       0:16    ranks 0-1
       16:32   ranks 2-3
 
-A slice names the dims up to the last one that is split. tests/parallel/placements holds the tables of a few jobs, and the lines
-that make them; in a run, gather each rank's `own_slices` and take the shapes from `plan.parameter_shapes`.
+A slice names the dims up to the last one that is split. tests/parallel/placements holds the tables of a few
+jobs, and the lines that make them; in a run, gather each rank's `own_slices` and take the shapes from
+`plan.parameter_shapes`.
 """
 
 from __future__ import annotations

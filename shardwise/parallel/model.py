@@ -1,6 +1,8 @@
-"""A model on its devices, as the training loop sees it: a batch goes in, gradients and a loss come out, on any layout.
+"""A model on its devices, as the training loop sees it: a batch goes in, gradients and a loss come out, on
+any layout.
 
-The loop never asks for an axis. What depends on the layout is here and in `Pipelined`, which does the same with stages.
+The loop never asks for an axis. What depends on the layout is here and in `Pipelined`, which does the same
+with stages.
 """
 
 from __future__ import annotations
@@ -44,7 +46,12 @@ class ParallelModel:
     mixtures: list[MixtureOfExperts] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mixtures = [module for part in self.parts for module in part.model.modules() if isinstance(module, MixtureOfExperts)]
+        self.mixtures = [
+            module
+            for part in self.parts
+            for module in part.model.modules()
+            if isinstance(module, MixtureOfExperts)
+        ]
 
     @property
     def model(self) -> nn.Module:
@@ -68,8 +75,8 @@ class ParallelModel:
         return all(part.waits_are_timed for part in self.parts)
 
     def named_parameters(self, once: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters, by the names of the plain model. A tied weight whose two uses are on different stages comes
-        with each of them, under one name, unless it is asked for once.
+        """This rank's parameters, by the names of the plain model. A tied weight whose two uses are on
+        different stages comes with each of them, under one name, unless it is asked for once.
         """
         for part in self.parts:
             for name, parameter in part.model.named_parameters():
@@ -79,15 +86,19 @@ class ParallelModel:
         """Buffers that are part of the state: those that are saved."""
         for part in self.parts:
             trained = {name for name, _ in part.model.named_parameters(remove_duplicate=False)}
-            yield from ((name, value) for name, value in part.model.state_dict().items() if name not in trained)
+            yield from (
+                (name, value) for name, value in part.model.state_dict().items() if name not in trained
+            )
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
-        """What compression left out of this rank's gradients so far; nothing where gradients are not compressed."""
+        """What compression left out of this rank's gradients so far; nothing where gradients are not
+        compressed."""
         for part in self.parts:
             yield from residual_state(part, self.comm.mesh)
 
     def forward_backward(self, batch: Sequence[Batch], factor: Tensor) -> Tensor:
-        """Add the gradients of `factor` times the summed loss; returns this rank's share of that sum, without the factor."""
+        """Add the gradients of `factor` times the summed loss; returns this rank's share of that sum, without
+        the factor."""
         for mixture in self.mixtures:
             mixture.gradient_scale = factor
         total = self._run(batch, factor)
@@ -99,14 +110,17 @@ class ParallelModel:
         for _, parameter in self.named_parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-        sum_whole((parameter for name, parameter in self.named_parameters() if not self._is_expert(name)), self.comm)
+        sum_whole(
+            (parameter for name, parameter in self.named_parameters() if not self._is_expert(name)), self.comm
+        )
 
     def _is_expert(self, name: str) -> bool:
         role = self.table.role(name.rpartition(".")[0])
         return role is not None and role.kind == "experts"
 
     def take_loads(self) -> Tensor:
-        """Of each mixture of this rank, how many choices fell on each expert in the whole global batch: (mixtures, experts)."""
+        """Of each mixture of this rank, how many choices fell on each expert in the whole global batch:
+        (mixtures, experts)."""
         if not self.mixtures:  # a stage may have none
             return torch.zeros(0, 1, dtype=torch.int64, device=self.comm.device)
         loads = torch.stack([mixture.take_load() for mixture in self.mixtures])
@@ -137,7 +151,8 @@ class ParallelModel:
         return counts_items(self.parts[0].model)
 
     def items(self, batch: Batch) -> Tensor:
-        """What the loss of a batch of whole sequences, summed over all devices that share them, is a sum over."""
+        """What the loss of a batch of whole sequences, summed over all devices that share them, is a sum
+        over."""
         if self.counts_items:
             return count_items(self.parts[0].model, batch.inputs, batch.targets)
         return torch.tensor(float(batch.valid), dtype=torch.float64, device=batch.inputs.device)
@@ -151,7 +166,9 @@ class ParallelModel:
         """What the model is called with: this device's part of the sequences."""
         own = self.own(batch)
         given = {"inputs": own.inputs, "targets": own.targets, "documents": own.documents}
-        return given if self.positions is None else {**given, "positions": self.positions(batch.inputs.shape[1])}
+        return (
+            given if self.positions is None else {**given, "positions": self.positions(batch.inputs.shape[1])}
+        )
 
     def own(self, batch: Batch) -> Batch:
         """The tokens of a batch that are this device's."""
@@ -159,7 +176,9 @@ class ParallelModel:
             return batch
         positions = self.positions(batch.inputs.shape[1])
         documents = None if batch.documents is None else batch.documents[:, positions]
-        return replace(batch, inputs=batch.inputs[:, positions], targets=batch.targets[:, positions], documents=documents)
+        return replace(
+            batch, inputs=batch.inputs[:, positions], targets=batch.targets[:, positions], documents=documents
+        )
 
     def loss(self, batch: Batch) -> Tensor:
         """This rank's share of the summed loss, without gradients."""
@@ -169,13 +188,16 @@ class ParallelModel:
         return loss
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits (vocabulary) after the last of tokens (1, length), the same on every rank that computes alike."""
+        """Logits (vocabulary) after the last of tokens (1, length), the same on every rank that computes
+        alike."""
         last = tokens.shape[1] - 1
         padded = nn.functional.pad(tokens, (0, -tokens.shape[1] % self.multiple))
         if self.positions is None:
             return self._logits(padded, last, None).reshape(-1)
         positions = self.positions(padded.shape[1])
-        mine = (positions == last).nonzero().flatten().tolist()  # the index of the last token, on the device that has it
+        mine = (
+            (positions == last).nonzero().flatten().tolist()
+        )  # the index of the last token, on the device that has it
         logits = self._logits(padded[:, positions], mine[0] if mine else 0, positions).reshape(-1)
         return self.comm.all_reduce(logits if mine else torch.zeros_like(logits), "context")
 
@@ -187,8 +209,8 @@ class ParallelModel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, modules are in eval mode, without dropout. Afterwards each is in the mode it was in before, and whatever
-        forwards without backward left in memory is given back."""
+        """Inside, modules are in eval mode, without dropout. Afterwards each is in the mode it was in before,
+        and whatever forwards without backward left in memory is given back."""
         modes = {module: module.training for part in self.parts for module in part.model.modules()}
         for part in self.parts:
             part.model.eval()

@@ -1,8 +1,9 @@
 """What a user's own module must have for the layout that is asked of it, checked before any worker starts.
 
-The transformer's table is held right by tests; a table that someone has just written is not. A wrong role shows in `shardwise
-verify`; what can be seen without computing is refused here: weights without an entry, entries without a module, weights that no
-pipeline stage would own, heads that do not divide, a forward that lacks an argument it needs.
+The transformer's table is held right by tests; a table that someone has just written is not. A wrong role
+shows in `shardwise verify`; what can be seen without computing is refused here: weights without an entry,
+entries without a module, weights that no pipeline stage would own, heads that do not divide, a forward that
+lacks an argument it needs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def table_of(model: nn.Module) -> Sharding:
     if table is None:
         return Sharding(modules={})
     if not isinstance(table, Sharding):
-        raise UserError(f"{_name(model)}.sharding is {type(table).__name__}; it must be a shardwise.models.Sharding")
+        raise UserError(
+            f"{_name(model)}.sharding is {type(table).__name__}; it must be a shardwise.models.Sharding"
+        )
     return table
 
 
@@ -46,7 +49,11 @@ def check_own(model: nn.Module, config: Config, layout: Layout) -> None:
     rules = (_plain, _table, *of_table, _experts)
     problems = [problem for rule in rules for problem in rule(model, table, config, layout)]
     if problems:
-        raise UserError(problems[0]) if len(problems) == 1 else ConfigError(f"model.module = {config.model.module!r}", problems)
+        raise (
+            UserError(problems[0])
+            if len(problems) == 1
+            else ConfigError(f"model.module = {config.model.module!r}", problems)
+        )
     _call(model, config)
 
 
@@ -55,46 +62,65 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
     frozen = [path for path, parameter in model.named_parameters() if not parameter.requires_grad]
     if not any(parameter.requires_grad for parameter in model.parameters()):
         found = (
-            f"all {len(frozen)} have requires_grad=False; leave it out of those that are to learn" if frozen else "it has none"
+            f"all {len(frozen)} have requires_grad=False; leave it out of those that are to learn"
+            if frozen
+            else "it has none"
         )
         yield f"model.module = {config.model.module!r}: {name} has no parameters to train: {found}"
     if frozen and train.driver == "server":
         yield (
-            f"train.driver = 'server': {name} has frozen parameters ({frozen[0]}), and servers hand out and sum all of them; use "
+            f"train.driver = 'server': {name} has frozen parameters ({frozen[0]}), and servers hand out and "
+            f"sum all of them; use "
             "'synchronous', 'local' or 'hogwild'"
         )
     if odd := [path for path, parameter in model.named_parameters() if not parameter.is_floating_point()]:
         dtype = model.get_parameter(odd[0]).dtype
-        yield f"{name}: the parameter {odd[0]} is of {dtype}, and weights are floating-point numbers; make it a buffer"
-    if stateful := [path for path, part in model.named_modules() if type(part).get_extra_state is not nn.Module.get_extra_state]:
+        yield (
+            f"{name}: the parameter {odd[0]} is of {dtype}, and weights are floating-point numbers; make it "
+            f"a buffer"
+        )
+    if stateful := [
+        path
+        for path, part in model.named_modules()
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    ]:
         part = ".".join(filter(None, (stateful[0], "get_extra_state")))
-        yield f"{name}: {part} gives what no checkpoint holds, so it would be lost; keep it in buffers, or leave the method out"
+        yield (
+            f"{name}: {part} gives what no checkpoint holds, so it would be lost; keep it in buffers, or "
+            f"leave the method out"
+        )
     if empty := [path for path, buffer in model.named_buffers() if buffer.is_meta]:
         yield (
-            f"{name}: the buffer {empty[0]} has no values: it was computed from a weight, and weights have none while a module "
-            "is built. Make it a parameter with requires_grad=False, whose values come from initial_value(name, shape, seed)"
+            f"{name}: the buffer {empty[0]} has no values: it was computed from a weight, and weights have "
+            f"none while a module "
+            "is built. Make it a parameter with requires_grad=False, whose values come from "
+            "initial_value(name, shape, seed)"
         )
     averaging = [path for path, part in model.named_modules() if isinstance(part, AVERAGING)]
     if averaging and layout.world > 1:
         yield (
-            f"{name}: {averaging[0]} is {_name(model.get_submodule(averaging[0]))}, whose statistics are of one device's rows: "
+            f"{name}: {averaging[0]} is {_name(model.get_submodule(averaging[0]))}, whose statistics are of "
+            f"one device's rows: "
             "each layout would compute something else; use nn.LayerNorm or nn.GroupNorm, or one device"
         )
     sparse = [path for path, part in model.named_modules() if isinstance(part, LOOKED_UP) and part.sparse]
     if sparse and train.driver != "hogwild" and (layout.world > 1 or train.driver == "server"):
         yield (
-            f"{name}: {sparse[0]} has sparse=True, and devices sum dense gradients only; leave that out, train on one device, or "
+            f"{name}: {sparse[0]} has sparse=True, and devices sum dense gradients only; leave that out, "
+            f"train on one device, or "
             "use train.driver = 'hogwild'"
         )
     if config.data.reset_attention and "documents" not in accepted(model):
         yield (
-            f"data.reset_attention = true (as conversations need it): {name}.forward has no argument `documents`, so tokens "
+            f"data.reset_attention = true (as conversations need it): {name}.forward has no argument "
+            f"`documents`, so tokens "
             "would see other documents"
         )
     if table.blocks is None:
         needing = {"recompute": train.recompute != "none", "compile": train.compile is True}
         yield from (
-            f"train.{key} = {getattr(train, key)!r}: works block by block, and no sharding table names the `blocks` of {name}"
+            f"train.{key} = {getattr(train, key)!r}: works block by block, and no sharding table names the "
+            f"`blocks` of {name}"
             for key, asked in needing.items()
             if asked
         )
@@ -108,7 +134,10 @@ def _table(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
     patterns = [*table.modules, *(pattern for pattern in (table.mixing, table.mask) if pattern)]
     for pattern in patterns:
         if not any(matches(pattern, path) for path in paths):
-            yield f"the sharding table of {name} names {pattern!r}, which is no module; a * stands for one part of a path"
+            yield (
+                f"the sharding table of {name} names {pattern!r}, which is no module; a * stands for one "
+                f"part of a path"
+            )
 
 
 def _tensor(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
@@ -120,7 +149,10 @@ def _tensor(model: nn.Module, table: Sharding, config: Config, layout: Layout) -
             if owned:
                 yield missing_entry(path, owned)
         elif role.parts and role.parts % layout.tensor and (role.gather or layout.tensor % role.parts):
-            yield f"layout.tensor = {layout.tensor}: {path} has {role.parts} parts, neither split nor repeated evenly over it"
+            yield (
+                f"layout.tensor = {layout.tensor}: {path} has {role.parts} parts, neither split nor repeated "
+                f"evenly over it"
+            )
         elif problem := unfit(role, module):
             yield f"{path}: {problem}"
 
@@ -130,22 +162,32 @@ def _pipeline(model: nn.Module, table: Sharding, config: Config, layout: Layout)
         return
     name = _name(model)
     if table.blocks is None:
-        yield f"layout.pipeline = {layout.pipeline}: the sharding table of {name} names no `blocks` to cut into stages"
+        yield (
+            f"layout.pipeline = {layout.pipeline}: the sharding table of {name} names no `blocks` to cut "
+            f"into stages"
+        )
         return
     paths = dict(model.named_modules())
     for path in (table.blocks, *table.first, *table.last):
         if path not in paths and not _is_none(model, path):
-            yield f"the sharding table of {name} names {path!r} among blocks, first or last, and there is no such module"
+            yield (
+                f"the sharding table of {name} names {path!r} among blocks, first or last, and there is no "
+                f"such module"
+            )
             return
     blocks = [key for key, _ in paths[table.blocks].named_children()]
     if blocks != [str(number) for number in range(config.model.layers)]:
         asked = f"model.layers = {config.model.layers}"
-        yield f"{name}.{table.blocks} has {counted(len(blocks), 'module')}; a pipeline needs an nn.ModuleList of {asked}"
+        yield (
+            f"{name}.{table.blocks} has {counted(len(blocks), 'module')}; a pipeline needs an nn.ModuleList "
+            f"of {asked}"
+        )
     owners = (table.blocks, *table.first, *table.last)
     for parameter, _ in model.named_parameters(remove_duplicate=False):
         if not any(parameter.startswith(f"{owner}.") for owner in owners):
             yield (
-                f"layout.pipeline = {layout.pipeline}: {parameter} is in none of the modules that the sharding table of "
+                f"layout.pipeline = {layout.pipeline}: {parameter} is in none of the modules that the "
+                f"sharding table of "
                 f"{name} names as blocks, first or last, so no stage would own it"
             )
     yield from _untied(model, table)
@@ -157,7 +199,10 @@ def _untied(model: nn.Module, table: Sharding) -> Iterator[str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = original.setdefault(parameter, name)
         if name != first and table.tied.get(name) != first:
-            yield f"{name} is the same weight as {first}: say so in the sharding table, tied={{{name!r}: {first!r}}}"
+            yield (
+                f"{name} is the same weight as {first}: say so in the sharding table, tied={{{name!r}: "
+                f"{first!r}}}"
+            )
 
 
 def _context(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
@@ -165,19 +210,28 @@ def _context(model: nn.Module, table: Sharding, config: Config, layout: Layout) 
         return
     name = _name(model)
     if table.mixing is None:
-        yield f"layout.context = {layout.context}: the sharding table of {name} names no modules as `mixing`, where tokens meet"
+        yield (
+            f"layout.context = {layout.context}: the sharding table of {name} names no modules as `mixing`, "
+            f"where tokens meet"
+        )
     if "positions" not in accepted(model):
-        yield f"layout.context = {layout.context}: {name}.forward has no argument `positions`, those of a device's tokens"
+        yield (
+            f"layout.context = {layout.context}: {name}.forward has no argument `positions`, those of a "
+            f"device's tokens"
+        )
 
 
 def _experts(model: nn.Module, table: Sharding, config: Config, layout: Layout) -> Iterator[str]:
     if config.model.experts and not any(isinstance(module, MixtureOfExperts) for module in model.modules()):
-        yield f"model.experts = {config.model.experts}: {_name(model)} has no shardwise.models.MixtureOfExperts; leave it out"
+        yield (
+            f"model.experts = {config.model.experts}: {_name(model)} has no "
+            f"shardwise.models.MixtureOfExperts; leave it out"
+        )
 
 
 def _call(model: nn.Module, config: Config) -> None:
-    """See what forward returns, and what is counted. Not everything runs without values: such a forward is left to the first step
-    to judge."""
+    """See what forward returns, and what is counted. Not everything runs without values: such a forward is
+    left to the first step to judge."""
     model.to("meta")
     ids = torch.zeros(1, config.data.sequence_length, dtype=torch.int64, device="meta")
     more = {"documents": ids} if config.data.reset_attention else {}
@@ -186,7 +240,9 @@ def _call(model: nn.Module, config: Config) -> None:
         try:
             signature(model.count_items).bind(ids, ids)  # type: ignore[arg-type]
         except TypeError as error:
-            raise UserError(f"{_name(model)}.count_items: {error}; it is called with (inputs, targets)") from None
+            raise UserError(
+                f"{_name(model)}.count_items: {error}; it is called with (inputs, targets)"
+            ) from None
         _try(lambda: count_items(model, ids, ids))
 
 

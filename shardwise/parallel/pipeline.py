@@ -1,19 +1,21 @@
 """Pipeline parallelism: the model is cut in depth, and micro-batches flow through the stages.
 
-Which device does what when is a list of actions made in plan/schedule.py, the same that is drawn and costed; torch's pipelining
-runtime executes it and adds the sends and receives. What crosses between two stages, forward and back, is one micro-batch's
-hidden states: batch x sequence x hidden / (context x tensor) values, since each device of a tensor group sends only its own
-part of the sequence.
+Which device does what when is a list of actions made in plan/schedule.py, the same that is drawn and costed;
+torch's pipelining runtime executes it and adds the sends and receives. What crosses between two stages,
+forward and back, is one micro-batch's hidden states: batch x sequence x hidden / (context x tensor) values,
+since each device of a tensor group sends only its own part of the sequence.
 
-The loss of a micro-batch is the sum over its tokens times one factor for the whole step, so gradients simply add up: nothing is
-averaged over micro-batches or stages, and the result is that of one device whatever the schedule.
+The loss of a micro-batch is the sum over its tokens times one factor for the whole step, so gradients simply
+add up: nothing is averaged over micro-batches or stages, and the result is that of one device whatever the
+schedule.
 
-FSDP2 inside a stage gathers and reduces as it does without a pipeline (parallel/data.py), micro-batch by micro-batch. The
-zero-bubble schedules split backward in two, and the second half runs outside of the hooks that FSDP2 reduces from. There,
-weights stay gathered and gradients whole until the step's last action, whatever the ZeRO stage: the price of no bubble.
+FSDP2 inside a stage gathers and reduces as it does without a pipeline (parallel/data.py), micro-batch by
+micro-batch. The zero-bubble schedules split backward in two, and the second half runs outside of the hooks
+that FSDP2 reduces from. There, weights stay gathered and gradients whole until the step's last action,
+whatever the ZeRO stage: the price of no bubble.
 
-A tied embedding has a copy on the first and on the last stage. Both begin equal, both get the sum of the two gradients, so both
-stay equal; the sum is one exchange between the two devices a step.
+A tied embedding has a copy on the first and on the last stage. Both begin equal, both get the sum of the two
+gradients, so both stay equal; the sum is one exchange between the two devices a step.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ from shardwise.parallel.stages import AXIS, Stages
 
 
 class _StageModule(nn.Module):
-    """A stage's module as torch's runtime calls it: hidden states in, the rest by name. Not an FSDP2 module itself, so that
-    the runtime leaves gathering and reducing to parallel/data.py."""
+    """A stage's module as torch's runtime calls it: hidden states in, the rest by name. Not an FSDP2 module
+    itself, so that the runtime leaves gathering and reducing to parallel/data.py."""
 
     def __init__(self, part: nn.Module, last: bool) -> None:
         super().__init__()
@@ -51,8 +53,13 @@ class _StageModule(nn.Module):
         more = {"targets": targets} if self.last else {}
         result: Tensor = self.part(x, documents=documents, positions=self.positions, **more)
         # What is sent is let go after backward, so it must be nobody else's.
-        result = result.clone() if result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else result
-        # Where all weights so far are frozen there is nothing to go back through, but torch's runtime does go back.
+        result = (
+            result.clone()
+            if result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+            else result
+        )
+        # Where all weights so far are frozen there is nothing to go back through, but torch's runtime does go
+        # back.
         return result.requires_grad_() if torch.is_grad_enabled() and not result.requires_grad else result
 
 
@@ -67,7 +74,8 @@ class _Stage(PipelineStage):
     """Called before the forward of each micro-batch."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Nothing to warm up: torch 2.11 would send to itself where two neighbouring stages are on one device."""
+        """Nothing to warm up: torch 2.11 would send to itself where two neighbouring stages are on one
+        device."""
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -82,7 +90,9 @@ class _Stage(PipelineStage):
 
     def _counted(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         for operation in operations:
-            self.comm.begin("send", AXIS, operation.tensor)  # torch's runtime issues it, and keeps its end to itself
+            self.comm.begin(
+                "send", AXIS, operation.tensor
+            )  # torch's runtime issues it, and keeps its end to itself
         return operations
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -105,11 +115,14 @@ class _Stage(PipelineStage):
         self._let_go(bwd_chunk_id)
 
     def _let_go(self, micro_batch: int) -> None:
-        """torch holds every output that was sent until the step ends. Its gradient has come back, so it has arrived."""
+        """torch holds every output that was sent until the step ends. Its gradient has come back, so it has
+        arrived."""
         for tensor in self.sent.pop(micro_batch, []):
             tensor.untyped_storage().resize_(0)
 
-    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
+    ) -> Any:
         if self.split:
             self.part.hold()
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
@@ -185,18 +198,29 @@ class Pipelined(ParallelModel):
         targets = torch.cat([micro_batch.targets for micro_batch in own])
         more: dict[str, Any] = {"targets": targets}
         if own[0].documents is not None:
-            more["documents"] = torch.cat([micro_batch.documents for micro_batch in own if micro_batch.documents is not None])
+            more["documents"] = torch.cat(
+                [micro_batch.documents for micro_batch in own if micro_batch.documents is not None]
+            )
         inputs = (torch.cat([micro_batch.inputs for micro_batch in own]),) if self._has(0) else ()
-        with self.comm.waiting():  # what torch's runtime does beside the stages' work is wait for sends and receives
+        with (
+            self.comm.waiting()
+        ):  # what torch's runtime does beside the stages' work is wait for sends and receives
             self._runtime.step(*inputs, target=targets, losses=[], return_outputs=False, **more)
         for part in self.parts:
-            # FSDP2 lets go of weights when a backward ends, which never begins where all of a stage's weights are frozen.
-            if self.stages.splits_backward or not any(parameter.requires_grad for parameter in part.model.parameters()):
+            # FSDP2 lets go of weights when a backward ends, which never begins where all of a stage's weights
+            # are frozen.
+            if self.stages.splits_backward or not any(
+                parameter.requires_grad for parameter in part.model.parameters()
+            ):
                 part.release()
         return self._total
 
     def _tell_positions(self, length: int) -> None:
-        positions = torch.arange(length, device=self.comm.device) if self.positions is None else self.positions(length)
+        positions = (
+            torch.arange(length, device=self.comm.device)
+            if self.positions is None
+            else self.positions(length)
+        )
         for module in self._modules:
             module.positions = positions
 
@@ -230,7 +254,11 @@ class Pipelined(ParallelModel):
         own = self.own(batch)
         self.begin(batch)
         result = self._through(own.inputs, batch.inputs.shape[1], own.documents, targets=own.targets)
-        return torch.zeros((), dtype=wide(self.stages.dtype), device=self.comm.device) if result is None else result
+        return (
+            torch.zeros((), dtype=wide(self.stages.dtype), device=self.comm.device)
+            if result is None
+            else result
+        )
 
     def _logits(self, tokens: Tensor, at: int, positions: Tensor | None) -> Tensor:
         length = tokens.shape[1] * self.comm.mesh.size("context")
@@ -240,7 +268,9 @@ class Pipelined(ParallelModel):
             vocabulary += result.shape[-1]
         self.comm.all_reduce(vocabulary, AXIS)
         if result is None:
-            result = torch.zeros(tokens.shape[0], int(vocabulary), dtype=self.stages.dtype, device=self.comm.device)
+            result = torch.zeros(
+                tokens.shape[0], int(vocabulary), dtype=self.stages.dtype, device=self.comm.device
+            )
         return self.comm.all_reduce(result, AXIS)
 
     def _through(self, inputs: Tensor, length: int, documents: Tensor | None, **head: Any) -> Tensor | None:
@@ -250,7 +280,11 @@ class Pipelined(ParallelModel):
         x = inputs
         for stage, part in zip(schedule.stages_of(self.stages.rank), self.parts, strict=True):
             if stage > 0 and not self._has(stage - 1):
-                shape = (inputs.shape[0], inputs.shape[1] // self.comm.mesh.size("tensor"), self.stages.hidden)
+                shape = (
+                    inputs.shape[0],
+                    inputs.shape[1] // self.comm.mesh.size("tensor"),
+                    self.stages.hidden,
+                )
                 x = torch.empty(shape, dtype=self.stages.dtype, device=self.comm.device)
                 self.comm.receive(x, AXIS, schedule.rank_of_stage[stage - 1])
             more = head if stage == self.stages.last else {}

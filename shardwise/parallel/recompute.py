@@ -1,4 +1,5 @@
-"""Recomputation: keep fewer activations, compute some again in backward (Chen et al., 2016; Korthikanti et al., 2022).
+"""Recomputation: keep fewer activations, compute some again in backward (Chen et al., 2016; Korthikanti et
+al., 2022).
 
 | mode              | kept per block                        | extra work                        |
 | ----------------- | ------------------------------------- | --------------------------------- |
@@ -10,7 +11,8 @@
 | full              | the block's input                     | one more forward, about a third   |
 | 0 … 1             | that share of what `none` keeps       | as little as the share allows     |
 
-A share is handed to the compiler's own trade-off where blocks are compiled, and otherwise met by recomputing whole blocks.
+A share is handed to the compiler's own trade-off where blocks are compiled, and otherwise met by recomputing
+whole blocks.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ _PRODUCTS = {
 
 
 def recompute(blocks: Sequence[nn.Module], mode: str | float, compiled: bool, draws: bool = False) -> None:
-    """Arrange the blocks' forward so that activations are recomputed in backward as `mode` says. Where blocks may draw random
-    numbers (`draws`), they draw the same ones again; to keep the state of the generators takes some microseconds a block."""
+    """Arrange the blocks' forward so that activations are recomputed in backward as `mode` says. Where blocks
+    may draw random numbers (`draws`), they draw the same ones again; to keep the state of the generators
+    takes some microseconds a block."""
     if isinstance(mode, float | int):
         if compiled:
             set_activation_memory_budget(float(mode))
@@ -61,9 +64,9 @@ def recompute(blocks: Sequence[nn.Module], mode: str | float, compiled: bool, dr
 
 
 def _selected(block: nn.Module) -> list[nn.Module]:
-    """What is recomputed by operators: the block; of one with experts, its parts without them. FSDP2 gathers experts by
-    themselves, which torch's selective recomputation must not see, and sending tokens to experts twice would cost more than
-    keeping their activations.
+    """What is recomputed by operators: the block; of one with experts, its parts without them. FSDP2 gathers
+    experts by themselves, which torch's selective recomputation must not see, and sending tokens to experts
+    twice would cost more than keeping their activations.
     """
     mixtures = [module for module in block.children() if isinstance(module, MixtureOfExperts)]
     if not mixtures:
@@ -75,7 +78,9 @@ def _selected(block: nn.Module) -> list[nn.Module]:
 def _wrap(block: nn.Module, contexts: Callable[[], Any] | None, draws: bool) -> None:
     more: dict[str, Any] = {"context_fn": contexts} if contexts else {}
     # Replacing forward, rather than wrapping the module, keeps the parameters' names.
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=draws, **more)
+    block.forward = functools.partial(
+        checkpoint, block.forward, use_reentrant=False, preserve_rng_state=draws, **more
+    )
 
 
 def _keep_products() -> Any:
@@ -86,11 +91,19 @@ def _keep_attention() -> Any:
     return create_selective_checkpoint_contexts(_attention)  # type: ignore[no-untyped-call]
 
 
-_CONTEXTS: dict[str, Callable[[], Any] | None] = {"selective": _keep_products, "all-but-attention": _keep_attention, "full": None}
+_CONTEXTS: dict[str, Callable[[], Any] | None] = {
+    "selective": _keep_products,
+    "all-but-attention": _keep_attention,
+    "full": None,
+}
 
 
 def _products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else _attention(context, operation, *args, **kwargs)
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if operation in _PRODUCTS
+        else _attention(context, operation, *args, **kwargs)
+    )
 
 
 def _attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -99,7 +112,7 @@ def _attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Check
 
 
 def _drops(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether attention drops scores. It is then computed again: were it left out, whatever draws after it would draw its
-    numbers."""
+    """Whether attention drops scores. It is then computed again: were it left out, whatever draws after it
+    would draw its numbers."""
     place = _DROPOUT.get(operation, len(args))
     return bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0.0))

@@ -1,7 +1,9 @@
-"""What compression left out of gradients so far, as part of a run's state (checkpoint/residuals.py says how it is named).
+"""What compression left out of gradients so far, as part of a run's state (checkpoint/residuals.py says how
+it is named).
 
-A device's residual of a parameter has the shape of what it encodes: the whole parameter where gradients are summed whole or
-scattered, its own shard where shards are summed over replicas. PowerSGD's factors are the same on all devices that sum the same.
+A device's residual of a parameter has the shape of what it encodes: the whole parameter where gradients are
+summed whole or scattered, its own shard where shards are summed over replicas. PowerSGD's factors are the
+same on all devices that sum the same.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def residual_state(part: DataParallel, mesh: Mesh) -> Iterator[tuple[str, Tensor
 def _name(compressor: Compressor, name: str, parameter: nn.Parameter, mesh: Mesh) -> ResidualName:
     devices = EVERYONE.get(compressor.axis, compressor.axis)
     box = tuple((part.start, part.stop) for part in held(parameter, whole=compressor.axis in EVERYONE))
-    return ResidualName(compressor.label.replace(" ", ""), name, box, mesh.coordinate(devices), mesh.size(devices))
+    return ResidualName(
+        compressor.label.replace(" ", ""), name, box, mesh.coordinate(devices), mesh.size(devices)
+    )
 
 
 def _own(residual: Tensor, said: ResidualName, scattered: bool) -> Tensor:

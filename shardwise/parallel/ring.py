@@ -1,15 +1,16 @@
-"""Ring attention: one sequence over several devices, with keys and values passed from neighbour to neighbour.
+"""Ring attention: one sequence over several devices, with keys and values passed from neighbour to
+neighbour.
 
-Each of the C ranks of the `context` axis holds S / C tokens of a sequence. Queries stay; keys and values go around the ring, and
-each rank attends to whatever block is with it, merging the blocks' results by their log-sum-exp
-(shardwise/parallel/blockwise.py). No rank ever holds the whole sequence (Liu et al., "Ring Attention with Blockwise
-Transformers", 2023). While a block is computed, the next one is already on its way: a transfer is posted before the kernel
-that hides it.
+Each of the C ranks of the `context` axis holds S / C tokens of a sequence. Queries stay; keys and values go
+around the ring, and each rank attends to whatever block is with it, merging the blocks' results by their
+log-sum-exp (shardwise/parallel/blockwise.py). No rank ever holds the whole sequence (Liu et al., "Ring
+Attention with Blockwise Transformers", 2023). While a block is computed, the next one is already on its way:
+a transfer is posted before the kernel that hides it.
 
-**Zig-zag.** Under a causal mask rank 0 of a plain split would have next to nothing to do and the last rank almost all. So the
-sequence is cut into 2C chunks and rank r holds chunk r and chunk 2C-1-r (as in Llama 3; Brandon et al., "Striped
-Attention", 2023, spread it token by token). Then each pair of ranks has one of three kinds of work, all of one size and none
-with masked waste:
+**Zig-zag.** Under a causal mask rank 0 of a plain split would have next to nothing to do and the last rank
+almost all. So the sequence is cut into 2C chunks and rank r holds chunk r and chunk 2C-1-r (as in Llama 3;
+Brandon et al., "Striped Attention", 2023, spread it token by token). Then each pair of ranks has one of three
+kinds of work, all of one size and none with masked waste:
 
 | keys come from | queries     | keys        | mask   |
 | -------------- | ----------- | ----------- | ------ |
@@ -17,12 +18,13 @@ with masked waste:
 | an earlier one | all         | first chunk | none   |
 | a later one    | second half | all         | none   |
 
-**Backward** goes around once more. The kernel's backward takes the merged result and log-sum-exp, so nothing of the forward is
-kept but the local query, key, value, out and lse. The gradient of a block's keys and values follows one step behind them, in
-float32 (float64 for float64): each rank adds its share while it has them, and after the last step they go home.
+**Backward** goes around once more. The kernel's backward takes the merged result and log-sum-exp, so nothing
+of the forward is kept but the local query, key, value, out and lse. The gradient of a block's keys and values
+follows one step behind them, in float32 (float64 for float64): each rank adds its share while it has them,
+and after the last step they go home.
 
-What it costs a rank, where its keys and values have b bytes together, its queries n, and a gradient or sum in float32 has twice
-the bytes of a 16-bit tensor:
+What it costs a rank, where its keys and values have b bytes together, its queries n, and a gradient or sum in
+float32 has twice the bytes of a 16-bit tensor:
 
 | pass     | sends                                   | buffers beside its own tensors and results                            |
 | -------- | --------------------------------------- | --------------------------------------------------------------------- |
@@ -30,11 +32,11 @@ the bytes of a 16-bit tensor:
 | backward | (C - 1) b and (C - 1) gradients of 2 b  | keys here and arriving: 2 b; their gradients leaving and arriving: 4 b; |
 |          |                                         | a block's gradients: b + n; the query's in float32: 2 n               |
 
-Buffers live only inside the call and do not grow with C. Document numbers, where given, travel with the keys; pairs of
-blocks with no document in common are skipped, others use a mask.
+Buffers live only inside the call and do not grow with C. Document numbers, where given, travel with the keys;
+pairs of blocks with no document in common are skipped, others use a mask.
 
-**Recomputation.** The forward pass is one operator, `torch.ops.shardwise.ring_attention`, so that selective recomputation can
-keep its result like that of any attention kernel, and then need not go around again.
+**Recomputation.** The forward pass is one operator, `torch.ops.shardwise.ring_attention`, so that selective
+recomputation can keep its result like that of any attention kernel, and then need not go around again.
 """
 
 from __future__ import annotations
@@ -71,10 +73,12 @@ _GRADIENT_TAG = 3
 
 
 def zigzag_positions(length: int, size: int, rank: int) -> Tensor:
-    """Where in the whole sequence the tokens of this rank are: chunk `rank`, then chunk `2 size - 1 - rank`."""
+    """Where in the whole sequence the tokens of this rank are: chunk `rank`, then chunk `2 size - 1 -
+    rank`."""
     if length % (2 * size):
         raise UserError(
-            f"ring attention over context = {size} cuts a sequence into {2 * size} equal chunks, and {length} tokens "
+            f"ring attention over context = {size} cuts a sequence into {2 * size} equal chunks, and "
+            f"{length} tokens "
             f"cannot be cut so: make data.sequence_length a multiple of {2 * size}"
         )
     chunks = torch.arange(length).view(2 * size, -1)  # (chunks, tokens of a chunk)
@@ -101,11 +105,14 @@ def zigzag_block(rank: int, source: int, tokens: int) -> QueryKeySlices:
 
 
 @eager
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, comm: Comm, documents: Tensor | None = None) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, comm: Comm, documents: Tensor | None = None
+) -> Tensor:
     """Causal attention over a sequence that lies in zig-zag over the `context` axis.
 
-    `query` is (batch, heads, tokens, head_dim), `key` and `value` likewise with as many or fewer heads; `documents` is (batch,
-    tokens), and a token then sees only its own document. All ranks of the axis must call it, in the same order.
+    `query` is (batch, heads, tokens, head_dim), `key` and `value` likewise with as many or fewer heads;
+    `documents` is (batch, tokens), and a token then sees only its own document. All ranks of the axis must
+    call it, in the same order.
     """
     group = comm.mesh.group(AXIS)
     if group is None:
@@ -139,14 +146,18 @@ def forward_pass(
 ) -> Attended:
     """Once around the ring: out in the query's dtype, and its lse."""
     merged: Attended | None = None
-    here = _travelling(key, value, documents)  # keys and values (batch, tokens, kv_heads, head_dim), documents (batch, tokens)
+    here = _travelling(
+        key, value, documents
+    )  # keys and values (batch, tokens, kv_heads, head_dim), documents (batch, tokens)
     for step in range(ring.size):
         passing = ring.pass_on(here) if step < ring.size - 1 else None
         block = zigzag_block(ring.rank, ring.source(step), query.shape[2])
         merged = merge_block(kernel, merged, query, here, block, documents)
         if passing is not None:
             here = passing.arrived()
-    assert merged is not None  # out (batch, heads, tokens, head_dim) in the wide dtype, lse (batch, heads, tokens)
+    assert (
+        merged is not None
+    )  # out (batch, heads, tokens, head_dim) in the wide dtype, lse (batch, heads, tokens)
     return merged[0].to(query.dtype), merged[1]
 
 
@@ -158,8 +169,10 @@ def merge_block(
     block: QueryKeySlices,
     documents: Tensor | None,
 ) -> Attended:
-    """Attend to the keys that are here, and add the result to what was found so far. The first block must be a rank's own."""
-    # (batch, tokens, kv_heads, head_dim) as sent, to (batch, kv_heads, this block's keys, head_dim) as attended to
+    """Attend to the keys that are here, and add the result to what was found so far. The first block must be
+    a rank's own."""
+    # (batch, tokens, kv_heads, head_dim) as sent, to (batch, kv_heads, this block's keys, head_dim) as
+    # attended to
     key, value = (tensor.transpose(1, 2)[:, :, block.keys] for tensor in here[:2])
     pair = _pair(block, documents, here)
     if merged is not None and _strangers(pair):
@@ -172,13 +185,22 @@ def merge_block(
 
 
 def backward_pass(
-    ring: Neighbours, kernel: Kernel, gradient: Tensor, saved: Gradients, merged: Attended, documents: Tensor | None
+    ring: Neighbours,
+    kernel: Kernel,
+    gradient: Tensor,
+    saved: Gradients,
+    merged: Attended,
+    documents: Tensor | None,
 ) -> Gradients:
-    """Once around the ring with keys and values, their gradients a step behind; `saved` is query, key and value."""
+    """Once around the ring with keys and values, their gradients a step behind; `saved` is query, key and
+    value."""
     query, key, value = saved  # (batch, heads or kv_heads, tokens, head_dim)
     here = _travelling(key, value, documents)  # (batch, tokens, kv_heads, head_dim)
     of_query, at_home, here = _own_gradients(ring, kernel, gradient, query, here, merged, documents)
-    sums: list[Tensor] = []  # gradients of the keys and values that are here, as sent: (batch, tokens, kv_heads, head_dim), wide
+    sums: list[
+        Tensor
+        # gradients of the keys and values that are here, as sent: (batch, tokens, kv_heads, head_dim), wide
+    ] = []
     for step in range(1, ring.size):
         passing = ring.pass_on(here) if step < ring.size - 1 else None
         following = ring.pass_on(sums, _GRADIENT_TAG) if sums else None
@@ -188,7 +210,8 @@ def backward_pass(
         _add(block, added, of_query, sums)
         del added  # before the next block makes its own
         here = passing.arrived() if passing else []
-    # Home again after the last step: (batch, tokens, kv_heads, head_dim) as sent to (batch, kv_heads, tokens, head_dim).
+    # Home again after the last step: (batch, tokens, kv_heads, head_dim) as sent to (batch, kv_heads, tokens,
+    # head_dim).
     of_key, of_value = (
         total.transpose(1, 2).add_(own).to(key.dtype)
         for total, own in zip(ring.pass_on(sums, _GRADIENT_TAG).arrived(), at_home, strict=True)
@@ -205,7 +228,8 @@ def _own_gradients(
     merged: Attended,
     documents: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor], list[Tensor]]:
-    """The first step: of the query in the wide dtype; of its own keys and values, which are at home; the keys that came."""
+    """The first step: of the query in the wide dtype; of its own keys and values, which are at home; the keys
+    that came."""
     passing = ring.pass_on(here)
     block = zigzag_block(ring.rank, ring.rank, query.shape[2])
     added = block_gradients(kernel, gradient, query, here, block, merged, documents)
@@ -222,25 +246,36 @@ def block_gradients(
     merged: Attended,
     documents: Tensor | None,
 ) -> Gradients | None:
-    """What this block adds to the gradients of its queries, keys and values; None where it has nothing to add."""
+    """What this block adds to the gradients of its queries, keys and values; None where it has nothing to
+    add."""
     pair = _pair(block, documents, here)
     if _strangers(pair):
         return None
-    key, value = (tensor.transpose(1, 2)[:, :, block.keys] for tensor in here[:2])  # (batch, kv_heads, block's keys, head_dim)
-    rows, out, lse = (tensor[:, :, block.queries] for tensor in (query, *merged))  # of the block's queries; lse without head_dim
-    return attend_backward(kernel, gradient[:, :, block.queries], rows, key, value, (out, lse), block.causal, pair)
+    key, value = (
+        tensor.transpose(1, 2)[:, :, block.keys] for tensor in here[:2]
+    )  # (batch, kv_heads, block's keys, head_dim)
+    rows, out, lse = (
+        tensor[:, :, block.queries] for tensor in (query, *merged)
+    )  # of the block's queries; lse without head_dim
+    return attend_backward(
+        kernel, gradient[:, :, block.queries], rows, key, value, (out, lse), block.causal, pair
+    )
 
 
 def _add(block: QueryKeySlices, added: Gradients | None, of_query: Tensor, sums: Sequence[Tensor]) -> None:
-    """Put a block's gradients into those of the queries, and into the sums that travel with its keys and values."""
+    """Put a block's gradients into those of the queries, and into the sums that travel with its keys and
+    values."""
     if added is not None:
         of_query[:, :, block.queries] += added[0]
         for total, part in zip(sums, added[1:], strict=True):
-            total.transpose(1, 2)[:, :, block.keys] += part  # a view of what will be sent: (batch, kv_heads, tokens, head_dim)
+            total.transpose(1, 2)[:, :, block.keys] += (
+                part  # a view of what will be sent: (batch, kv_heads, tokens, head_dim)
+            )
 
 
 def _travelling(key: Tensor, value: Tensor, documents: Tensor | None) -> list[Tensor]:
-    """As they are sent: (batch, tokens, heads, head_dim), which is how a projection leaves them, so this seldom copies."""
+    """As they are sent: (batch, tokens, heads, head_dim), which is how a projection leaves them, so this
+    seldom copies."""
     tensors = [key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()]
     return tensors if documents is None else [*tensors, documents.contiguous()]
 
@@ -255,20 +290,25 @@ def _pair(block: QueryKeySlices, documents: Tensor | None, here: Sequence[Tensor
 
 
 def _strangers(documents: Documents | None) -> bool:
-    """Whether no query can have a key of its own document, because their numbers do not overlap in any row."""
+    """Whether no query can have a key of its own document, because their numbers do not overlap in any
+    row."""
     if documents is None:
         return False
     queries, keys = documents
     # (batch): ranges of numbers that do not overlap have no document in common
     apart = (queries.amin(1) > keys.amax(1)) | (keys.amin(1) > queries.amax(1))
-    return bool(apart.all())  # on a GPU this waits for the device; a block of masked attention takes far longer
+    return bool(
+        apart.all()
+    )  # on a GPU this waits for the device; a block of masked attention takes far longer
 
 
 _COMMS: WeakValueDictionary[str, Comm] = WeakValueDictionary()
 """By the name of the `context` group: an operator takes tensors and strings, and no objects of ours."""
 
 
-def around(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, kernel: str, group: str) -> Attended:
+def around(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, kernel: str, group: str
+) -> Attended:
     """`forward_pass` by names: what the operator runs."""
     return forward_pass(Neighbours(_COMMS[group]), KERNELS[kernel], query, key, value, documents)
 
@@ -277,7 +317,8 @@ torch.library.custom_op(
     "shardwise::ring_attention",
     around,
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor? documents, str kernel, str group) -> (Tensor, Tensor)",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? documents, str kernel, str group) -> (Tensor, "
+    "Tensor)",
 )
 RING = torch.ops.shardwise.ring_attention.default
 """The way around as one operator, which recomputation can be told to keep."""
@@ -286,7 +327,13 @@ RING = torch.ops.shardwise.ring_attention.default
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, kernel: str, group: str
+        context: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
+        kernel: str,
+        group: str,
     ) -> Tensor:
         out, lse = torch.ops.shardwise.ring_attention(query, key, value, documents, kernel, group)
         context.save_for_backward(query, key, value, out, lse, documents)
@@ -298,7 +345,11 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, documents = context.saved_tensors
-        if gradient.stride() != out.stride():  # kernels want rows that lie together; a broadcast gradient has none
+        if (
+            gradient.stride() != out.stride()
+        ):  # kernels want rows that lie together; a broadcast gradient has none
             gradient = torch.empty_like(out).copy_(gradient)
-        gradients = backward_pass(Neighbours(context.comm), context.kernel, gradient, (query, key, value), (out, lse), documents)
+        gradients = backward_pass(
+            Neighbours(context.comm), context.kernel, gradient, (query, key, value), (out, lse), documents
+        )
         return *gradients, None, None, None

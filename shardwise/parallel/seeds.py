@@ -1,14 +1,18 @@
-"""What a user's module draws, as dropout does, depends on where in the run and in the model it draws, and on nothing else.
+"""What a user's module draws, as dropout does, depends on where in the run and in the model it draws, and on
+nothing else.
 
-Before the forward of each micro-batch, and of each block in it, torch's generators are seeded from (the job's seed, the number in
-the run of the micro-batch's first sequence, the block). Therefore
+Before the forward of each micro-batch, and of each block in it, torch's generators are seeded from (the job's
+seed, the number in the run of the micro-batch's first sequence, the block). Therefore
 
 - a step draws the same whether the run was resumed before it or not, by however many workers;
-- layouts of data, replica, pipeline and zero draw what one device draws, as long as micro-batches have the same size: dropout
-  draws for a micro-batch at once, and other sequences beside a sequence are other numbers for it;
-- recomputation draws what forward drew: torch's checkpointing puts back the state that the seed began (parallel/recompute.py);
-- context devices draw each for its own tokens. Tensor devices draw alike, since some of what they hold is the same; so each part
-  of a sequence that is split over them meets the same numbers. Neither is what one device draws, and both are reproducible.
+- layouts of data, replica, pipeline and zero draw what one device draws, as long as micro-batches have the
+  same size: dropout draws for a micro-batch at once, and other sequences beside a sequence are other numbers
+  for it;
+- recomputation draws what forward drew: torch's checkpointing puts back the state that the seed began
+  (parallel/recompute.py);
+- context devices draw each for its own tokens. Tensor devices draw alike, since some of what they hold is the
+  same; so each part of a sequence that is split over them meets the same numbers. Neither is what one device
+  draws, and both are reproducible.
 
 Seeding costs the host some microseconds a block. The transformer draws nothing and is not seeded.
 """
@@ -39,7 +43,8 @@ class Seeds:
         self._plant("")
 
     def before(self, block: nn.Module, name: str) -> None:
-        """Let every forward of a block begin with a seed of its own. Outermost, so that the compiler does not see it."""
+        """Let every forward of a block begin with a seed of its own. Outermost, so that the compiler does not
+        see it."""
         block.forward = functools.partial(self._seeded, block.forward, name)
 
     def _seeded(self, forward: Callable[..., Any], name: str, *inputs: Any, **named: Any) -> Any:
@@ -47,7 +52,9 @@ class Seeds:
         return forward(*inputs, **named)
 
     def _plant(self, block: str) -> None:
-        digest = hashlib.blake2b(f"{self._seed}:{self._sequence}:{self._part}:{block}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(
+            f"{self._seed}:{self._sequence}:{self._part}:{block}".encode(), digest_size=8
+        ).digest()
         seed = int.from_bytes(digest, "little") >> 1
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":

@@ -68,7 +68,9 @@ def own_stages(config: Config, plan: Plan, comm: Comm) -> Stages:
 def cut_out(model: nn.Module, table: Sharding, stage: int, stages: Stages) -> None:
     """Turn a whole model into one stage of it; blocks keep their numbers, so parameters keep their names."""
     if table.blocks is None:
-        raise UserError("layout.pipeline: the model's sharding table names no `blocks`, so it cannot be cut into stages")
+        raise UserError(
+            "layout.pipeline: the model's sharding table names no `blocks`, so it cannot be cut into stages"
+        )
     kept = nn.ModuleList()
     for block in stages.blocks[stage]:
         kept.add_module(str(block), model.get_submodule(f"{table.blocks}.{block}"))

@@ -1,26 +1,29 @@
 """Tensor and sequence parallelism: several devices share each matrix, and each layer's tokens.
 
-The sharding table (plan/sharding.py) says what each module does; here that becomes weights that are DTensors on the `tensor`
-axis, and collectives at the borders. A pair of matrices, the first split by outputs and the second by inputs, needs none
-between them (Shoeybi et al. 2019): heads of attention, inner features of the feed-forward. Before the first the sequence is
-gathered, after the second the partial results are summed and scattered along the sequence (Korthikanti et al. 2022), so what
-lies outside the pair, norms and residuals, is held and computed once, in parts.
+The sharding table (plan/sharding.py) says what each module does; here that becomes weights that are DTensors
+on the `tensor` axis, and collectives at the borders. A pair of matrices, the first split by outputs and the
+second by inputs, needs none between them (Shoeybi et al. 2019): heads of attention, inner features of the
+feed-forward. Before the first the sequence is gathered, after the second the partial results are summed and
+scattered along the sequence (Korthikanti et al. 2022), so what lies outside the pair, norms and residuals, is
+held and computed once, in parts.
 
-A layer, forward: all-gather of batch x sequence x hidden values before attention and before the feed-forward, and a
-reduce-scatter of as many after each; the same again in backward, where each becomes the other. The gathered sequence is not
-kept for backward: a device keeps its own part and gathers again when the weights' gradients ask for it, one more all-gather
-before each of the two. (Recomputation, of all or of selected parts, does the same by itself; a compiled block keeps what its
-compiler decides.)
+A layer, forward: all-gather of batch x sequence x hidden values before attention and before the feed-forward,
+and a reduce-scatter of as many after each; the same again in backward, where each becomes the other. The
+gathered sequence is not kept for backward: a device keeps its own part and gathers again when the weights'
+gradients ask for it, one more all-gather before each of the two. (Recomputation, of all or of selected parts,
+does the same by itself; a compiled block keeps what its compiler decides.)
 
-DTensor holds the weights, and no more than that. A module computes on its local part, as if it were a smaller module
-(parallel/modules.py): torch's kernels, the compiler and a user's own modules see plain tensors, and every collective is one that
-we wrote down and count.
+DTensor holds the weights, and no more than that. A module computes on its local part, as if it were a smaller
+module (parallel/modules.py): torch's kernels, the compiler and a user's own modules see plain tensors, and
+every collective is one that we wrote down and count.
 
-Matrices are those of `nn.Linear` and `nn.Conv1d`, which is one for each place of its kernel: (outputs, inputs, kernel), between
-activations (batch, channels, sequence). `unfit` says what else a role can be given to.
+Matrices are those of `nn.Linear` and `nn.Conv1d`, which is one for each place of its kernel: (outputs,
+inputs, kernel), between activations (batch, channels, sequence). `unfit` says what else a role can be given
+to.
 
-Weights that are whole on every device (norms, and key or value heads that several devices use) see different tokens or heads
-on each, so their gradients are parts of a sum: `sum_whole` adds them up, once a step, in one message.
+Weights that are whole on every device (norms, and key or value heads that several devices use) see different
+tokens or heads on each, so their gradients are parts of a sum: `sum_whole` adds them up, once a step, in one
+message.
 """
 
 from __future__ import annotations
@@ -52,8 +55,10 @@ SEQUENCE = 1
 """The dim of activations (batch, sequence, hidden) that is split between the pairs of matrices."""
 
 SPLITTABLE = (
-    "columns() and rows() split nn.Linear, nn.Conv1d with groups=1, and modules of your own with a weight (outputs, inputs); "
-    "vocabulary() splits nn.Embedding; loss() splits shardwise.models.Head; whole() and positions() keep weights whole"
+    "columns() and rows() split nn.Linear, nn.Conv1d with groups=1, and modules of your own with a weight "
+    "(outputs, inputs); "
+    "vocabulary() splits nn.Embedding; loss() splits shardwise.models.Head; whole() and positions() keep "
+    "weights whole"
 )
 """What a table can split, for whoever asked for something else."""
 
@@ -61,7 +66,11 @@ SPLITTABLE = (
 def unfit(role: Role, module: nn.Module) -> str | None:
     """Why a module cannot have this role; None: it can, as far as its kind tells."""
     reason = _reason(role, module)
-    return None if reason is None else f"the role {role.kind}() does not fit {type(module).__name__}: {reason}. {SPLITTABLE}"
+    return (
+        None
+        if reason is None
+        else f"the role {role.kind}() does not fit {type(module).__name__}: {reason}. {SPLITTABLE}"
+    )
 
 
 def _reason(role: Role, module: nn.Module) -> str | None:
@@ -75,12 +84,15 @@ def _reason(role: Role, module: nn.Module) -> str | None:
         return "it is for shardwise.models.Head; elsewhere use columns(gather=True)"
     elif role.kind == "whole" and isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return (
-            "it looks at all of a sequence, of which a device has a part here; write it with nn.Linear, as examples/own_model.py"
+            "it looks at all of a sequence, of which a device has a part here; write it with nn.Linear, as "
+            "examples/own_model.py"
         )
     elif role.kind in ("columns", "rows"):
         if isinstance(module, nn.Conv1d):
             return None if module.groups == 1 else f"it has groups={module.groups}"
-        others = type(module).__module__.partition(".")[0] in ("torch", "transformers") and not isinstance(module, nn.Linear)
+        others = type(module).__module__.partition(".")[0] in ("torch", "transformers") and not isinstance(
+            module, nn.Linear
+        )
         if others or isinstance(module, nn.Embedding):
             return "that has no matrix (outputs, inputs) which a part of it could stand for"
         if getattr(weight, "ndim", 0) != 2:
@@ -89,7 +101,8 @@ def _reason(role: Role, module: nn.Module) -> str | None:
 
 
 def split_over_tensor(model: nn.Module, table: Sharding, comm: Comm, gather_again: bool = False) -> None:
-    """Turn a plain model, on the meta device, into this rank's part of it. Experts are left to parallel/expert.py.
+    """Turn a plain model, on the meta device, into this rank's part of it. Experts are left to
+    parallel/expert.py.
 
     With `gather_again`, gathered sequences are let go after forward and gathered again in backward.
     """
@@ -119,7 +132,8 @@ def _make_parallel(module: nn.Module, share: Share, gather_again: bool) -> None:
 def missing_entry(path: str, names: list[str]) -> str:
     """What to say of a module with weights that the table does not name."""
     return (
-        f"the sharding table has no entry for {path or 'the model itself'}, which has the weights {', '.join(names)}; "
+        f"the sharding table has no entry for {path or 'the model itself'}, which has the weights "
+        f"{', '.join(names)}; "
         f'add one, for example "{path}": whole() (docs/sharding.md lists the roles). {SPLITTABLE}'
     )
 
@@ -141,7 +155,9 @@ def is_whole(parameter: Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
-    own = [placement for name, placement in zip(names, parameter.placements, strict=True) if _is_of_axis(name)]
+    own = [
+        placement for name, placement in zip(names, parameter.placements, strict=True) if _is_of_axis(name)
+    ]
     return bool(own) and all(isinstance(placement, Replicate) for placement in own)
 
 
@@ -150,7 +166,9 @@ def _is_of_axis(name: str) -> bool:
     return all(part.partition(".")[0] == AXIS for part in name.split(" x "))
 
 
-def _distribute(module: nn.Module, name: str, dim: int | None, comm: Comm, distributed: dict[nn.Parameter, nn.Parameter]) -> None:
+def _distribute(
+    module: nn.Module, name: str, dim: int | None, comm: Comm, distributed: dict[nn.Parameter, nn.Parameter]
+) -> None:
     """Make one weight a DTensor; a weight that two modules share stays one."""
     plain = module._parameters[name]
     assert plain is not None
@@ -170,10 +188,11 @@ class Whole(ParallelModule):
 
 
 class Gathered(ParallelModule):
-    """Needs the whole sequence: (batch, part of the sequence, hidden) is gathered to (batch, sequence, hidden) before forward.
+    """Needs the whole sequence: (batch, part of the sequence, hidden) is gathered to (batch, sequence,
+    hidden) before forward.
 
-    By a hook, which stays outside of what recomputation makes of forward: beside experts, attention is recomputed selectively by
-    itself and keeps its gathered input.
+    By a hook, which stays outside of what recomputation makes of forward: beside experts, attention is
+    recomputed selectively by itself and keeps its gathered input.
     """
 
     parallel_input: str
@@ -184,19 +203,26 @@ class Gathered(ParallelModule):
         return "sequence gathered before"
 
 
-def _gather_input(module: Gathered, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _gather_input(
+    module: Gathered, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if not inputs:
         if module.parallel_input not in named:
             raise UserError(
                 f"a module that the sharding table calls gathered() was called without its first argument, "
-                f"{module.parallel_input or 'of which it has none'}: that is the sequence to put together before the call"
+                f"{module.parallel_input or 'of which it has none'}: that is the sequence to put together "
+                f"before the call"
             )
-        inputs, named = (named[module.parallel_input],), {k: v for k, v in named.items() if k != module.parallel_input}
+        inputs, named = (
+            (named[module.parallel_input],),
+            {k: v for k, v in named.items() if k != module.parallel_input},
+        )
     return (gather(inputs[0], module.parallel_share.comm, AXIS, SEQUENCE), *inputs[1:]), named
 
 
 class Regathered(Gathered):
-    """Wherever autograd would keep the gathered input, or a view of it, it keeps this device's part of it instead."""
+    """Wherever autograd would keep the gathered input, or a view of it, it keeps this device's part of it
+    instead."""
 
     def forward(self, whole: Tensor, *rest: Any, **named: Any) -> Any:
         """The module's own."""
@@ -210,7 +236,8 @@ class Regathered(Gathered):
 
 
 class _Again:
-    """A gathered tensor that is let go, and gathered again when the first of its users asks for it in backward."""
+    """A gathered tensor that is let go, and gathered again when the first of its users asks for it in
+    backward."""
 
     def __init__(self, whole: Tensor, share: Share) -> None:
         self.comm, self.storage = share.comm, whole.untyped_storage().data_ptr()
@@ -237,8 +264,8 @@ class _Again:
 
 
 class Column(ParallelModule):
-    """A matrix split by outputs: (batch, sequence, inputs) to (batch, sequence, device's outputs); of a convolution,
-    (batch, inputs, sequence) to (batch, device's outputs, sequence)."""
+    """A matrix split by outputs: (batch, sequence, inputs) to (batch, sequence, device's outputs); of a
+    convolution, (batch, inputs, sequence) to (batch, device's outputs, sequence)."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own, on this device's rows of the weight."""
@@ -249,7 +276,8 @@ class Column(ParallelModule):
         return _put_together(output, _rows_of(self), self.parallel_share, _dim_of_features(self, output))
 
     def parallel_part(self, name: str, part: Tensor) -> Tensor:
-        """Where there are fewer parts (key heads) than devices, each device holds all of them and uses one."""
+        """Where there are fewer parts (key heads) than devices, each device holds all of them and uses
+        one."""
         copied = self._copied_part()
         return part if copied is None else part.chunk(copied[1])[copied[0]]
 
@@ -266,20 +294,29 @@ class Column(ParallelModule):
         rows, copied = _rows_of(self), self._copied_part()
         if copied is not None:
             part, parts = copied
-            return f"outputs {part * rows // parts}:{(part + 1) * rows // parts} of {rows}, all of which it holds"
+            return (
+                f"outputs {part * rows // parts}:{(part + 1) * rows // parts} of {rows}, all of which "
+                f"it holds"
+            )
         assert self.parallel_share.role is not None
-        return f"outputs {_in_words(self.parallel_share, rows)}" + (", gathered after" if self.parallel_share.role.gather else "")
+        return f"outputs {_in_words(self.parallel_share, rows)}" + (
+            ", gathered after" if self.parallel_share.role.gather else ""
+        )
 
 
 class Row(ParallelModule):
-    """A matrix split by inputs: (batch, sequence, device's inputs) to (batch, device's part of the sequence, outputs); of a
-    convolution, (batch, device's inputs, sequence) to (batch, outputs, device's part of the sequence)."""
+    """A matrix split by inputs: (batch, sequence, device's inputs) to (batch, device's part of the sequence,
+    outputs); of a convolution, (batch, device's inputs, sequence) to (batch, outputs, device's part of the
+    sequence)."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own, without its bias, which is added once, after the sum over the devices."""
         partial: Tensor = super().forward(*inputs, **named)
         sequence = partial.ndim - 1 if isinstance(self, nn.Conv1d) else SEQUENCE
-        summed, bias = scatter_sum(partial, self.parallel_share.comm, AXIS, sequence), self._parameters.get("bias")
+        summed, bias = (
+            scatter_sum(partial, self.parallel_share.comm, AXIS, sequence),
+            self._parameters.get("bias"),
+        )
         if bias is None:
             return summed
         own = local(bias).to(summed.dtype)
@@ -293,11 +330,15 @@ class Row(ParallelModule):
         """This device's inputs."""
         weight = self._parameters["weight"]
         assert weight is not None
-        return f"inputs {_in_words(self.parallel_share, weight.shape[1])}, outputs summed and scattered along the sequence"
+        return (
+            f"inputs {_in_words(self.parallel_share, weight.shape[1])}, outputs summed and scattered along "
+            f"the sequence"
+        )
 
 
 class Vocabulary(ParallelModule):
-    """An embedding split by ids: all ids (batch, sequence) to (batch, this device's part of the sequence, hidden)."""
+    """An embedding split by ids: all ids (batch, sequence) to (batch, this device's part of the sequence,
+    hidden)."""
 
     weight: Tensor
     padding_idx: int | None
@@ -310,18 +351,25 @@ class Vocabulary(ParallelModule):
         weight = weight if weight.shape[0] else F.pad(weight, (0, 0, 0, 1))  # a device may have no rows
         dtype = getattr(self, "compute_dtype", None)  # which a user's own kind of embedding does not have
         padding = (
-            None if self.padding_idx is None or not 0 <= self.padding_idx - first < weight.shape[0] else self.padding_idx - first
+            None
+            if self.padding_idx is None or not 0 <= self.padding_idx - first < weight.shape[0]
+            else self.padding_idx - first
         )
         vectors = lookup(rows.masked_fill(elsewhere, 0), weight, dtype, padding)  # (batch, sequence, hidden)
-        return scatter_sum(vectors.masked_fill(elsewhere.unsqueeze(-1), 0), self.parallel_share.comm, AXIS, SEQUENCE)
+        return scatter_sum(
+            vectors.masked_fill(elsewhere.unsqueeze(-1), 0), self.parallel_share.comm, AXIS, SEQUENCE
+        )
 
     def describe_share(self) -> str:
         """This device's ids."""
-        return f"ids {_in_words(self.parallel_share, _rows_of(self))}, summed and scattered along the sequence"
+        return (
+            f"ids {_in_words(self.parallel_share, _rows_of(self))}, summed and scattered along the sequence"
+        )
 
 
 class Position(ParallelModule):
-    """An embedding of positions, whole on every device: all positions to the vectors of this device's part of the sequence."""
+    """An embedding of positions, whole on every device: all positions to the vectors of this device's part of
+    the sequence."""
 
     def forward(self, positions: Tensor) -> Any:
         """The module's own, of fewer positions."""
@@ -344,12 +392,22 @@ class VocabularyLoss(ParallelModule):
     @eager
     def forward(self, hidden: Tensor, targets: Tensor | None = None, at: int | None = None) -> Tensor:
         """Of (batch, part of the sequence, hidden): the loss, or whole logits at one position, or at all."""
-        hidden, weight = gather(hidden, self.parallel_share.comm, AXIS, SEQUENCE), self.weight  # (batch, sequence, hidden)
+        hidden, weight = (
+            gather(hidden, self.parallel_share.comm, AXIS, SEQUENCE),
+            self.weight,
+        )  # (batch, sequence, hidden)
         if targets is not None:
             flat, goals, part = hidden.flatten(0, 1), targets.flatten(), self._part_of_vocabulary()
             split, softcap, float8 = self.split_backward, self.softcap, self.float8
             return linear_cross_entropy(
-                flat, weight, goals, self.chunk, part=part, split_backward=split, softcap=softcap, float8=float8
+                flat,
+                weight,
+                goals,
+                self.chunk,
+                part=part,
+                split_backward=split,
+                softcap=softcap,
+                float8=float8,
             )
         chosen = hidden if at is None else hidden[:, at]
         logits = cap_logits(linear(chosen, weight.to(hidden.dtype)), self.softcap)
@@ -361,13 +419,17 @@ class VocabularyLoss(ParallelModule):
         def maximum(numbers: Tensor) -> Tensor:
             return comm.all_reduce(numbers, AXIS, op=torch.distributed.ReduceOp.MAX)
 
-        first, most_rows = self.parallel_share.range_of(rows).start, largest_part(rows, self.parallel_share.size)
+        first, most_rows = (
+            self.parallel_share.range_of(rows).start,
+            largest_part(rows, self.parallel_share.size),
+        )
         return VocabularyPart(first, most_rows, maximum, lambda numbers: comm.all_reduce(numbers, AXIS))
 
     def describe_share(self) -> str:
         """This device's ids."""
         return (
-            f"ids {_in_words(self.parallel_share, _rows_of(self))}, sequence gathered before, sums of the loss over all devices"
+            f"ids {_in_words(self.parallel_share, _rows_of(self))}, sequence gathered before, sums of the "
+            f"loss over all devices"
         )
 
 
@@ -377,10 +439,13 @@ def _dim_of_features(module: nn.Module, output: Tensor) -> int:
 
 
 def _put_together(features: Tensor, rows: int, share: Share, dim: int) -> Tensor:
-    """The features of all devices, of so many rows of a matrix; the last parts may be shorter, so they are padded on the way."""
+    """The features of all devices, of so many rows of a matrix; the last parts may be shorter, so they are
+    padded on the way."""
     behind = (0, 0) * (features.ndim - 1 - dim)  # F.pad wants the last dim first
     padded = F.pad(features, (*behind, 0, largest_part(rows, share.size) - features.shape[dim]))
-    return collect(padded, share.comm, AXIS, dim).narrow(dim, 0, rows)  # only behind the last row is there padding
+    return collect(padded, share.comm, AXIS, dim).narrow(
+        dim, 0, rows
+    )  # only behind the last row is there padding
 
 
 def _rows_of(module: nn.Module) -> int:

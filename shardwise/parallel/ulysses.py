@@ -1,16 +1,19 @@
 """Ulysses: one sequence over several devices, turned by an all-to-all into some heads of all tokens each.
 
-Attention mixes tokens but never heads. So where C ranks hold S / C tokens of all heads, one all-to-all gives each rank all S
-tokens of 1 / C of the heads; the ordinary fused attention runs on them, and a second all-to-all turns the result back (Jacobs et
-al., "DeepSpeed Ulysses", 2023). Chunks are contiguous: every rank sees the whole sequence, so causal work is even by itself.
+Attention mixes tokens but never heads. So where C ranks hold S / C tokens of all heads, one all-to-all gives
+each rank all S tokens of 1 / C of the heads; the ordinary fused attention runs on them, and a second
+all-to-all turns the result back (Jacobs et al., "DeepSpeed Ulysses", 2023). Chunks are contiguous: every rank
+sees the whole sequence, so causal work is even by itself.
 
-Against the ring (shardwise/parallel/ring.py): fewer and larger messages, one whole kernel in place of C blocks, but nothing to
-hide the messages behind, and `heads` must be a multiple of C. For n bytes of queries and b of keys and values on one rank,
-forward sends (C-1)/C of 2 n + b, and backward the same: independent of C, where the ring sends (C-1) b. During attention a rank
-holds those n + b bytes once more, and with documents a mask of S² bytes for each row of the batch.
+Against the ring (shardwise/parallel/ring.py): fewer and larger messages, one whole kernel in place of C
+blocks, but nothing to hide the messages behind, and `heads` must be a multiple of C. For n bytes of queries
+and b of keys and values on one rank, forward sends (C-1)/C of 2 n + b, and backward the same: independent of
+C, where the ring sends (C-1) b. During attention a rank holds those n + b bytes once more, and with documents
+a mask of S² bytes for each row of the batch.
 
-Keys and values may have fewer heads than queries. If they cannot be dealt out evenly, each kv head is first repeated, only so
-often that the number of heads becomes lcm(kv_heads, C), which always divides `heads`; its gradient is the sum over the copies.
+Keys and values may have fewer heads than queries. If they cannot be dealt out evenly, each kv head is first
+repeated, only so often that the number of heads becomes lcm(kv_heads, C), which always divides `heads`; its
+gradient is the sum over the copies.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ def contiguous_positions(length: int, size: int, rank: int) -> Tensor:
     """Where in the whole sequence the tokens of this rank are: the `rank`-th of `size` equal chunks."""
     if length % size:
         raise UserError(
-            f"context = {size} cuts a sequence into {size} equal chunks, and {length} tokens cannot be cut so: "
+            f"context = {size} cuts a sequence into {size} equal chunks, and {length} tokens cannot be "
+            f"cut so: "
             f"make data.sequence_length a multiple of {size}"
         )
     return torch.arange(length).view(size, -1)[rank]
@@ -50,22 +54,26 @@ def ulysses_attention(
 ) -> Tensor:
     """Causal attention over a sequence that lies in contiguous chunks over the `context` axis.
 
-    `query` is (batch, heads, tokens, head_dim), `key` and `value` likewise with as many or fewer heads; `documents` is (batch,
-    tokens), and a token then sees only its own document; `window` is how many tokens it sees at most, `softcap`
-    what scores are kept within. All ranks of the axis must call it, in the same order.
+    `query` is (batch, heads, tokens, head_dim), `key` and `value` likewise with as many or fewer heads;
+    `documents` is (batch, tokens), and a token then sees only its own document; `window` is how many tokens
+    it sees at most, `softcap` what scores are kept within. All ranks of the axis must call it, in the same
+    order.
     """
     size = comm.mesh.size(AXIS)
     if size == 1:
         return whole_attention(query, key, value, documents, window, softcap)
     if query.shape[1] % size:
         raise UserError(
-            f"Ulysses deals out heads over context = {size}, and {query.shape[1]} heads cannot be dealt out evenly: "
+            f"Ulysses deals out heads over context = {size}, and {query.shape[1]} heads cannot be dealt out "
+            f"evenly: "
             f"choose a context that divides the heads, or ring attention"
         )
     repeats = size // math.gcd(size, key.shape[1])
     parts = [query, _repeat(key, repeats), _repeat(value, repeats)]
     heads = [part.shape[1] // size for part in parts]
-    dealt = all_to_all(torch.cat([_deal_heads(part, size) for part in parts], 3), comm, AXIS)  # one message for all three
+    dealt = all_to_all(
+        torch.cat([_deal_heads(part, size) for part in parts], 3), comm, AXIS
+    )  # one message for all three
     queries, keys, values = (_join_tokens(part) for part in torch.split(dealt, heads, 3))
     whole_documents = None if documents is None else _gather(documents, comm)
     mixed = whole_attention(queries, keys, values, whole_documents, window, softcap)

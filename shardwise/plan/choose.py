@@ -1,8 +1,10 @@
-"""From what was asked to what will run: `choose` makes a `Plan` for so many devices, `fit` for as many of them as can be used.
+"""From what was asked to what will run: `choose` makes a `Plan` for so many devices, `fit` for as many of
+them as can be used.
 
-What the user leaves open is filled in: `data` takes the devices that are left, `zero` is the lowest stage whose model states fit
-in the memory given (a lower stage communicates less), stages are cut evenly by time. A search (search/) may have filled in more
-before; then `asked` is the job as it was given, so that the plan can say of each setting who decided it.
+What the user leaves open is filled in: `data` takes the devices that are left, `zero` is the lowest stage
+whose model states fit in the memory given (a lower stage communicates less), stages are cut evenly by time. A
+search (search/) may have filled in more before; then `asked` is the job as it was given, so that the plan can
+say of each setting who decided it.
 """
 
 from __future__ import annotations
@@ -40,14 +42,16 @@ from shardwise.words import counted
 
 MICRO_BATCHES_A_STAGE = 4
 STATE_SHARE = 0.6
-"""Share of a device's memory that model states may take when `zero` is chosen; the rest is for activations."""
+"""Share of a device's memory that model states may take when `zero` is chosen; the rest is for
+activations."""
 OPEN = (None, -1, "auto")
 """Values of a setting that leave it open, like leaving it out."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A job as it was given, where something else than `choose` decided some of it since, and why that did."""
+    """A job as it was given, where something else than `choose` decided some of it since, and why that
+    did."""
 
     config: Config
     why: str
@@ -62,8 +66,9 @@ def choose(
     parameters: OwnParameters | None = None,
     asked: Asked | None = None,
 ) -> Plan:
-    """The plan for this job on this many devices, each with this much memory (None: unknown). `parameters`: as counted in a
-    user's own module; None: as the configuration says. `asked`: the job before something else decided some of it.
+    """The plan for this job on this many devices, each with this much memory (None: unknown). `parameters`:
+    as counted in a user's own module; None: as the configuration says. `asked`: the job before something else
+    decided some of it.
     """
     layout = _with_data(config, devices)
     problems = [
@@ -78,7 +83,9 @@ def choose(
     zero, whys["zero"] = _zero(config, layout, accumulation, memory_bytes, parameters)
     states = state_bytes(config, layout.model_copy(update={"zero": zero}), accumulation, parameters)
     if memory_bytes is not None and states.total > memory_bytes and not layout.offload:
-        smaller = _what_fits(config, layout.model_copy(update={"zero": zero}), accumulation, memory_bytes, parameters)
+        smaller = _what_fits(
+            config, layout.model_copy(update={"zero": zero}), accumulation, memory_bytes, parameters
+        )
         problem = _too_large(states.total, memory_bytes, zero, smaller)
         raise ConfigError(f"the job on {counted(devices, 'device')}", [problem])
     layout, more = _completed(config, layout.model_copy(update={"zero": zero}))
@@ -92,7 +99,9 @@ def choose(
         decisions=_decisions(config, values, whys | more, asked),
         parameters=parameters.total if parameters else count(config.model),
         frozen=parameters.frozen if parameters else 0,
-        flops_per_token=own_flops_per_token(parameters) if parameters else flops_per_token(config.model, length),
+        flops_per_token=own_flops_per_token(parameters)
+        if parameters
+        else flops_per_token(config.model, length),
         state_bytes=states,
         flop_convention=OWN_FLOP_CONVENTION if parameters else FLOP_CONVENTION,
     )
@@ -106,16 +115,20 @@ def fit(
     parameters: OwnParameters | None = None,
     asked: Asked | None = None,
 ) -> Plan | None:
-    """The plan for as many of these devices as a layout near the one asked for can use; None if that is fewer than `least`.
+    """The plan for as many of these devices as a layout near the one asked for can use; None if that is fewer
+    than `least`.
 
-    A run that lost devices goes on under it. On each number of devices, from all of them down, only the data axis is changed
-    if that will do; else the nearest layout is taken. A micro-batch that was not asked for is cut to what divides the share that
-    a device has here: else devices would idle for a number that nobody gave.
+    A run that lost devices goes on under it. On each number of devices, from all of them down, only the data
+    axis is changed if that will do; else the nearest layout is taken. A micro-batch that was not asked for is
+    cut to what divides the share that a device has here: else devices would idle for a number that nobody
+    gave.
     """
     most = config.train.micro_batch if asked and asked.config.train.micro_batch is None else None
     train = config.train.model_copy(update={"micro_batch": None}) if most else config.train
     for world in range(devices, least - 1, -1):
-        relaxed = with_nearby_that_divides(config.layout.model_copy(update={"data": -1}), world // config.layout.fixed)
+        relaxed = with_nearby_that_divides(
+            config.layout.model_copy(update={"data": -1}), world // config.layout.fixed
+        )
         nearest = nearest_to(config.model, config.data, train, relaxed, world)
         near = f"the nearest that works on {world} of {devices} devices"
         changed = Asked(asked.config if asked else config, near, asked.whys if asked else {})
@@ -123,7 +136,9 @@ def fit(
             with suppress(ConfigError):
                 why = asked if layout is config.layout else changed
                 job = config.model_copy(update={"layout": layout})
-                return choose(_with_micro_batch(job, world, most) if most else job, world, memory_bytes, parameters, why)
+                return choose(
+                    _with_micro_batch(job, world, most) if most else job, world, memory_bytes, parameters, why
+                )
     return None
 
 
@@ -135,7 +150,8 @@ def _with_micro_batch(config: Config, devices: int, most: int) -> Config:
 
 
 def micro_batch_size(train: Train, layout: Layout) -> int:
-    """As asked; or a device's whole share, cut for a pipeline into at least four micro-batches a stage where it can be."""
+    """As asked; or a device's whole share, cut for a pipeline into at least four micro-batches a stage where
+    it can be."""
     return _micro_batch(train, layout)[0]
 
 
@@ -143,8 +159,13 @@ def _micro_batch(train: Train, layout: Layout) -> tuple[int, str]:
     share = train.global_batch // layout.data_parallel
     if train.micro_batch or layout.pipeline == 1:
         return train.micro_batch or share, "a device's whole share of the batch"
-    parts = next(count for count in divisors(share) if count >= min(share, MICRO_BATCHES_A_STAGE * layout.pipeline))
-    return share // parts, f"the batch in {parts} parts, where {MICRO_BATCHES_A_STAGE} a pipeline stage keep the bubble small"
+    parts = next(
+        count for count in divisors(share) if count >= min(share, MICRO_BATCHES_A_STAGE * layout.pipeline)
+    )
+    return (
+        share // parts,
+        f"the batch in {parts} parts, where {MICRO_BATCHES_A_STAGE} a pipeline stage keep the bubble small",
+    )
 
 
 def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
@@ -159,17 +180,26 @@ def _completed(config: Config, layout: Layout) -> tuple[Layout, dict[str, str]]:
         whys["compression_axes"] = "a replica is one device here, so all sums are between replicas"
     if layout.pipeline > 1:
         stages = stages_on_a_rank(layout)
-        blocks = stage_blocks(config.model, config.data.sequence_length, stages * layout.pipeline, layout.stages)
+        blocks = stage_blocks(
+            config.model, config.data.sequence_length, stages * layout.pipeline, layout.stages
+        )
         values |= {"stages_per_rank": stages, "stages": blocks}
-        whys |= {"stages_per_rank": f"what {layout.schedule} takes", "stages": "cut so that the slowest is as fast as can be"}
+        whys |= {
+            "stages_per_rank": f"what {layout.schedule} takes",
+            "stages": "cut so that the slowest is as fast as can be",
+        }
     if layout.context > 1:
         attention = context_attention(config.model, layout)
         values["attention"] = attention
-        whys["attention"] = f"heads {'divide' if attention == 'ulysses' else 'do not divide'} over the context devices"
+        whys["attention"] = (
+            f"heads {'divide' if attention == 'ulysses' else 'do not divide'} over the context devices"
+        )
     return layout.model_copy(update=values), whys
 
 
-def _decisions(config: Config, values: Mapping[str, Any], whys: Mapping[str, str], asked: Asked | None) -> dict[str, Decision]:
+def _decisions(
+    config: Config, values: Mapping[str, Any], whys: Mapping[str, str], asked: Asked | None
+) -> dict[str, Decision]:
     """Who decided each setting. What was given and came out otherwise was chosen too."""
     given = given_settings(asked.config if asked else config)
     put_in = given_settings(config) if asked else {}
@@ -181,7 +211,9 @@ def _decisions(config: Config, values: Mapping[str, Any], whys: Mapping[str, str
         if name in given and given[name] == value:
             decisions[name] = Decision(value, True, "as asked")
         else:
-            decisions[name] = Decision(value, False, f"{given[name]} was asked for; {why}" if name in given else why)
+            decisions[name] = Decision(
+                value, False, f"{given[name]} was asked for; {why}" if name in given else why
+            )
     return decisions
 
 
@@ -194,7 +226,9 @@ def given_settings(config: Config) -> dict[str, Any]:
     """The settings that a plan decides and that this job does not leave open."""
     given = {field: getattr(config.layout, field) for field in config.layout.model_fields_set}
     given |= {
-        field: getattr(config.train, field) for field in ("micro_batch", "recompute") if field in config.train.model_fields_set
+        field: getattr(config.train, field)
+        for field in ("micro_batch", "recompute")
+        if field in config.train.model_fields_set
     }
     return {setting_of(field): value for field, value in given.items() if value not in OPEN}
 
@@ -204,14 +238,18 @@ def _with_data(config: Config, devices: int) -> Layout:
     if layout.data == -1 and devices % layout.fixed:
         nearest = nearest_layout(config.model, config.data, config.train, layout, devices)
         advice = f"\n  the nearest layout that works: {nearest}" if nearest else ""
-        problem = f"layout: the other axes take {counted(layout.fixed, 'device')}, which does not divide {devices}{advice}"
+        problem = (
+            f"layout: the other axes take {counted(layout.fixed, 'device')}, which does not divide "
+            f"{devices}{advice}"
+        )
         raise ConfigError(f"the job on {counted(devices, 'device')}", [problem])
     if layout.data == -1:
         layout = layout.model_copy(update={"data": devices // layout.fixed})
     if layout.world != devices:
         problem = (
             f"layout: {_product(layout)} = {counted(layout.world, 'device')}, but {devices} are there; "
-            f"start {counted(layout.world, 'worker')} (--workers {layout.world}), or write layout.data=-1 to use them all"
+            f"start {counted(layout.world, 'worker')} (--workers {layout.world}), or write layout.data=-1 to "
+            f"use them all"
         )
         raise ConfigError(f"the job on {counted(devices, 'device')}", [problem])
     return layout
@@ -219,14 +257,23 @@ def _with_data(config: Config, devices: int) -> Layout:
 
 def _product(layout: Layout) -> str:
     axes = ("pipeline", "replica", "data", "context", "tensor")
-    return " x ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1) or "data 1"
+    return (
+        " x ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1)
+        or "data 1"
+    )
 
 
-def _what_fits(config: Config, layout: Layout, accumulation: int, memory: float, parameters: OwnParameters | None) -> list[str]:
-    """Single settings with which the states of a model that is too large for its devices would fit on them."""
+def _what_fits(
+    config: Config, layout: Layout, accumulation: int, memory: float, parameters: OwnParameters | None
+) -> list[str]:
+    """Single settings with which the states of a model that is too large for its devices would fit on
+    them."""
 
     def fits(job: Config, zero: int) -> bool:
-        return state_bytes(job, layout.model_copy(update={"zero": zero}), accumulation, parameters).total <= memory
+        return (
+            state_bytes(job, layout.model_copy(update={"zero": zero}), accumulation, parameters).total
+            <= memory
+        )
 
     assert layout.zero is not None, "it is chosen"
     shards = shares_weights(layout, config.model.experts) and config.train.driver != "hogwild"
@@ -243,13 +290,18 @@ def _what_fits(config: Config, layout: Layout, accumulation: int, memory: float,
 def _too_large(states: float, memory: float, zero: int, smaller: Sequence[str]) -> str:
     advice = ", ".join(["more devices", *smaller, "or a smaller model"])
     return (
-        f"model: weights, gradients and optimizer state take {states / GIB:,.1f} GiB on each device under zero = {zero}, and a "
+        f"model: weights, gradients and optimizer state take {states / GIB:,.1f} GiB on each device under "
+        f"zero = {zero}, and a "
         f"device has {memory / GIB:,.1f} GiB; use {advice}"
     )
 
 
 def _zero(
-    config: Config, layout: Layout, accumulation: int, memory_bytes: float | None, parameters: OwnParameters | None
+    config: Config,
+    layout: Layout,
+    accumulation: int,
+    memory_bytes: float | None,
+    parameters: OwnParameters | None,
 ) -> tuple[int, str]:
     if not shares_weights(layout, config.model.experts) and not layout.offload:
         return 0, "nothing to shard: no other device holds the same weights"
@@ -265,7 +317,10 @@ def _zero(
         return 3, "offload needs sharded states"
     least = least_zero(layout)
     if memory_bytes is None:
-        return least, f"device memory is unknown, so {'no more' if least else 'nothing'} is sharded unless asked"
+        return (
+            least,
+            f"device memory is unknown, so {'no more' if least else 'nothing'} is sharded unless asked",
+        )
     room = STATE_SHARE * memory_bytes
     for zero in range(least, 4):
         sharded = layout.model_copy(update={"zero": zero})

@@ -24,8 +24,8 @@ def wide(dtype: str) -> str:
 
 
 def compute_dtype(train: Train) -> str:
-    """The dtype of activations and of the weights they meet. Products in float8 are between values in bfloat16, or in float64
-    where weights are: so a proof of them has no other rounding than theirs."""
+    """The dtype of activations and of the weights they meet. Products in float8 are between values in
+    bfloat16, or in float64 where weights are: so a proof of them has no other rounding than theirs."""
     if train.precision == "float8":
         return "float64" if train.state_dtype == "float64" else "bfloat16"
     return train.precision
@@ -42,8 +42,8 @@ def reduce_dtype(train: Train) -> str:
 
 
 def computes_wide(parameter: str) -> bool:
-    """Whether the weight of this name is computed with in the wide dtype, whatever the precision. FSDP2 gathers all weights of a
-    unit in one dtype, so such a weight is a unit by itself."""
+    """Whether the weight of this name is computed with in the wide dtype, whatever the precision. FSDP2
+    gathers all weights of a unit in one dtype, so such a weight is a unit by itself."""
     return ".router." in parameter
 
 

@@ -17,11 +17,12 @@ and FSDP2 moves, under each ZeRO stage (Rajbhandari et al., 2020):
 | 2    | once a step, and kept            | in each backward      |
 | 3    | in each forward and backward     | in each backward      |
 
-Schedules that split backward in two halves run the second outside of the hooks that FSDP2 gathers and reduces from: there weights
-stay gathered, and gradients whole, until the step ends, whatever the stage.
+Schedules that split backward in two halves run the second outside of the hooks that FSDP2 gathers and reduces
+from: there weights stay gathered, and gradients whole, until the step ends, whatever the stage.
 
-All of it is written with comparisons, `&` and `|`, so that one function answers for a Layout (a bool each) and for the cost
-model's Space of candidates (an array each). parallel/ does what it says, plan/ and cost/ count by it.
+All of it is written with comparisons, `&` and `|`, so that one function answers for a Layout (a bool each)
+and for the cost model's Space of candidates (an array each). parallel/ does what it says, plan/ and cost/
+count by it.
 """
 
 from __future__ import annotations
@@ -65,21 +66,24 @@ class Engine:
 
     @property
     def keeps_gathered(self) -> Flag:
-        """Weights are gathered once a step and kept until it ends; elsewhere they are let go after each use."""
+        """Weights are gathered once a step and kept until it ends; elsewhere they are let go after each
+        use."""
         return self.sharded & ((self.zero == 1) | (self.zero == 2) | self.splits_backward)
 
     @property
     def reduces_each(self) -> Flag:
-        """Gradients are reduced in the backward of each micro-batch; elsewhere in the last one, or behind it."""
+        """Gradients are reduced in the backward of each micro-batch; elsewhere in the last one, or behind
+        it."""
         return self.sharded & (self.zero >= 2) & (self.splits_backward == 0)
 
     def copies(self, axis: str) -> str:
-        """Of a Layout: the devices among which FSDP2 sums a unit that is sharded over this axis: all who hold the same, or the
-        replicas where the others have scattered the sum already."""
+        """Of a Layout: the devices among which FSDP2 sums a unit that is sharded over this axis: all who hold
+        the same, or the replicas where the others have scattered the sum already."""
         return "replica" if self.zero else f"replica x {axis}"
 
     def keeps_whole_gradients(self, accumulation: Any) -> Flag:
-        """FSDP2 holds unreduced gradients between micro-batches, in the dtype of sums, beside the parameters' own."""
+        """FSDP2 holds unreduced gradients between micro-batches, in the dtype of sums, beside the parameters'
+        own."""
         waits = ((self.zero < 2) & (accumulation > 1)) | self.splits_backward
         return self.sharded & waits
 

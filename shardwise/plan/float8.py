@@ -1,8 +1,8 @@
 """Which products of the transformer are made in float8, by the names of their modules.
 
-All that multiply by a matrix in a block, and the head; not routers, whose scores are never rounded. Sizes must be multiples of
-16, which is what a GPU's float8 products take. Experts' gate and up are one grouped product (models/grouped8.py), named by its
-two weights: leaving out one leaves out both.
+All that multiply by a matrix in a block, and the head; not routers, whose scores are never rounded. Sizes
+must be multiples of 16, which is what a GPU's float8 products take. Experts' gate and up are one grouped
+product (models/grouped8.py), named by its two weights: leaving out one leaves out both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from shardwise.plan.engine import Engine
 MULTIPLE = 16
 """Of every size of a GPU's float8 products."""
 
-_KINDS = {"query": "query", "key": "keys", "value": "keys", "output": "output", "gate": "up", "up": "up", "down": "down"}
+_KINDS = {
+    "query": "query",
+    "key": "keys",
+    "value": "keys",
+    "output": "output",
+    "gate": "up",
+    "up": "up",
+    "down": "down",
+}
 """By the last word of a module's name. Grouped products of experts have their own, "experts"."""
 
 _NORMED = {"query": "before_attention", "up": "before_inner"}
@@ -39,7 +47,8 @@ class Shares:
     experts: float = 0.0
     """Grouped products."""
     before_attention: float = 0.0
-    """Share of blocks in which all products of the first norm's output are in float8; and of the second one's."""
+    """Share of blocks in which all products of the first norm's output are in float8; and of the second
+    one's."""
     before_inner: float = 0.0
     head: bool = False
     dynamic: bool = False
@@ -58,7 +67,8 @@ class Product(NamedTuple):
     sizes: tuple[int, int]
     """Outputs and inputs."""
     joined: str
-    """The first of those that are made together, with one scale for their weights and one for their gradients."""
+    """The first of those that are made together, with one scale for their weights and one for their
+    gradients."""
 
 
 def products(model: Model) -> Iterator[Product]:
@@ -68,7 +78,9 @@ def products(model: Model) -> Iterator[Product]:
     for layer in range(model.layers if model.experts else 0):
         inside = f"blocks.{layer}.feed_forward.experts."
         for name, first in (("gate", "gate"), ("up", "gate"), ("down", "down")):
-            sizes = (model.hidden, model.expert_width) if name == "down" else (model.expert_width, model.hidden)
+            sizes = (
+                (model.hidden, model.expert_width) if name == "down" else (model.expert_width, model.hidden)
+            )
             yield Product(inside + name, inside + first, sizes, inside + first)
 
 
@@ -96,7 +108,10 @@ def unknown_patterns(model: Model, train: Train) -> Iterator[str]:
     first = ", ".join(name for name in names if name.startswith("blocks.0."))
     for pattern in train.float8_leave_out:
         if not any(fnmatchcase(name, pattern) for name in names):
-            yield f"train.float8_leave_out: {pattern!r} is the name of no product; there are {first}, … and head"
+            yield (
+                f"train.float8_leave_out: {pattern!r} is the name of no product; there are {first}, … "
+                f"and head"
+            )
 
 
 def in_float8(model: Model, train: Train) -> list[str]:
@@ -110,7 +125,8 @@ def unfit(model: Model, train: Train) -> list[str]:
 
 
 def scale_count(model: Model, train: Train) -> int:
-    """Scales of the whole model: of the weight and the gradient of every product, and of each input that several share."""
+    """Scales of the whole model: of the weight and the gradient of every product, and of each input that
+    several share."""
     if train.precision != "float8":
         return 0
     chosen = set(in_float8(model, train))
@@ -142,14 +158,14 @@ def _kind(name: str) -> str:
 
 
 def casts_once(accumulation: Any, engine: Engine) -> Any:
-    """Whether blocks' weights are cast once a step, for all its micro-batches: where they are whole, and stay so. Of a Layout, or
-    of a Space."""
+    """Whether blocks' weights are cast once a step, for all its micro-batches: where they are whole, and stay
+    so. Of a Layout, or of a Space."""
     return (accumulation > 1) & (engine.sharded == 0)
 
 
 def gathered_in_float8(model: Model, train: Train) -> tuple[str, ...]:
-    """Weights that are gathered in 8 bits, by their names in a block: those of products that are made so in every block. A tied
-    one is looked up too, and must not be rounded."""
+    """Weights that are gathered in 8 bits, by their names in a block: those of products that are made so in
+    every block. A tied one is looked up too, and must not be rounded."""
     if train.precision != "float8":
         return ()
     chosen = set(in_float8(model, train))

@@ -1,18 +1,21 @@
 """Floating-point operations of a training step, by one named convention.
 
-A model FLOP utilisation (MFU) means nothing until one says what was counted. Here, for every token of a sequence of
-length s:
+A model FLOP utilisation (MFU) means nothing until one says what was counted. Here, for every token of a
+sequence of length s:
 
-- each weight of a matrix that is multiplied costs 2 in the forward and 4 in the backward pass: 6 a weight. The output head
-  is such a matrix (also when tied to the embedding); looking up an embedding, a norm or a bias is not;
-- of the experts of a mixture only those count that a token visits, with the router, which every token visits;
-- attention multiplies queries by keys and scores by values: 4 · heads · head_dim · s a layer forward, twice that backward,
-  12 in all, and half of it because a causal token sees on average half of the sequence; with a window of w tokens it sees
-  w (1 - w / 2s) of them on average;
+- each weight of a matrix that is multiplied costs 2 in the forward and 4 in the backward pass: 6 a weight.
+  The output head is such a matrix (also when tied to the embedding); looking up an embedding, a norm or a
+  bias is not;
+- of the experts of a mixture only those count that a token visits, with the router, which every token
+  visits;
+- attention multiplies queries by keys and scores by values: 4 · heads · head_dim · s a layer forward, twice
+  that backward, 12 in all, and half of it because a causal token sees on average half of the sequence; with a
+  window of w tokens it sees w (1 - w / 2s) of them on average;
 - recomputed activations never count: work done twice is not utilisation.
 
-This is the count of the PaLM paper (Chowdhery et al. 2022, appendix B) with the head counted and the causal half taken.
-Reports that leave the half out show a higher MFU for the same speed: 18 % higher for `llama3-1b` at 8192 tokens.
+This is the count of the PaLM paper (Chowdhery et al. 2022, appendix B) with the head counted and the causal
+half taken. Reports that leave the half out show a higher MFU for the same speed: 18 % higher for `llama3-1b`
+at 8192 tokens.
 """
 
 from __future__ import annotations
@@ -23,24 +26,30 @@ from shardwise.config import Model
 from shardwise.plan.parameters import OwnParameters, parameter_shapes
 
 FLOP_CONVENTION = "6 per matmul weight (head yes, embedding no) + causal half of attention, no recompute"
-OWN_FLOP_CONVENTION = "6 per parameter (2 if frozen), for a module of your own: attention not counted, embeddings counted"
+OWN_FLOP_CONVENTION = (
+    "6 per parameter (2 if frozen), for a module of your own: attention not counted, embeddings counted"
+)
 
 
 def flops_per_token(model: Model, sequence_length: int) -> float:
     """FLOPs of forward and backward for one token, by `FLOP_CONVENTION`."""
     windows = [model.sees(layer, sequence_length) for layer in range(model.layers)]
-    seen = sum(window * (1 - window / (2 * sequence_length)) for window in windows)  # tokens, of all layers together
+    seen = sum(
+        window * (1 - window / (2 * sequence_length)) for window in windows
+    )  # tokens, of all layers together
     return 6.0 * matmul_weights(model) + 12 * model.heads * model.head_dim * seen
 
 
 def own_flops_per_token(parameters: OwnParameters) -> float:
-    """The same of a user's own module, by `OWN_FLOP_CONVENTION`. A frozen weight has no gradient, which saves 2 of 6, and most
-    often needs none passed on to what comes before it either: only its forward is counted."""
+    """The same of a user's own module, by `OWN_FLOP_CONVENTION`. A frozen weight has no gradient, which saves
+    2 of 6, and most often needs none passed on to what comes before it either: only its forward is
+    counted."""
     return 6.0 * parameters.trained + 2.0 * parameters.frozen
 
 
 def matmul_weights(model: Model) -> int:
-    """Weights that a token is multiplied by: all matrices of the blocks, of stacked experts those it visits, and the head."""
+    """Weights that a token is multiplied by: all matrices of the blocks, of stacked experts those it visits,
+    and the head."""
     shapes = [shape for name, shape in parameter_shapes(model).items() if name.startswith("blocks.")]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
     visited = sum(model.experts_per_token * prod(shape[1:]) for shape in shapes if len(shape) == 3)

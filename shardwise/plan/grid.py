@@ -1,12 +1,12 @@
 """The grid of devices: which axes it has, and which of its dimensions an axis is made of.
 
-Ranks are laid out with `pipeline` outermost and `tensor` innermost, so that the axes which talk most sit on neighbouring devices.
-Experts borrow ranks: the `expert` axis is made of the innermost devices of data x context x tensor, and `expert_data` of the
-others, which hold the same experts. Where that cuts an axis in two, the grid has `data.outer` and `data.inner` in its place.
-`solo` is an axis of one device.
+Ranks are laid out with `pipeline` outermost and `tensor` innermost, so that the axes which talk most sit on
+neighbouring devices. Experts borrow ranks: the `expert` axis is made of the innermost devices of data x
+context x tensor, and `expert_data` of the others, which hold the same experts. Where that cuts an axis in
+two, the grid has `data.outer` and `data.inner` in its place. `solo` is an axis of one device.
 
-Axes are written as one with an "x" between: "data x context". What takes `degrees` takes a Layout, whose numbers are ints, and
-the cost model's Space, whose numbers are arrays with one entry a candidate.
+Axes are written as one with an "x" between: "data x context". What takes `degrees` takes a Layout, whose
+numbers are ints, and the cost model's Space, whose numbers are arrays with one entry a candidate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from shardwise.config import Layout, borrowed
 RANK_AXES = ("pipeline", "replica", "data", "context", "tensor")
 """Outermost first."""
 SHARDS = "data x context"
-"""Devices of one replica that hold the same weights and read different tokens: sharded states are shared among them."""
+"""Devices of one replica that hold the same weights and read different tokens: sharded states are shared
+among them."""
 COPIES = "replica x data x context"
 """Devices that hold the same weights when nothing is sharded."""
 EXPERT_SHARDS = "expert_data"
@@ -53,7 +54,8 @@ class Degrees(Protocol):
 
 
 def expert_shards(degrees: Degrees) -> Any:
-    """Devices of one replica that hold the same experts; 1 where there are more expert devices than devices to borrow."""
+    """Devices of one replica that hold the same experts; 1 where there are more expert devices than devices
+    to borrow."""
     shared = degrees.data * degrees.context * degrees.tensor // degrees.expert
     return shared + (shared == 0)
 
@@ -61,7 +63,11 @@ def expert_shards(degrees: Degrees) -> Any:
 def devices(axis: str, degrees: Degrees) -> Any:
     """Devices along an axis, along several as one, or along a part of one that experts cut in two."""
     axis, _, count = axis.partition(_WITHIN)
-    return int(count) + 0 * degrees.data if count else prod(_devices(part, degrees) for part in axis.split(" x "))
+    return (
+        int(count) + 0 * degrees.data
+        if count
+        else prod(_devices(part, degrees) for part in axis.split(" x "))
+    )
 
 
 def _devices(part: str, degrees: Degrees) -> Any:
@@ -85,11 +91,16 @@ def base(axis: str) -> str:
 
 
 def label(axis: str, degrees: Degrees) -> str:
-    """An axis for people to read: its parts with several devices. Those of experts keep their name. Of a Layout."""
+    """An axis for people to read: its parts with several devices. Those of experts keep their name. Of a
+    Layout."""
     if "expert" in axis:
         return axis
     axis, near, count = axis.partition(_WITHIN)
-    return (" x ".join(part for part in axis.split(" x ") if devices(part, degrees) > 1) or axis.split(" x ")[0]) + near + count
+    return (
+        (" x ".join(part for part in axis.split(" x ") if devices(part, degrees) > 1) or axis.split(" x ")[0])
+        + near
+        + count
+    )
 
 
 def describe_degrees(layout: Mapping[str, Any]) -> str:
@@ -104,7 +115,9 @@ def grid_dims(layout: Layout) -> Dims:
     dims: Dims = {}
     for axis in RANK_AXES:
         size, inner = getattr(layout, axis), borrowed(layout).get(axis, 1)
-        dims.update({axis: size} if inner in (1, size) else {f"{axis}.outer": size // inner, f"{axis}.inner": inner})
+        dims.update(
+            {axis: size} if inner in (1, size) else {f"{axis}.outer": size // inner, f"{axis}.inner": inner}
+        )
     return {**dims, "solo": 1}
 
 
@@ -126,5 +139,6 @@ def _members(layout: Layout, dims: Dims, axis: str) -> list[str]:
 
 
 def joined_name(layout: Layout, axis: str) -> str:
-    """The name of the grid's dimension that is this axis once its members are joined; `solo` where it has one device."""
+    """The name of the grid's dimension that is this axis once its members are joined; `solo` where it has one
+    device."""
     return " x ".join(dim for dim, size in members(layout, axis).items() if size > 1) or "solo"

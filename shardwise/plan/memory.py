@@ -1,9 +1,11 @@
 """Bytes of model state a device holds: weights, gradients and optimizer state, under each ZeRO stage.
 
-Where gradients are compressed, r P more: what was left out of them, whatever is sharded (comm/compressed.py).
+Where gradients are compressed, r P more: what was left out of them, whatever is sharded
+(comm/compressed.py).
 
-With P parameters on a device before ZeRO, N devices that hold the same (data x context), s bytes a stored value (4, float32),
-c bytes a computed value (2 for bfloat16) and r bytes a reduced gradient (4), as the last micro-batch of a step begins:
+With P parameters on a device before ZeRO, N devices that hold the same (data x context), s bytes a stored
+value (4, float32), c bytes a computed value (2 for bfloat16) and r bytes a reduced gradient (4), as the last
+micro-batch of a step begins:
 
 | zero | whole on each device                     | sharded over data          | bfloat16 mixed    |
 | ---- | ---------------------------------------- | -------------------------- | ----------------- |
@@ -12,19 +14,19 @@ c bytes a computed value (2 for bfloat16) and r bytes a reduced gradient (4), as
 | 2    | computed weights c                       | s + gradients s + 2s       | 2P + 16P/N        |
 | 3    |                                          | s + gradients s + 2s       | 16P/N             |
 
-The ZeRO paper (Rajbhandari et al., 2020) keeps gradients in 16 bits: 4P + 12P/N and 2P + 14P/N. Here gradients are summed
-over micro-batches and devices in float32, which costs 2 bytes more a gradient and keeps small contributions from being
-rounded away. ZeRO-1 with a single micro-batch needs no whole gradients, because each is reduced as soon as it is made; it
-then costs what ZeRO-2 does.
+The ZeRO paper (Rajbhandari et al., 2020) keeps gradients in 16 bits: 4P + 12P/N and 2P + 14P/N. Here
+gradients are summed over micro-batches and devices in float32, which costs 2 bytes more a gradient and keeps
+small contributions from being rounded away. ZeRO-1 with a single micro-batch needs no whole gradients,
+because each is reduced as soon as it is made; it then costs what ZeRO-2 does.
 
-Inside a micro-batch more is alive for a while, and belongs to the activations: without sharding, the copies of the weights in
-the computing dtype that backward will need (c P at the end of forward, 2P in bfloat16); with it, the units gathered just then
-and one unit's buffers. `python benchmarks/memory.py` measures both.
+Inside a micro-batch more is alive for a while, and belongs to the activations: without sharding, the copies
+of the weights in the computing dtype that backward will need (c P at the end of forward, 2P in bfloat16);
+with it, the units gathered just then and one unit's buffers. `python benchmarks/memory.py` measures both.
 
-P and P/N stand for counts weight by weight (plan/slices.py): ZeRO pads rows until they divide, so gathered weights and shards are
-a little more than P and P/N, and routers of experts are computed with in r bytes. Where FSDP2 runs on shards of one device
-(zero = 0 beside other axes), gradients wait for the last micro-batch in r bytes. With these the table is what ranks hold, to the
-byte (tests/parallel/test_predictions.py).
+P and P/N stand for counts weight by weight (plan/slices.py): ZeRO pads rows until they divide, so gathered
+weights and shards are a little more than P and P/N, and routers of experts are computed with in r bytes.
+Where FSDP2 runs on shards of one device (zero = 0 beside other axes), gradients wait for the last micro-batch
+in r bytes. With these the table is what ranks hold, to the byte (tests/parallel/test_predictions.py).
 """
 
 from __future__ import annotations
@@ -58,10 +60,12 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer + self.residuals
 
 
-def state_bytes(config: Config, layout: Layout, accumulation: int, parameters: OwnParameters | None = None) -> StateBytes:
-    """The table above, for the fullest device: of its stages, its part of the matrices and its experts, weight by weight. Of a
-    model that is not ours only the number of parameters is known, and they are taken to be split evenly; frozen ones have neither
-    gradients nor moments.
+def state_bytes(
+    config: Config, layout: Layout, accumulation: int, parameters: OwnParameters | None = None
+) -> StateBytes:
+    """The table above, for the fullest device: of its stages, its part of the matrices and its experts,
+    weight by weight. Of a model that is not ours only the number of parameters is known, and they are taken
+    to be split evenly; frozen ones have neither gradients nor moments.
     """
     engine = engine_of(layout, config.model.experts)
     whole = _Whole(weights=engine.keeps_gathered, gradients=engine.keeps_whole_gradients(accumulation))
@@ -83,19 +87,25 @@ class _Whole:
 
 
 def _states(part: Part, trained: Part, train: Train, layout: Layout, whole: _Whole) -> StateBytes:
-    stored, computed, reduced = BYTES[state_dtype(train)], BYTES[compute_dtype(train)], BYTES[reduce_dtype(train)]
+    stored, computed, reduced = (
+        BYTES[state_dtype(train)],
+        BYTES[compute_dtype(train)],
+        BYTES[reduce_dtype(train)],
+    )
     wider = reduced - computed
     weights = stored * part.shard + (computed * part.gathered + wider * part.wide if whole.weights else 0)
     if layout.zero == 3 and layout.backward_shards is not None:
-        weights += computed * part.gathered / layout.backward_shards  # the copy that neighbours keep for backward
+        weights += (
+            computed * part.gathered / layout.backward_shards
+        )  # the copy that neighbours keep for backward
     gradients = reduced * trained.whole if whole.gradients else stored * trained.shard
     residuals = reduced * residual_numbers(trained, SumCompression.of(layout), layout.zero, layout.replica)
     return StateBytes(weights, gradients, 2 * stored * trained.shard, residuals)
 
 
 def residual_numbers(part: Part, how: SumCompression | None, zero: Count, replica: Count) -> Count:
-    """Numbers that compression keeps for later: all of what a device sends where gradients are scattered or copies summed, and
-    its shard where replicas sum shards."""
+    """Numbers that compression keeps for later: all of what a device sends where gradients are scattered or
+    copies summed, and its shard where replicas sum shards."""
     if how is None or not how.feedback:
         return 0.0
     sent = part.compressed * ((zero == 0) | (how.axes == "all"))
@@ -109,7 +119,9 @@ def _held(config: Config, layout: Layout) -> list[Part]:
     parts = parts_of(config.model, layout.tensor, shards[0], layout.expert, shards[1])
     parts = with_peers(parts, layout.shards, expert_shards(layout), layout.zero or 0, layout.replica)
     ranks = rank_of_stage(layout.schedule, layout.pipeline, layout.stages_per_rank)
-    counts = stage_blocks(config.model, config.data.sequence_length, len(ranks), layout.stages if layout.pipeline > 1 else None)
+    counts = stage_blocks(
+        config.model, config.data.sequence_length, len(ranks), layout.stages if layout.pipeline > 1 else None
+    )
     held = [Part()] * layout.pipeline
     for stage, (rank, count) in enumerate(zip(ranks, counts, strict=True)):
         held[rank] += (parts.block + parts.experts) * count
@@ -118,7 +130,9 @@ def _held(config: Config, layout: Layout) -> list[Part]:
         if stage == len(ranks) - 1:
             held[rank] += parts.last + (parts.copy if layout.pipeline > 1 else Part())
         if layout.pipeline > 1 and stage in (0, len(ranks) - 1):  # what two stages sum is not compressed
-            held[rank] += Part(compressed=-parts.copy.compressed, compressed_shard=-parts.copy.compressed_shard)
+            held[rank] += Part(
+                compressed=-parts.copy.compressed, compressed_shard=-parts.copy.compressed_shard
+            )
     return held
 
 

@@ -1,10 +1,12 @@
 """Every parameter of a model, by name and shape, worked out from its configuration alone.
 
-Memory, FLOPs and the bytes of every collective all follow from this one table, so the planner needs no torch and no model:
-a 405-billion-parameter shape is counted in microseconds. The names are exactly those of `models.Transformer`, which is
-what checkpoints and sharding tables use too; the tests hold the two together, and hold the totals to the published counts.
+Memory, FLOPs and the bytes of every collective all follow from this one table, so the planner needs no torch
+and no model: a 405-billion-parameter shape is counted in microseconds. The names are exactly those of
+`models.Transformer`, which is what checkpoints and sharding tables use too; the tests hold the two together,
+and hold the totals to the published counts.
 
-A tied model has no `head.weight`: the embedding matrix serves twice and is counted once, as part of the embedding.
+A tied model has no `head.weight`: the embedding matrix serves twice and is counted once, as part of the
+embedding.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ class OwnParameters:
 
 
 def parameter_shapes(model: Model) -> dict[str, Shape]:
-    """Name to shape, in the order in which the module lists them. Matrices are (outputs, inputs); those of experts are
-    stacked: (experts, outputs, inputs)."""
+    """Name to shape, in the order in which the module lists them. Matrices are (outputs, inputs); those of
+    experts are stacked: (experts, outputs, inputs)."""
     shapes: dict[str, Shape] = {"embedding.weight": (model.vocabulary, model.hidden)}
     if model.positions == "learned":
         shapes["positions.weight"] = (model.max_positions, model.hidden)
@@ -53,7 +55,10 @@ def count(model: Model) -> int:
 
 def active_count(model: Model) -> int:
     """Parameters that one token meets: of the experts only those it visits, of everything else all."""
-    return count(model) - model.layers * (model.experts - model.experts_per_token) * 3 * model.expert_width * model.hidden
+    return (
+        count(model)
+        - model.layers * (model.experts - model.experts_per_token) * 3 * model.expert_width * model.hidden
+    )
 
 
 def _block(model: Model) -> Iterator[tuple[str, Shape]]:

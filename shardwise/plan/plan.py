@@ -1,7 +1,9 @@
-"""The `Plan`: what a run will do, decided once by the process that starts the workers, and obeyed by every worker.
+"""The `Plan`: what a run will do, decided once by the process that starts the workers, and obeyed by every
+worker.
 
-It holds a complete layout and the other choices, for each of them whether it was asked for or chosen and why, and the numbers
-behind them. It is plain data: it travels with a team to every worker, as JSON between hosts, and a run keeps it as plan.json.
+It holds a complete layout and the other choices, for each of them whether it was asked for or chosen and why,
+and the numbers behind them. It is plain data: it travels with a team to every worker, as JSON between hosts,
+and a run keeps it as plan.json.
 """
 
 from __future__ import annotations
@@ -91,11 +93,16 @@ class Plan:
                 value = list(decision.value) if isinstance(decision.value, tuple) else decision.value
                 value = "none" if value is None else value
                 by_reason.setdefault(decision.why, []).append(f"{name.partition('.')[2]} {value}")
-        return "; ".join(f"{', '.join(settings)}: {why}" for why, settings in by_reason.items()) or "all as asked"
+        return (
+            "; ".join(f"{', '.join(settings)}: {why}" for why, settings in by_reason.items())
+            or "all as asked"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """What plan.json holds, and what is sent to other hosts; `from_json` gives the same plan again."""
-        memory = {name: value / GIB for name, value in asdict(self.state_bytes).items()}  # exact: a power of two
+        memory = {
+            name: value / GIB for name, value in asdict(self.state_bytes).items()
+        }  # exact: a power of two
         return {
             "layout": self.layout.model_dump(mode="json"),
             "micro_batch": self.micro_batch,
@@ -121,10 +128,12 @@ class Plan:
         memory = {name: part * GIB for name, part in value["memory_gib"].items() if name != "states"}
         decisions = {name: Decision(**_tupled(decision)) for name, decision in value["decisions"].items()}
         layout = Layout.model_validate(value["layout"])
-        return cls(**{**fields, "layout": layout, "decisions": decisions, "state_bytes": StateBytes(**memory)})
+        return cls(
+            **{**fields, "layout": layout, "decisions": decisions, "state_bytes": StateBytes(**memory)}
+        )
 
 
-# -- plan.json, as a report reads it -------------------------------------------------------------------------------------
+# -- plan.json, as a report reads it -------------------------------------------------------------------------
 
 Number = Annotated[int | float, Field(ge=0, le=1e18)]
 _KEPT = ConfigDict(strict=True, extra="allow")

@@ -1,11 +1,13 @@
-"""A pipeline schedule is a list of actions for each rank: a value that can be printed, drawn, checked and costed.
+"""A pipeline schedule is a list of actions for each rank: a value that can be printed, drawn, checked and
+costed.
 
-The model is cut into stages and the batch into micro-batches. For every pair of the two there is a forward (F) and a
-backward, either whole (B) or in two halves: the gradient of the stage's input (I), which the stage before is waiting for,
-and the gradient of its weights (W), which nobody waits for and which may therefore fill a gap. A rank runs its list in
-order and waits where an input has not arrived; that waiting is the *bubble*. All schedules do the same work and give the
-same gradients. They differ in the bubble, and in how many activations a rank must keep (`plan/timeline.py` counts both).
-With p ranks, m micro-batches, v stages a rank, and F, I, W the times of one stage:
+The model is cut into stages and the batch into micro-batches. For every pair of the two there is a forward
+(F) and a backward, either whole (B) or in two halves: the gradient of the stage's input (I), which the stage
+before is waiting for, and the gradient of its weights (W), which nobody waits for and which may therefore
+fill a gap. A rank runs its list in order and waits where an input has not arrived; that waiting is the
+*bubble*. All schedules do the same work and give the same gradients. They differ in the bubble, and in how
+many activations a rank must keep (`plan/timeline.py` counts both). With p ranks, m micro-batches, v stages a
+rank, and F, I, W the times of one stage:
 
 | name        | stages a rank | idle time of a rank         | activations kept    | from                                    |
 | ----------- | ------------- | --------------------------- | ------------------- | --------------------------------------- |
@@ -16,15 +18,17 @@ With p ranks, m micro-batches, v stages a rank, and F, I, W the times of one sta
 | zbv         | 2, in a V     | 0 from first to last action | 2p                  | Qi et al. 2024                          |
 | dualpipev   | 2, in a V     | at most (p-1)(F+2I-W)       | 2p + 1              | DeepSeek-V3 2024, cut in half           |
 
-Activations are counted in stages, which are half as large where a rank holds two. The zero of `zbv` holds if F = I = W, as is
-nearly so for large matrix products; the two around it hold for other costs too. *Looped* puts stage s on rank s mod p, so a
-micro-batch goes round v times. *In a V* puts stages r and 2p-1-r on rank r: a micro-batch goes down the ranks and comes back,
-so the first and the last stage share a rank, and backward starts where forward ended. More stages cost more messages;
-splitting the backward costs a second walk over its graph.
+Activations are counted in stages, which are half as large where a rank holds two. The zero of `zbv` holds if
+F = I = W, as is nearly so for large matrix products; the two around it hold for other costs too. *Looped*
+puts stage s on rank s mod p, so a micro-batch goes round v times. *In a V* puts stages r and 2p-1-r on rank
+r: a micro-batch goes down the ranks and comes back, so the first and the last stage share a rank, and
+backward starts where forward ended. More stages cost more messages; splitting the backward costs a second
+walk over its graph.
 
-The published schedules are stated for many micro-batches. A schedule with some micro-batches struck out is still a correct
-one, because no action depends on another micro-batch. So where a pattern needs more than were asked for, it is made for as
-many as it needs and the surplus struck out: every schedule here works from one micro-batch up.
+The published schedules are stated for many micro-batches. A schedule with some micro-batches struck out is
+still a correct one, because no action depends on another micro-batch. So where a pattern needs more than were
+asked for, it is made for as many as it needs and the surplus struck out: every schedule here works from one
+micro-batch up.
 """
 
 from __future__ import annotations
@@ -73,18 +77,22 @@ class Schedule:
 def make_schedule(
     name: str, ranks: int, micro_batches: int, stages_per_rank: int | None = None, checked: bool = True
 ) -> Schedule:
-    """The named schedule; `stages_per_rank` is a choice only for `interleaved` (2 if left out). Checking costs as much again."""
+    """The named schedule; `stages_per_rank` is a choice only for `interleaved` (2 if left out). Checking
+    costs as much again."""
     per_rank = stages_on_a_rank(name, stages_per_rank)
     if ranks < 1 or micro_batches < 1:
         raise ConfigError(
-            "the schedule", [f"{name}: needs at least one rank and one micro-batch, got {ranks} and {micro_batches}"]
+            "the schedule",
+            [f"{name}: needs at least one rank and one micro-batch, got {ranks} and {micro_batches}"],
         )
     if name == "interleaved":
         actions = [_interleaved(ranks, rank, micro_batches, per_rank) for rank in range(ranks)]
     else:
         actions = [_ORDERS[name](ranks, rank, micro_batches) for rank in range(ranks)]
     placement = _placement(name, ranks, per_rank)
-    schedule = Schedule(name, ranks, len(placement), micro_batches, placement, tuple(tuple(_fused(row)) for row in actions))
+    schedule = Schedule(
+        name, ranks, len(placement), micro_batches, placement, tuple(tuple(_fused(row)) for row in actions)
+    )
     if checked:
         check(schedule)
     return schedule
@@ -93,7 +101,9 @@ def make_schedule(
 def stages_on_a_rank(name: str, asked: int | None = None) -> int:
     """How many stages the named schedule puts on each rank, refusing a number it cannot do."""
     if name not in SCHEDULES:
-        raise ConfigError("the schedule", [f"layout.schedule = {name!r}: unknown; use one of {', '.join(SCHEDULES)}"])
+        raise ConfigError(
+            "the schedule", [f"layout.schedule = {name!r}: unknown; use one of {', '.join(SCHEDULES)}"]
+        )
     if name == "interleaved":
         if asked is not None and asked < 1:
             raise ConfigError("the schedule", [f"layout.stages_per_rank = {asked}: give 1 or more"])
@@ -117,7 +127,7 @@ def _placement(name: str, ranks: int, per_rank: int) -> tuple[int, ...]:
     return tuple(stage % ranks for stage in range(ranks * per_rank))
 
 
-# -- one stage a rank ---------------------------------------------------------------------------------------------------
+# -- one stage a rank ----------------------------------------------------------------------------------------
 
 
 def _gpipe(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
@@ -127,8 +137,8 @@ def _gpipe(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
 
 
 def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
-    """Warm up with just enough forwards to have a gradient back by then, after which each backward frees what the next
-    forward takes."""
+    """Warm up with just enough forwards to have a gradient back by then, after which each backward frees what
+    the next forward takes."""
     warm_up = min(micro_batches, ranks - rank)
     yield from (Action(rank, "F", index) for index in range(warm_up))
     for index in range(micro_batches):
@@ -138,8 +148,9 @@ def _one_forward_one_backward(ranks: int, rank: int, micro_batches: int) -> Iter
 
 
 def _zero_bubble(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
-    """1F1B with the weight halves held back by `rank` micro-batches. Later ranks warm up with fewer forwards, so they have
-    room to hold more back, and spend it at the end, while earlier ranks still wait for their last gradients."""
+    """1F1B with the weight halves held back by `rank` micro-batches. Later ranks warm up with fewer forwards,
+    so they have room to hold more back, and spend it at the end, while earlier ranks still wait for their
+    last gradients."""
     warm_up = min(micro_batches, ranks - rank)
     yield from (Action(rank, "F", index) for index in range(warm_up))
     for index in range(micro_batches):
@@ -151,21 +162,29 @@ def _zero_bubble(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
     yield from (Action(rank, "W", index) for index in range(max(0, micro_batches - rank), micro_batches))
 
 
-# -- several stages a rank, looped --------------------------------------------------------------------------------------
+# -- several stages a rank, looped ---------------------------------------------------------------------------
 
 
 def _interleaved(ranks: int, rank: int, micro_batches: int, per_rank: int) -> Iterator[Action]:
     """1F1B in which a rank takes a round of micro-batches through each of its stages in turn.
 
-    Megatron-LM makes rounds of exactly `ranks` micro-batches. Any round at least that long keeps the ranks fed, so here the
-    micro-batches are dealt as evenly as they go into rounds of `ranks` or more, and need not be a multiple of it.
+    Megatron-LM makes rounds of exactly `ranks` micro-batches. Any round at least that long keeps the ranks
+    fed, so here the micro-batches are dealt as evenly as they go into rounds of `ranks` or more, and need not
+    be a multiple of it.
     """
     if per_rank == 1:
         yield from _one_forward_one_backward(ranks, rank, micro_batches)
         return
     rounds = _rounds(micro_batches, ranks)
-    forwards = [(rank + chunk * ranks, index) for members in rounds for chunk in range(per_rank) for index in members]
-    backwards = [(rank + chunk * ranks, index) for members in rounds for chunk in reversed(range(per_rank)) for index in members]
+    forwards = [
+        (rank + chunk * ranks, index) for members in rounds for chunk in range(per_rank) for index in members
+    ]
+    backwards = [
+        (rank + chunk * ranks, index)
+        for members in rounds
+        for chunk in reversed(range(per_rank))
+        for index in members
+    ]
     longest = max(len(members) for members in rounds)
     warm_up = min(len(forwards), 2 * (ranks - rank - 1) + (per_rank - 1) * longest)
     yield from (Action(stage, "F", index) for stage, index in forwards[:warm_up])
@@ -181,11 +200,12 @@ def _rounds(micro_batches: int, ranks: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(edges)]
 
 
-# -- two stages a rank, in a V ------------------------------------------------------------------------------------------
+# -- two stages a rank, in a V -------------------------------------------------------------------------------
 
 
 class _VRank:
-    """The list of one rank of a V while it is being written: micro-batches of each half and kind come in order.
+    """The list of one rank of a V while it is being written: micro-batches of each half and kind come in
+    order.
 
     Half 0 is the stage on the way down, half 1 the one on the way back. Weight halves wait in a queue.
     """
@@ -231,12 +251,16 @@ def _zero_bubble_v(ranks: int, rank: int, micro_batches: int) -> Iterator[Action
     """Every rank works without a gap from its first action to its last, if F, I and W take the same time."""
     made_for = max(micro_batches, 2 * ranks)
     writer, to_bottom = _VRank(ranks, rank), ranks - rank
-    for _ in range(2 * to_bottom - 1):  # warm-up: until the first micro-batch is back from the bottom of the V
+    for _ in range(
+        2 * to_bottom - 1
+    ):  # warm-up: until the first micro-batch is back from the bottom of the V
         writer.forward(0)
     for _ in range(rank):
         writer.forward(1)
         writer.forward(0)
-    for _ in range(to_bottom):  # the last stage turns the first micro-batches round, and their gradients come this way
+    for _ in range(
+        to_bottom
+    ):  # the last stage turns the first micro-batches round, and their gradients come this way
         writer.forward(1)
         writer.backward_input(1)
         writer.weight()
@@ -259,7 +283,8 @@ def _zero_bubble_v(ranks: int, rank: int, micro_batches: int) -> Iterator[Action
 
 
 def _dual_pipe_v(ranks: int, rank: int, micro_batches: int) -> Iterator[Action]:
-    """Forward of one half beside backward of the other, so that the messages of one hide under the other's computation."""
+    """Forward of one half beside backward of the other, so that the messages of one hide under the other's
+    computation."""
     made_for = max(micro_batches, 2 * ranks)
     writer, below = _VRank(ranks, rank), ranks - rank - 1
     for _ in range(2 * below):  # warm-up: the way down
@@ -298,8 +323,8 @@ _ORDERS: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
 
 
 def _fused(actions: Iterator[Action]) -> Iterator[Action]:
-    """Nobody waits for the input gradient of stage 0, so there an I with its W right behind it is a plain B: the same
-    time, and one walk over the graph instead of two."""
+    """Nobody waits for the input gradient of stage 0, so there an I with its W right behind it is a plain B:
+    the same time, and one walk over the graph instead of two."""
     held: Action | None = None
     for action in actions:
         if held and action == Action(0, "W", held.micro_batch):
@@ -313,7 +338,7 @@ def _fused(actions: Iterator[Action]) -> Iterator[Action]:
         yield held
 
 
-# -- what makes a schedule correct --------------------------------------------------------------------------------------
+# -- what makes a schedule correct ---------------------------------------------------------------------------
 
 
 def waits_for(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
@@ -324,11 +349,16 @@ def waits_for(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
     if action.kind == "W":
         return ((Action(stage, "I", index),),)
     own = (Action(stage, "F", index),)
-    return (own,) if stage == stages - 1 else (own, (Action(stage + 1, "I", index), Action(stage + 1, "B", index)))
+    return (
+        (own,)
+        if stage == stages - 1
+        else (own, (Action(stage + 1, "I", index), Action(stage + 1, "B", index)))
+    )
 
 
 def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """Every action with its rank, each after what it waits for, each rank in its own order; ends early at a deadlock."""
+    """Every action with its rank, each after what it waits for, each rank in its own order; ends early at a
+    deadlock."""
     done: set[Action] = set()
     position = [0] * schedule.ranks
     progress = True
@@ -348,7 +378,8 @@ def _ready(action: Action, stages: int, done: set[Action]) -> bool:
 
 
 def problems_of(schedule: Schedule) -> list[str]:
-    """What would make this list compute something else than one device, or hang; empty for a correct schedule."""
+    """What would make this list compute something else than one device, or hang; empty for a correct
+    schedule."""
     found = []
     for rank, actions in enumerate(schedule.actions):
         found += [f"{action} is on rank {rank}, which does not hold its stage" for action in actions
@@ -360,7 +391,10 @@ def problems_of(schedule: Schedule) -> list[str]:
         kinds.setdefault((action.stage, action.micro_batch), []).append(action.kind)
     for (stage, index), given in kinds.items():
         if sorted(given) not in (["B", "F"], ["F", "I", "W"]):
-            found.append(f"stage {stage}, micro-batch {index}: has {' '.join(given) or 'nothing'}; needs F and B, or F, I and W")
+            found.append(
+                f"stage {stage}, micro-batch {index}: has {' '.join(given) or 'nothing'}; needs F and B, or "
+                f"F, I and W"
+            )
     if not found and (stuck := _stuck(schedule)):
         found.append(f"deadlock: {', '.join(f'rank {rank} waits at {action}' for rank, action in stuck)}")
     return found
@@ -370,7 +404,11 @@ def _stuck(schedule: Schedule) -> Sequence[tuple[int, Action]]:
     ran = [0] * schedule.ranks
     for rank, _ in in_order(schedule):
         ran[rank] += 1
-    return [(rank, actions[ran[rank]]) for rank, actions in enumerate(schedule.actions) if ran[rank] < len(actions)]
+    return [
+        (rank, actions[ran[rank]])
+        for rank, actions in enumerate(schedule.actions)
+        if ran[rank] < len(actions)
+    ]
 
 
 def check(schedule: Schedule) -> None:

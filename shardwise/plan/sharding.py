@@ -1,14 +1,15 @@
 """The sharding table: how a model may be split over devices, written down as data beside the model.
 
-A model file knows no ranks. It says, for each module that has weights, which role the module plays when its work is shared by
-the devices of the `tensor` axis, where the model may be cut into pipeline stages, and which modules hold experts or mix the
-tokens of a sequence. `parallel/` reads the table and does the rest. Any `nn.Module` can have one: give it an attribute
-`sharding` (docs/sharding.md has an example, examples/own_model.py runs it).
+A model file knows no ranks. It says, for each module that has weights, which role the module plays when its
+work is shared by the devices of the `tensor` axis, where the model may be cut into pipeline stages, and which
+modules hold experts or mix the tokens of a sequence. `parallel/` reads the table and does the rest. Any
+`nn.Module` can have one: give it an attribute `sharding` (docs/sharding.md has an example,
+examples/own_model.py runs it).
 
-Activations are (batch, sequence, hidden). Between the modules named `gathered` or `loss`, each device of the tensor axis has
-its own part of the sequence (sequence parallelism, Korthikanti et al. 2022), so norms and residuals are never held twice;
-inside them it has the whole sequence and its own part of the heads, the inner features or the vocabulary (tensor parallelism,
-Shoeybi et al. 2019).
+Activations are (batch, sequence, hidden). Between the modules named `gathered` or `loss`, each device of the
+tensor axis has its own part of the sequence (sequence parallelism, Korthikanti et al. 2022), so norms and
+residuals are never held twice; inside them it has the whole sequence and its own part of the heads, the inner
+features or the vocabulary (tensor parallelism, Shoeybi et al. 2019).
 
 | role         | weights                        | what comes in        | what goes out                               |
 | ------------ | ------------------------------ | -------------------- | ------------------------------------------- |
@@ -21,9 +22,10 @@ Shoeybi et al. 2019).
 | `loss`       | rows, by vocabulary            | gathered sequence    | the loss, from logits that exist in parts   |
 | `experts`    | whole experts, first dim       | tokens of any expert | the same tokens                             |
 
-`columns(parts)` and `rows(parts)` say that the split dim consists of so many parts that must stay whole: heads. With fewer
-parts than devices, every device keeps all of them and uses the one it needs (key and value heads of grouped-query attention).
-`columns(gather=True)` puts the features together again afterwards: for a head whose logits the model itself needs.
+`columns(parts)` and `rows(parts)` say that the split dim consists of so many parts that must stay whole:
+heads. With fewer parts than devices, every device keeps all of them and uses the one it needs (key and value
+heads of grouped-query attention). `columns(gather=True)` puts the features together again afterwards: for a
+head whose logits the model itself needs.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ def loss() -> Role:
 
 
 def experts() -> Role:
-    """Experts stacked in the first dim of every weight, called with (rows sorted by expert, rows of each expert)."""
+    """Experts stacked in the first dim of every weight, called with (rows sorted by expert, rows of each
+    expert)."""
     return Role("experts")
 
 
@@ -102,7 +105,8 @@ class Sharding:
     tied: Mapping[str, str] = field(default_factory=dict)
     """Parameters that are the same as another, where the two are on different stages."""
     mixing: str | None = None
-    """Modules called with (query, key, value, mask), each (batch, heads, sequence, head_dim): where `context` devices meet."""
+    """Modules called with (query, key, value, mask), each (batch, heads, sequence, head_dim): where `context`
+    devices meet."""
     mask: str | None = None
     """The module that turns document numbers into the mask handed to `mixing`."""
 
@@ -126,8 +130,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def split_dim(role: Role, parameter: str, tensor: int) -> int | None:
-    """The dim in which so many tensor devices split a module's parameter (its own name: "weight", "bias"), or None: each has it
-    whole. Experts are not split over the tensor axis.
+    """The dim in which so many tensor devices split a module's parameter (its own name: "weight", "bias"), or
+    None: each has it whole. Experts are not split over the tensor axis.
     """
     if role.kind in ("vocabulary", "loss") or (role.kind == "columns" and not copies_parts(role, tensor)):
         return 0
@@ -135,7 +139,8 @@ def split_dim(role: Role, parameter: str, tensor: int) -> int | None:
 
 
 def copies_parts(role: Role, tensor: int) -> bool:
-    """Whether there are fewer parts (heads) than devices, so that every device keeps all of them and uses one."""
+    """Whether there are fewer parts (heads) than devices, so that every device keeps all of them and uses
+    one."""
     return role.parts is not None and role.parts < tensor
 
 
@@ -176,7 +181,8 @@ _DENSE = {
     "blocks.*.feed_forward.up": columns(),
     "blocks.*.feed_forward.down": rows(),
 }
-# Experts take the tokens of this device's part of the sequence as they are: each token goes to its experts, not to all devices.
+# Experts take the tokens of this device's part of the sequence as they are: each token goes to its experts,
+# not to all devices.
 _EXPERTS = {
     "blocks.*.feed_forward.router": whole(),
     "blocks.*.feed_forward.experts": experts(),

@@ -1,10 +1,11 @@
-"""How many numbers of a model's weights a device has: its part of each matrix, and of that part the rows that ZeRO leaves it.
+"""How many numbers of a model's weights a device has: its part of each matrix, and of that part the rows that
+ZeRO leaves it.
 
-Counting parameters and dividing is nearly right, and never exactly. Tensor devices split matrices but keep norms whole, and key
-heads where there are fewer of them than devices; rows that do not divide leave the first device more than the others; ZeRO pads
-the rows of each weight until they divide. So each weight is counted by itself, by the sharding table (plan/sharding.py) and
-the rules of parallel/data.py, for the first device, which has most. tests/parallel/test_predictions.py holds them to what ranks
-have.
+Counting parameters and dividing is nearly right, and never exactly. Tensor devices split matrices but keep
+norms whole, and key heads where there are fewer of them than devices; rows that do not divide leave the first
+device more than the others; ZeRO pads the rows of each weight until they divide. So each weight is counted by
+itself, by the sharding table (plan/sharding.py) and the rules of parallel/data.py, for the first device,
+which has most. tests/parallel/test_predictions.py holds them to what ranks have.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """One block without its experts, the experts of one block, what comes before the blocks, and what comes after."""
+    """One block without its experts, the experts of one block, what comes before the blocks, and what comes
+    after."""
 
     block: Part
     experts: Part
@@ -88,7 +90,8 @@ def _compressed(part: Part) -> Part:
 
 
 def with_peers(parts: Parts, dense: Count, experts: Count, zero: Count, replica: Count) -> Parts:
-    """The same where so many devices of a replica hold the same weights: what one device has is not summed, nor compressed."""
+    """The same where so many devices of a replica hold the same weights: what one device has is not summed,
+    nor compressed."""
 
     def held(part: Part, devices: Count) -> Part:
         return replace(part, compressed=part.compressed * ((devices > 1) | ((zero == 0) & (replica > 1))))
@@ -100,7 +103,13 @@ def with_peers(parts: Parts, dense: Count, experts: Count, zero: Count, replica:
 def _place(name: str) -> str:
     if ".experts." in name:
         return "experts"
-    return "block" if name.startswith("blocks.") else "first" if name.startswith(("embedding.", "positions.")) else "last"
+    return (
+        "block"
+        if name.startswith("blocks.")
+        else "first"
+        if name.startswith(("embedding.", "positions."))
+        else "last"
+    )
 
 
 def sliced(shape: Shape, dim: int | None, tensor: int, shards: int) -> Part:

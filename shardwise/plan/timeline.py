@@ -1,14 +1,16 @@
 """Playing a schedule through: when each action runs, how long ranks wait, how many activations they hold.
 
-A rank runs its list in order; an action starts when its rank is free and its inputs have arrived. That is all a pipeline is,
-so one pass over the list gives the exact time of every action for any costs, even uneven ones (the last stage has the head,
-a later rank may be slower), where the closed formulas of the papers hold only for equal stages. The costs are in any unit;
-with F = I = W = 1 a whole backward is twice a forward, as it is for matrix products.
+A rank runs its list in order; an action starts when its rank is free and its inputs have arrived. That is all
+a pipeline is, so one pass over the list gives the exact time of every action for any costs, even uneven ones
+(the last stage has the head, a later rank may be slower), where the closed formulas of the papers hold only
+for equal stages. The costs are in any unit; with F = I = W = 1 a whole backward is twice a forward, as it is
+for matrix products.
 
-*Bubble* here is the share of all ranks' time that is idle, from the first action of any rank to the last of any rank:
-1 - busy / (ranks x makespan). Papers often state another number, and the tests say which: Megatron-LM divides the idle time
-by the busy time; the zero-bubble papers look at one rank from its own first to its own last action (`Timeline.gaps`), which
-leaves out the time in which the last rank waits for its first micro-batch and the first rank for the others to finish.
+*Bubble* here is the share of all ranks' time that is idle, from the first action of any rank to the last of
+any rank: 1 - busy / (ranks x makespan). Papers often state another number, and the tests say which:
+Megatron-LM divides the idle time by the busy time; the zero-bubble papers look at one rank from its own first
+to its own last action (`Timeline.gaps`), which leaves out the time in which the last rank waits for its first
+micro-batch and the first rank for the others to finish.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Timeline:
     @property
     def gaps(self) -> tuple[float, ...]:
         """Time each rank waits between its own first and its own last action."""
-        return tuple(row[-1].end - row[0].start - busy for row, busy in zip(self.spans, self.busy, strict=True))
+        return tuple(
+            row[-1].end - row[0].start - busy for row, busy in zip(self.spans, self.busy, strict=True)
+        )
 
     @property
     def bubble(self) -> float:
@@ -71,7 +75,8 @@ def simulate(
     backward_weight: Cost = 1.0,
     send: float = 0.0,
 ) -> Timeline:
-    """The timeline under these costs; `send` is the delay of a message to another rank, during which nobody is blocked."""
+    """The timeline under these costs; `send` is the delay of a message to another rank, during which nobody
+    is blocked."""
     costs = {kind: _per_stage(cost, schedule.stages) for kind, cost in
              (("F", forward), ("I", backward_input), ("W", backward_weight))}  # fmt: skip
     costs["B"] = tuple(map(sum, zip(costs["I"], costs["W"], strict=True)))
@@ -88,8 +93,9 @@ def simulate(
 
 @dataclass(frozen=True)
 class Programme:
-    """A schedule ready to be played for many costs: of each action, in an order in which all it waits for is done before, its
-    rank, its stage, its share of a stage's forward and backward, and the places of what it waits for.
+    """A schedule ready to be played for many costs: of each action, in an order in which all it waits for is
+    done before, its rank, its stage, its share of a stage's forward and backward, and the places of what it
+    waits for.
     """
 
     ranks: int
@@ -104,15 +110,20 @@ def programme(schedule: Schedule) -> Programme:
     places: dict[Action, int] = {}
     steps = []
     for place, (rank, action) in enumerate(in_order(schedule)):
-        waits = (places[choice] for choices in waits_for(action, schedule.stages) for choice in choices if choice in places)
+        waits = (
+            places[choice]
+            for choices in waits_for(action, schedule.stages)
+            for choice in choices
+            if choice in places
+        )
         steps.append((rank, action.stage, _THIRDS[action.kind], tuple(waits)))
         places[action] = place
     return Programme(schedule.ranks, tuple(steps))
 
 
 def play(played: Programme, stages: Sequence[float]) -> tuple[float, float]:
-    """From the first start to the last end, and the busiest rank's own work, for stages that take so long forward and backward, a
-    third of it forward: what `simulate` finds, many times faster.
+    """From the first start to the last end, and the busiest rank's own work, for stages that take so long
+    forward and backward, a third of it forward: what `simulate` finds, many times faster.
     """
     free, busy, ends = [0.0] * played.ranks, [0.0] * played.ranks, [0.0] * len(played.steps)
     for place, (rank, stage, share, waits) in enumerate(played.steps):
@@ -126,7 +137,9 @@ def play(played: Programme, stages: Sequence[float]) -> tuple[float, float]:
     return max(free), max(busy)
 
 
-def _arrivals(action: Action, rank: int, schedule: Schedule, ends: dict[Action, float], send: float) -> list[float]:
+def _arrivals(
+    action: Action, rank: int, schedule: Schedule, ends: dict[Action, float], send: float
+) -> list[float]:
     done = [choice for choices in waits_for(action, schedule.stages) for choice in choices if choice in ends]
     return [ends[before] + (send if schedule.rank_of_stage[before.stage] != rank else 0.0) for before in done]
 

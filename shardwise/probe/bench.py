@@ -1,8 +1,8 @@
 """Timing one thing on all workers at the same moment.
 
-Training keeps every worker busy at once, and workers of one machine are in each other's way: CPU workers share cores and
-memory, GPUs a bus. So whatever is timed runs on all of them together, as often on each, and the time is that of the last to
-finish. All workers get the same answer, and go on with the same decisions.
+Training keeps every worker busy at once, and workers of one machine are in each other's way: CPU workers
+share cores and memory, GPUs a bus. So whatever is timed runs on all of them together, as often on each, and
+the time is that of the last to finish. All workers get the same answer, and go on with the same decisions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Bench:
     windows: int
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Of one call: the median of a few windows of calls in a row. The first call, which finds its kernel, is not counted."""
+        """Of one call: the median of a few windows of calls in a row. The first call, which finds its kernel,
+        is not counted."""
         self._calls(run, 1)
         once = self._agreed(run, 1)
         once = self._agreed(run, self._fitting(self.window / 10, once))

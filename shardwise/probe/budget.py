@@ -1,8 +1,9 @@
 """How long a probe takes: which sizes it tries, and how often.
 
-Each time is the median of a few windows, each of many calls. A window is long enough that the clock, the start of the workers
-and turns on the cores do not count (tens of milliseconds on a CPU). The full probe keeps under two minutes with four workers
-on two cores; the quick one gives the same figures from fewer sizes, in seconds, for training without a cluster file.
+Each time is the median of a few windows, each of many calls. A window is long enough that the clock, the
+start of the workers and turns on the cores do not count (tens of milliseconds on a CPU). The full probe keeps
+under two minutes with four workers on two cores; the quick one gives the same figures from fewer sizes, in
+seconds, for training without a cluster file.
 """
 
 from __future__ import annotations
@@ -42,8 +43,22 @@ def _cube(*lengths: int) -> list[Shape]:
     return list(product(lengths, lengths, lengths))
 
 
-_QUICK_CPU = ((64, 64, 64), (256, 256, 256), (1024, 1024, 1024), (1024, 64, 256), (64, 1024, 256), (256, 1024, 64))
-_QUICK_GPU = ((512, 512, 512), (2048, 2048, 2048), (8192, 8192, 8192), (8192, 512, 2048), (512, 8192, 2048), (2048, 8192, 512))
+_QUICK_CPU = (
+    (64, 64, 64),
+    (256, 256, 256),
+    (1024, 1024, 1024),
+    (1024, 64, 256),
+    (64, 1024, 256),
+    (256, 1024, 64),
+)
+_QUICK_GPU = (
+    (512, 512, 512),
+    (2048, 2048, 2048),
+    (8192, 8192, 8192),
+    (8192, 512, 2048),
+    (512, 8192, 2048),
+    (2048, 8192, 512),
+)
 
 FULL = {
     "cpu": Budget(
@@ -70,8 +85,26 @@ FULL = {
     ),
 }
 QUICK = {
-    "cpu": Budget(0.02, 3, _QUICK_CPU, ((512, 512, 512),), (128, 512), 64 * MIB, 0.0, (KIB, 64 * KIB, MIB, 4 * MIB), False),
+    "cpu": Budget(
+        0.02,
+        3,
+        _QUICK_CPU,
+        ((512, 512, 512),),
+        (128, 512),
+        64 * MIB,
+        0.0,
+        (KIB, 64 * KIB, MIB, 4 * MIB),
+        False,
+    ),
     "cuda": Budget(
-        0.01, 3, _QUICK_GPU, ((8192,) * 3,), (1024, 4096), 1024 * MIB, 0.5, (KIB, 256 * KIB, 4 * MIB, 64 * MIB), False
+        0.01,
+        3,
+        _QUICK_GPU,
+        ((8192,) * 3,),
+        (1024, 4096),
+        1024 * MIB,
+        0.5,
+        (KIB, 256 * KIB, 4 * MIB, 64 * MIB),
+        False,
     ),
 }

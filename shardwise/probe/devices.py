@@ -1,13 +1,15 @@
-"""Measuring a device: its products, attention, memory, the host that starts its kernels, and the way to the host's memory.
+"""Measuring a device: its products, attention, memory, the host that starts its kernels, and the way to the
+host's memory.
 
-A GPU's peak and memory bandwidth are the data sheet's where that is known (the driver tells the memory's clock and width),
-and what is measured are the shares of it that real kernels reach. The share of large products is that of two seconds without
-a pause, because GPUs slow down when they reach their limit of power, which takes a moment. Where there is no data sheet, the
-best seen stands for it.
+A GPU's peak and memory bandwidth are the data sheet's where that is known (the driver tells the memory's
+clock and width), and what is measured are the shares of it that real kernels reach. The share of large
+products is that of two seconds without a pause, because GPUs slow down when they reach their limit of power,
+which takes a moment. Where there is no data sheet, the best seen stands for it.
 
-The figures of a CPU are the whole machine's, as its workers reach them together: each worker does its own products at the
-same time as the others, on its share of the cores, and their speeds are added. Elementwise kernels make a new tensor each
-time here, as they do in training, so that the cost of fresh memory is in the figure.
+The figures of a CPU are the whole machine's, as its workers reach them together: each worker does its own
+products at the same time as the others, on its share of the cores, and their speeds are added. Elementwise
+kernels make a new tensor each time here, as they do in training, so that the cost of fresh memory is in the
+figure.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ from shardwise.models.products import linear
 from shardwise.observe import peak_flops
 from shardwise.probe.bench import Bench
 from shardwise.probe.budget import MIB, Budget
-from shardwise.probe.fit import Shape, Speed, attention_flops, fit_attention, fit_products, product_flops, speed_with_knee
+from shardwise.probe.fit import (
+    Shape,
+    Speed,
+    attention_flops,
+    fit_attention,
+    fit_products,
+    product_flops,
+    speed_with_knee,
+)
 from shardwise.probe.progress import ProbeProgress
 
 PRECISIONS = {"cpu": ("float32", "bfloat16", "float64"), "cuda": ("bfloat16", "float16", "float32", "float8")}
@@ -64,17 +74,20 @@ class _Products:
 
 
 BETWEEN_OTHERS = 1.03
-"""How much quicker a large product is inside a training step than without pause: kernels that only move memory draw less power in
-between (benchmarks/planner_gpu.py, eight jobs on an H200)."""
+"""How much quicker a large product is inside a training step than without pause: kernels that only move
+memory draw less power in between (benchmarks/planner_gpu.py, eight jobs on an H200)."""
 
 
 def precisions(device: torch.device) -> tuple[str, ...]:
-    """Those that a device has units for, main one first: before Ampere, GPUs have none for bfloat16; before Ada, for float8."""
+    """Those that a device has units for, main one first: before Ampere, GPUs have none for bfloat16; before
+    Ada, for float8."""
     kinds = PRECISIONS[device.type]
     if device.type == "cpu":
         return kinds
     needs = {"bfloat16": (8, 0), "float8": (8, 9)}
-    return tuple(kind for kind in kinds if torch.cuda.get_device_capability(device) >= needs.get(kind, (0, 0)))
+    return tuple(
+        kind for kind in kinds if torch.cuda.get_device_capability(device) >= needs.get(kind, (0, 0))
+    )
 
 
 def cells(budget: Budget, device_type: str) -> int:
@@ -84,7 +97,8 @@ def cells(budget: Budget, device_type: str) -> int:
 
 
 def measure_device(bench: Bench, worker: Worker, budget: Budget, progress: ProbeProgress) -> Device:
-    """The device of each worker, or the CPU that they share. What a GPU's runtime takes of its memory is looked at later."""
+    """The device of each worker, or the CPU that they share. What a GPU's runtime takes of its memory is
+    looked at later."""
     device = bench.device
     launch = _launch(bench, progress)
     resident = float(psutil.Process().memory_info().rss)  # before the probe's own tensors
@@ -93,7 +107,9 @@ def measure_device(bench: Bench, worker: Worker, budget: Budget, progress: Probe
     streams.append(_stream(bench, budget, progress))
     attending = _attention(bench, budget, launch, progress)
     streams.append(_stream(bench, budget, progress))
-    streamed = max(streams)  # other guests of a machine can take most of its memory's bandwidth for seconds at a time
+    streamed = max(
+        streams
+    )  # other guests of a machine can take most of its memory's bandwidth for seconds at a time
     if device.type == "cuda":
         return _gpu(bench, products, attending, streamed, launch, progress)
     workers = worker.local_world
@@ -115,12 +131,22 @@ def measure_device(bench: Bench, worker: Worker, budget: Budget, progress: Probe
     )
 
 
-def _gpu(bench: Bench, products: _Products, attending: Speed, streamed: float, launch: float, progress: ProbeProgress) -> Device:
+def _gpu(
+    bench: Bench,
+    products: _Products,
+    attending: Speed,
+    streamed: float,
+    launch: float,
+    progress: ProbeProgress,
+) -> Device:
     name, main, memory = device_name(bench.device), products.precision, device_memory(1)
     sheet = data_sheet(name, memory)
     peak = peak_flops(name, main) or max(products.main.flops, products.sustained)
     share = min(1.0, products.sustained / peak)
-    peaks = {main: peak, **{key: peak_flops(name, key) or speed / share for key, speed in products.others.items()}}
+    peaks = {
+        main: peak,
+        **{key: peak_flops(name, key) or speed / share for key, speed in products.others.items()},
+    }
     narrow = {}
     if "float8" in peaks:  # no whole share of the other precisions' peak: it has one of its own
         peaks["float8"] = sheet.device.peak.get("float8", peaks["float8"]) if sheet else peaks["float8"]
@@ -147,7 +173,8 @@ def _gpu(bench: Bench, products: _Products, attending: Speed, streamed: float, l
 
 
 def data_sheet(name: str, memory: float) -> Cluster | None:
-    """The preset with this very device, if there is one: a preset's first word in the name, the same peak, and its memory."""
+    """The preset with this very device, if there is one: a preset's first word in the name, the same peak,
+    and its memory."""
     for key, preset in CLUSTERS.items():
         peak = preset.device.peak.get("float16")
         same = key.partition("-")[0] in re.split("[- ]", name.lower()) and peak == peak_flops(name, "float16")
@@ -157,17 +184,19 @@ def data_sheet(name: str, memory: float) -> Cluster | None:
 
 
 def gpu_overhead(device: torch.device) -> float:
-    """Bytes in use on a GPU that are none of torch's tensors: contexts, libraries, communication buffers, other programs."""
+    """Bytes in use on a GPU that are none of torch's tensors: contexts, libraries, communication buffers,
+    other programs."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return float(total - free - torch.cuda.memory_reserved(device))
 
 
-# -- one thing each -----------------------------------------------------------------------------------------------------
+# -- one thing each ------------------------------------------------------------------------------------------
 
 
 def _launch(bench: Bench, progress: ProbeProgress) -> float:
-    """Seconds the host takes to start a kernel: of a tiny one, in which the kernel itself is no time, or runs meanwhile."""
+    """Seconds the host takes to start a kernel: of a tiny one, in which the kernel itself is no time, or runs
+    meanwhile."""
     progress.next("starting kernels")
     tiny = torch.ones(16, device=bench.device)
     return bench.seconds(lambda: tiny + tiny)
@@ -176,7 +205,9 @@ def _launch(bench: Bench, progress: ProbeProgress) -> float:
 def _products(bench: Bench, budget: Budget, launch: float, progress: ProbeProgress) -> _Products:
     main, *rest = precisions(bench.device)
     sustained = _sustained(bench, main, budget.sustained, progress) if budget.sustained else None
-    launch_seconds = launch if bench.device.type == "cpu" else None  # on a GPU kernels follow each other without it
+    launch_seconds = (
+        launch if bench.device.type == "cpu" else None
+    )  # on a GPU kernels follow each other without it
     times = _product_times(bench, main, budget.shapes, progress)
     speed = fit_products(budget.shapes, times, launch_seconds)
     if sustained is not None:  # the large product too has short sides, if hardly
@@ -196,9 +227,14 @@ def _sustained(bench: Bench, precision: str, seconds: float, progress: ProbeProg
     return float(product_flops([SUSTAINED])[0]) / hot.seconds(run)
 
 
-def _other(bench: Bench, precision: str, budget: Budget, main: Speed, launch: float, progress: ProbeProgress) -> float | None:
+def _other(
+    bench: Bench, precision: str, budget: Budget, main: Speed, launch: float, progress: ProbeProgress
+) -> float | None:
     """FLOP/s in another precision, if the device does it to any use."""
-    expected = float(product_flops([TRIAL])[0]) / main.flops * (1 + main.knee * sum(1 / side for side in TRIAL)) + launch
+    expected = (
+        float(product_flops([TRIAL])[0]) / main.flops * (1 + main.knee * sum(1 / side for side in TRIAL))
+        + launch
+    )
     try:
         [trial] = _product_times(bench, precision, [TRIAL], progress)
     except RuntimeError:  # no such kernel: the same on every worker, so none of them waits
@@ -209,7 +245,9 @@ def _other(bench: Bench, precision: str, budget: Budget, main: Speed, launch: fl
     return speed_with_knee(budget.few_shapes, times, main.knee, launch)
 
 
-def _product_times(bench: Bench, precision: str, shapes: Sequence[Shape], progress: ProbeProgress) -> list[float]:
+def _product_times(
+    bench: Bench, precision: str, shapes: Sequence[Shape], progress: ProbeProgress
+) -> list[float]:
     times = []
     for shape in shapes:
         progress.next(f"{precision} products")
@@ -241,7 +279,9 @@ def _attention(bench: Bench, budget: Budget, launch: float, progress: ProbeProgr
         x = torch.randn(3, batch, length, HEADS, HEAD_DIM, device=bench.device, dtype=dtype)
         query, key, value = x.transpose(2, 3)  # laid out as projections leave them
         with attention_backends(bench.device.type):
-            times.append(bench.seconds(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)))  # noqa: B023
+            times.append(
+                bench.seconds(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True))
+            )  # noqa: B023
         flops.append(attention_flops(length, HEADS, HEAD_DIM, batch))
     return fit_attention(budget.lengths, flops, times, launch if bench.device.type == "cpu" else 0.0)
 
@@ -268,7 +308,8 @@ def _to_host_and_back(bench: Bench, progress: ProbeProgress) -> float:
 
 
 def _clocked_bandwidth(device: torch.device) -> float | None:
-    """Bytes/s of a GPU's memory by its clock and the width of its bus, which moves data twice a cycle; None where untold."""
+    """Bytes/s of a GPU's memory by its clock and the width of its bus, which moves data twice a cycle; None
+    where untold."""
     properties = torch.cuda.get_device_properties(device)
     clock, width = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
     return 2 * clock * 1e3 * width / 8 or None  # kHz, bits

@@ -6,9 +6,10 @@ Every model here is a sum of known columns with unknown factors that cannot be n
     attention        t = a F + b F / s                        F = 4 s (s/2) heads dim, speed = 1/a, knee = b/a
     collective       t = a + b w S                            latency = a, bandwidth = 1/b, w the ring's factor
 
-(the last is Hockney's, 1994). What is made small is the *relative* error: a product of a microsecond counts as much as one of
-a second, since a planner adds up many of the former. A time that lies far off, because something else ran just then, is given
-less weight the farther it is off (iteratively reweighted least squares, with the weights of Huber, 1964).
+(the last is Hockney's, 1994). What is made small is the *relative* error: a product of a microsecond counts
+as much as one of a second, since a planner adds up many of the former. A time that lies far off, because
+something else ran just then, is given less weight the farther it is off (iteratively reweighted least
+squares, with the weights of Huber, 1964).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ USUAL_ERRORS = 1.5
 
 @dataclass(frozen=True)
 class Speed:
-    """FLOP/s that long enough sides approach, and the length at which a short side costs as much as the work itself."""
+    """FLOP/s that long enough sides approach, and the length at which a short side costs as much as the work
+    itself."""
 
     flops: float
     knee: float
@@ -59,13 +61,16 @@ def attention_flops(length: int, heads: int, dim: int, batch: int) -> float:
 
 
 def fit_products(shapes: Sequence[Shape], times: Sequence[float], launch: float | None = None) -> Speed:
-    """Speed and knee of matrix products. `launch`: seconds known to be in each time; left out: found too, and let go."""
+    """Speed and knee of matrix products. `launch`: seconds known to be in each time; left out: found too, and
+    let go."""
     flops = product_flops(shapes)
     columns = [flops, flops * np.array([1 / m + 1 / n + 1 / k for m, n, k in shapes])]
     return _speed(columns, flops, np.array(times), launch)
 
 
-def fit_attention(lengths: Sequence[int], flops: Sequence[float], times: Sequence[float], launch: float = 0.0) -> Speed:
+def fit_attention(
+    lengths: Sequence[int], flops: Sequence[float], times: Sequence[float], launch: float = 0.0
+) -> Speed:
     """Speed and knee of attention over the length of a sequence."""
     work = np.array(flops)
     return _speed([work, work / np.array(lengths)], work, np.array(times), launch)
@@ -80,7 +85,9 @@ def fit_collective(kind: str, members: int, sizes: Sequence[int], times: Sequenc
     wire = wire_factor(kind, np.array(float(members))) * np.array(sizes, dtype=float)
     seconds = np.array(times)
     latency, inverse = relative_least_squares([np.ones_like(wire), wire], seconds)
-    if inverse == 0.0:  # times that do not grow with the size: so quick that it does not show beside the latency
+    if (
+        inverse == 0.0
+    ):  # times that do not grow with the size: so quick that it does not show beside the latency
         inverse = UNSEEN * float((seconds / wire).min())
     return Cost(latency, 1 / inverse)
 
@@ -108,7 +115,8 @@ def _without(times: Array, launch: float) -> Array:
 
 
 def relative_least_squares(columns: Sequence[Array], times: Array) -> list[float]:
-    """Factors, none negative, for which the sum of the columns is nearest to the times in proportion to them; robust."""
+    """Factors, none negative, for which the sum of the columns is nearest to the times in proportion to them;
+    robust."""
     scaled = np.stack([column / times for column in columns], axis=1)
     weights = np.ones_like(times)
     factors = np.zeros(len(columns))
@@ -123,11 +131,14 @@ def relative_least_squares(columns: Sequence[Array], times: Array) -> list[float
 def _huber(errors: Array) -> Array:
     usual = USUAL_ERRORS * float(np.median(np.abs(errors)))
     size = np.abs(errors)
-    return np.where(size <= usual, 1.0, usual / np.maximum(size, 1e-300)) if usual > 0 else np.ones_like(errors)
+    return (
+        np.where(size <= usual, 1.0, usual / np.maximum(size, 1e-300)) if usual > 0 else np.ones_like(errors)
+    )
 
 
 def _non_negative(scaled: Array, weights: Array) -> Array:
-    """Weighted least squares of `scaled @ x = 1` with x >= 0: of the few sets of columns that may be used, the best that may."""
+    """Weighted least squares of `scaled @ x = 1` with x >= 0: of the few sets of columns that may be used,
+    the best that may."""
     count = scaled.shape[1]
     root = np.sqrt(weights)
     best, least = np.zeros(count), float((weights).sum())

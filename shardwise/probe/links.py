@@ -1,11 +1,13 @@
 """Measuring collectives: each kind over each size of group, inside a node and between nodes.
 
-Groups are made of neighbours, as the mesh makes them, and all groups of a size talk at the same moment, as they do in
-training: two pairs on one machine share what one pair would have alone. Between nodes a group has one device of each node,
-and the others of the nodes have groups of their own, so each device is left with its share of the network.
+Groups are made of neighbours, as the mesh makes them, and all groups of a size talk at the same moment, as
+they do in training: two pairs on one machine share what one pair would have alone. Between nodes a group has
+one device of each node, and the others of the nodes have groups of their own, so each device is left with its
+share of the network.
 
-Bytes are those of the full tensor (observe/ledger.py). A broadcast takes turns in who sends it, since otherwise the sender
-could run ahead; a send goes to the next in the group while one comes from the one before, as in a pipeline or a ring.
+Bytes are those of the full tensor (observe/ledger.py). A broadcast takes turns in who sends it, since
+otherwise the sender could run ahead; a send goes to the next in the group while one comes from the one
+before, as in a pipeline or a ring.
 """
 
 from __future__ import annotations
@@ -78,8 +80,12 @@ def cells(budget: Budget, worker: Worker) -> int:
 
 def measure_links(bench: Bench, worker: Worker, budget: Budget, progress: ProbeProgress) -> tuple[Link, Link]:
     """The links inside a node, and those between nodes."""
-    near = _measure(bench, worker, inside(worker.world, worker.local_world, budget.every_group), budget, progress)
-    far = _measure(bench, worker, between(worker.world, worker.local_world, budget.every_group), budget, progress)
+    near = _measure(
+        bench, worker, inside(worker.world, worker.local_world, budget.every_group), budget, progress
+    )
+    far = _measure(
+        bench, worker, between(worker.world, worker.local_world, budget.every_group), budget, progress
+    )
     node = _link(near) or UNKNOWN
     return node, _link(far) or Link(node.bandwidth, node.latency)
 
@@ -93,12 +99,16 @@ def _link(rows: Sequence[Measured]) -> Link | None:
     return Link(widest.bandwidth, widest.latency / (2 * (widest.members - 1)), tuple(rows))
 
 
-def _measure(bench: Bench, worker: Worker, groupings: list[Grouping], budget: Budget, progress: ProbeProgress) -> list[Measured]:
+def _measure(
+    bench: Bench, worker: Worker, groupings: list[Grouping], budget: Budget, progress: ProbeProgress
+) -> list[Measured]:
     rows = []
     for grouping in groupings:
         # Every rank takes part in making every group.
         process_groups = [dist.new_group(list(ranks), timeout=TIMEOUT) for ranks in grouping.groups]
-        own = process_groups[next(index for index, ranks in enumerate(grouping.groups) if worker.rank in ranks)]
+        own = process_groups[
+            next(index for index, ranks in enumerate(grouping.groups) if worker.rank in ranks)
+        ]
         for kind in KINDS:
             sizes, times = _times(bench, worker, kind, own, grouping.members, budget.sizes, progress)
             fitted = fit_collective(kind, grouping.members, sizes, times)
@@ -128,7 +138,9 @@ def _times(
     return sizes, times
 
 
-def _collective(kind: str, part: int, group: dist.ProcessGroup, device: torch.device, worker: Worker) -> Callable[[], object]:
+def _collective(
+    kind: str, part: int, group: dist.ProcessGroup, device: torch.device, worker: Worker
+) -> Callable[[], object]:
     """One call of this kind on a full tensor of `part` elements for each member."""
     members, rank = group.size(), group.rank()
     full, result = torch.zeros(members * part, device=device), torch.zeros(members * part, device=device)

@@ -1,7 +1,8 @@
 """The workers of a probe on this machine: started together, heard, and ended together, whatever happens.
 
-The first one tells what it measures, each ends with its answer or its failure (resilience/forked.py). The first failure ends
-all, since the others would wait for the failed one; so does a silence that no measurement takes. No worker outlives the call.
+The first one tells what it measures, each ends with its answer or its failure (resilience/forked.py). The
+first failure ends all, since the others would wait for the failed one; so does a silence that no measurement
+takes. No worker outlives the call.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from shardwise.resilience.server import start_server
 
 PRELOAD = ["shardwise.probe.measure"]
 SILENCE = 150.0
-"""Seconds without a word, longer than a collective may take to fail: then the workers wait for each other in vain."""
+"""Seconds without a word, longer than a collective may take to fail: then the workers wait for each other in
+vain."""
 BUSY = 0.3
 """Share of the cores in others' use above which figures would be theirs as much as the machine's."""
 
@@ -57,12 +59,15 @@ class _MeasurementFailed:
 
 
 def local_workers(requested: int | None, node: Node | None = None) -> int:
-    """How many workers this machine is measured with: as asked, or one a GPU, or as many as cores, from 2 to 4."""
+    """How many workers this machine is measured with: as asked, or one a GPU, or as many as cores, from 2 to
+    4."""
     from shardwise.mesh import local_gpus
 
     gpus = local_gpus()
     if requested is not None and 0 < gpus < requested:
-        raise UserError(f"--workers {requested}: this machine has {gpus} GPU{'s'[: gpus > 1]}; give at most {gpus}")
+        raise UserError(
+            f"--workers {requested}: this machine has {gpus} GPU{'s'[: gpus > 1]}; give at most {gpus}"
+        )
     return requested or (node.workers if node else None) or gpus or min(4, max(2, cores()))
 
 
@@ -71,10 +76,15 @@ def others_busy() -> str | None:
     share = psutil.cpu_percent(interval=0.2) / 100
     if share < BUSY:
         return None
-    return f"other programs use {share:.0%} of this machine's cores, so the figures will be low; measure again when it is quiet"
+    return (
+        f"other programs use {share:.0%} of this machine's cores, so the figures will be low; measure again "
+        f"when it is quiet"
+    )
 
 
-def measure_here(workers: int, budgets: Mapping[str, Budget], tell: Tell = silent, node: Node | None = None) -> Cluster:
+def measure_here(
+    workers: int, budgets: Mapping[str, Budget], tell: Tell = silent, node: Node | None = None
+) -> Cluster:
     """Measure with so many workers on this machine, and those of the other nodes where there are several."""
     start_server(PRELOAD)
     with _started(_numbered(workers, node), budgets) as processes:
@@ -84,7 +94,10 @@ def measure_here(workers: int, budgets: Mapping[str, Budget], tell: Tell = silen
 def _numbered(workers: int, node: Node | None) -> list[Worker]:
     first, nodes = (node.node_rank * workers, node.nodes) if node else (0, 1)
     address, port = (node.address, node.port) if node and nodes > 1 else ("127.0.0.1", free_port())
-    return [Worker(first + local, nodes * workers, local, workers, address, port, "probe") for local in range(workers)]
+    return [
+        Worker(first + local, nodes * workers, local, workers, address, port, "probe")
+        for local in range(workers)
+    ]
 
 
 @contextmanager
@@ -106,7 +119,10 @@ def _listen(processes: list[Forked], tell: Tell) -> Cluster:
     while waiting:
         speaking = ready(waiting, SILENCE)
         if not speaking:
-            raise RunFailed(f"probe: no word from workers {[process.rank for process in waiting]} for {SILENCE:.0f} s; try again")
+            raise RunFailed(
+                f"probe: no word from workers {[process.rank for process in waiting]} for {SILENCE:.0f} s; "
+                f"try again"
+            )
         for process in speaking:
             message = process.hear()
             if isinstance(message, _Measuring):
@@ -115,7 +131,9 @@ def _listen(processes: list[Forked], tell: Tell) -> Cluster:
             waiting.remove(process)
             if not isinstance(message, _Answer):
                 others = last_messages(waiting, lambda message: not isinstance(message, _Measuring))
-                raise _cause([message, *(other for other in others if not isinstance(other, _Answer))], len(processes))
+                raise _cause(
+                    [message, *(other for other in others if not isinstance(other, _Answer))], len(processes)
+                )
             answers[process.rank] = message.cluster
     return answers[processes[0].rank]
 
@@ -126,7 +144,7 @@ def _cause(failures: list[_MeasurementFailed | Died], count: int) -> RunFailed:
     return RunFailed(f"probe: worker {first.rank} of {count} failed, nothing was written: {first.message}")
 
 
-# -- inside a worker ----------------------------------------------------------------------------------------------------
+# -- inside a worker -----------------------------------------------------------------------------------------
 
 
 def _measured(pipe: Connection, worker: Worker, budgets: Mapping[str, Budget]) -> None:
@@ -145,4 +163,6 @@ def _answer(pipe: Connection, worker: Worker, budgets: Mapping[str, Budget]) -> 
     except UserError as error:
         return _MeasurementFailed(worker.rank, False, str(error))
     except BaseException as error:  # whatever it is, it belongs to whoever asked
-        return _MeasurementFailed(worker.rank, peer_is_gone(error), "".join(traceback.format_exception(error)))
+        return _MeasurementFailed(
+            worker.rank, peer_is_gone(error), "".join(traceback.format_exception(error))
+        )

@@ -1,7 +1,8 @@
-"""The probe, as each worker runs it: meet the others, measure the device, measure the links, and put a cluster together.
+"""The probe, as each worker runs it: meet the others, measure the device, measure the links, and put a
+cluster together.
 
-All workers do the same and come to the same figures; the first one's answer is kept. Costs under two minutes and a few
-hundred MiB a worker (a few GiB on a GPU); the quick probe takes seconds.
+All workers do the same and come to the same figures; the first one's answer is kept. Costs under two minutes
+and a few hundred MiB a worker (a few GiB on a GPU); the quick probe takes seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from shardwise.probe.progress import ProbeProgress, Tell, silent
 
 
 def measure(worker: Worker, budgets: Mapping[str, Budget], tell: Tell = silent) -> Cluster:
-    """The cluster that these workers are, measured within the budget for its kind of device ("cpu" or "cuda")."""
+    """The cluster that these workers are, measured within the budget for its kind of device ("cpu" or
+    "cuda")."""
     mesh = join(worker, Layout.model_validate({"data": worker.world}))
     try:
         budget = budgets[mesh.device.type]
@@ -50,5 +52,11 @@ def measure(worker: Worker, budgets: Mapping[str, Budget], tell: Tell = silent) 
         shared=on_cpu,
         host_memory=float(psutil.virtual_memory().total),
     )
-    known = device.bandwidth if on_cpu else sheet.host_memory_bandwidth if sheet else measured.host_memory_bandwidth
+    known = (
+        device.bandwidth
+        if on_cpu
+        else sheet.host_memory_bandwidth
+        if sheet
+        else measured.host_memory_bandwidth
+    )
     return replace(measured, host_memory_bandwidth=known)

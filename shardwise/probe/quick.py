@@ -1,8 +1,8 @@
 """The quick probe, remembered: what `shardwise train` plans with where a job names no cluster.
 
-It takes seconds, so its answer is kept in the user's cache, one file for each machine, device, torch and number of workers. A
-file that cannot be read, or is a month old, is measured anew; where it cannot be kept, that is said, and nothing else is
-lost.
+It takes seconds, so its answer is kept in the user's cache, one file for each machine, device, torch and
+number of workers. A file that cannot be read, or is a month old, is measured anew; where it cannot be kept,
+that is said, and nothing else is lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ log = logging.getLogger("shardwise")
 
 
 def quick_cluster(workers: int, tell: Tell = silent, warn: Callable[[str], None] = log.warning) -> Cluster:
-    """This machine with so many workers: as remembered, or measured now. To be asked by the process that starts workers."""
+    """This machine with so many workers: as remembered, or measured now. To be asked by the process that
+    starts workers."""
     path = quick_file(workers)
     cluster = _remembered(path, workers)
     if cluster is None:
@@ -59,7 +60,15 @@ def remembered(workers: int) -> Path | None:
 
 
 def _file_name(workers: int) -> str:
-    parts = ("probe", FORMAT, socket.gethostname(), _device(workers), cores(), importlib.metadata.version("torch"), workers)
+    parts = (
+        "probe",
+        FORMAT,
+        socket.gethostname(),
+        _device(workers),
+        cores(),
+        importlib.metadata.version("torch"),
+        workers,
+    )
     return re.sub(r"[^A-Za-z0-9.+-]+", "_", "-".join(map(str, parts))) + ".toml"
 
 
@@ -90,7 +99,9 @@ def _remember(path: Path, cluster: Cluster, lasts: float, warn: Callable[[str], 
         written = time.time() - LASTS + lasts
         os.utime(path, (written, written))
     except OSError as error:
-        warn(f"{path.parent}: cannot be written ({error.strerror}), so this machine is measured anew each time")
+        warn(
+            f"{path.parent}: cannot be written ({error.strerror}), so this machine is measured anew each time"
+        )
 
 
 def save_cluster(path: Path, cluster: Cluster) -> None:

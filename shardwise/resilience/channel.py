@@ -1,16 +1,18 @@
-"""A connection between two hosts of a run, proof against strangers: what is said on it is known to come from the other host.
+"""A connection between two hosts of a run, proof against strangers: what is said on it is known to come from
+the other host.
 
-Both ends know the run's secret, which is never sent. The leader greets with a random number, the host answers with one of its own
-and shows that it knows the secret; both draw the key of this connection from the two numbers, the run's name and the secret.
-Every line after that carries an HMAC-SHA256 under that key of who speaks, of how many lines went before, and of the text. So a
-message cannot be made or changed without the secret, and cannot be sent again on this connection or any other.
+Both ends know the run's secret, which is never sent. The leader greets with a random number, the host answers
+with one of its own and shows that it knows the secret; both draw the key of this connection from the two
+numbers, the run's name and the secret. Every line after that carries an HMAC-SHA256 under that key of who
+speaks, of how many lines went before, and of the text. So a message cannot be made or changed without the
+secret, and cannot be sent again on this connection or any other.
 
     leader  shardwise-1 NUMBER [VERSION]
     host    NUMBER HMAC
     either  HMAC TEXT          (TEXT: JSON, compressed, in base64)
 
-VERSION is that of the leader's shardwise, so that a host can tell a leader of an older one, which does not say it. A line has at
-most 64 KiB. Nothing is hidden: whoever can listen on the network can read.
+VERSION is that of the leader's shardwise, so that a host can tell a leader of an older one, which does not
+say it. A line has at most 64 KiB. Nothing is hidden: whoever can listen on the network can read.
 """
 
 from __future__ import annotations

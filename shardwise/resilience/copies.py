@@ -1,12 +1,15 @@
-"""Each rank's state, copied into a neighbour's memory every few steps: one lost worker costs no read from storage.
+"""Each rank's state, copied into a neighbour's memory every few steps: one lost worker costs no read from
+storage.
 
-A rank keeps its own last two snapshots and those of one neighbour, half the world away and so on another host where there are
-several. When a worker is lost, the others keep their processes and with them the snapshots; the newest step of which every
-rank's part is still somewhere is put back, and only the parts of lost ranks cross the network. Two snapshots, because a
-failure in the middle of the exchange leaves the newer one incomplete.
+A rank keeps its own last two snapshots and those of one neighbour, half the world away and so on another host
+where there are several. When a worker is lost, the others keep their processes and with them the snapshots;
+the newest step of which every rank's part is still somewhere is put back, and only the parts of lost ranks
+cross the network. Two snapshots, because a failure in the middle of the exchange leaves the newer one
+incomplete.
 
-Cost: four times a rank's weights and optimizer state in host memory, one copy a snapshot on the step's path, and one message
-to the neighbour behind it. It works while the layout stays as it is; with other workers than before, storage is read.
+Cost: four times a rank's weights and optimizer state in host memory, one copy a snapshot on the step's path,
+and one message to the neighbour behind it. It works while the layout stays as it is; with other workers than
+before, storage is read.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class _SnapshotExchange:
 
 @dataclass
 class Copies:
-    """What a worker's memory holds of its own state and a neighbour's. It outlives the teams that the worker is in."""
+    """What a worker's memory holds of its own state and a neighbour's. It outlives the teams that the worker
+    is in."""
 
     every: int
     _exchanges: deque[_SnapshotExchange] = field(default_factory=lambda: deque(maxlen=2))
@@ -85,7 +89,9 @@ class Copies:
         sender = (rank - shift) % world
         own, theirs = self._buffers(self._sizes[rank], self._sizes[sender])
         _pack(state, own)
-        exchange = _SnapshotExchange(_Snapshot(step, rank, extras, own), _Snapshot(step, sender, extras, theirs))
+        exchange = _SnapshotExchange(
+            _Snapshot(step, rank, extras, own), _Snapshot(step, sender, extras, theirs)
+        )
         self._exchanges.append(exchange)
         assert self._peers is not None, "there are neighbours"
         work = (self._peers, exchange, (rank + shift) % world, sender)
@@ -93,16 +99,25 @@ class Copies:
         exchange.thread.start()
 
     def newest(self, mesh: Mesh) -> int | None:
-        """The last step of which this team, together, still has every rank's part; the same answer on all ranks."""
+        """The last step of which this team, together, still has every rank's part; the same answer on all
+        ranks."""
         if self._peers is None:
             return None
-        held = [(snapshot.step, snapshot.rank) for snapshot in self._usable()] if self._layout == _key(mesh) else []
+        held = (
+            [(snapshot.step, snapshot.rank) for snapshot in self._usable()]
+            if self._layout == _key(mesh)
+            else []
+        )
         self._holders = {}
         for holder, parts in enumerate(self._peers.from_everyone(held)):
             for step, rank in parts:
-                self._holders[step, rank] = holder if rank == holder else self._holders.get((step, rank), holder)
+                self._holders[step, rank] = (
+                    holder if rank == holder else self._holders.get((step, rank), holder)
+                )
         steps = {step for step, _ in self._holders}
-        complete = [step for step in steps if all((step, rank) in self._holders for rank in range(mesh.worker.world))]
+        complete = [
+            step for step in steps if all((step, rank) in self._holders for rank in range(mesh.worker.world))
+        ]
         return max(complete, default=None)
 
     def restore(self, mesh: Mesh, step: int, state: State) -> dict[str, Any]:
@@ -125,11 +140,16 @@ class Copies:
         return dict(extras)
 
     def _go_on_from(self, own: _Snapshot, mesh: Mesh) -> None:
-        """Later snapshots are of steps that will be done again; a worker that came new has one of its own now."""
-        self._exchanges = deque((exchange for exchange in self._exchanges if exchange.own.step <= own.step), maxlen=2)
+        """Later snapshots are of steps that will be done again; a worker that came new has one of its own
+        now."""
+        self._exchanges = deque(
+            (exchange for exchange in self._exchanges if exchange.own.step <= own.step), maxlen=2
+        )
         if not self._exchanges:
             sender = (own.rank - mesh.worker.world // 2) % mesh.worker.world
-            nothing = _Snapshot(own.step, sender, own.extras, torch.empty(self._sizes[sender], dtype=torch.uint8))
+            nothing = _Snapshot(
+                own.step, sender, own.extras, torch.empty(self._sizes[sender], dtype=torch.uint8)
+            )
             self._exchanges.append(_SnapshotExchange(own, nothing))
             self._layout = _key(mesh)
 

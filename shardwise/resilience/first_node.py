@@ -1,11 +1,11 @@
 """What the first node of a run writes into the run's folder before it leads, for the nodes that wait for it.
 
-The others wait until the first node says in `meeting.json` where it is and which secret the run has. That can take long,
-because the first node may prepare the data, and it never comes if the first node fails before. So the first node writes
-`first-node.json` when it starts, and says there why it has ended.
+The others wait until the first node says in `meeting.json` where it is and which secret the run has. That can
+take long, because the first node may prepare the data, and it never comes if the first node fails before. So
+the first node writes `first-node.json` when it starts, and says there why it has ended.
 
-A file that was there before a node started may be of an earlier start. It counts only if it is of the same run by name,
-and then only after a while, because the first node may be about to replace it.
+A file that was there before a node started may be of an earlier start. It counts only if it is of the same
+run by name, and then only after a while, because the first node may be about to replace it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class FirstNodeFile:
             self._write(replace(sign, ended=str(error), status=error.status))
             raise
         except BaseException as error:
-            self._write(replace(sign, ended=f"it was stopped ({type(error).__name__})", status=RunFailed.status))
+            self._write(
+                replace(sign, ended=f"it was stopped ({type(error).__name__})", status=RunFailed.status)
+            )
             raise
 
     def _write(self, sign: Sign) -> None:

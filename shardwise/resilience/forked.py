@@ -1,7 +1,9 @@
-"""Processes for a task of seconds: forked in a moment, answering through pipes, ended together whatever happens.
+"""Processes for a task of seconds: forked in a moment, answering through pipes, ended together whatever
+happens.
 
-They are forked from a server that has torch imported already (resilience/server.py). Signals that ask to stop are this process's
-to answer; should it be killed, they end with it. What they print goes to a log, whose end tells why one died.
+They are forked from a server that has torch imported already (resilience/server.py). Signals that ask to stop
+are this process's to answer; should it be killed, they end with it. What they print goes to a log, whose end
+tells why one died.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from typing import Any
 from shardwise.resilience.server import without_main
 
 GRACE = 1.0
-"""Seconds in which others that failed may still say so: a worker that only misses another is not the cause."""
+"""Seconds in which others that failed may still say so: a worker that only misses another is not the
+cause."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ def free_port() -> int:
 def _inside(target: Callable[..., None], pipe: Connection, log: str, *arguments: Any) -> None:
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    except FileNotFoundError:  # whoever asked for this process was stopped before it was there, and took the folder along
+    except (
+        FileNotFoundError
+    ):  # whoever asked for this process was stopped before it was there, and took the folder along
         os._exit(0)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -1,8 +1,9 @@
 """When a team makes no progress: who hangs, and what every worker was doing.
 
-The time since the last step counts, not life: a worker that waits forever in a collective is alive. When a worker is late, all
-are asked where they stand. Those that do not answer are stopped, or stuck in C code that holds Python's lock, and are the
-culprits. If all answer, all wait for each other, or for a worker of another host, which that host is given time to name.
+The time since the last step counts, not life: a worker that waits forever in a collective is alive. When a
+worker is late, all are asked where they stand. Those that do not answer are stopped, or stuck in C code that
+holds Python's lock, and are the culprits. If all answer, all wait for each other, or for a worker of another
+host, which that host is given time to name.
 """
 
 from __future__ import annotations
@@ -58,7 +59,12 @@ def record_hang(hang: Hang, working: Sequence[WorkerProcess], logs: Path, genera
     """Keep in a file what every worker said; the fault that the hang is."""
     path = logs / f"hang-{generation}.txt"
     silence = "does not answer: it is stopped, or stuck in code that holds Python's lock\n"
-    write_text(path, "\n".join(f"rank {worker.rank}, step {worker.step + 1}: {worker.stacks or silence}" for worker in working))
+    write_text(
+        path,
+        "\n".join(
+            f"rank {worker.rank}, step {worker.step + 1}: {worker.stacks or silence}" for worker in working
+        ),
+    )
     silent = [worker for worker in hang.culprits if worker.stacks is None]
     for worker in silent:
         os.kill(worker.pid, signal.SIGQUIT)  # its stacks go to its log, should it be able to

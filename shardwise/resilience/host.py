@@ -1,12 +1,15 @@
-"""One machine's part in a run: its workers, kept alive, watched, and matched to the team that the leader wants.
+"""One machine's part in a run: its workers, kept alive, watched, and matched to the team that the leader
+wants.
 
-Workers are forked from a server that has torch imported (multiprocessing's forkserver), so a new worker is there in a moment. A
-worker whose peer died lets go of the broken team by itself and waits for the next one, which saves starting it anew; one that
-does not within a few seconds is replaced. Nothing rests on the good will of a worker: it can be killed at any time.
+Workers are forked from a server that has torch imported (multiprocessing's forkserver), so a new worker is
+there in a moment. A worker whose peer died lets go of the broken team by itself and waits for the next one,
+which saves starting it anew; one that does not within a few seconds is replaced. Nothing rests on the good
+will of a worker: it can be killed at any time.
 
-Why not torch's elastic agent: it ends every worker of a node when one fails, its nodes have a fixed number of workers, it takes
-life for progress, and its rendezvous waits out fixed timeouts. What is needed is small and is here: the judgement in team.py,
-the messages to other hosts in rendezvous.py and to workers in messages.py, hangs in hangs.py, the processes below.
+Why not torch's elastic agent: it ends every worker of a node when one fails, its nodes have a fixed number of
+workers, it takes life for progress, and its rendezvous waits out fixed timeouts. What is needed is small and
+is here: the judgement in team.py, the messages to other hosts in rendezvous.py and to workers in messages.py,
+hangs in hangs.py, the processes below.
 """
 
 from __future__ import annotations
@@ -29,7 +32,17 @@ from shardwise.resilience.other_hosts import OtherHosts
 from shardwise.resilience.process import WorkerProcess, died, fork, peer_gone, write_members
 from shardwise.resilience.server import wake_server
 from shardwise.resilience.stopping import RESUME_ME, CollectSignals, Stopped, cut_short
-from shardwise.resilience.team import LOST_SECONDS, Fault, Lead, Member, Orders, Refusal, Report, Team, in_own_code
+from shardwise.resilience.team import (
+    LOST_SECONDS,
+    Fault,
+    Lead,
+    Member,
+    Orders,
+    Refusal,
+    Report,
+    Team,
+    in_own_code,
+)
 
 TICK_SECONDS = 0.05
 CALL_SECONDS = 0.25
@@ -47,7 +60,8 @@ RETRY_SECONDS = 60.0
 SILENT_SERVER_SECONDS = 60.0
 """How long the server may fork nobody before that is a failure of the slot."""
 SERVER_SECONDS = 2.0
-"""How long the server may take to fork a worker, or to tell that one has ended, before it is taken for stopped."""
+"""How long the server may take to fork a worker, or to tell that one has ended, before it is taken for
+stopped."""
 
 Start = Callable[[int, Connection], None]
 
@@ -68,7 +82,14 @@ class Host:
         others: OtherHosts | None = None,
         loose: bool = False,
     ) -> None:
-        self.name, self.start, self.recovery, self.logs, self.lead, self.others = name, start, recovery, logs, lead, others
+        self.name, self.start, self.recovery, self.logs, self.lead, self.others = (
+            name,
+            start,
+            recovery,
+            logs,
+            lead,
+            others,
+        )
         self.loose = loose
         """Whether workers that are no ranks of the team work for it."""
         self._record = record
@@ -181,11 +202,20 @@ class Host:
             if worker.generation == self._generation and not worker.loose:
                 self._step = max(self._step, step)
         worker.begun = now if phase == "step" else worker.begun if phase in ("wait", "meet") else None
-        worker.phase, worker.step, worker.changed, worker.asked_for_stacks, worker.stacks = phase, step, now, None, None
+        worker.phase, worker.step, worker.changed, worker.asked_for_stacks, worker.stacks = (
+            phase,
+            step,
+            now,
+            None,
+            None,
+        )
 
     def _note_ended_workers(self) -> None:
         """Take note of workers that ended, and why. The server tells that; if it does not, it was stopped."""
-        if any(worker.hung_up and time.monotonic() - worker.hung_up > SERVER_SECONDS for worker in self._processes.values()):
+        if any(
+            worker.hung_up and time.monotonic() - worker.hung_up > SERVER_SECONDS
+            for worker in self._processes.values()
+        ):
             wake_server()
         for worker in [worker for worker in self._processes.values() if not worker.process.is_alive()]:
             self._take(worker)
@@ -199,8 +229,9 @@ class Host:
                 self._note_failed_start(worker, worker.fault or died(worker, self.logs))
 
     def _note_lost(self, worker: WorkerProcess, fault: Fault) -> None:
-        """A worker that is no rank ended: the others go on, and so does its slot. One that never gets anything done, as often as
-        a step may fail, rests; if none of them does, that is a fault of the run."""
+        """A worker that is no rank ended: the others go on, and so does its slot. One that never gets
+        anything done, as often as a step may fail, rests; if none of them does, that is a fault of the
+        run."""
         self._note("worker_lost", host=self.name, slot=worker.slot, cause=fault.cause)
         if fault.status is not None:
             raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
@@ -215,18 +246,23 @@ class Host:
         if all(self._failed_starts[slot] >= self.recovery.attempts for slot in loose):
             trace = f"{fault.trace.rstrip()}\n" if fault.trace else ""
             often = f"failed {self.recovery.attempts} times in a row"
-            raise RunFailed(f"{trace}{'every' if len(loose) > 1 else 'the'} worker on {self.name} {often}: {fault.cause}")
+            raise RunFailed(
+                f"{trace}{'every' if len(loose) > 1 else 'the'} worker on {self.name} {often}: {fault.cause}"
+            )
 
     def _let_rest(self, worker: WorkerProcess, fault: Fault) -> None:
         self.slots[worker.slot] = time.monotonic() + RETRY_SECONDS
         self._note("slot_rests", host=self.name, slot=worker.slot, cause=fault.cause)
 
     def _note_failed_start(self, worker: WorkerProcess, fault: Fault) -> None:
-        """A worker ended before it was ready: the second time, its slot rests; if all do, so does the host."""
+        """A worker ended before it was ready: the second time, its slot rests; if all do, so does the
+        host."""
         if fault.status is not None:
             raise UserError(fault.cause) if fault.status == UserError.status else RunFailed(fault.cause)
         if worker.slot in self._members:  # its peers wait for it already
-            self._faults.append(replace(fault, rank=self._members[worker.slot], step=0, generation=self._generation))
+            self._faults.append(
+                replace(fault, rank=self._members[worker.slot], step=0, generation=self._generation)
+            )
         self._failed_starts[worker.slot] += 1
         if self._failed_starts[worker.slot] < 2:
             return
@@ -250,7 +286,9 @@ class Host:
             self._processes[slot], self._server_is_ready, self._server_silent_since = worker, True, None
         elif not self._signals.received:
             self._server_silent_since = self._server_silent_since or began
-            if time.monotonic() - self._server_silent_since > SILENT_SERVER_SECONDS:  # till then the machine may be busy
+            if (
+                time.monotonic() - self._server_silent_since > SILENT_SERVER_SECONDS
+            ):  # till then the machine may be busy
                 self._note_failed_start(worker, fault)
         return fault is None
 
@@ -274,15 +312,17 @@ class Host:
 
     def _working(self) -> list[WorkerProcess]:
         """Workers of the present team."""
-        return [worker for worker in self._at_work() if worker.generation == self._generation and not worker.loose]
+        return [
+            worker for worker in self._at_work() if worker.generation == self._generation and not worker.loose
+        ]
 
     def _at_work(self) -> list[WorkerProcess]:
         """Workers of any team: some may not have let go of an earlier one yet."""
         return [worker for worker in self._processes.values() if worker.state == "working"]
 
     def _offered_slots(self) -> list[int]:
-        """Slots that a team may use. A host that does not lead offers a slot once a worker has come up in it: a team that trains
-        must not make room for a host on which none ever does."""
+        """Slots that a team may use. A host that does not lead offers a slot once a worker has come up in it:
+        a team that trains must not make room for a host on which none ever does."""
         return [slot for slot in self._usable_slots() if self.lead is not None or slot in self._ready]
 
     def _report(self) -> Report:
@@ -358,7 +398,8 @@ class Host:
             print(lead.lacks, file=sys.stderr, flush=True)
 
     def _on_leader_unreachable(self) -> None:
-        """Look for the leader, or become it. Workers that the leader takes for lost are of no use until it is found again."""
+        """Look for the leader, or become it. Workers that the leader takes for lost are of no use until it is
+        found again."""
         assert self.others is not None, "a host leads, or calls its leader"
         silence = self.others.silence()
         if silence > LOST_SECONDS:
@@ -369,7 +410,9 @@ class Host:
         elif not self._said_missing:
             self._said_missing = True
             minutes = self.others.patience() / 60
-            print(f"{self.others.trouble()}; waiting for up to {minutes:.0f} min", file=sys.stderr, flush=True)
+            print(
+                f"{self.others.trouble()}; waiting for up to {minutes:.0f} min", file=sys.stderr, flush=True
+            )
         self.lead = self.others.take_over()
         if self.lead is not None:
             self.address = self.others.address
@@ -382,7 +425,9 @@ class Host:
 
     def _has_left(self, orders: Orders) -> bool:
         """Whether this host was asked to leave, and the run goes on without it."""
-        takes_part = orders.team is not None and any(member.host == self.name for member in orders.team.members)
+        takes_part = orders.team is not None and any(
+            member.host == self.name for member in orders.team.members
+        )
         return self._signals.status is not None and self.lead is None and not takes_part
 
     def _follow(self, orders: Orders) -> None:
@@ -393,27 +438,57 @@ class Host:
             self._generation, self._team_since = team.generation, time.monotonic()
             self._faults, self._statuses, self._step = [], {}, 0
             ranks = {member: rank for rank, member in enumerate(team.members)}
-            self._members = {slot: ranks[Member(self.name, slot)] for slot in self.slots if Member(self.name, slot) in ranks}
+            self._members = {
+                slot: ranks[Member(self.name, slot)]
+                for slot in self.slots
+                if Member(self.name, slot) in ranks
+            }
         self._start_missing_workers()
         late = time.monotonic() - self._team_since > PARTING_SECONDS
         for worker in self._processes.values():
-            if worker.state == "waiting" and worker.generation < team.generation and worker.slot in self._members:
+            if (
+                worker.state == "waiting"
+                and worker.generation < team.generation
+                and worker.slot in self._members
+            ):
                 self._enlist(worker, team)
-            elif worker.state == "waiting" and self.loose and worker.slot not in self._members and orders.wish == "work":
+            elif (
+                worker.state == "waiting"
+                and self.loose
+                and worker.slot not in self._members
+                and orders.wish == "work"
+            ):
                 self._enlist(worker, team)  # again, too: its connection may have been cut
-            elif worker.state == "working" and worker.generation < team.generation and late and not worker.loose:
+            elif (
+                worker.state == "working"
+                and worker.generation < team.generation
+                and late
+                and not worker.loose
+            ):
                 self._discard(worker)
-            elif worker.state == "working" and orders.wish in ("regroup", "stop") and worker.wished != orders.wish:
+            elif (
+                worker.state == "working"
+                and orders.wish in ("regroup", "stop")
+                and worker.wished != orders.wish
+            ):
                 worker.wished = orders.wish
                 worker.send(messages.Regroup() if orders.wish == "regroup" else messages.Stop())
         return None
 
     def _enlist(self, worker: WorkerProcess, team: Team) -> None:
-        worker.state, worker.generation, worker.loose = "working", team.generation, worker.slot not in self._members
+        worker.state, worker.generation, worker.loose = (
+            "working",
+            team.generation,
+            worker.slot not in self._members,
+        )
         worker.rank = len(team.members) + worker.slot if worker.loose else self._members[worker.slot]
         worker.phase, worker.changed, worker.wished = "build", time.monotonic(), None
         worker.seconds.clear()
-        local = [slot for slot in self.slots if slot not in self._members] if worker.loose else sorted(self._members)
+        local = (
+            [slot for slot in self.slots if slot not in self._members]
+            if worker.loose
+            else sorted(self._members)
+        )
         identity = Worker(
             rank=worker.rank,
             world=len(team.members),
@@ -435,7 +510,9 @@ class Host:
             for worker in self._processes.values():
                 worker.send(messages.Leave())
             deadline = time.monotonic() + 10.0
-            while time.monotonic() < deadline and any(worker.process.is_alive() for worker in self._processes.values()):
+            while time.monotonic() < deadline and any(
+                worker.process.is_alive() for worker in self._processes.values()
+            ):
                 self._listen()
             return self._signals.status or RESUME_ME if orders.status == RESUME_ME else orders.status
         if orders.status == RESUME_ME:
@@ -472,8 +549,8 @@ class Host:
             self._discard(worker)
 
     def _answer_signals(self) -> None:
-        """Pass a wish to stop on to the workers: all stop after the same step, and save. They have the time that they need, which
-        only the sender knows; workers that make no progress are a hang."""
+        """Pass a wish to stop on to the workers: all stop after the same step, and save. They have the time
+        that they need, which only the sender knows; workers that make no progress are a hang."""
         if not self._signals.received:
             return
         training = [worker for worker in self._at_work() if worker.phase not in ("build", "restore")]

@@ -1,13 +1,13 @@
 """A worker's link to its host: teams and wishes come in, progress goes out (resilience/messages.py).
 
-Progress is what is told, not life: a worker that waits forever in a collective is alive and useless, so the host counts the
-time since the last step was done. A thread listens, because the main one may be stuck: it answers "where are you?" with every
-thread's stack and the last collective, tells the host of a signal that asks to stop, and ends the process should the host be
-gone. A process that cannot even answer is stopped, or stuck in C code that holds Python's lock; then `faulthandler` writes its
-stacks to its log, on SIGQUIT.
+Progress is what is told, not life: a worker that waits forever in a collective is alive and useless, so the
+host counts the time since the last step was done. A thread listens, because the main one may be stuck: it
+answers "where are you?" with every thread's stack and the last collective, tells the host of a signal that
+asks to stop, and ends the process should the host be gone. A process that cannot even answer is stopped, or
+stuck in C code that holds Python's lock; then `faulthandler` writes its stacks to its log, on SIGQUIT.
 
-A worker that someone else started (torchrun, srun) has no host of ours: `NoHost` gives it one team and takes no notes. Signals
-reach it alone, and its peers learn of them with the next step.
+A worker that someone else started (torchrun, srun) has no host of ours: `NoHost` gives it one team and takes
+no notes. Signals reach it alone, and its peers learn of them with the next step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from shardwise.resilience.team import Fault, Member, Team
 
 Wish = Literal["stop", "regroup"]
 LONGEST_CAUSE, LONGEST_TRACE = 2000, 8000
-"""Characters of what a worker says of its end: orders to other hosts carry it, and a line between hosts has 64 KiB."""
+"""Characters of what a worker says of its end: orders to other hosts carry it, and a line between hosts has
+64 KiB."""
 
 
 class NoHost:
@@ -91,11 +92,14 @@ class NoHost:
 
 
 class HostLink(NoHost):
-    """The link of a worker to the host that forked it: one pipe, and one of signals, read by a thread of its own."""
+    """The link of a worker to the host that forked it: one pipe, and one of signals, read by a thread of its
+    own."""
 
     recovers = True
 
-    def __init__(self, pipe: Connection, where: Callable[[], str], enlisted: Callable[[Worker], None]) -> None:
+    def __init__(
+        self, pipe: Connection, where: Callable[[], str], enlisted: Callable[[Worker], None]
+    ) -> None:
         self._pipe, self._where, self._enlisted = pipe, where, enlisted
         self._step, self._worker = 0, Worker(0, 1, 0, 1, "", 0, "shardwise")
         self._teams: queue.SimpleQueue[JoinTeam | None] = queue.SimpleQueue()
@@ -137,7 +141,9 @@ class HostLink(NoHost):
             cause=without_middle("; ".join(causes), LONGEST_CAUSE),
             at=present_time(),
             generation=self._worker.generation,
-            status=error.status if isinstance(error, UserError) and not isinstance(error, Unreadable) else None,
+            status=error.status
+            if isinstance(error, UserError) and not isinstance(error, Unreadable)
+            else None,
             trace=without_middle(trace, LONGEST_TRACE),
             own_line="" if ours else line,
         )
@@ -164,7 +170,9 @@ class HostLink(NoHost):
         while True:
             ready = wait([self._pipe, self._signal_bytes])
             if self._signal_bytes in ready:
-                for number in set(os.read(self._signal_bytes, 4096)) & set(STOP_SIGNALS):  # a module may handle others
+                for number in set(os.read(self._signal_bytes, 4096)) & set(
+                    STOP_SIGNALS
+                ):  # a module may handle others
                     self._send(Signalled(number))
             if self._pipe in ready:
                 self._hear()

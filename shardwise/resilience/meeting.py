@@ -1,13 +1,17 @@
-"""Where the hosts of a run find their leader, and the secret by which they know each other: a file in the run's folder.
+"""Where the hosts of a run find their leader, and the secret by which they know each other: a file in the
+run's folder.
 
-The first host makes a secret, a new one every time, and writes it with its address into `meeting.json`, which only this user
-can read. Other hosts read it there. Where they share no folder, SHARDWISE_SECRET gives the secret and the launcher the address.
+The first host makes a secret, a new one every time, and writes it with its address into `meeting.json`, which
+only this user can read. Other hosts read it there. Where they share no folder, SHARDWISE_SECRET gives the
+secret and the launcher the address.
 
-Who leads is who holds the lock of the run's folder. The system lets go of it when the leader dies, and a host that finds it free
-takes over and writes its own address. Not every file system's locks are seen by all hosts, so the leader also counts up a number
-in the file, and nobody takes over while it moves: no clocks are compared.
+Who leads is who holds the lock of the run's folder. The system lets go of it when the leader dies, and a host
+that finds it free takes over and writes its own address. Not every file system's locks are seen by all hosts,
+so the leader also counts up a number in the file, and nobody takes over while it moves: no clocks are
+compared.
 
-A leader that ends the run removes the file. One that dies leaves it behind, so what it says may be of a run that is over.
+A leader that ends the run removes the file. One that dies leaves it behind, so what it says may be of a run
+that is over.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ FILE = "meeting.json"
 BEAT_SECONDS = 2.0
 """Between two signs of life of the leader in the file."""
 SILENT_SECONDS = 15.0
-"""How long a leader gives no sign of life, neither by answering nor in the file, before another host takes over."""
+"""How long a leader gives no sign of life, neither by answering nor in the file, before another host takes
+over."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,12 @@ class Meeting:
 
 
 class MeetingFile:
-    """The file, as one host sees it. `given` is the secret of the environment, `first` the place that the launcher names."""
+    """The file, as one host sees it. `given` is the secret of the environment, `first` the place that the
+    launcher names."""
 
-    def __init__(self, folder: Path, own_name: str, run: str, given: str | None, first: tuple[str, int]) -> None:
+    def __init__(
+        self, folder: Path, own_name: str, run: str, given: str | None, first: tuple[str, int]
+    ) -> None:
         self.path = folder / FILE
         self._own_name, self._run, self.given, self._first = own_name, run, given, first
         self._secret = ""
@@ -70,8 +78,9 @@ class MeetingFile:
         return meeting
 
     def find(self, attempt: int = 0) -> tuple[str, int, Credentials | None]:
-        """Where the leader is, and what it will ask for, as far as that is known. Hosts with a given secret may share no folder,
-        and what they find in their own may be of an earlier run: every second attempt of theirs goes where the launcher says.
+        """Where the leader is, and what it will ask for, as far as that is known. Hosts with a given secret
+        may share no folder, and what they find in their own may be of an earlier run: every second attempt of
+        theirs goes where the launcher says.
         """
         meeting = self.read() or self._seen
         address, port = self._first
@@ -100,8 +109,8 @@ class MeetingFile:
         return self.has_news() and time.monotonic() - self._seen_at > SILENT_SECONDS
 
     def still_leads(self, on_deleted: Callable[[], None] = lambda: None) -> bool:
-        """Give a sign of life, if it is time to; False if another host has taken over meanwhile. Where the file was deleted,
-        with the run's folder perhaps, it is written again, after a call of `on_deleted`.
+        """Give a sign of life, if it is time to; False if another host has taken over meanwhile. Where the
+        file was deleted, with the run's folder perhaps, it is written again, after a call of `on_deleted`.
         """
         now = time.monotonic()
         if now - self._written_at < BEAT_SECONDS:

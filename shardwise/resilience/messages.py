@@ -1,7 +1,8 @@
-"""What a host and its workers say to each other, over the pipe that the host made: one frozen value for each message.
+"""What a host and its workers say to each other, over the pipe that the host made: one frozen value for each
+message.
 
-Both ends are ours and on one machine, so messages are pickled. What hosts say to each other (`Report` and `Orders` in team.py)
-crosses a network and is JSON.
+Both ends are ours and on one machine, so messages are pickled. What hosts say to each other (`Report` and
+`Orders` in team.py) crosses a network and is JSON.
 """
 
 from __future__ import annotations

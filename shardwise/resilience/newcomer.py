@@ -1,7 +1,9 @@
-"""What a host says of itself when it calls the leader, before its first report, and why the leader may refuse it.
+"""What a host says of itself when it calls the leader, before its first report, and why the leader may refuse
+it.
 
-Hosts of one run must run the same software on the same job and the same data. The leader compares before a newcomer can be put
-into a team: a team with a wrong host in it would fail on every host. A refused host ends with the reason, and the run goes on.
+Hosts of one run must run the same software on the same job and the same data. The leader compares before a
+newcomer can be put into a team: a team with a wrong host in it would fail on every host. A refused host ends
+with the reason, and the run goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from shardwise.words import counted
 MOST_DIFFERENCES = 10
 """Settings that a refusal lists; it counts the rest."""
 _SAME_VERSION = "install the same version on every host"
-_FOLLOWS_FROM = {"server.portions": " (where the job does not set it, it follows from --max-workers or --workers)"}
+_FOLLOWS_FROM = {
+    "server.portions": " (where the job does not set it, it follows from --max-workers or --workers)"
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Newcomer:
     """What the prepared data hold, with a checksum."""
 
     def to_json(self) -> dict[str, Any]:
-        """As sent to the leader. The key tells it from a report, which is the first word of hosts before version 0.1.0."""
+        """As sent to the leader. The key tells it from a report, which is the first word of hosts before
+        version 0.1.0."""
         return {"newcomer": asdict(self)}
 
     @classmethod
@@ -49,10 +54,11 @@ _NEWCOMER = TypeAdapter(Newcomer)
 
 
 def refusal(run: Newcomer, newcomer: Newcomer) -> str | None:
-    """Why a host cannot take part in the run that the host `run` leads; None if it can. The number of workers may differ.
+    """Why a host cannot take part in the run that the host `run` leads; None if it can. The number of workers
+    may differ.
 
-    Another release of torch is refused too: its processes need not understand each other, and sums may differ in their last bits.
-    A build for another device (`+cpu`, `+cu128`) is let in.
+    Another release of torch is refused too: its processes need not understand each other, and sums may differ
+    in their last bits. A build for another device (`+cpu`, `+cu128`) is let in.
     """
     host = newcomer.host
     if newcomer.version != run.version:
@@ -74,7 +80,10 @@ def refusal(run: Newcomer, newcomer: Newcomer) -> str | None:
 
 def different_version(host: str, its_version: str, version_of_run: str) -> str:
     """Why a host with another shardwise is refused."""
-    return f"host {host} has shardwise {its_version}, and the run has shardwise {version_of_run}: {_SAME_VERSION}"
+    return (
+        f"host {host} has shardwise {its_version}, and the run has shardwise {version_of_run}: "
+        f"{_SAME_VERSION}"
+    )
 
 
 def _differences(run: dict[str, str], newcomer: dict[str, str], host: str) -> str:
@@ -84,5 +93,7 @@ def _differences(run: dict[str, str], newcomer: dict[str, str], host: str) -> st
         f"{_FOLLOWS_FROM.get(name, '')}"
         for name in names[:MOST_DIFFERENCES]
     ]
-    more = [f"{counted(len(names) - MOST_DIFFERENCES, 'setting')} more"] if len(names) > MOST_DIFFERENCES else []
+    more = (
+        [f"{counted(len(names) - MOST_DIFFERENCES, 'setting')} more"] if len(names) > MOST_DIFFERENCES else []
+    )
     return "; ".join([*listed, *more])

@@ -1,4 +1,5 @@
-"""One host's link to the other hosts of its run: it leads them, or it calls their leader, and takes over should that be lost."""
+"""One host's link to the other hosts of its run: it leads them, or it calls their leader, and takes over
+should that be lost."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ GIVE_UP_SECONDS = 1800.0
 UNHEARD_SECONDS = 300.0
 """How long a node waits for a first node of which it has heard nothing at all."""
 REFUSED_SECONDS = 60.0
-"""How long a host is refused before it gives up: the file with the secret may come a moment later. A first node whose folder is
-in use looks just as long for the host that leads the run there.
+"""How long a host is refused before it gives up: the file with the secret may come a moment later. A first
+node whose folder is in use looks just as long for the host that leads the run there.
 """
 TRY_SECONDS = 1.0
 """Between two attempts to take over."""
@@ -48,10 +49,17 @@ class OtherHosts:
         make_lead: MakeLead,
     ) -> None:
         self.address = address_towards(*first)
-        """This host's, as the others see it; where names are not known yet, only once a leader has answered."""
+        """This host's, as the others see it; where names are not known yet, only once a leader has
+        answered."""
         self.rendezvous: Rendezvous | None = None
         """Where this host leads."""
-        self._own, self._first, self._meeting, self._hold, self._make_lead = own, first, meeting, hold, make_lead
+        self._own, self._first, self._meeting, self._hold, self._make_lead = (
+            own,
+            first,
+            meeting,
+            hold,
+            make_lead,
+        )
         self._first_node = first_node
         self._unanswered = 0
         """Calls since a leader answered."""
@@ -67,8 +75,8 @@ class OtherHosts:
         self._said: set[str] = set()
 
     def begin(self) -> Lead | None:
-        """Lead a new run, as its first node does. None where the run lives and another host leads it: this one was lost for a
-        while, and takes part again.
+        """Lead a new run, as its first node does. None where the run lives and another host leads it: this
+        one was lost for a while, and takes part again.
         """
         try:
             self._locks.enter_context(self._hold())
@@ -118,7 +126,10 @@ class OtherHosts:
         self._meeting.announce(self.address, self.rendezvous.port)
 
     def _unwritten(self, error: OSError) -> str:
-        return f"{self._meeting.path}, where hosts look for their leader, cannot be written ({error.strerror}); make room there"
+        return (
+            f"{self._meeting.path}, where hosts look for their leader, cannot be written ({error.strerror}); "
+            f"make room there"
+        )
 
     def _let_go(self) -> None:
         """Lead no more: take no calls, and leave the run's folder to others."""
@@ -144,12 +155,17 @@ class OtherHosts:
             return None
         self._unanswered, self._answered, self._last_orders = 0, now, orders
         self.address = self._client.own_address
-        if self._folder_in_use is not None and orders.message:  # perhaps another run was meant, perhaps this one
-            return replace(orders, message=f"{self._folder_in_use}. To take part in that run instead: {orders.message}")
+        if (
+            self._folder_in_use is not None and orders.message
+        ):  # perhaps another run was meant, perhaps this one
+            return replace(
+                orders, message=f"{self._folder_in_use}. To take part in that run instead: {orders.message}"
+            )
         if self._folder_in_use is not None:
             self._folder_in_use = None
             self._say_once(
-                f"this run has begun already, led by {self._client.address}:{self._client.port}, and this host takes part in it. "
+                f"this run has begun already, led by {self._client.address}:{self._client.port}, and this "
+                f"host takes part in it. "
                 "If another run was meant, stop this one and give it another run.folder"
             )
         return orders
@@ -158,7 +174,8 @@ class OtherHosts:
         """Give the sign of life of a leader; if another host has taken over, this one must end."""
         if self.lost_lead():
             raise RunFailed(
-                "another host leads this run now: this one gave no sign of life for too long. Start it again to take part."
+                "another host leads this run now: this one gave no sign of life for too long. Start it again "
+                "to take part."
             )
 
     def lost_lead(self) -> bool:
@@ -166,23 +183,28 @@ class OtherHosts:
         return not self._meeting.still_leads(self._hold_again)
 
     def _hold_again(self) -> None:
-        """Make the run's folders again, which were deleted, and keep others out of the new ones: the old locks do not."""
+        """Make the run's folders again, which were deleted, and keep others out of the new ones: the old
+        locks do not."""
         self._locks.close()
         try:
             self._locks.enter_context(self._hold())
         except UserError as error:
-            self._say_once(f"warning: the run's folder was deleted, and others are not kept out of the new one: {error}")
+            self._say_once(
+                f"warning: the run's folder was deleted, and others are not kept out of the new one: {error}"
+            )
 
     def silence(self) -> float:
         """Seconds since a leader answered."""
         return time.monotonic() - self._answered
 
     def patience(self) -> float:
-        """Seconds for which this host looks for a leader that does not answer. A first node that shares no folder with this one
-        leaves no sign in it."""
+        """Seconds for which this host looks for a leader that does not answer. A first node that shares no
+        folder with this one leaves no sign in it."""
         if self._folder_in_use is not None or self._failed_first_node() is not None:
             return REFUSED_SECONDS
-        heard = self._last_orders is not None or self._meeting.has_news() or self._first_node.heard() is not None
+        heard = (
+            self._last_orders is not None or self._meeting.has_news() or self._first_node.heard() is not None
+        )
         return GIVE_UP_SECONDS if heard or self._meeting.given else UNHEARD_SECONDS
 
     def trouble(self) -> str:
@@ -190,24 +212,31 @@ class OtherHosts:
         _, _, credentials = self._meeting.find()
         address, port = self._client.address, self._client.port
         if self._folder_in_use is not None:
-            return f"{self._folder_in_use} (should that be this run: {address}:{port}, which leads it, does not answer)"
+            return (
+                f"{self._folder_in_use} (should that be this run: {address}:{port}, which leads it, does not "
+                f"answer)"
+            )
         if (failed := self._failed_first_node()) is not None:
             return f"the first node has ended: {failed.ended}"
         if credentials is None and self._first_node.heard() is not None:
             return "the first node has started, and does not lead the run yet (it may be preparing the data)"
         if credentials is None:
             return (
-                f"the run's secret is not known yet: the first node writes {self._meeting.path}, and nothing was heard of it so "
-                "far. Is it running, and do all nodes see the same run.folder? If not, give all of them the same SHARDWISE_SECRET"
+                f"the run's secret is not known yet: the first node writes {self._meeting.path}, and nothing "
+                f"was heard of it so "
+                "far. Is it running, and do all nodes see the same run.folder? If not, give all of them the "
+                "same SHARDWISE_SECRET"
             )
         if self._client.older:
             return (
-                f"{address}:{port}, which leads this run, has an older version of shardwise, which does not say its number, "
+                f"{address}:{port}, which leads this run, has an older version of shardwise, which does not "
+                f"say its number, "
                 f"and this host has {self._own.version}: install the same version on every host"
             )
         if self._client.refused:
             return (
-                f"{address}:{port} refuses this host: a run with another secret or name (PET_RDZV_ID) is there. If nodes do "
+                f"{address}:{port} refuses this host: a run with another secret or name (PET_RDZV_ID) is "
+                f"there. If nodes do "
                 f"not share {self._meeting.path}, give all of them the same SHARDWISE_SECRET"
             )
         return f"the host that leads this run, {address}:{port}, does not answer"

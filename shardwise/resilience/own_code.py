@@ -1,7 +1,9 @@
-"""Whose code raised an exception: a user's own, which does the same when it is tried again, or the libraries'.
+"""Whose code raised an exception: a user's own, which does the same when it is tried again, or the
+libraries'.
 
-A worker that is tried again may succeed where a disk, a network or a neighbour failed. An exception that rises twice in the same
-line of a user's own module, at the same step on the same data, rises a third time; so the run says that line, and stops.
+A worker that is tried again may succeed where a disk, a network or a neighbour failed. An exception that
+rises twice in the same line of a user's own module, at the same step on the same data, rises a third time; so
+the run says that line, and stops.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _LIBRARIES = tuple(
 
 
 def own_line(error: BaseException) -> str:
-    """The innermost line of a user's own file on the way to this exception: `model.py, line 12, in forward`; or nothing."""
+    """The innermost line of a user's own file on the way to this exception: `model.py, line 12, in forward`;
+    or nothing."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     if not frames:
         return ""

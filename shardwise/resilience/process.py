@@ -1,4 +1,5 @@
-"""A worker as its host sees it: a process in a slot, what it last said, and what can be said of it once it has ended."""
+"""A worker as its host sees it: a process in a slot, what it last said, and what can be said of it once it
+has ended."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from shardwise.resilience.server import server_pid, start_process
 from shardwise.resilience.team import Fault
 
 SAVE_SECONDS = 3600.0
-"""How long a save may take before it is a hang: its size and the storage decide, and to end it would lose the newest steps."""
+"""How long a save may take before it is a hang: its size and the storage decide, and to end it would lose the
+newest steps."""
 
 
 @dataclass
@@ -78,7 +80,8 @@ class WorkerProcess:
 def fork(
     slot: int, start: Callable[[int, Connection], None], seconds: float, given_up: Callable[[], bool]
 ) -> tuple[WorkerProcess, Fault | None]:
-    """A new worker, forked from the server; with a fault if the server does not do that within so many seconds."""
+    """A new worker, forked from the server; with a fault if the server does not do that within so many
+    seconds."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     worker = WorkerProcess(slot, context.Process(target=start, args=(slot, theirs), daemon=True), ours)
@@ -87,7 +90,9 @@ def fork(
     if started:
         return worker, None
     ours.close()  # should it be forked yet, it finds nobody to work for, and ends
-    cause = f"the process that workers are forked from (pid {server_pid()}) did not answer for {seconds:.0f} s"
+    cause = (
+        f"the process that workers are forked from (pid {server_pid()}) did not answer for {seconds:.0f} s"
+    )
     return worker, Fault("failed", None, 0, cause, present_time(), 0)
 
 
@@ -112,6 +117,9 @@ def peer_gone(worker: WorkerProcess, reason: str) -> Fault:
 
 def write_members(logs: Path, host: str, generation: int, workers: Iterable[WorkerProcess]) -> None:
     """Who is who, for people and for the drill."""
-    known = [{"rank": worker.rank, "slot": worker.slot, "pid": worker.pid, "loose": worker.loose} for worker in workers]
+    known = [
+        {"rank": worker.rank, "slot": worker.slot, "pid": worker.pid, "loose": worker.loose}
+        for worker in workers
+    ]
     team_here = {"host": host, "generation": generation, "supervisor": os.getpid(), "workers": known}
     write_text(logs / f"workers-{host}.json", json.dumps(team_here, indent=1) + "\n")

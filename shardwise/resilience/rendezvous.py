@@ -1,14 +1,16 @@
-"""How hosts hear of each other: each tells the leader its report, again and again, and gets its orders in return.
+"""How hosts hear of each other: each tells the leader its report, again and again, and gets its orders in
+return.
 
-One line each way over one connection a host (resilience/channel.py). Whatever goes wrong with it (a cut cable, a leader that is
-not there yet), the host forgets the connection and dials anew; since a report says everything and orders say everything, nothing
-is lost. The leader keeps only the newest report of each host, with the time it came: no clocks are compared.
+One line each way over one connection a host (resilience/channel.py). Whatever goes wrong with it (a cut
+cable, a leader that is not there yet), the host forgets the connection and dials anew; since a report says
+everything and orders say everything, nothing is lost. The leader keeps only the newest report of each host,
+with the time it came: no clocks are compared.
 
-On each connection a host first says who it is (resilience/newcomer.py). One that does not fit the run is answered with orders to
-end, which say why, and none of its reports reaches the leader.
+On each connection a host first says who it is (resilience/newcomer.py). One that does not fit the run is
+answered with orders to end, which say why, and none of its reports reaches the leader.
 
-Anyone may dial. A caller who has not shown that it knows the run's secret is given a few seconds and a few hundred bytes, only so
-many of them are there at a time, and nothing that it says is looked at.
+Anyone may dial. A caller who has not shown that it knows the run's secret is given a few seconds and a few
+hundred bytes, only so many of them are there at a time, and nothing that it says is looked at.
 """
 
 from __future__ import annotations
@@ -69,12 +71,15 @@ class Rendezvous:
             self._listener = listen(address, port)
         except OSError as error:
             raise UserError(
-                f"port {port} of {address}, where the nodes meet, cannot be used: {error.strerror}. Is another run using it?"
+                f"port {port} of {address}, where the nodes meet, cannot be used: {error.strerror}. Is "
+                f"another run using it?"
             ) from None
         self.port = int(self._listener.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete, args=(self._serve(),), daemon=True
+        )
         self._thread.start()
 
     def new_reports(self) -> list[tuple[Report, float]]:
@@ -175,7 +180,9 @@ class Rendezvous:
         except ValueError:
             report = _report(message)  # as hosts began before they said their version
             host, workers = report.host, len(report.slots)
-            why = different_version(host, "of an older version, which does not say its number", self._own.version)
+            why = different_version(
+                host, "of an older version, which does not say its number", self._own.version
+            )
         if why is None:
             return None
         refused = Refusal(host, workers, why)
@@ -201,7 +208,8 @@ def _report(message: object) -> Report:
 
 
 class RendezvousClient:
-    """A host's end. `call` never blocks for longer than a few seconds, and returns None while the leader is out of reach."""
+    """A host's end. `call` never blocks for longer than a few seconds, and returns None while the leader is
+    out of reach."""
 
     def __init__(self, find: Callable[[], tuple[str, int, Credentials | None]], own: Newcomer) -> None:
         self._find, self._own = find, own
@@ -209,7 +217,8 @@ class RendezvousClient:
         self.own_address = ""
         """This host's, as the leader sees it, once it was dialled."""
         self.refused = False
-        """Whether somebody answered the last call who does not know this run's secret, or is of an older version."""
+        """Whether somebody answered the last call who does not know this run's secret, or is of an older
+        version."""
         self.older = False
         """Whether that was a leader of a shardwise that does not say its version."""
         self._socket: socket.socket | None = None

@@ -1,13 +1,14 @@
 """How a run is asked to stop, and the exit statuses that say it did.
 
-Schedulers signal every process of a job, and often more than once: SIGTERM from Slurm and Kubernetes, SIGUSR1 as an early warning
-(`sbatch --signal=USR1@60`), SIGHUP from a terminal that closes, SIGINT from Ctrl-C; torchrun and `timeout` pass on what their
-children got already. All of them ask for one thing: finish the step, save, and leave with a status that says so. One process
-answers for a run, its host: the server that workers are forked from holds these signals back (server.py), and workers tell
-their host of them (host_link.py). A worker that someone else started answers for itself, and all ranks stop together.
+Schedulers signal every process of a job, and often more than once: SIGTERM from Slurm and Kubernetes, SIGUSR1
+as an early warning (`sbatch --signal=USR1@60`), SIGHUP from a terminal that closes, SIGINT from Ctrl-C;
+torchrun and `timeout` pass on what their children got already. All of them ask for one thing: finish the
+step, save, and leave with a status that says so. One process answers for a run, its host: the server that
+workers are forked from holds these signals back (server.py), and workers tell their host of them
+(host_link.py). A worker that someone else started answers for itself, and all ranks stop together.
 
-What is started ends with whoever started it: the kernel signals a process when its parent dies (PR_SET_PDEATHSIG, Linux), which
-reaches also one that is stopped, and would see no pipe end.
+What is started ends with whoever started it: the kernel signals a process when its parent dies
+(PR_SET_PDEATHSIG, Linux), which reaches also one that is stopped, and would see no pipe end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from shardwise.errors import RunFailed
 INTERRUPTED = 130
 """Exit status after Ctrl-C: the state is saved, and the same command goes on from it."""
 RESUME_ME = 75
-"""Exit status after the other signals (a scheduler wants the machine back): saved; start the same command again. EX_TEMPFAIL."""
+"""Exit status after the other signals (a scheduler wants the machine back): saved; start the same command
+again. EX_TEMPFAIL."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 SAME_REQUEST_SECONDS = 1.0
 """A Ctrl-C within so long after the first signal is the same request, come another way."""
@@ -42,8 +44,9 @@ class Stopped(Exception):
 
 
 def cut_short(cause: str, saved: int | None, stepped: bool, status: int) -> Exception:
-    """How a run ends whose workers were lost while it was stopping. Where a checkpoint is whole, of step `saved`, the same
-    command goes on from it, which is what the status says; nothing is lost, either, where no step was done.
+    """How a run ends whose workers were lost while it was stopping. Where a checkpoint is whole, of step
+    `saved`, the same command goes on from it, which is what the status says; nothing is lost, either, where
+    no step was done.
     """
     if saved is None and stepped:
         return RunFailed(f"{cause}; no checkpoint is whole")
@@ -51,10 +54,11 @@ def cut_short(cause: str, saved: int | None, stepped: bool, status: int) -> Exce
 
 
 class CollectSignals:
-    """Collects the signals that ask a run to stop, while it lasts. Ctrl-C once more, a while later, ends the process at once.
+    """Collects the signals that ask a run to stop, while it lasts. Ctrl-C once more, a while later, ends the
+    process at once.
 
-    After it they are ignored: the run is over, and a signal that comes late must change neither what is left to tidy up nor the
-    exit status. Under `nohup` SIGHUP stays ignored throughout.
+    After it they are ignored: the run is over, and a signal that comes late must change neither what is left
+    to tidy up nor the exit status. Under `nohup` SIGHUP stays ignored throughout.
     """
 
     def __init__(self) -> None:
@@ -69,7 +73,8 @@ class CollectSignals:
         handle_stop_signals(signal.SIG_IGN)
 
     def stop_without_parent(self) -> None:
-        """Take the death of the process that started this one, torchrun's agent say, for a request to stop."""
+        """Take the death of the process that started this one, torchrun's agent say, for a request to
+        stop."""
         parent = os.getppid()
 
         def note_if_gone(*_: object) -> None:
@@ -108,15 +113,18 @@ def handle_stop_signals(handler: signal.Handlers | Callable[[int, FrameType | No
 
 @contextmanager
 def stopped_with_nothing_begun(for_this_command: bool) -> Iterator[None]:
-    """Leave at once, with the status that says so, when a signal comes before the command itself answers for signals: it has
-    started nothing and has nothing to save. `for_this_command`: whether the command is one that ends with these statuses.
+    """Leave at once, with the status that says so, when a signal comes before the command itself answers for
+    signals: it has started nothing and has nothing to save. `for_this_command`: whether the command is one
+    that ends with these statuses.
     """
 
     def leave(number: int, _: FrameType | None) -> None:
         os.write(2, b"stopped at once; what was saved is kept\n")
         os._exit(INTERRUPTED if number == signal.SIGINT else RESUME_ME)
 
-    may_set = for_this_command and threading.current_thread() is threading.main_thread()  # others may not set signals
+    may_set = (
+        for_this_command and threading.current_thread() is threading.main_thread()
+    )  # others may not set signals
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS} if may_set else {}
     if before:
         handle_stop_signals(leave)
@@ -129,8 +137,9 @@ def stopped_with_nothing_begun(for_this_command: bool) -> Iterator[None]:
 
 
 def stop_signals_as_bytes() -> int:
-    """Have the signals written to a pipe, a byte each, by the kernel's handler itself: a thread that reads there hears of them
-    even while the main one is stuck. Those that were held back since this process was forked come now. The pipe's reading end.
+    """Have the signals written to a pipe, a byte each, by the kernel's handler itself: a thread that reads
+    there hears of them even while the main one is stuck. Those that were held back since this process was
+    forked come now. The pipe's reading end.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -141,8 +150,10 @@ def stop_signals_as_bytes() -> int:
 
 
 def signal_on_death_of_parent(number: int = signal.SIGKILL) -> None:
-    """From now on this process gets that signal when the thread that forked it ends; on Linux, and elsewhere none."""
+    """From now on this process gets that signal when the thread that forked it ends; on Linux, and elsewhere
+    none."""
     if sys.platform == "linux":
-        import ctypes  # not at the top: commands answer for signals before they import anything that takes time
+        # not at the top: commands answer for signals before they import anything that takes time
+        import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

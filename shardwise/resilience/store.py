@@ -1,12 +1,15 @@
-"""The store in which workers of one team after another find each other, held by a process that outlives every team.
+"""The store in which workers of one team after another find each other, held by a process that outlives every
+team.
 
-torch's TCPStore needs torch, which the host itself does without: importing it would cost as much processor time again as in the
-server that workers are forked from. So the store has a process of its own, forked from that same server in a moment. It ends
-with the host, also where the host is killed, and with nothing else: not with the server, which the host can start again, and not
-by a SIGTERM that a scheduler sends to every process of the job, while workers still save.
+torch's TCPStore needs torch, which the host itself does without: importing it would cost as much processor
+time again as in the server that workers are forked from. So the store has a process of its own, forked from
+that same server in a moment. It ends with the host, also where the host is killed, and with nothing else: not
+with the server, which the host can start again, and not by a SIGTERM that a scheduler sends to every process
+of the job, while workers still save.
 
-Should it be killed all the same, a team that trains does not need it. The next one does: its workers would wait half an hour for
-a store that is gone. So whoever forms a team asks where the store is, and another is opened if it is nowhere.
+Should it be killed all the same, a team that trains does not need it. The next one does: its workers would
+wait half an hour for a store that is gone. So whoever forms a team asks where the store is, and another is
+opened if it is nowhere.
 """
 
 from __future__ import annotations
@@ -45,7 +48,11 @@ class _Store:
     def port(self) -> int:
         """Where it is; where it was lost, that of a new one."""
         if self._process.pipe.poll():  # it says nothing more: this is its end
-            print("warning: the store in which workers meet was lost; another is opened", file=sys.stderr, flush=True)
+            print(
+                "warning: the store in which workers meet was lost; another is opened",
+                file=sys.stderr,
+                flush=True,
+            )
             self.close()
             self._port = self._open()
         return self._port
@@ -60,7 +67,9 @@ class _Store:
             try:
                 folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-store-"))
             except OSError as error:
-                raise RunFailed(f"{tempfile.gettempdir()} takes no files ({error.strerror}); make room there") from None
+                raise RunFailed(
+                    f"{tempfile.gettempdir()} takes no files ({error.strerror}); make room there"
+                ) from None
             ensure_server()
             wake_server()  # should somebody have stopped it
             self._process = fork(0, _hold, (self._address,), Path(folder))
@@ -75,7 +84,9 @@ class _Store:
 def _hold(pipe: Connection, address: str) -> None:
     from shardwise.mesh import open_rendezvous_store
 
-    signal_on_death_of_parent(signal.SIGCONT)  # the server's: where it ended with the host, a store that is stopped must see it
+    signal_on_death_of_parent(
+        signal.SIGCONT
+    )  # the server's: where it ended with the host, a store that is stopped must see it
     store = open_rendezvous_store(address)
     pipe.send(store.port)
     pipe.poll(None)  # nothing is ever sent: this returns when the host is gone

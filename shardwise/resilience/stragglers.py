@@ -1,20 +1,23 @@
 """Who is slow, and why: each rank's own work, watched step by step.
 
-In synchronous training everybody waits for the slowest, so all ranks' steps take the same time and the step time tells nothing
-about who causes it. What tells is the time a rank spends on its own work: computing and reading data, without its waits for
-others. Every rank's two numbers travel with the loss, in a sum that happens anyway: this costs 16 bytes a rank and no message.
+In synchronous training everybody waits for the slowest, so all ranks' steps take the same time and the step
+time tells nothing about who causes it. What tells is the time a rank spends on its own work: computing and
+reading data, without its waits for others. Every rank's two numbers travel with the loss, in a sum that
+happens anyway: this costs 16 bytes a rank and no message.
 
-A rank is compared with the median of the others that do the same work: those of its pipeline stage. Where it has no such peers,
-it is compared with its own past, and what all ranks have in common (a machine that became slower as a whole) is divided out.
-A slow step is nothing: pages are swapped, a disk hiccups. A rank is named when it exceeded the threshold in 10 of the last 12
-steps, and is let off when it did in at most 2. Independent noise that exceeds the threshold in one step of a hundred would name
-an innocent once in some 10^18 steps.
+A rank is compared with the median of the others that do the same work: those of its pipeline stage. Where it
+has no such peers, it is compared with its own past, and what all ranks have in common (a machine that became
+slower as a whole) is divided out. A slow step is nothing: pages are swapped, a disk hiccups. A rank is named
+when it exceeded the threshold in 10 of the last 12 steps, and is let off when it did in at most 2.
+Independent noise that exceeds the threshold in one step of a hundred would name an innocent once in some
+10^18 steps.
 
-The cause is what takes the rank longer than the others: computing (a hot or throttled device, a neighbour on the same cores) or
-reading data. If no rank works longer and steps take longer all the same, the time goes between the ranks: network, and nobody
-is named.
+The cause is what takes the rank longer than the others: computing (a hot or throttled device, a neighbour on
+the same cores) or reading data. If no rank works longer and steps take longer all the same, the time goes
+between the ranks: network, and nobody is named.
 
-Where waits cannot be told from computation (FSDP2 on GPUs), compute times come as zero. Then only slow reading can be found.
+Where waits cannot be told from computation (FSDP2 on GPUs), compute times come as zero. Then only slow
+reading can be found.
 """
 
 from __future__ import annotations
@@ -85,7 +88,9 @@ class Watch:
         assert threshold > 1, "everybody would be slow"
         self._threshold, self._enough = threshold, enough
         self._groups = [np.asarray(group) for group in (groups or [range(world)])]
-        assert sorted(rank for group in self._groups for rank in group) == list(range(world)), "every rank is in one group"
+        assert sorted(rank for group in self._groups for rank in group) == list(range(world)), (
+            "every rank is in one group"
+        )
         self._alone = np.asarray([group[0] for group in self._groups if len(group) == 1], dtype=np.int64)
         self._numbers: deque[int] = deque(maxlen=window)
         self._ratios: deque[Floats] = deque(maxlen=window)  # of ranks, and last of the step as a whole
@@ -119,7 +124,9 @@ class Watch:
         expected = work.copy()
         for group in self._groups:
             if len(group) > 1:
-                expected[group] = np.stack([_median_of_others(work[group, column]) for column in (0, 1)], axis=1)
+                expected[group] = np.stack(
+                    [_median_of_others(work[group, column]) for column in (0, 1)], axis=1
+                )
         if len(self._alone):
             expected[self._alone] = self._expected_alone(work[self._alone])
         return expected
@@ -138,7 +145,8 @@ class Watch:
         return expected
 
     def _between(self, slowest: float, seconds: float) -> float:
-        """How many times as long as usual the step took, if most of the growth is not the slowest rank's own work; else 0."""
+        """How many times as long as usual the step took, if most of the growth is not the slowest rank's own
+        work; else 0."""
         usual = self._past_step.median()
         if usual is None or seconds <= self._threshold * usual[0]:
             self._past_step.add(np.array([seconds, slowest]))
@@ -151,7 +159,9 @@ class Watch:
         ratios = np.stack(self._ratios)
         slow = ratios > self._threshold
         counts = slow.sum(0)
-        slow_indices = [index for index in np.flatnonzero(counts >= self._enough).tolist() if index not in self._named]
+        slow_indices = [
+            index for index in np.flatnonzero(counts >= self._enough).tolist() if index not in self._named
+        ]
         named = [self._name(index, slow[:, index], ratios[:, index]) for index in slow_indices]
         gone = [straggler for index, straggler in self._named.items() if counts[index] <= FEW]
         for straggler in gone:

@@ -1,16 +1,18 @@
 """Who trains together, and who decides it.
 
-A *host* is one machine with a few *slots*, each fit for one worker. A *team* is a set of slots that train together under one
-layout; its number is its *generation*. When a team breaks (a worker died, hung, or a host was lost) or can grow, the next
-generation is formed from the slots that are there, and goes on from the newest state.
+A *host* is one machine with a few *slots*, each fit for one worker. A *team* is a set of slots that train
+together under one layout; its number is its *generation*. When a team breaks (a worker died, hung, or a host
+was lost) or can grow, the next generation is formed from the slots that are there, and goes on from the
+newest state.
 
-One host leads: the one at whose address the others meet. `Lead` is its judgement and nothing else: it is told what each host
-reports and what time it is, and says which team there should be. It starts no process and opens no socket, so every case
-can be tried in a test. That one host leads is also what keeps a run from becoming two: hosts that cannot reach it
-train nothing.
+One host leads: the one at whose address the others meet. `Lead` is its judgement and nothing else: it is told
+what each host reports and what time it is, and says which team there should be. It starts no process and
+opens no socket, so every case can be tried in a test. That one host leads is also what keeps a run from
+becoming two: hosts that cannot reach it train nothing.
 
-Should the leader be lost, another host takes over (resilience/meeting.py): its `Lead` begins with the orders that all hosts have
-last heard, waits until the hosts of that team have called or are lost, and forms the next team.
+Should the leader be lost, another host takes over (resilience/meeting.py): its `Lead` begins with the orders
+that all hosts have last heard, waits until the hosts of that team have called or are lost, and forms the next
+team.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ LOST_SECONDS = 10.0
 FRUITLESS = 3
 """So many times the attempts at one step may a run fail at various steps without getting on."""
 QUIET_SECONDS = 1.0
-"""A host that was not heard of for this long may be lost: no team is formed with it. Hosts call four times a second."""
+"""A host that was not heard of for this long may be lost: no team is formed with it. Hosts call four times a
+second."""
 PATIENCE_SECONDS = 30.0
 """How long the first team waits for the workers above the minimum."""
 ECHO_SECONDS = 1.0
@@ -135,7 +138,10 @@ class Report:
 
     def without_traces(self) -> Report:
         """The same, shorter: of each fault only the kind, the place and the beginning of its cause."""
-        return replace(self, faults=tuple(replace(fault, trace="", cause=fault.cause[:500]) for fault in self.faults[:16]))
+        return replace(
+            self,
+            faults=tuple(replace(fault, trace="", cause=fault.cause[:500]) for fault in self.faults[:16]),
+        )
 
 
 @dataclass(frozen=True)
@@ -192,7 +198,8 @@ class Lead:
 
     def __init__(self, bounds: Bounds, make_plan: MakePlan, attempts: int, port: Callable[[], int]) -> None:
         self.bounds, self.make_plan, self.attempts, self.port = bounds, make_plan, attempts, port
-        """The port: where the store is in which workers meet, asked for each team, since a store can be lost."""
+        """The port: where the store is in which workers meet, asked for each team, since a store can be
+        lost."""
         self.orders = Orders()
         self._store_name = secrets.token_hex(16)
         self.faults: list[Fault] = []
@@ -213,7 +220,8 @@ class Lead:
         self._heard_at: dict[tuple[str, int, int | None], float] = {}
         """When a fault of a host, a generation and a rank was first heard of."""
         self.refusals: list[Refusal] = []
-        """Hosts that failed before they had ever done a step in a run that trains: it goes on without them."""
+        """Hosts that failed before they had ever done a step in a run that trains: it goes on without
+        them."""
         self._proven: set[str] = set()
         """Hosts that were in a team that did a step."""
         self._newcomer_faults: dict[str, int] = {}
@@ -224,33 +232,39 @@ class Lead:
         """Hosts that are to be heard before the next team is formed, and until when."""
 
     def take_over(self, orders: Orders, own_host: str, former_leader: str, now: float) -> None:
-        """Lead a run whose leader is lost: from its last orders, as soon as the other hosts have called or are lost too."""
+        """Lead a run whose leader is lost: from its last orders, as soon as the other hosts have called or
+        are lost too."""
         self.orders = replace(orders, wish="work") if orders.wish in ("work", "regroup") else orders
         hosts = {member.host for member in orders.team.members} if orders.team else set()
         self._awaited = dict.fromkeys(hosts - {own_host, former_leader}, now + LOST_SECONDS)
         self._reached = orders.team.reached if orders.team else 0
 
     def hear(self, report: Report, now: float, from_afar: bool = False) -> None:
-        """Take note of what a host says. Faults on another machine count from when they are heard of: its clock is not ours."""
+        """Take note of what a host says. Faults on another machine count from when they are heard of: its
+        clock is not ours."""
         if any(refused.host == report.host for refused in self.refusals):
             return
         if from_afar:
-            report = replace(report, faults=tuple(self._stamped(report.host, fault) for fault in report.faults))
+            report = replace(
+                report, faults=tuple(self._stamped(report.host, fault) for fault in report.faults)
+            )
         self._reports[report.host] = (report, now)
         self._known_generations[report.host] = report.generation
         self._awaited.pop(report.host, None)
         self._reached = max(self._reached, report.step)
 
     def note_refused(self, refused: Refusal) -> None:
-        """A host called that does not fit this run. Before the first team that ends the run if it cannot begin without as many
-        workers: where every host was started once, nobody would come in its place."""
+        """A host called that does not fit this run. Before the first team that ends the run if it cannot
+        begin without as many workers: where every host was started once, nobody would come in its place."""
         if self.orders.team is None and self.orders.wish != "end":
             self._refused_workers += refused.workers
             if self.bounds.most - self._refused_workers < self.bounds.least:
                 self.orders = refused.orders()
 
     def _stamped(self, host: str, fault: Fault) -> Fault:
-        return replace(fault, at=self._heard_at.setdefault((host, fault.generation, fault.rank), present_time()))
+        return replace(
+            fault, at=self._heard_at.setdefault((host, fault.generation, fault.rank), present_time())
+        )
 
     def hosts(self) -> set[str]:
         """Those that were heard of lately."""
@@ -274,11 +288,20 @@ class Lead:
         hosts = {member.host for member in team.members}
         if self._has_stepped(team):
             self._proven |= hosts
-        faults = [fault for report in reports.values() for fault in report.faults if fault.generation == team.generation]
+        faults = [
+            fault
+            for report in reports.values()
+            for fault in report.faults
+            if fault.generation == team.generation
+        ]
         faults += [_lost(team, name, self._reached) for name in hosts - reports.keys()]
-        present = [reports[name] for name in hosts & reports.keys() if reports[name].generation == team.generation]
+        present = [
+            reports[name] for name in hosts & reports.keys() if reports[name].generation == team.generation
+        ]
         done = [report.done for report in present if report.done is not None]
-        faults = faults or [fault for fault in self.faults[-1:] if fault.generation == team.generation]  # it stays broken
+        faults = faults or [
+            fault for fault in self.faults[-1:] if fault.generation == team.generation
+        ]  # it stays broken
         if faults:
             self._broken(team, faults, now)
         elif len(done) == len(hosts):
@@ -286,7 +309,9 @@ class Lead:
         elif self.orders.wish == "regroup":
             if len(present) == len(hosts) and all(report.idle for report in present):
                 self._form(now, None)
-                if self.lacks is not None and any(report.leaving for report in present):  # too few are left to go on
+                if self.lacks is not None and any(
+                    report.leaving for report in present
+                ):  # too few are left to go on
                     self.orders = replace(self.orders, wish="end", status=RESUME_ME)
         elif self.orders.wish == "work":
             self._reconsider(team, now)
@@ -314,14 +339,17 @@ class Lead:
             self.orders = replace(self.orders, wish="end", status=first.status or 1, message=first.cause)
         elif self.orders.wish == "stop":
             message = f"a worker was lost while the run was stopping: {first.cause}"
-            self.orders = replace(self.orders, wish="end", status=RESUME_ME, message=message)  # each host looks what is saved
+            self.orders = replace(
+                self.orders, wish="end", status=RESUME_ME, message=message
+            )  # each host looks what is saved
         elif len(self.faults) > 1 and first.repeats(self.faults[-2]):
             self.orders = replace(self.orders, wish="end", status=1, message=in_own_code(first))
         elif len(alike) == self.attempts:
             self.orders = replace(self.orders, wish="end", status=1, message=_in_vain(alike))
         elif self._fruitless == FRUITLESS * self.attempts:
             message = (
-                f"{self._fruitless} failures in a row, and none got past step {self._furthest}: is checkpoint.every small enough "
+                f"{self._fruitless} failures in a row, and none got past step {self._furthest}: is "
+                f"checkpoint.every small enough "
                 f"for how often workers are lost? The last one: {first.cause}"
             )
             self.orders = replace(self.orders, wish="end", status=1, message=message)
@@ -329,35 +357,38 @@ class Lead:
             self._form(now, self._to_recover_from(self.faults[-1]))
 
     def _newcomers(self, team: Team) -> set[str]:
-        """Hosts of a team that has not done a step yet which were in no team that did, where the other hosts were: what goes
-        wrong on one of them is no failure of the run."""
+        """Hosts of a team that has not done a step yet which were in no team that did, where the other hosts
+        were: what goes wrong on one of them is no failure of the run."""
         hosts = {member.host for member in team.members}
         return hosts - self._proven if hosts & self._proven and not self._has_stepped(team) else set()
 
     def _blame_newcomer(self, team: Team, fault: Fault, now: float) -> None:
-        """Go on after a fault of a host that is new to the run. It is refused where trying again cannot help, or where it has
-        failed as often as a step may."""
+        """Go on after a fault of a host that is new to the run. It is refused where trying again cannot help,
+        or where it has failed as often as a step may."""
         host = _host_of(team, fault)
         if not self.faults or self.faults[-1].generation != fault.generation:
             self.faults.append(fault)
             self._newcomer_faults[host] = self._newcomer_faults.get(host, 0) + 1
             if fault.status is not None or self._newcomer_faults[host] >= self.attempts:
                 workers = sum(member.host == host for member in team.members)
-                why = f"host {host} failed before its first step in this run, which goes on without it: {fault.cause}"
+                why = (
+                    f"host {host} failed before its first step in this run, which goes on without it: "
+                    f"{fault.cause}"
+                )
                 self.refusals.append(Refusal(host, workers, why, fault.status or RunFailed.status))
                 self._reports.pop(host, None)
         self._form(now, self._to_recover_from(self.faults[-1]))
 
     def _was_attempt(self, team: Team, fault: Fault) -> bool:
-        """Whether the team really was there when it broke. If not, a host of it was gone before it knew of the team: that is no
-        second failure after the one for which the team was formed."""
+        """Whether the team really was there when it broke. If not, a host of it was gone before it knew of
+        the team: that is no second failure after the one for which the team was formed."""
         if fault.kind != "host lost":
             return True
         return self._known_generations.get(_host_of(team, fault), 0) >= team.generation
 
     def _to_recover_from(self, fault: Fault) -> Fault:
-        """The fault as it was when it was noticed: a wait for workers is part of the recovery. So is a team that was formed to
-        recover from an earlier one and broke before it did a step."""
+        """The fault as it was when it was noticed: a wait for workers is part of the recovery. So is a team
+        that was formed to recover from an earlier one and broke before it did a step."""
         team = self.orders.team
         if team is not None and team.fault is not None and not self._has_stepped(team):
             return replace(fault, at=min(fault.at, team.fault.at))
@@ -365,15 +396,20 @@ class Lead:
 
     def _cause_may_come(self, faults: list[Fault], now: float) -> bool:
         """Whether some host may still say why a peer is gone, or turn out to be lost."""
-        return self._may_be_lost(now, since=self._noticed[1]) or present_time() - min(fault.at for fault in faults) < ECHO_SECONDS
+        return (
+            self._may_be_lost(now, since=self._noticed[1])
+            or present_time() - min(fault.at for fault in faults) < ECHO_SECONDS
+        )
 
     def _may_be_lost(self, now: float, since: float = 0.0) -> bool:
-        """Whether some host has not called lately, or not since this time. It will call in a moment, or it is lost."""
+        """Whether some host has not called lately, or not since this time. It will call in a moment, or it is
+        lost."""
         return any(seen < since or now - seen >= QUIET_SECONDS for _, seen in self._reports.values())
 
     def _form(self, now: float, fault: Fault | None) -> None:
-        """The next team, if there are enough workers; the first waits a while for all of them. After a fault each host must have
-        called again: one that died with the team it was in would be put into the next one, which would fail for the same loss.
+        """The next team, if there are enough workers; the first waits a while for all of them. After a fault
+        each host must have called again: one that died with the team it was in would be put into the next
+        one, which would fail for the same loss.
         """
         if self._may_be_lost(now, since=self._noticed[1] if fault is not None else 0.0):
             return
@@ -385,14 +421,21 @@ class Lead:
                 need = f"at least {self.bounds.least} are needed"
             else:
                 need = "a number that the job's layout cannot be made of"
-            self.lacks = f"waiting for workers: {len(slots)} {'is' if len(slots) == 1 else 'are'} there, {need}"
+            self.lacks = (
+                f"waiting for workers: {len(slots)} {'is' if len(slots) == 1 else 'are'} there, {need}"
+            )
             return
         self.lacks = None
         self._enough_since = now if self._enough_since is None else self._enough_since
         if before is None and len(slots) < self.bounds.most and now - self._enough_since < PATIENCE_SECONDS:
             return
         team = Team(
-            generation=max([before.generation if before else 0, *(report.generation for report, _ in self._reports.values())])
+            generation=max(
+                [
+                    before.generation if before else 0,
+                    *(report.generation for report, _ in self._reports.values()),
+                ]
+            )
             + 1,
             members=tuple(slots[: plan.world]),
             plan=plan,
@@ -424,7 +467,9 @@ class Lead:
 
     def _has_stepped(self, team: Team) -> bool:
         """Whether this team has done a step: it would be disturbed for nothing before."""
-        return any(report.step > 0 for report, _ in self._reports.values() if report.generation == team.generation)
+        return any(
+            report.step > 0 for report, _ in self._reports.values() if report.generation == team.generation
+        )
 
     def _slots(self) -> list[Member]:
         """Slots fit for work, the leader's host first: hosts are heard of in the order in which they came."""
@@ -447,7 +492,9 @@ def in_own_code(fault: Fault) -> str:
     """What to say of a line of the user's that fails again: that line, not the way to it."""
     where = f"at step {fault.step}" if fault.step else "before the first step"
     log = (
-        f"the traceback is in logs/rank-{fault.rank}.log of the run" if fault.rank is not None else "the logs have the traceback"
+        f"the traceback is in logs/rank-{fault.rank}.log of the run"
+        if fault.rank is not None
+        else "the logs have the traceback"
     )
     return f"{fault.cause}. It failed twice in this line {where}, so the run stops; {log}"
 

@@ -1,7 +1,8 @@
-"""The planner's answer: the winner, what it takes, why it won, what the next best of another kind loses on, and what binds.
+"""The planner's answer: the winner, what it takes, why it won, what the next best of another kind loses on,
+and what binds.
 
-The answer is plain data: the terminal, the page (cli/plan_page.py) and `--json` show the same object. Its sentences are made in
-search/reasons.py.
+The answer is plain data: the terminal, the page (cli/plan_page.py) and `--json` show the same object. Its
+sentences are made in search/reasons.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ LISTED = 4000
 
 
 def answer(config: Config, result: SearchResult, everything: bool = False) -> dict[str, Any]:
-    """All of it, ready for JSON. With `everything` each candidate is listed; else each layout once, in its best form."""
+    """All of it, ready for JSON. With `everything` each candidate is listed; else each layout once, in its
+    best form."""
     if not len(result.order):
         raise ConfigError(f"the job on {result.devices} devices", nothing_fits(config, result))
     best = int(result.order[0])
@@ -49,7 +51,9 @@ def answer(config: Config, result: SearchResult, everything: bool = False) -> di
         },
         "tokens_per_step": result.work.tokens,
         "best": {**_best(config, result, best), "reason": reason(result, best)},
-        "runner_up": None if second is None else {**candidate(result, second), "loses_on": loses_on(result, best, second)},
+        "runner_up": None
+        if second is None
+        else {**candidate(result, second), "loses_on": loses_on(result, best, second)},
         "binding": binding(config, result, best),
         "candidates": _listed(result, listed),
         "found": len(found),
@@ -74,8 +78,8 @@ def cluster_json(cluster: Cluster, count_of: int, margin: float) -> dict[str, An
 
 
 def _listed(result: SearchResult, listed: Ints) -> list[dict[str, Any]]:
-    """The numbers of these candidates, costed together: those that were played through as they were then, others by closed
-    forms."""
+    """The numbers of these candidates, costed together: those that were played through as they were then,
+    others by closed forms."""
     order = np.concatenate([played := np.intersect1d(listed, result.played), np.setdiff1d(listed, played)])
     parts = [
         cost(result.work, result.space.take(part), result.cluster)
@@ -111,7 +115,8 @@ def candidate(result: SearchResult, index: int, prediction: Prediction | None = 
         "recompute": RECOMPUTE[row["recompute"]],
         "memory_gib": {name: float(v[0]) / GIB for name, v in predicted.memory.items()}
         | {"total": float(predicted.peak[0]) / GIB},
-        "step_seconds": {name: float(value[0]) for name, value in predicted.seconds.items()} | {"total": total},
+        "step_seconds": {name: float(value[0]) for name, value in predicted.seconds.items()}
+        | {"total": total},
         "tokens_per_second_per_device": tokens,
         "mfu": tokens * _flops(result.work) / peak if peak else None,
         "host_memory_gib": float(predicted.host[0]) / GIB,
@@ -167,11 +172,12 @@ def chosen(config: Config, result: SearchResult) -> Config:
     return config.model_copy(update={"layout": layout, "train": train})
 
 
-# -- which candidates are listed ---------------------------------------------------------------------------------------
+# -- which candidates are listed -----------------------------------------------------------------------------
 
 
 def runner_up(result: SearchResult) -> int | None:
-    """The best candidate of another kind: with other axes in use than the winner, or else another ZeRO stage."""
+    """The best candidate of another kind: with other axes in use than the winner, or else another ZeRO
+    stage."""
     best = int(result.order[0])
     axes = _pattern(result.space, result.order)
     other = np.flatnonzero((axes != axes[0]).any(axis=1))
@@ -181,7 +187,9 @@ def runner_up(result: SearchResult) -> int | None:
 
 
 def _pattern(space: Space, indices: Ints) -> Any:
-    columns = [getattr(space, axis)[indices] > 1 for axis in ("pipeline", "replica", "context", "tensor", "expert")]
+    columns = [
+        getattr(space, axis)[indices] > 1 for axis in ("pipeline", "replica", "context", "tensor", "expert")
+    ]
     return np.stack([*columns, space.zero[indices] == 3], axis=1)
 
 

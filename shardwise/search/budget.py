@@ -1,27 +1,30 @@
-"""What a budget of compute buys: the best size of model and number of tokens, the loss to expect, hours, energy and money.
+"""What a budget of compute buys: the best size of model and number of tokens, the loss to expect, hours,
+energy and money.
 
-A model of N parameters trained on D tokens costs about C = 6 N D FLOPs (2 a weight forward, 4 backward) and ends, as Hoffmann et
-al. (2022, "Chinchilla") found by training 400 models, near the loss
+A model of N parameters trained on D tokens costs about C = 6 N D FLOPs (2 a weight forward, 4 backward) and
+ends, as Hoffmann et al. (2022, "Chinchilla") found by training 400 models, near the loss
 
     L(N, D) = E + A / N^α + B / D^β
 
-E is what no model of that text gets below, the second term the price of a small model, the third of few tokens. With C given,
-D = C / 6N, and the derivative vanishes where α A / N^α = β B / D^β:
+E is what no model of that text gets below, the second term the price of a small model, the third of few
+tokens. With C given, D = C / 6N, and the derivative vanishes where α A / N^α = β B / D^β:
 
     N = G (C/6)^(β/(α+β)),    D = (C/6)^(α/(α+β)) / G,    G = (α A / β B)^(1/(α+β))
 
-Put back in, both terms fall with the same power of C, so the loss of the optimum is E + K (C/6)^(-αβ/(α+β)), and how much compute
-a loss is worth has a closed form too.
+Put back in, both terms fall with the same power of C, so the loss of the optimum is E + K (C/6)^(-αβ/(α+β)),
+and how much compute a loss is worth has a closed form too.
 
-Two sets of constants are here, because the published one does not agree with its own paper. Two of the paper's three methods,
-and the model it then trained, say D ≈ 20 N at every budget; the constants it prints for the third say 93 tokens a parameter at
-Gopher's budget, and more above. Besiroglu et al. (2024, "Chinchilla Scaling: A replication attempt") read the runs off its plots
-and fitted them again: the paper's fit had stopped early and was printed with too few digits. Theirs has its optimum near the
-rule, 18 at that budget. So the answer here is the rule, with the loss by the constants everybody quotes, and the optima of both
-fits beside it. The minimum is flat: at that budget 10 tokens a parameter waste 3 % of the compute, 40 waste 5 %.
+Two sets of constants are here, because the published one does not agree with its own paper. Two of the
+paper's three methods, and the model it then trained, say D ≈ 20 N at every budget; the constants it prints
+for the third say 93 tokens a parameter at Gopher's budget, and more above. Besiroglu et al. (2024,
+"Chinchilla Scaling: A replication attempt") read the runs off its plots and fitted them again: the paper's
+fit had stopped early and was printed with too few digits. Theirs has its optimum near the rule, 18 at that
+budget. So the answer here is the rule, with the loss by the constants everybody quotes, and the optima of
+both fits beside it. The minimum is flat: at that budget 10 tokens a parameter waste 3 % of the compute, 40
+waste 5 %.
 
-The loss is in nats a token of their text and vocabulary (32,000): good for comparing budgets, not for another tokenizer's curve.
-All of it is about dense models that see each token once.
+The loss is in nats a token of their text and vocabulary (32,000): good for comparing budgets, not for another
+tokenizer's curve. All of it is about dense models that see each token once.
 """
 
 from __future__ import annotations
@@ -36,10 +39,11 @@ from shardwise.errors import UserError
 from shardwise.plan.parameters import count
 
 TOKENS_PER_PARAMETER = 20.0
-"""The rule of thumb of Hoffmann et al.: their methods 1 and 2, table 3, and Chinchilla itself (70B on 1.4T)."""
+"""The rule of thumb of Hoffmann et al.: their methods 1 and 2, table 3, and Chinchilla itself (70B on
+1.4T)."""
 
 
-# -- the law of the loss -------------------------------------------------------------------------------------------------
+# -- the law of the loss -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,9 @@ class Spent:
     """By the constants of Hoffmann et al."""
     tokens_per_parameter: float
     useful: float
-    """Share of the budget with which the best size reaches the same loss, by the constants of Besiroglu et al. (theirs are the
-    ones whose best size is the rule's). Below 1 the model is too small (over 20 tokens a parameter) or too large."""
+    """Share of the budget with which the best size reaches the same loss, by the constants of Besiroglu et
+    al. (theirs are the ones whose best size is the rule's). Below 1 the model is too small (over 20 tokens a
+    parameter) or too large."""
 
 
 def loss(law: Law, parameters: float, tokens: float) -> float:
@@ -146,14 +151,16 @@ def of_a_size(parameters: float, flops: float) -> Spent:
     return Spent(parameters, tokens, loss(HOFFMANN, parameters, tokens), tokens / parameters, useful)
 
 
-# -- time, energy, money -------------------------------------------------------------------------------------------------
+# -- time, energy, money -------------------------------------------------------------------------------------
 
 NODE_POWER = 1.5
-"""Power of a whole node over the rated power of its devices, in training: processors, memory, network, fans and power supplies.
-A node of eight H100 (5.6 kW of devices) was measured at up to 8.4 kW of its rated 10.2 (Latif et al. 2025)."""
+"""Power of a whole node over the rated power of its devices, in training: processors, memory, network, fans
+and power supplies. A node of eight H100 (5.6 kW of devices) was measured at up to 8.4 kW of its rated 10.2
+(Latif et al. 2025)."""
 
 BUILDING_POWER = 1.2
-"""Power of a data centre over that of its machines (PUE): cooling and losses. Large operators report 1.1, the average is 1.6."""
+"""Power of a data centre over that of its machines (PUE): cooling and losses. Large operators report 1.1, the
+average is 1.6."""
 
 _HOUR, _DAY = 3600.0, 86400.0
 
@@ -180,15 +187,16 @@ def cost(
     watts: float | None = None,
     price: float | None = None,
 ) -> Bill:
-    """Time, energy and money for so many FLOPs. `watts` is the rated power of one device, to which the rest of its node and of
-    the building are added (`NODE_POWER`, `BUILDING_POWER`); `price` is for one device for an hour."""
+    """Time, energy and money for so many FLOPs. `watts` is the rated power of one device, to which the rest
+    of its node and of the building are added (`NODE_POWER`, `BUILDING_POWER`); `price` is for one device for
+    an hour."""
     seconds = flops / (flops_per_second_per_device * devices)
     hours = seconds / _HOUR * devices
     kwh = None if watts is None else hours * watts / 1000 * NODE_POWER * BUILDING_POWER
     return Bill(seconds, hours, kwh, None if price is None else hours * price)
 
 
-# -- a shape of about so many parameters ---------------------------------------------------------------------------------
+# -- a shape of about so many parameters ---------------------------------------------------------------------
 
 WIDTH_PER_LAYER = 120.0
 """Width over layers: between 102 (70B) and 130 (405B) in Llama 3."""
@@ -198,7 +206,8 @@ FFN_PER_WIDTH = 3.5
 
 SMALL_HEADS_BELOW = 1.5e9
 TIED_BELOW = 4e9
-"""Llama 3 and Qwen 3 use one matrix for embedding and head below this size, where it would be a large part of the model."""
+"""Llama 3 and Qwen 3 use one matrix for embedding and head below this size, where it would be a large part of
+the model."""
 
 NEAR = 0.02
 """A count this near to the one wished for is near enough; among such shapes the proportions decide."""
@@ -207,22 +216,25 @@ _TOO_FAR = 0.25
 
 
 def shape_for(parameters: float, vocabulary: int) -> dict[str, Any]:
-    """A Llama-like [model] of about so many parameters: within 5 % from 100M to 1T, for a vocabulary that leaves room for it.
+    """A Llama-like [model] of about so many parameters: within 5 % from 100M to 1T, for a vocabulary that
+    leaves room for it.
 
-    Heads are a multiple of 8 and key-value heads are 8, so the tensor axis may be 2, 4 or 8; layers are even, too.
+    Heads are a multiple of 8 and key-value heads are 8, so the tensor axis may be 2, 4 or 8; layers are even,
+    too.
     """
     (off, _), best = min(_shapes(parameters, vocabulary), key=lambda judged: judged[0])
     if off > _TOO_FAR:
         raise UserError(
-            f"no usual shape has about {parameters:,.0f} parameters and a vocabulary of {vocabulary:,}: the nearest has "
+            f"no usual shape has about {parameters:,.0f} parameters and a vocabulary of {vocabulary:,}: the "
+            f"nearest has "
             f"{count(Model(**best)):,}; give another model.vocabulary or another budget"
         )
     return best
 
 
 def _shapes(parameters: float, vocabulary: int) -> Iterator[tuple[tuple[float, float], dict[str, Any]]]:
-    """For each width, and each feed-forward width that Llama 3 would have there, the number of layers that fits best; each with
-    how far its count and its proportions are off."""
+    """For each width, and each feed-forward width that Llama 3 would have there, the number of layers that
+    fits best; each with how far its count and its proportions are off."""
     head_dim = 64 if parameters < SMALL_HEADS_BELOW else 128
     rest = {"kv_heads": 8, "head_dim": head_dim, "vocabulary": vocabulary, "tied": parameters < TIED_BELOW}
     for hidden in _widths():
@@ -238,7 +250,8 @@ def _shapes(parameters: float, vocabulary: int) -> Iterator[tuple[tuple[float, f
 
 
 def _widths() -> Iterator[int]:
-    """Round widths, rounder as they grow: multiples of 256 up to 2048, of 512 up to 4096, of 1024 up to 8192…"""
+    """Round widths, rounder as they grow: multiples of 256 up to 2048, of 512 up to 4096, of 1024 up to
+    8192…"""
     yield from (256, 512, 768)
     for doubling in range(6):
         yield from (quarters * 256 * 2**doubling for quarters in (4, 5, 6, 7))

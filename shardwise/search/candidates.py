@@ -1,9 +1,10 @@
 """Every layout a job could run under, as one `Space`, and how many were refused for which reason.
 
-Degrees are the ways to write the number of devices as pipeline x replica x data x context x tensor. Each is held against the
-rules that `shardwise train` would hold it against (`config/layouts.py`), then multiplied by the choices inside it: ZeRO stage,
-micro-batch, schedule, recomputation, ring or Ulysses, experts. What the user has fixed is fixed here; what makes no difference
-is left out (sharding over one device, a schedule without a pipeline).
+Degrees are the ways to write the number of devices as pipeline x replica x data x context x tensor. Each is
+held against the rules that `shardwise train` would hold it against (`config/layouts.py`), then multiplied by
+the choices inside it: ZeRO stage, micro-batch, schedule, recomputation, ring or Ulysses, experts. What the
+user has fixed is fixed here; what makes no difference is left out (sharding over one device, a schedule
+without a pipeline).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Candidates:
 
 
 def fixed_fields(config: Config) -> dict[str, Any]:
-    """What the user has decided: fields of the layout that were given, the micro-batch, the recomputation. Degrees that multiply
-    to a positive data axis fix the ones left out at 1.
+    """What the user has decided: fields of the layout that were given, the micro-batch, the recomputation.
+    Degrees that multiply to a positive data axis fix the ones left out at 1.
     """
     layout = config.layout
     given = {name: getattr(layout, name) for name in layout.model_fields_set}
@@ -73,8 +74,11 @@ def is_whole(fixed: Mapping[str, Any], devices: int) -> bool:
     return bool(given) and int(np.prod(given)) == devices
 
 
-def candidates(config: Config, devices: int, fixed: Mapping[str, Any], offloading: bool = False) -> Candidates:
-    """All layouts of this job on so many devices; where the user does not say, those with `offloading` too, or without alone."""
+def candidates(
+    config: Config, devices: int, fixed: Mapping[str, Any], offloading: bool = False
+) -> Candidates:
+    """All layouts of this job on so many devices; where the user does not say, those with `offloading` too,
+    or without alone."""
     refused: Counter[str] = Counter()
     if is_whole(fixed, devices):
         fixed = {**dict.fromkeys(RANK_AXES, 1), **fixed}
@@ -87,7 +91,10 @@ def candidates(config: Config, devices: int, fixed: Mapping[str, Any], offloadin
         for part in _expanded(config, degrees, fixed, offloads, modes, refused)
     ]
     names = [field.name for field in fields(Space)]
-    columns = {name: np.concatenate([part[name] for part in parts]) if parts else np.zeros(0, np.int64) for name in names}
+    columns = {
+        name: np.concatenate([part[name] for part in parts]) if parts else np.zeros(0, np.int64)
+        for name in names
+    }
     return Candidates(Space(**columns), dict(refused))
 
 
@@ -97,8 +104,13 @@ def _degrees(devices: int, fixed: Mapping[str, Any]) -> Iterator[dict[str, int]]
             return [fixed[axis]] if left % fixed[axis] == 0 else []
         return divisors(left)
 
-    # A schedule is asked for with a pipeline, and a way to attend with context devices, where there can be any.
-    several = [axis for axis, key in (("pipeline", "schedule"), ("context", "attention")) if key in fixed and axis not in fixed]
+    # A schedule is asked for with a pipeline, and a way to attend with context devices, where there can be
+    # any.
+    several = [
+        axis
+        for axis, key in (("pipeline", "schedule"), ("context", "attention"))
+        if key in fixed and axis not in fixed
+    ]
     several = several if devices > 1 else []
     for pipeline in choices("pipeline", devices):
         for tensor in choices("tensor", devices // pipeline):
@@ -106,7 +118,13 @@ def _degrees(devices: int, fixed: Mapping[str, Any]) -> Iterator[dict[str, int]]
                 left = devices // pipeline // tensor // context
                 for replica in choices("replica", left):
                     data = left // replica
-                    degrees = {"pipeline": pipeline, "replica": replica, "data": data, "context": context, "tensor": tensor}
+                    degrees = {
+                        "pipeline": pipeline,
+                        "replica": replica,
+                        "data": data,
+                        "context": context,
+                        "tensor": tensor,
+                    }
                     if fixed.get("data", data) == data and all(degrees[axis] > 1 for axis in several):
                         yield degrees
 
@@ -162,7 +180,9 @@ def _expanded(
         refused["context splits neither the heads nor the sequence evenly"] += 1
         return
     asked = fixed.get("micro_batch")
-    micro_batches = [size for size in divisors(share) if (size <= LARGEST_MICRO_BATCH if asked is None else size == asked)]
+    micro_batches = [
+        size for size in divisors(share) if (size <= LARGEST_MICRO_BATCH if asked is None else size == asked)
+    ]
     if not micro_batches:
         share_of = f"a device's share of a global batch of {config.train.global_batch}"
         refused[f"train.micro_batch = {asked} does not divide {share_of}"] += 1
@@ -179,7 +199,9 @@ def _expanded(
     ]
     if not choices:
         return
-    table = np.repeat(np.asarray(choices, dtype=np.int64).T, len(micro_batches), axis=1)  # (names, choices x micro-batches)
+    table = np.repeat(
+        np.asarray(choices, dtype=np.int64).T, len(micro_batches), axis=1
+    )  # (names, choices x micro-batches)
     names = ("zero", "offload", "schedule", "stages_per_rank", "expert", "ring", "recompute")
     columns = dict(zip(names, table, strict=True))
     columns |= {axis: np.full(table.shape[1], degree, np.int64) for axis, degree in degrees.items()}
@@ -192,7 +214,8 @@ def _expanded(
 
 
 def _modes(config: Config, fixed: Mapping[str, Any]) -> list[int]:
-    """To keep attention alone is tried where attention is a fourth of the work: elsewhere it gains little on keeping nothing."""
+    """To keep attention alone is tried where attention is a fourth of the work: elsewhere it gains little on
+    keeping nothing."""
     if "recompute" in fixed:
         return [RECOMPUTE.index(fixed["recompute"])]
     whole = flops_per_token(config.model, config.data.sequence_length)
@@ -201,8 +224,9 @@ def _modes(config: Config, fixed: Mapping[str, Any]) -> list[int]:
 
 
 def _pointless(mode: int, fixed: Mapping[str, Any]) -> bool:
-    """Recomputation by operators allows one pass backward, not two halves; full recomputation repeats a block for each of its
-    weights in the second half, so it is not proposed, but costed where the user asks for both.
+    """Recomputation by operators allows one pass backward, not two halves; full recomputation repeats a block
+    for each of its weights in the second half, so it is not proposed, but costed where the user asks for
+    both.
     """
     return RECOMPUTE[mode] in BY_OPERATOR or not {"schedule", "recompute"} <= set(fixed)
 
@@ -226,7 +250,9 @@ def _zeros(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any],
     if not shares_weights(_layout(degrees), config.model.experts):  # whatever `expert` will be
         alone = degrees["replica"] == 1 or "replica" in fixed
         return ([fixed.get("zero", 3)] if offload else [0]) if alone else []
-    stages = [stage for stage in range(least_zero(config.layout), highest + 1) if fixed.get("zero", stage) == stage]
+    stages = [
+        stage for stage in range(least_zero(config.layout), highest + 1) if fixed.get("zero", stage) == stage
+    ]
     if offload and "zero" not in fixed:  # the lower stages keep whole weights on the device
         return [3]
     if degrees["replica"] > 1 or offload:  # copies of whole states are what the data axis does already
@@ -249,7 +275,11 @@ def _schedules(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, A
             per_rank = [fixed["stages_per_rank"]]
         schedules += [(schedule, count) for count in per_rank if count <= most]
     if "stages" in fixed:  # cut by hand, into so many
-        schedules = [(schedule, count) for schedule, count in schedules if count * degrees["pipeline"] == len(fixed["stages"])]
+        schedules = [
+            (schedule, count)
+            for schedule, count in schedules
+            if count * degrees["pipeline"] == len(fixed["stages"])
+        ]
     return schedules
 
 
@@ -261,7 +291,8 @@ def _experts(config: Config, degrees: Mapping[str, Any], fixed: Mapping[str, Any
 
 
 def _attentions(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, Any]) -> list[int]:
-    """1: a ring, 0: Ulysses, where query heads divide over the context devices; key heads are repeated if they must."""
+    """1: a ring, 0: Ulysses, where query heads divide over the context devices; key heads are repeated if
+    they must."""
     model, context, tensor = config.model, degrees["context"], degrees["tensor"]
     if context == 1:
         return [0]
@@ -269,6 +300,10 @@ def _attentions(config: Config, degrees: Mapping[str, int], fixed: Mapping[str, 
     if model.heads // tensor % context == 0 and fixed.get("attention") != "ring":
         ways.append(0)
     length = config.data.sequence_length
-    if length % (2 * context) == 0 and fixed.get("attention") != "ulysses" and ring_lacks(model, length) is None:
+    if (
+        length % (2 * context) == 0
+        and fixed.get("attention") != "ulysses"
+        and ring_lacks(model, length) is None
+    ):
         ways.append(1)
     return ways

@@ -1,13 +1,14 @@
 """The fewest devices that train a job in time, and the fewest that hold it.
 
-The search answers what is best on so many devices; here the number of devices is what is looked for, so one question is many
-searches. They are kept cheap in three ways: whether anything fits needs only the model of memory (search/fits.py); how long a
-step takes is first judged by the closed forms alone, and only the answer is searched in full, schedules played through; and
-counts on which even the devices' peak would be too slow are not tried at all.
+The search answers what is best on so many devices; here the number of devices is what is looked for, so one
+question is many searches. They are kept cheap in three ways: whether anything fits needs only the model of
+memory (search/fits.py); how long a step takes is first judged by the closed forms alone, and only the answer
+is searched in full, schedules played through; and counts on which even the devices' peak would be too slow
+are not tried at all.
 
-More devices do not always help: 17 nodes divide few batches and few stacks of blocks. So among whole nodes a bisection finds
-where it starts to work, and then looks at the counts right below, which a bisection may have jumped over. Within a node only
-powers of two are tried.
+More devices do not always help: 17 nodes divide few batches and few stacks of blocks. So among whole nodes a
+bisection finds where it starts to work, and then looks at the counts right below, which a bisection may have
+jumped over. Within a node only powers of two are tried.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _LOOK_BELOW = 4
 _DAY = 86_400.0
 
 
-# -- the fewest devices that are quick enough ------------------------------------------------------------------------------
+# -- the fewest devices that are quick enough ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,11 @@ def fewest_devices(
     """The fewest devices on which all the job's steps (or so many tokens) take at most so many days."""
     if not (days > 0 and math.isfinite(days)) or (tokens is not None and not tokens > 0):
         raise UserError(f"--days {days:g}: give a number of days above 0")
-    steps = config.train.steps if tokens is None else tokens / (config.train.global_batch * config.data.sequence_length)
+    steps = (
+        config.train.steps
+        if tokens is None
+        else tokens / (config.train.global_batch * config.data.sequence_length)
+    )
     attempts = _Attempts(config, cluster, days, steps)
     doubling = _doubling(cluster, most)
     index = next((index for index, devices in enumerate(doubling) if attempts.in_time(devices)), None)
@@ -80,7 +85,9 @@ def fewest_devices(
         return _too_slow(attempts, doubling[-1])
     between = _between(config, cluster, doubling[index - 1] if index else 0, doubling[index])
     least = _least(between, attempts.in_time)
-    later = (count for low, high in pairwise(doubling[index:]) for count in _between(config, cluster, low, high))
+    later = (
+        count for low, high in pairwise(doubling[index:]) for count in _between(config, cluster, low, high)
+    )
     for devices in chain((count for count in between if count >= least), later):
         if attempts.in_time(devices) and (result := attempts.searched(devices)) is not None:
             return _in_time(attempts, devices, result)
@@ -127,7 +134,10 @@ class _Attempts:
 
 def _in_time(attempts: _Attempts, devices: int, result: SearchResult) -> Fewest:
     days, layout = attempts.tried[devices].days or 0.0, best_layout(result)
-    sentence = f"{count_devices(devices)} train this in {_days(days)} ({layout}); {attempts.days:g} days were asked for"
+    sentence = (
+        f"{count_devices(devices)} train this in {_days(days)} ({layout}); {attempts.days:g} days were "
+        f"asked for"
+    )
     return Fewest(devices, attempts.days, days, layout, sentence, attempts.all(), result)
 
 
@@ -141,7 +151,8 @@ def _too_slow(attempts: _Attempts, most: int) -> Fewest:
         return Fewest(None, attempts.days, None, None, sentence, attempts.all())
     days = attempts.tried[quickest].days or 0.0
     sentence = (
-        f"up to {count_devices(most)} cannot train this in {attempts.days:g} days: the best is {_days(days)} on {quickest:,}"
+        f"up to {count_devices(most)} cannot train this in {attempts.days:g} days: the best is {_days(days)} "
+        f"on {quickest:,}"
     )
     return Fewest(None, attempts.days, days, best_layout(result), sentence, attempts.all(), result)
 
@@ -164,12 +175,14 @@ def _rough_seconds(config: Config, cluster: Cluster, devices: int) -> float | No
     work, margin, quickest = work_of(config), config.cluster.margin, np.inf
     for part in candidates(config, devices, fixed_fields(config), offloads(cluster)).space.parts():
         prediction = predict(work, part, cluster, SHARDWISE)
-        fits = (prediction.peak <= limit(cluster, margin, devices)) & (prediction.host <= host_limit(cluster, margin))
+        fits = (prediction.peak <= limit(cluster, margin, devices)) & (
+            prediction.host <= host_limit(cluster, margin)
+        )
         quickest = min(quickest, float(np.min(prediction.total[fits], initial=np.inf)))
     return float(quickest) if np.isfinite(quickest) else None
 
 
-# -- the fewest devices that hold it ---------------------------------------------------------------------------------------
+# -- the fewest devices that hold it -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -199,11 +212,15 @@ def smallest_that_fits(config: Config, cluster: Cluster, most: int = MOST) -> Sm
     if result.space.offload[best]:
         resident = _smallest(config, cluster, most, any_fits_resident)
         sentence += f" with {float(result.host[best]) / GIB:,.0f} GiB of each node's own memory"
-        sentence += f"; without offloading it takes {count_devices(resident)}" if resident else "; only by offloading"
+        sentence += (
+            f"; without offloading it takes {count_devices(resident)}" if resident else "; only by offloading"
+        )
     return Smallest(devices, resident, best_layout(result), peak / GIB, result.limit / GIB, sentence, result)
 
 
-def _smallest(config: Config, cluster: Cluster, most: int, fits: Callable[[Config, Cluster, int], bool]) -> int | None:
+def _smallest(
+    config: Config, cluster: Cluster, most: int, fits: Callable[[Config, Cluster, int], bool]
+) -> int | None:
     @cache
     def works(devices: int) -> bool:
         return fits(config, cluster.of(devices), devices)
@@ -215,7 +232,7 @@ def _smallest(config: Config, cluster: Cluster, most: int, fits: Callable[[Confi
     return _least(_between(config, cluster, doubling[index - 1] if index else 0, doubling[index]), works)
 
 
-# -- counts ----------------------------------------------------------------------------------------------------------------
+# -- counts --------------------------------------------------------------------------------------------------
 
 
 def _doubling(cluster: Cluster, most: int) -> list[int]:
@@ -230,7 +247,8 @@ def _doubling(cluster: Cluster, most: int) -> list[int]:
 
 
 def _between(config: Config, cluster: Cluster, low: int, high: int) -> list[int]:
-    """Whole nodes above `low` and up to `high` over which the job can be divided at all; the last is `high`."""
+    """Whole nodes above `low` and up to `high` over which the job can be divided at all; the last is
+    `high`."""
     node = cluster.devices_per_node
     counts = range(low // node * node + node, high, node) if high > node else ()
     return [*(devices for devices in counts if devices > low and _divides(config, devices)), high]
@@ -249,7 +267,8 @@ def _divides(config: Config, devices: int) -> bool:
 
 
 def _least(counts: Sequence[int], works: Callable[[int], bool]) -> int:
-    """The least of ascending counts that works, when the last does: by bisection, then by trying those right below."""
+    """The least of ascending counts that works, when the last does: by bisection, then by trying those right
+    below."""
     low, high = -1, len(counts) - 1
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,5 @@
-"""Whether a job fits at all on so many devices, asked of the model of memory alone: much quicker than a search."""
+"""Whether a job fits at all on so many devices, asked of the model of memory alone: much quicker than a
+search."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from shardwise.search.search import host_limit, limit, offloads, work_of
 
 def any_fits(config: Config, cluster: Cluster, devices: int) -> bool:
     """Whether any layout of the job fits on these devices."""
-    return _some_fit(config, cluster, devices, candidates(config, devices, fixed_fields(config), offloads(cluster)).space)
+    return _some_fit(
+        config, cluster, devices, candidates(config, devices, fixed_fields(config), offloads(cluster)).space
+    )
 
 
 def any_fits_resident(config: Config, cluster: Cluster, devices: int) -> bool:

@@ -1,7 +1,8 @@
-"""What a run that is about to begin will take, by the model that plans: kept in plan.json, and held against what then happened.
+"""What a run that is about to begin will take, by the model that plans: kept in plan.json, and held against
+what then happened.
 
-`plan_job` decides what the user left open; `forecast` predicts what was decided. A run goes on if its prediction cannot be
-made: the plan is advice, the training is the purpose.
+`plan_job` decides what the user left open; `forecast` predicts what was decided. A run goes on if its
+prediction cannot be made: the plan is advice, the training is the purpose.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def plan_job(config: Config, cluster: Cluster, devices: int) -> tuple[Config, As
     if not len(result.order):
         raise ConfigError(f"the job on {devices} devices", nothing_fits(config, result))
     whys = {"compression": searched.why} if searched.why else {}
-    return chosen(searched.config, result), Asked(config, f"planned: {reason(result, int(result.order[0]))}", whys)
+    return chosen(searched.config, result), Asked(
+        config, f"planned: {reason(result, int(result.order[0]))}", whys
+    )
 
 
 def is_open(layout: Layout) -> bool:
@@ -36,7 +39,12 @@ def is_open(layout: Layout) -> bool:
 
 
 def forecast(
-    config: Config, layout: Layout, micro_batch: int, accumulation: int, cluster: Cluster, bucket_bytes: int | None = None
+    config: Config,
+    layout: Layout,
+    micro_batch: int,
+    accumulation: int,
+    cluster: Cluster,
+    bucket_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Seconds by term, bytes of memory by kind, and of every collective, of one step under this layout."""
     space = space_of_layout(config, layout, micro_batch, accumulation)
@@ -47,7 +55,8 @@ def forecast(
         "cluster": cluster.name,
         "device": cluster.device.name,
         "peak_flops": device_peak(cluster, config.train.precision),
-        "step_seconds": {name: float(value[0]) for name, value in prediction.seconds.items()} | {"total": total},
+        "step_seconds": {name: float(value[0]) for name, value in prediction.seconds.items()}
+        | {"total": total},
         "memory_gib": {name: float(value[0]) / GIB for name, value in prediction.memory.items()}
         | {"total": float(prediction.peak[0]) / GIB},
         "tokens_per_second": work.tokens / total,

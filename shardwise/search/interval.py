@@ -1,23 +1,27 @@
 """How often to save: the interval that loses least, between saving too often and computing too much again.
 
-A save stops training for C seconds. A failure, once in M seconds on average, throws away half an interval on average, and R
-seconds go by until training goes on. With t seconds between saves, the share of time lost is to first order
+A save stops training for C seconds. A failure, once in M seconds on average, throws away half an interval on
+average, and R seconds go by until training goes on. With t seconds between saves, the share of time lost is
+to first order
 
     C / t  +  t / (2 M)  +  R / M
 
-which is least at t = sqrt(2 C M) (Young, 1974; Daly, 2006, adds terms that matter only where C comes near M). The minimum is
-flat: an interval twice too long or too short raises the first two terms by a quarter, so a rough M is good enough.
+which is least at t = sqrt(2 C M) (Young, 1974; Daly, 2006, adds terms that matter only where C comes near M).
+The minimum is flat: an interval twice too long or too short raises the first two terms by a quarter, so a
+rough M is good enough.
 
-C is what a save costs the run, not what it takes: a save in the background stops training only for the copy in host memory, and
-may be made as often as the storage keeps up, which is the lower limit on t here.
+C is what a save costs the run, not what it takes: a save in the background stops training only for the copy
+in host memory, and may be made as often as the storage keeps up, which is the lower limit on t here.
 
-M comes from the run's own faults once there were three of them. Before that it comes from the largest public record: Llama 3 405B
-saw 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama Team, 2024, section 3.3.4), one in about 50,700 device hours.
-Failures of devices add up, so M falls with their number: at that rate a run on 1,024 devices fails every two days.
+M comes from the run's own faults once there were three of them. Before that it comes from the largest public
+record: Llama 3 405B saw 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama Team, 2024, section
+3.3.4), one in about 50,700 device hours. Failures of devices add up, so M falls with their number: at that
+rate a run on 1,024 devices fails every two days.
 
-Before a run all of this can be told from sizes alone (`plan_checkpoints`). A checkpoint holds a parameter and two moments, 12
-bytes in float32. Each device copies its share to the host at the speed of that link, which is the stall; all nodes together write
-at the speed of the storage that they share, which is the save; after a failure the same bytes are read back.
+Before a run all of this can be told from sizes alone (`plan_checkpoints`). A checkpoint holds a parameter and
+two moments, 12 bytes in float32. Each device copies its share to the host at the speed of that link, which is
+the stall; all nodes together write at the speed of the storage that they share, which is the save; after a
+failure the same bytes are read back.
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ CHECKPOINT_BYTES = 12.0
 """Of one parameter in a checkpoint: itself and two moments, in float32."""
 
 RESTART = 600.0
-"""Seconds from a failure until state is read back, where nothing is known: noticing it, finding the broken machine, starting.
-MegaScale, on over 10,000 GPUs, needs less than ten minutes on average to notice and to diagnose (Jiang et al., 2024)."""
+"""Seconds from a failure until state is read back, where nothing is known: noticing it, finding the broken
+machine, starting. MegaScale, on over 10,000 GPUs, needs less than ten minutes on average to notice and to
+diagnose (Jiang et al., 2024)."""
 
 _HOUR = 3600.0
 
@@ -79,12 +84,17 @@ class CheckpointPlan:
     advice: Advice
 
 
-def failures(devices: int, faults: int = 0, seconds: float = 0.0, device_hours: float = DEVICE_HOURS) -> Failures:
-    """The mean time between failures of a run on so many devices, which had so many faults in so many seconds."""
+def failures(
+    devices: int, faults: int = 0, seconds: float = 0.0, device_hours: float = DEVICE_HOURS
+) -> Failures:
+    """The mean time between failures of a run on so many devices, which had so many faults in so many
+    seconds."""
     if faults >= ENOUGH_FAULTS and seconds > 0:
         return Failures(seconds / faults, f"this run's {faults} faults")
     who = "one device that fails" if devices == 1 else f"{devices:,} devices that each fail"
-    basis = f"{who} once in {device_hours:,.0f} hours" + (", as in Llama 3's training" if device_hours == DEVICE_HOURS else "")
+    basis = f"{who} once in {device_hours:,.0f} hours" + (
+        ", as in Llama 3's training" if device_hours == DEVICE_HOURS else ""
+    )
     return Failures(device_hours * _HOUR / devices, basis)
 
 
@@ -108,8 +118,8 @@ def advise(
     restart: float = 0.0,
     device_hours: float = DEVICE_HOURS,
 ) -> Advice:
-    """How often to save, from what was measured: seconds that training stops for a save, that the save takes, that a step takes
-    and that a restart takes; and the faults in so many seconds of this run.
+    """How often to save, from what was measured: seconds that training stops for a save, that the save takes,
+    that a step takes and that a restart takes; and the faults in so many seconds of this run.
     """
     known = failures(devices, faults, seconds, device_hours)
     wished = max(best_interval(stall, known.seconds), save)
@@ -124,7 +134,8 @@ def advise(
 
 
 def storage_bytes(parameters: float, bytes_per_parameter: float = CHECKPOINT_BYTES, kept: int = 2) -> float:
-    """Room that checkpoints need: for those kept, and for the next, which is written before the oldest goes."""
+    """Room that checkpoints need: for those kept, and for the next, which is written before the oldest
+    goes."""
     return parameters * bytes_per_parameter * (kept + 1)
 
 
@@ -141,11 +152,14 @@ def plan_checkpoints(
     keep: int = 2,
     restart: float = RESTART,
 ) -> CheckpointPlan:
-    """What checkpoints of a model will cost on a cluster, and how often to make them; bandwidths in bytes/s."""
+    """What checkpoints of a model will cost on a cluster, and how often to make them; bandwidths in
+    bytes/s."""
     size = parameters * bytes_per_parameter
     transfer = size / storage_bandwidth
     copy = size / devices / host_bandwidth
     stall, save = (copy, copy + transfer) if background else (transfer, transfer)
     again = restart + transfer
     advice = advise(stall, save, step_seconds, devices, restart=again, device_hours=device_hours)
-    return CheckpointPlan(size, stall, save, again, storage_bytes(parameters, bytes_per_parameter, keep), advice)
+    return CheckpointPlan(
+        size, stall, save, again, storage_bytes(parameters, bytes_per_parameter, keep), advice
+    )

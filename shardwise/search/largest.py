@@ -1,7 +1,7 @@
 """The longest sequence, and the largest batch without accumulation, that fit on so many devices.
 
-Whether anything fits needs only the model of memory (search/fits.py), so both are bisected, and only the answer is searched or
-costed in full.
+Whether anything fits needs only the model of memory (search/fits.py), so both are bisected, and only the
+answer is searched or costed in full.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.search.search import SearchResult, play, search, work_of
 _LONGEST = 2**30
 
 
-# -- the longest sequence --------------------------------------------------------------------------------------------------
+# -- the longest sequence ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Longest:
 def longest_sequence(config: Config, cluster: Cluster, devices: int) -> Longest:
     """The longest data.sequence_length for which a layout fits, at about the same tokens a step.
 
-    The batch shrinks to the largest divisor of the job's that has no more tokens, so that it still divides as the job's does;
-    model.max_positions is raised where the sequence is longer. States are offloaded only where the job needs that as it is.
+    The batch shrinks to the largest divisor of the job's that has no more tokens, so that it still divides as
+    the job's does; model.max_positions is raised where the sequence is longer. States are offloaded only
+    where the job needs that as it is.
     """
     cluster = cluster.of(devices)
     enough = any_fits_resident if any_fits_resident(config, cluster, devices) else any_fits
@@ -61,11 +62,15 @@ def longest_sequence(config: Config, cluster: Cluster, devices: int) -> Longest:
         low //= 2
     if low < 1:
         result = search(config, cluster, devices)
-        return Longest(0, config.train.global_batch, None, None, None, nothing_fits(config, result)[0], config, result)
+        return Longest(
+            0, config.train.global_batch, None, None, None, nothing_fits(config, result)[0], config, result
+        )
     high = 2 * low
     while high < _LONGEST and low >= config.data.sequence_length and fits(high):
         low, high = high, 2 * high
-    return _longest(_with_length(config, _greatest(low, high, 1024 if high > 2048 else 128, fits)), cluster, devices)
+    return _longest(
+        _with_length(config, _greatest(low, high, 1024 if high > 2048 else 128, fits)), cluster, devices
+    )
 
 
 def _longest(job: Config, cluster: Cluster, devices: int) -> Longest:
@@ -73,7 +78,9 @@ def _longest(job: Config, cluster: Cluster, devices: int) -> Longest:
     best, length, batch = int(result.order[0]), job.data.sequence_length, job.train.global_batch
     seconds = float(result.total[best])
     sentence = f"sequences of {length:,} tokens fit ({best_layout(result)}), {batch} of them a step"
-    return Longest(length, batch, seconds, result.work.tokens / seconds, best_layout(result), sentence, job, result)
+    return Longest(
+        length, batch, seconds, result.work.tokens / seconds, best_layout(result), sentence, job, result
+    )
 
 
 def _with_length(config: Config, length: int) -> Config:
@@ -89,7 +96,8 @@ def _with_length(config: Config, length: int) -> Config:
 
 
 def _greatest(low: int, high: int, step: int, works: Callable[[int], bool]) -> int:
-    """The greatest multiple of `step` between two numbers that works, or `low`, which does; `high` does not."""
+    """The greatest multiple of `step` between two numbers that works, or `low`, which does; `high` does
+    not."""
     first, last = low // step, -(-high // step)
     while last - first > 1:
         middle = (first + last) // 2
@@ -97,7 +105,7 @@ def _greatest(low: int, high: int, step: int, works: Callable[[int], bool]) -> i
     return max(low, first * step)
 
 
-# -- the largest batch -----------------------------------------------------------------------------------------------------
+# -- the largest batch ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -120,12 +128,14 @@ class Largest:
 def largest_batch(config: Config, cluster: Cluster, devices: int) -> Largest:
     """The most sequences a step that fit without accumulation, over all layouts; of equals the quickest.
 
-    In one layout memory grows with the micro-batch, so each has a largest; all are bisected at once. A train.micro_batch that the
-    job gives is put aside.
+    In one layout memory grows with the micro-batch, so each has a largest; all are bisected at once. A
+    train.micro_batch that the job gives is put aside.
     """
     cluster, work, margin = cluster.of(devices), work_of(config), config.cluster.margin
     space = _without_accumulation(config, devices)
-    sizes = _largest_sizes(lambda tried: fitting(work, replace(space, micro_batch=tried), cluster, margin, devices), len(space))
+    sizes = _largest_sizes(
+        lambda tried: fitting(work, replace(space, micro_batch=tried), cluster, margin, devices), len(space)
+    )
     batches = sizes * space.replica * space.data
     if not len(space) or not batches.max():
         sentence = f"not one sequence a device fits without accumulation on {count_devices(devices)}"
@@ -139,7 +149,8 @@ def largest_batch(config: Config, cluster: Cluster, devices: int) -> Largest:
 
 
 def _without_accumulation(config: Config, devices: int) -> Space:
-    """Every layout once, one sequence a device. A batch of one sequence a device divides over every data axis there is."""
+    """Every layout once, one sequence a device. A batch of one sequence a device divides over every data axis
+    there is."""
     fixed = {**fixed_fields(config), "micro_batch": 1}
     job = config.model_copy(update={"train": config.train.model_copy(update={"global_batch": devices})})
     space = candidates(job, devices, fixed).space
@@ -149,7 +160,8 @@ def _without_accumulation(config: Config, devices: int) -> Space:
 
 
 def _largest_sizes(fits: Callable[[Ints], Any], layouts: int) -> Ints:
-    """For each layout the largest micro-batch that fits, 0 where none does: doubled while any fits, then bisected."""
+    """For each layout the largest micro-batch that fits, 0 where none does: doubled while any fits, then
+    bisected."""
     low, high = np.zeros(layouts, np.int64), np.ones(layouts, np.int64)
     while layouts and int(high.max()) < _LONGEST and (good := fits(high)).any():
         low, high = np.where(good, high, low), np.where(good, 2 * high, high)
@@ -163,9 +175,19 @@ def _largest_sizes(fits: Callable[[Ints], Any], layouts: int) -> Ints:
 def _largest(config: Config, work: Work, space: Space, cluster: Cluster, batch: int) -> Largest:
     prediction, row = play(work, space, cluster), space.row(0)
     seconds, copies, layout = float(prediction.total[0]), row["replica"] * row["data"], describe_layout(row)
-    changes = {"global_batch": batch, "micro_batch": row["micro_batch"], "recompute": RECOMPUTE[row["recompute"]]}
-    job = config.model_copy(update={"layout": space.layout(0), "train": config.train.model_copy(update=changes)})
-    sentence = f"{batch:,} sequences a step fit without accumulation, in micro-batches of {row['micro_batch']:,} ({layout})"
+    changes = {
+        "global_batch": batch,
+        "micro_batch": row["micro_batch"],
+        "recompute": RECOMPUTE[row["recompute"]],
+    }
+    job = config.model_copy(
+        update={"layout": space.layout(0), "train": config.train.model_copy(update=changes)}
+    )
+    sentence = (
+        f"{batch:,} sequences a step fit without accumulation, in micro-batches of {row['micro_batch']:,} "
+        f"({layout})"
+    )
     return Largest(
-        batch, row["micro_batch"], copies, seconds, work.tokens / seconds, float(prediction.peak[0]) / GIB, layout, sentence, job
+        batch, row["micro_batch"], copies, seconds, work.tokens / seconds, float(prediction.peak[0]) / GIB,
+        layout, sentence, job
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """`layout = "auto+lossy"`: a search that may choose a codec for gradients too, where that pays.
 
-Compression changes the numbers, so no search chooses it unless the job says so. Then every codec that is proposed
-(search/slow_links.py) is searched for by itself, over all layouts: on a slow link the best layout without compression may be one
-that hardly uses the data axis, and the best with it one that does. That takes as many searches as there are codecs. The quickest
-is taken if it makes the step at least a tenth quicker than the best without.
+Compression changes the numbers, so no search chooses it unless the job says so. Then every codec that is
+proposed (search/slow_links.py) is searched for by itself, over all layouts: on a slow link the best layout
+without compression may be one that hardly uses the data axis, and the best with it one that does. That takes
+as many searches as there are codecs. The quickest is taken if it makes the step at least a tenth quicker than
+the best without.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Why a layout wins, what the next best loses on, and by how much nothing fits: the sentences of an answer.
 
-Reasons are found by asking again. Without tensor parallelism, what would be the best, and would it fit? The same for the
-pipeline, for sharding, for recomputation. What the answer costs without each is the reason for having it.
+Reasons are found by asking again. Without tensor parallelism, what would be the best, and would it fit? The
+same for the pipeline, for sharding, for recomputation. What the answer costs without each is the reason for
+having it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def describe_layout(row: Mapping[str, int]) -> str:
     if row["recompute"]:
         name = RECOMPUTE[row["recompute"]]
         more.append(
-            f"recomputation of {name.replace('-', ' ')}" if row["recompute"] == BUT_ATTENTION else f"{name} recomputation"
+            f"recomputation of {name.replace('-', ' ')}"
+            if row["recompute"] == BUT_ATTENTION
+            else f"{name} recomputation"
         )
     if row["offload"]:
         more.append("offloaded")
@@ -62,10 +65,13 @@ def count_devices(number: int) -> str:
 
 
 _TERMS = {
-    "matmul": "matrix products", "attention": "attention", "elementwise": "elementwise kernels", "launch": "starting kernels",
-    "recompute": "recomputation", "optimizer": "the optimizer", "bubble": "the pipeline's bubble", "imbalance": "uneven stages",
+    "matmul": "matrix products", "attention": "attention", "elementwise": "elementwise kernels",
+    "launch": "starting kernels",
+    "recompute": "recomputation", "optimizer": "the optimizer", "bubble": "the pipeline's bubble",
+    "imbalance": "uneven stages",
     "tensor": "tensor collectives", "context": "context exchange", "expert": "sending tokens to experts",
-    "data": "gathers and gradient sums", "replica": "joining replicas", "pipeline_sends": "messages between stages",
+    "data": "gathers and gradient sums", "replica": "joining replicas",
+    "pipeline_sends": "messages between stages",
     "links": "links that are busy for longer", "offload": "moving states to the host",
 }  # fmt: skip
 
@@ -77,23 +83,41 @@ def describe_term(term: str) -> str:
 
 def format_seconds(value: float) -> str:
     """So many seconds, in a unit that reads well."""
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms" if value >= 1e-3 else f"{1e6 * value:.0f} us"
+    return (
+        f"{value:.2f} s"
+        if value >= 1
+        else f"{1e3 * value:.1f} ms"
+        if value >= 1e-3
+        else f"{1e6 * value:.0f} us"
+    )
 
 
 def reason(result: SearchResult, best: int) -> str:
     """Why the winner, in one line."""
     row, prediction = result.space.row(best), result.prediction(best)
     peak, total = float(prediction.peak[0]) / GIB, float(prediction.total[0])
-    text = f"{describe_layout(row)}: {format_seconds(total)} a step and {peak:.3g} of {result.limit / GIB:.3g} GiB"
+    text = (
+        f"{describe_layout(row)}: {format_seconds(total)} a step and {peak:.3g} of "
+        f"{result.limit / GIB:.3g} GiB"
+    )
     if len(result.order) == 1:
-        return f"{text}, the only layout that fits" if len(result.space) > 1 else f"{text}, the only layout there is"
+        return (
+            f"{text}, the only layout that fits"
+            if len(result.space) > 1
+            else f"{text}, the only layout there is"
+        )
     return f"{text}, the quickest of {len(result.order):,} candidates that fit"
 
 
 def binding(config: Config, result: SearchResult, best: int) -> list[str]:
-    """What holds the winner where it is: why each axis is there, what memory forces, which degrees are refused."""
+    """What holds the winner where it is: why each axis is there, what memory forces, which degrees are
+    refused."""
     row = result.space.row(best)
-    sentences = [_needed(result, best, axis) for axis in ("pipeline", "context", "tensor", "expert", "replica") if row[axis] > 1]
+    sentences = [
+        _needed(result, best, axis)
+        for axis in ("pipeline", "context", "tensor", "expert", "replica")
+        if row[axis] > 1
+    ]
     if row["zero"]:
         sentences.append(_needed(result, best, "zero"))
     if row["recompute"]:
@@ -115,7 +139,10 @@ def _simpler(result: SearchResult, best: int) -> list[str]:
     if other is None:
         return []
     slower = float(result.prediction(other).total[0] / result.prediction(best).total[0] - 1)
-    return [f"simpler: {describe_layout(result.space.row(other))}, {slower:.1%} slower, which is less than the model is accurate"]
+    return [
+        f"simpler: {describe_layout(result.space.row(other))}, {slower:.1%} slower, which is less than the "
+        f"model is accurate"
+    ]
 
 
 def _needed(result: SearchResult, best: int, field: str) -> str:
@@ -125,15 +152,26 @@ def _needed(result: SearchResult, best: int, field: str) -> str:
     without = np.flatnonzero(values == least)
     name = {"zero": "sharding (zero)", "recompute": "recomputation"}.get(field, field)
     if field in result.fixed:
-        return f"{name} is as asked" if field == "offload" else f"{name} is {_value(field, int(values[best]))} as asked"
+        return (
+            f"{name} is as asked"
+            if field == "offload"
+            else f"{name} is {_value(field, int(values[best]))} as asked"
+        )
     if not len(without):
         return f"{name} is used by every layout that the job's sizes allow"
     fitting = without[result.fits[without]]
     if not len(fitting):
         short = float(result.peak[without].min()) / GIB
-        return f"{name} is needed: without it the smallest layout takes {short:,.1f} GiB of {result.limit / GIB:,.1f} GiB"
+        return (
+            f"{name} is needed: without it the smallest layout takes {short:,.1f} GiB of "
+            f"{result.limit / GIB:,.1f} GiB"
+        )
     slower = float(result.total[fitting].min() / result.total[best] - 1)
-    return f"{name} saves time: the best without it is {slower:.1%} slower" if slower > 0 else f"{name} is a near tie with none"
+    return (
+        f"{name} saves time: the best without it is {slower:.1%} slower"
+        if slower > 0
+        else f"{name} is a near tie with none"
+    )
 
 
 def _value(field: str, value: int) -> str:
@@ -146,7 +184,10 @@ def _refusals(config: Config, row: Mapping[str, int]) -> list[str]:
     if model.heads % tensor:
         return [f"tensor = {tensor} is refused: {model.heads} heads do not divide over it"]
     if model.kv_heads % tensor and tensor % model.kv_heads:
-        return [f"tensor = {tensor} is refused: {model.kv_heads} key heads can neither be split nor repeated evenly over it"]
+        return [
+            f"tensor = {tensor} is refused: {model.kv_heads} key heads can neither be split nor repeated "
+            f"evenly over it"
+        ]
     return []
 
 
@@ -154,18 +195,25 @@ def _largest(result: SearchResult, best: int) -> str:
     """What the step spends most on beside its products, and how full memory is."""
     prediction = result.prediction(best)
     total, peak = float(prediction.total[0]), float(prediction.peak[0])
-    others = {name: float(value[0]) for name, value in prediction.seconds.items() if name not in ("matmul", "attention")}
+    others = {
+        name: float(value[0])
+        for name, value in prediction.seconds.items()
+        if name not in ("matmul", "attention")
+    }
     worst = max(others, key=lambda name: others[name])
     kinds = {name: float(value[0]) for name, value in prediction.memory.items()}
     fullest = max(kinds, key=lambda name: kinds[name])
     return (
-        f"beside products and attention most time goes to {describe_term(worst)} ({others[worst] / total:.1%} of the step); "
-        f"memory is {peak / result.limit:.0%} of what a plan may use, most of it {fullest} ({kinds[fullest] / peak:.0%})"
+        f"beside products and attention most time goes to {describe_term(worst)} "
+        f"({others[worst] / total:.1%} of the step); "
+        f"memory is {peak / result.limit:.0%} of what a plan may use, most of it {fullest} "
+        f"({kinds[fullest] / peak:.0%})"
     )
 
 
 def _impossible(result: SearchResult) -> str:
-    """Why there is not one layout: what was refused and how often, or degrees that do not multiply to the devices."""
+    """Why there is not one layout: what was refused and how often, or degrees that do not multiply to the
+    devices."""
     if result.refused:
         return "; ".join(f"{why} ({number:,})" for why, number in result.refused.items())
     given = {axis: result.fixed[axis] for axis in AXES[:-1] if axis in result.fixed}
@@ -176,12 +224,21 @@ def _impossible(result: SearchResult) -> str:
 def _other_devices(config: Config, result: SearchResult) -> str:
     """The nearest numbers of devices, fewer and more, on which there are layouts."""
     counts = range(1, 2 * result.devices + 8)
-    near = sorted((count for count in counts if count != result.devices), key=lambda count: abs(count - result.devices))[:TRIED]
+    near = sorted(
+        (count for count in counts if count != result.devices), key=lambda count: abs(count - result.devices)
+    )[:TRIED]
     works = [count for count in near if len(candidates(config, count, result.fixed).space)]
-    fewer, more = [count for count in works if count < result.devices], [count for count in works if count > result.devices]
+    fewer, more = (
+        [count for count in works if count < result.devices],
+        [count for count in works if count > result.devices],
+    )
     nearest = " or ".join(f"{count:,}" for count in (*fewer[:1], *more[:1]))
     others = f"there are some on {nearest} devices (cluster.devices)" if nearest else ""
-    return others or "change the batch (train.global_batch, train.micro_batch), data.sequence_length, or what [layout] asks for"
+    return (
+        others
+        or "change the batch (train.global_batch, train.micro_batch), data.sequence_length, or what [layout] "
+        "asks for"
+    )
 
 
 def nothing_fits(config: Config, result: SearchResult) -> list[str]:
@@ -190,23 +247,41 @@ def nothing_fits(config: Config, result: SearchResult) -> list[str]:
         return [f"no layout is possible: {_impossible(result)}; {_other_devices(config, result)}"]
     if (result.peak <= result.limit).any():  # then what is missing is memory of the hosts
         least = int(np.argmin(np.where(result.peak <= result.limit, result.host, np.inf)))
-        needs = f"{describe_layout(result.space.row(least))} fits on the devices, but its {_of_the_host(result, least)}"
-        return [f"nothing fits: {needs}; use more nodes, or a cluster.file with the host_memory_gib that they have"]
+        needs = (
+            f"{describe_layout(result.space.row(least))} fits on the devices, but its "
+            f"{_of_the_host(result, least)}"
+        )
+        return [
+            f"nothing fits: {needs}; use more nodes, or a cluster.file with the host_memory_gib that "
+            f"they have"
+        ]
     least = int(np.argmin(result.peak))
     peak, allowed = float(result.peak[least]), result.limit
     prediction = result.prediction(least)
     kinds = {name: float(value[0]) for name, value in prediction.memory.items()}
     fullest = max(kinds, key=lambda name: kinds[name])
     devices = result.devices
-    missing = f"{peak / GIB:,.1f} GiB, {(peak - allowed) / GIB:,.1f} GiB more than the {allowed / GIB:,.1f} GiB a plan may use"
-    smallest = f"the smallest of {len(result.space):,} layouts ({describe_layout(result.space.row(least))}) takes {missing}"
+    missing = (
+        f"{peak / GIB:,.1f} GiB, {(peak - allowed) / GIB:,.1f} GiB more than the {allowed / GIB:,.1f} GiB a "
+        f"plan may use"
+    )
+    smallest = (
+        f"the smallest of {len(result.space):,} layouts ({describe_layout(result.space.row(least))}) takes "
+        f"{missing}"
+    )
     states = sum(kinds[name] for name in ("weights", "gradients", "optimizer"))
     room = allowed - (peak - states)
     if fullest in ("weights", "gradients", "optimizer") and room > 0:
         more = devices * 2 ** int(np.ceil(np.log2(max(states / room, 1.01))))
-        advice = f"most of it is model states: use about {more:,} devices, train.state_dtype=bfloat16, or layout.offload=true"
+        advice = (
+            f"most of it is model states: use about {more:,} devices, train.state_dtype=bfloat16, or "
+            f"layout.offload=true"
+        )
     elif fullest in ("activations", "logits"):
-        advice = "most of it is activations: use a shorter data.sequence_length, train.recompute=full, or more devices"
+        advice = (
+            "most of it is activations: use a shorter data.sequence_length, train.recompute=full, or more "
+            "devices"
+        )
     else:
         advice = "use more devices, a larger device, or a smaller model"
     return [f"nothing fits: {smallest}; {advice}"]

@@ -1,7 +1,7 @@
 """What links must do for communication to cost nothing.
 
-Communication that runs beside computing costs only what is longer than the computing it hides behind. A ring moves from each
-device `wire` bytes in `hops` messages, so hiding behind T seconds needs
+Communication that runs beside computing costs only what is longer than the computing it hides behind. A ring
+moves from each device `wire` bytes in `hops` messages, so hiding behind T seconds needs
 
     wire / bandwidth + hops x latency <= T
 
@@ -20,7 +20,8 @@ _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 
 
 
 def wire_bytes(kind: str, size: float, members: int) -> float:
-    """Bytes each device sends for a collective on a tensor of `size` bytes in all (for all_to_all, in one device's buffer)."""
+    """Bytes each device sends for a collective on a tensor of `size` bytes in all (for all_to_all, in one
+    device's buffer)."""
     return size * float(wire_factor(kind, np.asarray(float(members))))
 
 
@@ -30,7 +31,7 @@ def ring_hops(kind: str, members: int) -> int:
 
 
 def least_bandwidth(wire: float, seconds: float, hops: float = 0.0, latency: float = 0.0) -> float:
-    """Bytes/s at which `wire` bytes in so many hops take no longer than `seconds` of computing; infinite where the latency alone
-    takes as long."""
+    """Bytes/s at which `wire` bytes in so many hops take no longer than `seconds` of computing; infinite
+    where the latency alone takes as long."""
     left = seconds - hops * latency
     return wire / left if left > 0 else inf

@@ -1,16 +1,18 @@
-"""Scaling curves: the best layout on each of several device counts, how much of the ideal is left, and which term took the rest.
+"""Scaling curves: the best layout on each of several device counts, how much of the ideal is left, and which
+term took the rest.
 
-*Strong* scaling trains the same global batch on more devices: each has less to do, and what does not shrink (exposed
-communication, the update, the pipeline's bubble) is a growing share of the step. *Weak* scaling gives each device the same work,
-so the global batch grows with the devices. Every count gets its own search: the layout that is best on 8 devices is seldom the
-one for 4,096.
+*Strong* scaling trains the same global batch on more devices: each has less to do, and what does not shrink
+(exposed communication, the update, the pipeline's bubble) is a growing share of the step. *Weak* scaling
+gives each device the same work, so the global batch grows with the devices. Every count gets its own search:
+the layout that is best on 8 devices is seldom the one for 4,096.
 
-Efficiency is tokens a second and device, over that of the smallest count on which the job works. It may be above 1: more devices
-leave more memory to each, and what was recomputed or offloaded need not be any longer. The term that breaks a curve is the one
-whose share of the step grew most since that smallest count.
+Efficiency is tokens a second and device, over that of the smallest count on which the job works. It may be
+above 1: more devices leave more memory to each, and what was recomputed or offloaded need not be any longer.
+The term that breaks a curve is the one whose share of the step grew most since that smallest count.
 
-No bound of Amdahl's kind is told: it needs a part of the step that more devices cannot shorten, and under another layout on each
-count every part can be (sums by sharding, the bubble by fewer stages, the update by both).
+No bound of Amdahl's kind is told: it needs a part of the step that more devices cannot shorten, and under
+another layout on each count every part can be (sums by sharding, the bubble by fewer stages, the update by
+both).
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Point:
     """Tokens a second and device, over those of the smallest count that works."""
     layout: str | None = None
     breaks: str | None = None
-    """The term whose share of the step grew most since the smallest count that works; None there, and where none grew."""
+    """The term whose share of the step grew most since the smallest count that works; None there, and where
+    none grew."""
     reason: str | None = None
     """Why nothing runs here."""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -93,7 +96,9 @@ def _point(config: Config, cluster: Cluster, devices: int) -> Point:
     best = int(result.order[0])
     seconds = {name: float(value[0]) for name, value in result.prediction(best).seconds.items()}
     total = sum(seconds.values())
-    return Point(devices, batch, total, result.work.tokens / total, layout=best_layout(result), seconds=seconds)
+    return Point(
+        devices, batch, total, result.work.tokens / total, layout=best_layout(result), seconds=seconds
+    )
 
 
 def _curve(points: list[Point]) -> list[Point]:
@@ -106,12 +111,20 @@ def _against(first: Point, point: Point) -> Point:
     if point.tokens_per_second is None or first.tokens_per_second is None:
         return point
     efficiency = point.tokens_per_second / point.devices / (first.tokens_per_second / first.devices)
-    return replace(point, efficiency=efficiency, breaks=_grew_most(first.seconds, point.seconds) if efficiency < 1 else None)
+    return replace(
+        point,
+        efficiency=efficiency,
+        breaks=_grew_most(first.seconds, point.seconds) if efficiency < 1 else None,
+    )
 
 
 def _grew_most(before: Mapping[str, float], after: Mapping[str, float]) -> str | None:
     """The term whose share of the sum grew most, if any grew."""
     old, new = sum(before.values()), sum(after.values())
-    growth = {name: seconds / new - before.get(name, 0.0) / old for name, seconds in after.items() if name not in _PRODUCTS}
+    growth = {
+        name: seconds / new - before.get(name, 0.0) / old
+        for name, seconds in after.items()
+        if name not in _PRODUCTS
+    }
     most = max(growth, key=lambda name: growth[name])
     return most if growth[most] > 1e-9 else None

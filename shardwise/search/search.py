@@ -1,10 +1,11 @@
 """The best layout: cost every candidate, keep what fits, and play the pipelines that could win.
 
-All candidates are costed by closed forms, which take stages for equal, and by a bound below which no pipeline can be played. In
-the order of their bounds they are then costed with their own schedule, action by action, and stages as they will be cut, until
-the next bound is above the best found: so the winner is the quickest of all, and a better cluster never has a slower one. Of
-equally quick layouts the one with the fewest moving parts wins, because every axis is one more thing that can go wrong; a simpler
-one within `NEAR` is told of, not taken.
+All candidates are costed by closed forms, which take stages for equal, and by a bound below which no pipeline
+can be played. In the order of their bounds they are then costed with their own schedule, action by action,
+and stages as they will be cut, until the next bound is above the best found: so the winner is the quickest of
+all, and a better cluster never has a slower one. Of equally quick layouts the one with the fewest moving
+parts wins, because every axis is one more thing that can go wrong; a simpler one within `NEAR` is told of,
+not taken.
 """
 
 from __future__ import annotations
@@ -93,7 +94,18 @@ def work_of(config: Config, bucket_bytes: int | None = None) -> Work:
     wire = SumCompression.of(config.layout), WeightGathers.of(config.layout)
     scales, cast = scale_count(config.model, train), gathered_in_float8(config.model, train)
     float8 = shares(config.model, train)
-    return Work(config.model, *size, *widths, config.layout.stages, train.compile, *wire, bucket_bytes, scales, cast, float8)
+    return Work(
+        config.model,
+        *size,
+        *widths,
+        config.layout.stages,
+        train.compile,
+        *wire,
+        bucket_bytes,
+        scales,
+        cast,
+        float8,
+    )
 
 
 def limit(cluster: Cluster, margin: float, devices: int) -> float:
@@ -111,7 +123,8 @@ def check_countable(config: Config) -> None:
     """Refuse what cannot be planned for on any cluster."""
     if config.model.module is not None:
         raise UserError(
-            "model.module: the planner knows the transformer of [model] and cannot count a module of your own; "
+            "model.module: the planner knows the transformer of [model] and cannot count a module of "
+            "your own; "
             "leave it out to plan for a transformer of that size, or choose a [layout] yourself"
         )
     if config.train.driver != "synchronous":
@@ -137,27 +150,41 @@ def offloads(cluster: Cluster) -> bool:
 
 
 def _costed(
-    work: Work, cluster: Cluster, space: Space, margin: float, refused: dict[str, int], fixed: Mapping[str, Any], devices: int
+    work: Work,
+    cluster: Cluster,
+    space: Space,
+    margin: float,
+    refused: dict[str, int],
+    fixed: Mapping[str, Any],
+    devices: int,
 ) -> SearchResult:
     total, least, peak, host = _cost(work, space, cluster)
-    fitting = np.flatnonzero((peak <= limit(cluster, margin, devices)) & (host <= host_limit(cluster, margin)))
-    played = _played_to_the_best(work, space, cluster, total, fitting[np.argsort(least[fitting], kind="stable")], least)
+    fitting = np.flatnonzero(
+        (peak <= limit(cluster, margin, devices)) & (host <= host_limit(cluster, margin))
+    )
+    played = _played_to_the_best(
+        work, space, cluster, total, fitting[np.argsort(least[fitting], kind="stable")], least
+    )
     order = _simplest_first(space, total, fitting[np.argsort(total[fitting], kind="stable")])
-    return SearchResult(work, cluster, devices, space, total, peak, host, order, margin, refused, 0.0, fixed, played)
+    return SearchResult(
+        work, cluster, devices, space, total, peak, host, order, margin, refused, 0.0, fixed, played
+    )
 
 
 def _cost(work: Work, space: Space, cluster: Cluster) -> tuple[Array, Array, Array, Array]:
-    """Seconds of every candidate, the least they can be, and bytes of devices and hosts; nothing else of a prediction is kept,
-    which of a million would be gigabytes."""
+    """Seconds of every candidate, the least they can be, and bytes of devices and hosts; nothing else of a
+    prediction is kept, which of a million would be gigabytes."""
     predictions = (predict(work, part, cluster, SHARDWISE) for part in space.parts())
     columns = zip(*((found.total, found.least, found.peak, found.host) for found in predictions), strict=True)
     total, least, peak, host = (np.concatenate(column) for column in columns)
     return np.maximum(total, least), least, peak, host
 
 
-def _played_to_the_best(work: Work, space: Space, cluster: Cluster, total: Array, order: Ints, least: Array) -> Ints:
-    """Of candidates in the order of their bounds, the pipelines that could be the quickest: played through, with `total` set to
-    what that takes."""
+def _played_to_the_best(
+    work: Work, space: Space, cluster: Cluster, total: Array, order: Ints, least: Array
+) -> Ints:
+    """Of candidates in the order of their bounds, the pipelines that could be the quickest: played through,
+    with `total` set to what that takes."""
     alone = space.pipeline[order] == 1
     pipelines, quickest = order[~alone], float(np.min(total[order[alone]], initial=np.inf))
     start, size = 0, AT_FIRST
@@ -180,7 +207,8 @@ def _simplest_first(space: Space, total: Array, order: Ints) -> Ints:
 
 
 def simpler(result: SearchResult) -> int | None:
-    """Of the candidates that take hardly longer than the winner, the one with the fewest moving parts, if they are fewer."""
+    """Of the candidates that take hardly longer than the winner, the one with the fewest moving parts, if
+    they are fewer."""
     best, total = result.order[0], result.total[result.order]
     near = result.order[: np.searchsorted(total[1:], (1 + NEAR) * total[0]) + 1]  # all but the winner ascend
     parts = [moving_parts(result.space.row(int(index))) for index in near]
@@ -192,12 +220,14 @@ def moving_parts(row: Mapping[str, int]) -> float:
     """How much can go wrong: axes in use, states sharded, special schedules, work done again."""
     axes = sum(row[axis] > 1 for axis in ("pipeline", "replica", "context", "tensor", "expert"))
     schedule = (
-        {"1f1b": 0.0, "gpipe": 0.0, "interleaved": 0.5}.get(SCHEDULES[row["schedule"]], 1.0) if row["pipeline"] > 1 else 0.0
+        {"1f1b": 0.0, "gpipe": 0.0, "interleaved": 0.5}.get(SCHEDULES[row["schedule"]], 1.0)
+        if row["pipeline"] > 1
+        else 0.0
     )
     return axes + 0.25 * row["zero"] + schedule + 0.2 * bool(row["recompute"]) + 2 * row["offload"]
 
 
-# -- candidates with their own schedules --------------------------------------------------------------------------------
+# -- candidates with their own schedules ---------------------------------------------------------------------
 
 
 def play(work: Work, space: Space, cluster: Cluster) -> Prediction:
@@ -218,15 +248,19 @@ def play(work: Work, space: Space, cluster: Cluster) -> Prediction:
 def _times(work: Work, space: Space, closed: Prediction, index: int) -> tuple[float, float]:
     """Seconds of a pipeline, and of its busiest rank's own work."""
     row = space.row(index)
-    stage = [count * float(closed.block_seconds[index]) for count in work.blocks(row["pipeline"] * row["stages_per_rank"])]
+    stage = [
+        count * float(closed.block_seconds[index])
+        for count in work.blocks(row["pipeline"] * row["stages_per_rank"])
+    ]
     stage[0] += float(closed.embedding_seconds[index])
     stage[-1] += float(closed.head_seconds[index])
     return _makespan(row, tuple(stage))
 
 
 def _makespan(row: Mapping[str, int], stage: tuple[float, ...]) -> tuple[float, float]:
-    """Seconds from the first action to the last, and of the busiest rank's own work. Beyond a few rounds every micro-batch adds
-    what the busiest rank takes, so no more than those are played; the last round is as incomplete as it will be.
+    """Seconds from the first action to the last, and of the busiest rank's own work. Beyond a few rounds
+    every micro-batch adds what the busiest rank takes, so no more than those are played; the last round is as
+    incomplete as it will be.
     """
     few = min(row["accumulation"], 2 * row["pipeline"] + row["accumulation"] % row["pipeline"])
     played = _programme(SCHEDULES[row["schedule"]], row["pipeline"], few, row["stages_per_rank"])

@@ -1,18 +1,19 @@
-"""What compressed gradients and rarer exchanges would give where links are slow, as choices beside a search's winner.
+"""What compressed gradients and rarer exchanges would give where links are slow, as choices beside a search's
+winner.
 
-Data-parallel devices agree on a gradient in every step: 4 bytes a parameter, about twice over the wire. On NVLink that hides
-behind the backward pass; on Ethernet it may be most of the step. Two families send less:
+Data-parallel devices agree on a gradient in every step: 4 bytes a parameter, about twice over the wire. On
+NVLink that hides behind the backward pass; on Ethernet it may be most of the step. Two families send less:
 
-- compression: a codec of config/compression.py, which `layout.compression` names. Fewer bits a value, fewer values, or two thin
-  factors of each matrix. What a step leaves out is kept as a *residual* and added to the next gradient; that takes 4 bytes a
-  parameter, and encoding takes time of its own (cost/codec_work.py).
-- rarer exchanges (`train.driver = "local"`). Local SGD (Stich 2018) and DiLoCo (Douillard et al. 2023) let each group take H
-  steps alone and then average the parameters: 4 bytes a parameter once in H steps. A group holds the whole model, so what ZeRO
-  shared over all devices must fit into fewer.
+- compression: a codec of config/compression.py, which `layout.compression` names. Fewer bits a value, fewer
+  values, or two thin factors of each matrix. What a step leaves out is kept as a *residual* and added to the
+  next gradient; that takes 4 bytes a parameter, and encoding takes time of its own (cost/codec_work.py).
+- rarer exchanges (`train.driver = "local"`). Local SGD (Stich 2018) and DiLoCo (Douillard et al. 2023) let
+  each group take H steps alone and then average the parameters: 4 bytes a parameter once in H steps. A group
+  holds the whole model, so what ZeRO shared over all devices must fit into fewer.
 
-Each is costed by the model of the step with its own flows in place of the gradients': what the backward pass hides still hides.
-None of them computes the gradient of the plain job, so none is chosen by the search unless the job accepts it (search/lossy.py).
-Those that would be slower are listed too: on quick links most are.
+Each is costed by the model of the step with its own flows in place of the gradients': what the backward pass
+hides still hides. None of them computes the gradient of the plain job, so none is chosen by the search unless
+the job accepts it (search/lossy.py). Those that would be slower are listed too: on quick links most are.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ CODECS = {
     "bf16": f"Gradients are sent with 8 bits of mantissa; {_LATER}.",
     "int8": f"Gradients are sent in 8 bits, with a scale for each 512; {_LATER}.",
     "qsgd(4)": f"Gradients are sent in 4 bits, rounded by chance so that their mean is right; {_LATER}.",
-    "sign": f"Only signs are sent, with a mean magnitude for each 512; {_LATER}. Compare the loss with a plain run first.",
+    "sign": f"Only signs are sent, with a mean magnitude for each 512; {_LATER}. Compare the loss with a "
+    f"plain run first.",
     "topk(0.01)": f"Only the largest 1 % are sent; {_LATER}. Give it a warm-up (layout.compression_warmup).",
     "powersgd(4)": f"Each matrix is sent as a product of rank 4; {_LATER}. Too low a rank costs quality.",
 }
@@ -86,7 +88,8 @@ def exposed_share(result: SearchResult) -> float:
 
 
 def alternatives(result: SearchResult) -> list[Alternative]:
-    """Each way to send less with the winner's layout, the quickest first; none where there is no data axis."""
+    """Each way to send less with the winner's layout, the quickest first; none where there is no data
+    axis."""
     if not len(result.order):
         return []
     winner = result.space.take([int(result.order[0])])
@@ -99,13 +102,14 @@ def alternatives(result: SearchResult) -> list[Alternative]:
 def proposed(choices: Sequence[Alternative], step_seconds: float) -> str | None:
     """Of these alternatives to a step of so many seconds, the codec that is worth its risk, if any."""
     return worthwhile(
-        {choice.name: choice.step_seconds for choice in choices if choice.name in CODECS and choice.fits}, step_seconds
+        {choice.name: choice.step_seconds for choice in choices if choice.name in CODECS and choice.fits},
+        step_seconds,
     )
 
 
 def worthwhile(seconds: Mapping[str, float], step_seconds: float) -> str | None:
-    """Of codecs with which a step takes so many seconds, the quickest, if it is enough quicker than the step without; of those
-    that are as quick as the model can tell, the one that changes the numbers least."""
+    """Of codecs with which a step takes so many seconds, the quickest, if it is enough quicker than the step
+    without; of those that are as quick as the model can tell, the one that changes the numbers least."""
     quickest = min(seconds.values(), default=0.0)
     most = min((1 + NEAR) * quickest, step_seconds / WORTHWHILE)
     return next((name for name in CODECS if name in seconds and seconds[name] <= most), None)
@@ -116,11 +120,12 @@ def gradient_bytes(result: SearchResult) -> float:
     return _sent(result, result.work, result.space.take([int(result.order[0])]))
 
 
-# -- compression --------------------------------------------------------------------------------------------------------
+# -- compression ---------------------------------------------------------------------------------------------
 
 
 def _compressed(result: SearchResult, winner: Space) -> Iterator[Alternative]:
-    """Every codec that the winner's layout can run, with the job's own settings beside it; and none, where it has one."""
+    """Every codec that the winner's layout can run, with the job's own settings beside it; and none, where it
+    has one."""
     if result.work.compression is not None:
         yield _alternative(result, winner, PLAIN, None, "Gradients are summed as they are.")
     settings = {name: result.fixed[name] for name in SETTINGS if name in result.fixed}
@@ -132,7 +137,9 @@ def _compressed(result: SearchResult, winner: Space) -> Iterator[Alternative]:
             yield _alternative(result, winner, name, how, changes)
 
 
-def _alternative(result: SearchResult, winner: Space, name: str, how: SumCompression | None, changes: str) -> Alternative:
+def _alternative(
+    result: SearchResult, winner: Space, name: str, how: SumCompression | None, changes: str
+) -> Alternative:
     work = replace(result.work, compression=how)
     prediction = predict(work, winner, result.cluster, SHARDWISE)
     extra = float(prediction.peak[0] - result.peak[result.order[0]])
@@ -159,7 +166,8 @@ def _waiting(prediction: Prediction) -> float:
 
 
 def _sent(result: SearchResult, work: Work, space: Space) -> float:
-    """Bytes that one device sends a step to agree on gradients: the sums among its flows, plain and compressed."""
+    """Bytes that one device sends a step to agree on gradients: the sums among its flows, plain and
+    compressed."""
     sums = [
         flow.bytes * wire_factor(flow.kind, devices(flow.axis, space).astype(float))
         for flow in flows(work, space, SHARDWISE, result.cluster.device_type)
@@ -169,7 +177,7 @@ def _sent(result: SearchResult, work: Work, space: Space) -> float:
     return float(sum(sums, np.zeros(1))[0])
 
 
-# -- local training -----------------------------------------------------------------------------------------------------
+# -- local training ------------------------------------------------------------------------------------------
 
 
 def _local(result: SearchResult, winner: Space) -> Iterator[Alternative]:
@@ -189,16 +197,21 @@ def _local(result: SearchResult, winner: Space) -> Iterator[Alternative]:
         bytes_per_step=_sent(result, result.work, worker) + averaged,
         exposed_seconds=_waiting(prediction) + outer,
         step_seconds=_step(result, winner, prediction) + outer,
-        extra_memory=max(0.0, float(prediction.peak[0] - result.peak[result.order[0]]) + _OUTER_BYTES * share),
+        extra_memory=max(
+            0.0, float(prediction.peak[0] - result.peak[result.order[0]]) + _OUTER_BYTES * share
+        ),
         fits=True,
-        changes=f"{count} groups train by themselves and meet every {OUTER_EVERY} steps (DiLoCo): another algorithm; many groups "
-        f'or long rounds end at a higher loss. train.driver = "local", local.groups = {count}, and of the layout data = '
+        changes=f"{count} groups train by themselves and meet every {OUTER_EVERY} steps (DiLoCo): another "
+        f"algorithm; many groups "
+        f'or long rounds end at a higher loss. train.driver = "local", local.groups = {count}, and of the '
+        f"layout data = "
         f"{int(worker.data[0])}, replica = 1, zero = {int(worker.zero[0])}.",
     )
 
 
 def _smallest_worker(result: SearchResult, winner: Space) -> Space | None:
-    """The winner's layout on as few data-parallel devices as hold it: at least those that share a node, less than all."""
+    """The winner's layout on as few data-parallel devices as hold it: at least those that share a node, less
+    than all."""
     copies, inner = int(winner.data[0] * winner.replica[0]), int(winner.tensor[0] * winner.context[0])
     node = result.cluster.devices_per_node
     for size in divisors(copies)[:-1]:

@@ -1,5 +1,5 @@
-"""Beyond one step: what the whole run costs, what the links would need to hide their traffic, how often to save, and what a
-compute budget buys.
+"""Beyond one step: what the whole run costs, what the links would need to hide their traffic, how often to
+save, and what a compute budget buys.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ from shardwise.search.slow_links import alternatives, proposed
 from shardwise.words import counted
 
 STORAGE = 20e9
-"""Bytes/s of the storage that all nodes write to together, where nothing better is known: a parallel file system of some size."""
+"""Bytes/s of the storage that all nodes write to together, where nothing better is known: a parallel file
+system of some size."""
 _DAY = 86400.0
 _OF_WEIGHTS = (SHARDS, COPIES, "replica", "data", EXPERT_SHARDS, f"replica x {EXPERT_SHARDS}")
 """Axes over which weights are gathered and gradients summed."""
 
 
-def beyond(config: Config, result: SearchResult, storage: float = STORAGE, device_hours: float = DEVICE_HOURS) -> dict[str, Any]:
-    """What an answer says beside the step: the whole run, links, checkpoints, ways to send less, and which codec would pay."""
+def beyond(
+    config: Config, result: SearchResult, storage: float = STORAGE, device_hours: float = DEVICE_HOURS
+) -> dict[str, Any]:
+    """What an answer says beside the step: the whole run, links, checkpoints, ways to send less, and which
+    codec would pay."""
     best = int(result.order[0])
     seconds, choices = float(result.prediction(best).total[0]), alternatives(result)
     return {
@@ -61,11 +65,14 @@ def whole_run(config: Config, result: SearchResult, best: int) -> dict[str, Any]
 
 
 def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
-    """The bandwidth a device needs so that gathers and gradient sums hide behind the computing, at the link's own latency: of the
-    network where any of them cross nodes, whose members in a node share what crosses; else of the links inside a node."""
+    """The bandwidth a device needs so that gathers and gradient sums hide behind the computing, at the link's
+    own latency: of the network where any of them cross nodes, whose members in a node share what crosses;
+    else of the links inside a node."""
     winner = result.space.take([best])
     prediction = result.prediction(best)
-    computing = sum(float(prediction.seconds[name][0]) for name in ("matmul", "attention", "elementwise", "recompute"))
+    computing = sum(
+        float(prediction.seconds[name][0]) for name in ("matmul", "attention", "elementwise", "recompute")
+    )
     moved = [flow for flow in flows(result.work, winner) if flow.axis in _OF_WEIGHTS and flow.bytes[0]]
     groups = [group_of(flow.axis, winner, result.cluster) for flow in moved]
     between = any(group.nodes[0] > 1 for group in groups)
@@ -90,7 +97,9 @@ def to_hide(result: SearchResult, best: int) -> dict[str, Any] | None:
     }
 
 
-def checkpoints(config: Config, result: SearchResult, best: int, storage: float, device_hours: float) -> dict[str, Any]:
+def checkpoints(
+    config: Config, result: SearchResult, best: int, storage: float, device_hours: float
+) -> dict[str, Any]:
     """How often to save, what it costs, and the share of time that counts."""
     cluster = result.cluster
     width = {"bfloat16": 6.0, "float64": 24.0}.get(result.work.state_dtype, 12.0)
@@ -102,19 +111,20 @@ def checkpoints(config: Config, result: SearchResult, best: int, storage: float,
     return {**asdict(saves), "storage_gb_s": storage / 1e9}
 
 
-# -- compute-optimal training ---------------------------------------------------------------------------------------------
+# -- compute-optimal training --------------------------------------------------------------------------------
 
 
 def budget(config: Config, cluster: Cluster, flops: float | None, days: float | None) -> dict[str, Any]:
-    """The compute-optimal model for so many FLOPs, or for so many days of the cluster; and what the job's own model would do with
-    them. How fast it trains is planned, not assumed.
+    """The compute-optimal model for so many FLOPs, or for so many days of the cluster; and what the job's own
+    model would do with them. How fast it trains is planned, not assumed.
     """
     if (flops is None) == (days is None):
         raise UserError("give --compute-budget or --days, not both")
     for option, value in (("--compute-budget", flops), ("--days", days)):
         if value is not None and not (np.isfinite(value) and value > 0):
             raise UserError(
-                f"{option} {value:g}: give a number above 0, for example {'1e22' if option == '--compute-budget' else '30'}"
+                f"{option} {value:g}: give a number above 0, for example "
+                f"{'1e22' if option == '--compute-budget' else '30'}"
             )
     rate = None
     if flops is None:
@@ -130,8 +140,10 @@ def budget(config: Config, cluster: Cluster, flops: float | None, days: float | 
     own = of_a_size(float(count(config.model)), flops)
     return {
         "flops": flops, "parameters": optimum.parameters, "tokens": optimum.tokens, "loss": optimum.loss,
-        "fitted": asdict(optimum.fitted), "replicated": asdict(optimum.replicated), "model": model, "layout": layout,
-        "flops_per_second_per_device": rate, **asdict(bill), "days": bill.seconds / _DAY, "this_model": asdict(own),
+        "fitted": asdict(optimum.fitted), "replicated": asdict(optimum.replicated), "model": model,
+        "layout": layout,
+        "flops_per_second_per_device": rate, **asdict(bill), "days": bill.seconds / _DAY,
+        "this_model": asdict(own),
     }  # fmt: skip
 
 
@@ -148,4 +160,8 @@ def _rate(config: Config, cluster: Cluster, parameters: float) -> tuple[dict[str
         )
     best = int(result.order[0])
     flops = flops_per_token(model, config.data.sequence_length) * result.work.tokens
-    return shape, flops / float(result.prediction(best).total[0]) / cluster.devices, describe_layout(result.space.row(best))
+    return (
+        shape,
+        flops / float(result.prediction(best).total[0]) / cluster.devices,
+        describe_layout(result.space.row(best)),
+    )

@@ -1,1 +1,2 @@
-"""`build()` a job, `steps()` as a generator, and what drives them. Import the modules by name: most need torch."""
+"""`build()` a job, `steps()` as a generator, and what drives them. Import the modules by name: most need
+torch."""

@@ -1,8 +1,8 @@
 """From a job and a plan to everything a step needs, on this rank.
 
-`Training` is the only mutable thing in a run besides the tensors: the step reached, the sequences seen and the loss scale.
-`build` makes it, `start_from_seed` draws its weights, `restore` moves it to a checkpoint, `save` writes one; `keep_copy` and
-`recall` do the same with a neighbour's memory.
+`Training` is the only mutable thing in a run besides the tensors: the step reached, the sequences seen and
+the loss scale. `build` makes it, `start_from_seed` draws its weights, `restore` moves it to a checkpoint,
+`save` writes one; `keep_copy` and `recall` do the same with a neighbour's memory.
 """
 
 from __future__ import annotations
@@ -57,26 +57,32 @@ class Training:
     dataset: Dataset
     checkpointer: Checkpointer
     peers: Peers
-    """For what ranks say to each other between steps. A save in the background has its own: messages of two threads would mix."""
+    """For what ranks say to each other between steps. A save in the background has its own: messages of two
+    threads would mix."""
     scale: LossScale
     shares: Shares
-    """Whose rows of a global batch are whose, in the first step of a team; later steps' are dealt out as it goes."""
+    """Whose rows of a global batch are whose, in the first step of a team; later steps' are dealt out as it
+    goes."""
     outer: Outer | None = None
     """Where groups meet, if they train by themselves."""
     shared: SharedState | None = None
     """Where weights and moments are, if workers update them without a lock."""
     kept: dict[str, Tensor] = field(default_factory=dict)
-    """On the main rank: the files of the Hugging Face folder that the model came from, to be saved with it."""
+    """On the main rank: the files of the Hugging Face folder that the model came from, to be saved with
+    it."""
     step: int = 0
     missing: tuple[range, ...] = ()
     """Of the sequences seen, those that a parameter server's workers had not brought yet."""
     sequences: int = 0
-    """How many the run has seen, which is where its data goes on; `step` times the batch, unless the batch was changed."""
+    """How many the run has seen, which is where its data goes on; `step` times the batch, unless the batch
+    was changed."""
 
 
-def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None, draw: bool = True) -> Training:
-    """Join the peers, open the data, and build the model on the mesh. Weights have their first values, unless they are not to be
-    drawn, because others are put in their place: then they have none."""
+def build(
+    config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = None, draw: bool = True
+) -> Training:
+    """Join the peers, open the data, and build the model on the mesh. Weights have their first values, unless
+    they are not to be drawn, because others are put in their place: then they have none."""
     dataset = dataset or Dataset.open(config.data, config.train.seed)
     config = settled(config, dataset)
     serves = config.train.driver == "server"  # GPUs are for those who compute gradients
@@ -86,7 +92,9 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
         compute_deterministically()
     if config.train.precision == "float8" and mesh.device.type == "cuda":
         check_float8(mesh.device)
-    torch.manual_seed(config.train.seed)  # what a module draws is seeded apart (models/unfilled.py, parallel/seeds.py)
+    torch.manual_seed(
+        config.train.seed
+    )  # what a module draws is seeded apart (models/unfilled.py, parallel/seeds.py)
     comm = Comm(mesh)
     parallel = parallelise(config, plan, comm)
     optimizer = make_optimizer(parallel.named_parameters(), config.train, parallel.embeddings, held)
@@ -108,7 +116,9 @@ def build(config: Config, plan: Plan, worker: Worker, dataset: Dataset | None = 
         checkpointer=checkpointer,
         peers=peers,
         scale=LossScale.of(config.train),
-        shares=Shares.even(config.train.global_batch, 1 if serves else plan.groups * plan.layout.data_parallel),
+        shares=Shares.even(
+            config.train.global_batch, 1 if serves else plan.groups * plan.layout.data_parallel
+        ),
         outer=_outer(config, plan, parallel, comm) if config.train.driver == "local" else None,
         shared=SharedState(list(parallel.named_parameters()), optimizer, peers) if shares else None,
     )
@@ -121,13 +131,18 @@ def check_float8(device: torch.device) -> None:
     """Refuse a GPU that does not multiply in float8."""
     if torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(
-            f"train.precision = 'float8': {torch.cuda.get_device_name(device)} has no float8 products, which come with Ada and "
+            f"train.precision = 'float8': {torch.cuda.get_device_name(device)} has no float8 products, which "
+            f"come with Ada and "
             "Hopper GPUs; use train.precision = 'bfloat16'"
         )
 
 
 def _outer(config: Config, plan: Plan, parallel: ParallelModel, comm: Comm) -> Outer:
-    sizes = {name: parameter.numel() for name, parameter in build_plain(config).named_parameters() if parameter.requires_grad}
+    sizes = {
+        name: parameter.numel()
+        for name, parameter in build_plain(config).named_parameters()
+        if parameter.requires_grad
+    }
     same_on = "data" if not plan.layout.zero and plan.layout.expert == 1 else None
     return Outer(parallel, comm, config.local, config.train.steps, sizes, same_on)
 
@@ -151,10 +166,14 @@ def restore(training: Training, folder: str) -> None:
     training.missing = tuple(range(*bounds) for bounds in manifest.missing)
     if manifest.missing and training.config.train.driver != "server" and training.mesh.is_main:
         left_out = sum(map(len, training.missing))
-        log.warning("%d sequences that were under way with the workers of a parameter server are left out", left_out)
+        log.warning(
+            "%d sequences that were under way with the workers of a parameter server are left out", left_out
+        )
     saved = manifest.loss_scale
     if saved and training.scale.dynamic and manifest.train.get("precision") == "float16":
-        training.scale = replace(training.scale, value=float(saved["value"]), clean_steps=int(saved["clean_steps"]))
+        training.scale = replace(
+            training.scale, value=float(saved["value"]), clean_steps=int(saved["clean_steps"])
+        )
 
 
 def start_from_seed(training: Training) -> None:
@@ -169,7 +188,8 @@ def start_from_seed(training: Training) -> None:
 
 @torch.no_grad()
 def start_from_pretrained(training: Training, folder: Path) -> None:
-    """Begin with the weights of a Hugging Face folder. Every rank reads each tensor whole, in turn, and keeps its part."""
+    """Begin with the weights of a Hugging Face folder. Every rank reads each tensor whole, in turn, and keeps
+    its part."""
     named: dict[str, list[Tensor]] = defaultdict(list)
     for name, parameter in training.parallel.named_parameters():
         named[name].append(parameter)  # a tied weight has two, where first and last stage are on this rank
@@ -181,8 +201,9 @@ def start_from_pretrained(training: Training, folder: Path) -> None:
 
 
 def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
-    """On the main rank, hold what is kept of the Hugging Face folder that the model came from: as the first of these checkpoints
-    has it, else from the folder itself. Not where the run has another tokenizer: the files would belong to another model.
+    """On the main rank, hold what is kept of the Hugging Face folder that the model came from: as the first
+    of these checkpoints has it, else from the folder itself. Not where the run has another tokenizer: the
+    files would belong to another model.
     """
     folder = training.config.model.pretrained
     for address in checkpoints:
@@ -191,18 +212,23 @@ def keep_files(training: Training, checkpoints: Iterable[str]) -> None:
     if not training.kept and folder is not None:
         training.kept = kept_of_folder(Path(folder))
     if not has_tokenizer(training.kept, training.dataset.streams[0].tokens.index.tokenizer_fingerprint):
-        log.warning("the data have another tokenizer than the Hugging Face folder of the model: its files are not kept")
+        log.warning(
+            "the data have another tokenizer than the Hugging Face folder of the model: its files are "
+            "not kept"
+        )
         training.kept = {}
     if training.kept:
         training.kept |= _chat_template(training)
 
 
 def _chat_template(training: Training) -> dict[str, Tensor]:
-    """The file that says how the data's conversations are written, if the model's folder has no such template or another: it is
-    by this one that the model learns to answer."""
+    """The file that says how the data's conversations are written, if the model's folder has no such template
+    or another: it is by this one that the model learns to answer."""
     folder = training.config.model.pretrained
     own = find_template(Path(folder) / TOKENIZER) if folder is not None else None
-    of_answers = (stream.tokens.folder for stream in training.dataset.streams if stream.tokens.index.holds_answers)
+    of_answers = (
+        stream.tokens.folder for stream in training.dataset.streams if stream.tokens.index.holds_answers
+    )
     learnt = next((template for template in map(find_template, of_answers) if template is not None), None)
     if learnt is None or (own is not None and own.source == learnt.source):
         return {}
@@ -210,11 +236,14 @@ def _chat_template(training: Training) -> dict[str, Tensor]:
 
 
 def save(training: Training, wait: bool = True) -> str:
-    """Write a checkpoint of the step reached, in the background unless it is to be waited for; where it is, or will be."""
+    """Write a checkpoint of the step reached, in the background unless it is to be waited for; where it is,
+    or will be."""
     config = training.config
     retention = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
     state = {**_state(training), **training.kept}
-    address = training.checkpointer.save(checkpoint_folder(config), state, _manifest(training), retention, wait)
+    address = training.checkpointer.save(
+        checkpoint_folder(config), state, _manifest(training), retention, wait
+    )
     if training.shared is not None:
         training.peers.from_everyone("has its copy")  # nobody writes before that
     return address
@@ -225,12 +254,18 @@ def keep_copy(training: Training, copies: Copies) -> None:
     if not copies.due(training.mesh, training.step):
         return
     missing = [(rows.start, rows.stop) for rows in training.missing]
-    extras = {"step": training.step, "sequences": training.sequences, "missing": missing, "scale": asdict(training.scale)}
+    extras = {
+        "step": training.step,
+        "sequences": training.sequences,
+        "missing": missing,
+        "scale": asdict(training.scale),
+    }
     copies.take(training.mesh, training.step, _state_and_random(training), extras)
 
 
 def recall(training: Training, copies: Copies) -> bool:
-    """Continue from the copies in the workers' memories, if they have all of a step that is not older than what is saved."""
+    """Continue from the copies in the workers' memories, if they have all of a step that is not older than
+    what is saved."""
     if not copies.every:
         return False
     state = _state_and_random(training)
@@ -241,7 +276,11 @@ def recall(training: Training, copies: Copies) -> bool:
     extras = copies.restore(training.mesh, step, state)
     set_random_state(state, training.mesh.worker.rank, training.mesh.device)
     _share_tied(training)
-    training.step, training.sequences, training.scale = extras["step"], extras["sequences"], LossScale(**extras["scale"])
+    training.step, training.sequences, training.scale = (
+        extras["step"],
+        extras["sequences"],
+        LossScale(**extras["scale"]),
+    )
     training.missing = tuple(range(*bounds) for bounds in extras["missing"])
     return True
 
@@ -265,14 +304,17 @@ def _group_state(training: Training) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _share_tied(training: Training) -> None:
-    """Both copies of a tied weight are on this rank, where first and last stage are; the last of them was loaded."""
+    """Both copies of a tied weight are on this rank, where first and last stage are; the last of them was
+    loaded."""
     loaded = dict(training.parallel.named_parameters())
     for name, copy in training.parallel.named_parameters():
         if name in loaded and loaded[name] is not copy:
             local(copy).copy_(local(loaded[name]))
             if copy.requires_grad:
                 moments = training.optimizer.state[loaded[name]]
-                training.optimizer.state[copy] = {key: value.detach().clone() for key, value in moments.items()}
+                training.optimizer.state[copy] = {
+                    key: value.detach().clone() for key, value in moments.items()
+                }
 
 
 def _manifest(training: Training) -> Manifest:

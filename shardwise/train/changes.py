@@ -1,8 +1,8 @@
 """What a job asks for that the run it continues did not, where it changes what the next steps do.
 
-A run may go on with another batch, another length or other data: nothing is refused, and nothing changes unsaid. The data goes on
-after the sequences seen, the learning rate by the step. A batch that grows along the way (a ramp) thus sees every sequence once,
-and the schedule stays what it was planned to be, in steps.
+A run may go on with another batch, another length or other data: nothing is refused, and nothing changes
+unsaid. The data goes on after the sequences seen, the learning rate by the step. A batch that grows along the
+way (a ramp) thus sees every sequence once, and the schedule stays what it was planned to be, in steps.
 """
 
 from __future__ import annotations
@@ -19,22 +19,32 @@ MOST_COMPARED = 10_000
 """Steps, or up to twice as many: rank 0 compares them while the others wait for the first step."""
 _ORDER = (
     ("train", "seed"),
-    *(("data", key) for key in ("source", "sources", "tokenizer", "text_field", "sequence_length", "held_out")),
+    *(
+        ("data", key)
+        for key in ("source", "sources", "tokenizer", "text_field", "sequence_length", "held_out")
+    ),
 )
 _BATCH = (("train", "global_batch"),)
-_SCHEDULE = tuple(("train", key) for key in ("steps", "learning_rate", "final_learning_rate", "schedule", "warmup", "decay"))
+_SCHEDULE = tuple(
+    ("train", key) for key in ("steps", "learning_rate", "final_learning_rate", "schedule", "warmup", "decay")
+)
 
 
 def changes(manifest: Manifest, config: Config) -> Iterator[str]:
-    """A sentence for each kind of change between the run that saved this checkpoint and the job that goes on from it."""
+    """A sentence for each kind of change between the run that saved this checkpoint and the job that goes on
+    from it."""
     if not manifest.train:
         return  # weights from elsewhere, with no training behind them
     batch = _differing(manifest, config, _BATCH)
     if _differing(manifest, config, _ORDER):
-        yield f"{_differing(manifest, config, (*_BATCH, *_ORDER))}, so the data goes on in another order than the run began with"
+        yield (
+            f"{_differing(manifest, config, (*_BATCH, *_ORDER))}, so the data goes on in another order than "
+            f"the run began with"
+        )
     elif batch:
         yield (
-            f"{batch}: the data goes on after the {manifest.sequences:,} sequences seen, none skipped or repeated; "
+            f"{batch}: the data goes on after the {manifest.sequences:,} sequences seen, none skipped or "
+            f"repeated; "
             "the learning rate goes on by the step"
         )
     if schedule := _differing(manifest, config, _SCHEDULE):
@@ -44,7 +54,9 @@ def changes(manifest: Manifest, config: Config) -> Iterator[str]:
 def _rescheduled(changed: str, manifest: Manifest, train: Train) -> Iterator[str]:
     """From which step on the learning rate is another than it would have been; nothing if it never is."""
     try:
-        before = Train.model_validate({key: manifest.train[key] for _, key in _SCHEDULE if key in manifest.train})
+        before = Train.model_validate(
+            {key: manifest.train[key] for _, key in _SCHEDULE if key in manifest.train}
+        )
     except ValidationError:  # of another version, whose schedules we do not know
         yield f"{changed}, so the learning rate may follow another schedule than the run began with"
         return
@@ -59,15 +71,23 @@ def _rescheduled(changed: str, manifest: Manifest, train: Train) -> Iterator[str
 
 
 def _compared(steps: range, before: Train, now: Train) -> list[int]:
-    """The steps at which two schedules are compared: all of them; of very many some, evenly spaced, and those at which a schedule
-    turns, since two smooth curves that differ between turns differ nearly everywhere there.
+    """The steps at which two schedules are compared: all of them; of very many some, evenly spaced, and those
+    at which a schedule turns, since two smooth curves that differ between turns differ nearly everywhere
+    there.
     """
     near_turns = {turn + after for train in (before, now) for turn in turns(train) for after in (0, 1)}
-    return sorted({*steps[:: max(1, len(steps) // MOST_COMPARED)], *(step for step in near_turns if step in steps)})
+    return sorted(
+        {*steps[:: max(1, len(steps) // MOST_COMPARED)], *(step for step in near_turns if step in steps)}
+    )
 
 
 def _differing(manifest: Manifest, config: Config, keys: Iterable[tuple[str, str]]) -> str:
     """Which of these settings have changed, and how."""
     wanted = config.model_dump(mode="json")
-    triples = [(f"{section}.{key}", getattr(manifest, section).get(key), wanted[section][key]) for section, key in keys]
-    return " and ".join(f"{name} was {before!r} and is now {now!r}" for name, before, now in triples if before != now)
+    triples = [
+        (f"{section}.{key}", getattr(manifest, section).get(key), wanted[section][key])
+        for section, key in keys
+    ]
+    return " and ".join(
+        f"{name} was {before!r} and is now {now!r}" for name, before, now in triples if before != now
+    )

@@ -1,7 +1,9 @@
-"""A worker of a parameter server: asks for a portion of the data, pulls the weights, and pushes its gradient, at its own pace.
+"""A worker of a parameter server: asks for a portion of the data, pulls the weights, and pushes its gradient,
+at its own pace.
 
-It is one device with a whole model. Nothing of it needs to be kept: when it is lost, the portion that it had goes to another, and
-a new worker begins by pulling the weights. When the servers are gone, it lets go and waits for word of the next ones.
+It is one device with a whole model. Nothing of it needs to be kept: when it is lost, the portion that it had
+goes to another, and a new worker begins by pulling the weights. When the servers are gone, it lets go and
+waits for word of the next ones.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ MEET_SECONDS = 60.0
 def build_contributor(config: Config, worker: Worker, dataset: Dataset) -> Training:
     """The model on this device alone."""
     layout = Layout(data=1)  # type: ignore[call-arg]
-    alone = config.model_copy(update={"layout": layout, "train": config.train.model_copy(update={"driver": "synchronous"})})
+    alone = config.model_copy(
+        update={"layout": layout, "train": config.train.model_copy(update={"driver": "synchronous"})}
+    )
     own = replace(worker, rank=0, world=1)
     return build(alone, choose(alone, 1), own, dataset, draw=False)  # weights come from the servers
 
@@ -109,18 +113,24 @@ class _Contributor:
             raise NotOurs("a server of another model")
         if welcome.job != digest(self.config):
             raise UserError(
-                "this worker was started with another job than its servers: give every node the same job and overrides"
+                "this worker was started with another job than its servers: give every node the same job and "
+                "overrides"
             )
         self.rows = welcome.rows
         return {name: tuple(slice(*part) for part in where) for name, where in welcome.slices.items()}
 
     @torch.no_grad()
     def _pull(self, least: int) -> None:
-        for server, (wire, slices, buffer) in enumerate(zip(self.wires, self.slices, self.buffers, strict=True)):
+        for server, (wire, slices, buffer) in enumerate(
+            zip(self.wires, self.slices, self.buffers, strict=True)
+        ):
             wire.send(messages.to_json(messages.Pull(least, self.versions[server])))
             text, behind = wire.receive()
             answer = messages.from_json(text)
-            if not isinstance(answer, messages.Weights) or behind not in (0, buffer.numel() * buffer.element_size()):
+            if not isinstance(answer, messages.Weights) or behind not in (
+                0,
+                buffer.numel() * buffer.element_size(),
+            ):
                 raise NotOurs(f"{answer} with {behind} bytes in answer to a worker that pulls")
             if behind:
                 wire.read(buffer)
@@ -132,7 +142,9 @@ class _Contributor:
         training, batch = self.training, self._batch(portion)
         loss = summed_loss(training, batch)
         before = [left_out.clone() for left_out in self.left_out]
-        for server, (wire, slices, buffer) in enumerate(zip(self.wires, self.slices, self.buffers, strict=True)):
+        for server, (wire, slices, buffer) in enumerate(
+            zip(self.wires, self.slices, self.buffers, strict=True)
+        ):
             for name, part in _views(buffer, slices):
                 gradient = self.parameters[name].grad
                 part.copy_(gradient[slices[name]]) if gradient is not None else part.zero_()
@@ -153,7 +165,8 @@ class _Contributor:
             raise RunFailed(f"the data of portion {portion} cannot be read: {error}") from error
 
     def _encoded(self, server: int, portion: int) -> Tensor:
-        """What is sent of the gradient that lies in this server's buffer; what is left out is kept for the next."""
+        """What is sent of the gradient that lies in this server's buffer; what is left out is kept for the
+        next."""
         buffer = self.buffers[server]
         if self.codec is None:
             return buffer
@@ -167,7 +180,9 @@ def batch_of(training: Training, portion: int, size: int) -> list[Batch]:
     train, dataset = training.config.train, training.dataset
     count = -(-size // (train.micro_batch or size))
     rows = [(portion * size + part.start, len(part)) for part in parts(size, count)]
-    return [replace(to_batch(dataset.sequences(*where), training.mesh.device), first=where[0]) for where in rows]
+    return [
+        replace(to_batch(dataset.sequences(*where), training.mesh.device), first=where[0]) for where in rows
+    ]
 
 
 def summed_loss(training: Training, batch: Sequence[Batch]) -> float:
@@ -175,13 +190,19 @@ def summed_loss(training: Training, batch: Sequence[Batch]) -> float:
     dtype = DTYPES[reduce_dtype(training.config.train)]
     training.optimizer.zero_grad(set_to_none=not training.parallel.keeps_gradients)
     with attention_backends(training.mesh.device.type):
-        return float(training.parallel.forward_backward(batch, torch.ones((), dtype=dtype, device=training.mesh.device)))
+        return float(
+            training.parallel.forward_backward(
+                batch, torch.ones((), dtype=dtype, device=training.mesh.device)
+            )
+        )
 
 
 def brought(training: Training, portion: int, loss: float, batch: Sequence[Batch]) -> messages.Bring:
     """What a worker says of a portion."""
     items = sum(float(training.parallel.items(one)) for one in batch)
-    return messages.Bring(portion, loss, items, sum(one.valid for one in batch), sum(one.checksum for one in batch))
+    return messages.Bring(
+        portion, loss, items, sum(one.valid for one in batch), sum(one.checksum for one in batch)
+    )
 
 
 def _views(buffer: Tensor, slices: dict[str, tuple[slice, ...]]) -> list[tuple[str, Tensor]]:

@@ -16,8 +16,8 @@ from shardwise.train.build import Training
 
 @torch.no_grad()
 def held_out_loss(training: Training) -> float | None:
-    """Mean loss over the held-out split, in nats a token, or for each item that a user's module counts; None where nothing is
-    held out. Same number on every rank."""
+    """Mean loss over the held-out split, in nats a token, or for each item that a user's module counts; None
+    where nothing is held out. Same number on every rank."""
     dataset, device = training.dataset, training.mesh.device
     count = min(dataset.held_out_count, training.config.train.evaluate_sequences)
     if count == 0:
@@ -38,8 +38,8 @@ def held_out_loss(training: Training) -> float | None:
 
 @contextmanager
 def _of_the_run(training: Training) -> Iterator[None]:
-    """Around a look at the model: where groups train by themselves, it is the one that they agree on. Afterwards they have their
-    own weights again, and in float8 the scales of these."""
+    """Around a look at the model: where groups train by themselves, it is the one that they agree on.
+    Afterwards they have their own weights again, and in float8 the scales of these."""
     if training.outer is None:
         yield
         return
@@ -50,10 +50,11 @@ def _of_the_run(training: Training) -> Iterator[None]:
 
 
 def _rows(dataset: Dataset, start: int, size: int, count: int) -> Rows:
-    """Held-out rows from `start`, always `size` of them: those past `count` repeat the last one and carry no loss.
+    """Held-out rows from `start`, always `size` of them: those past `count` repeat the last one and carry no
+    loss.
 
-    Every rank must run the same number of forwards, because sharded weights are gathered together, and a compiled model must
-    see one shape.
+    Every rank must run the same number of forwards, because sharded weights are gathered together, and a
+    compiled model must see one shape.
     """
     first = min(start, count - 1)
     rows = dataset.held_out_rows(first, min(size, count - first))

@@ -1,9 +1,10 @@
-"""A cheap check while training (`train.check_every`): what must be equal is equal, and nothing trains that gets no gradient.
+"""A cheap check while training (`train.check_every`): what must be equal is equal, and nothing trains that
+gets no gradient.
 
-Every rank sums up the bits of each of its slices, of weights and of moments, and all ranks compare: two that hold the same slice
-of the same parameter, be it as replicas or as the two ends of a tied weight, must have the same sum. Equal copies are an
-invariant, not an approximation, so a single flipped bit shows, at the step where it first matters and with a name. It costs
-a read of the states and 16 bytes a slice and rank.
+Every rank sums up the bits of each of its slices, of weights and of moments, and all ranks compare: two that
+hold the same slice of the same parameter, be it as replicas or as the two ends of a tied weight, must have
+the same sum. Equal copies are an invariant, not an approximation, so a single flipped bit shows, at the step
+where it first matters and with a name. It costs a read of the states and 16 bytes a slice and rank.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def check_gradients(training: Training) -> None:
     named = training.parallel.named_parameters()
     without = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
     everyone = _from_all(training, without)
-    lacking = {name: [rank for rank, names in enumerate(everyone) if name in names] for names in everyone for name in names}
+    lacking = {
+        name: [rank for rank, names in enumerate(everyone) if name in names]
+        for names in everyone
+        for name in names
+    }
     if lacking:
         name, ranks = next(iter(lacking.items()))
         others = f", and {len(lacking) - 1} other parameters neither" if len(lacking) > 1 else ""
@@ -58,17 +63,20 @@ def check_copies(training: Training) -> None:
         groups = sorted(values[first].values(), key=len)
         others = f" ({len(wrong) - 1} other slices differ too)" if len(wrong) > 1 else ""
         raise RunFailed(
-            f"step {training.step + 1}: copies of {names[first]} differ: rank {_listed(groups[0])} holds other bits than "
-            f"rank {_listed(groups[-1])}{others}. Nothing was saved since. Prove the layout with `shardwise verify`; if "
+            f"step {training.step + 1}: copies of {names[first]} differ: rank {_listed(groups[0])} holds "
+            f"other bits than "
+            f"rank {_listed(groups[-1])}{others}. Nothing was saved since. Prove the layout with `shardwise "
+            f"verify`; if "
             "the proof passes, suspect the devices of those ranks."
         )
 
 
 def check_joined(training: Training) -> None:
-    """Before the first step of a team: every rank is at the same step, in the same data, with the same weights.
+    """Before the first step of a team: every rank is at the same step, in the same data, with the same
+    weights.
 
-    A worker that came new or came back counts only once this holds. Random numbers are drawn from seed, step and name, also
-    those that a module of the user's draws (parallel/seeds.py).
+    A worker that came new or came back counts only once this holds. Random numbers are drawn from seed, step
+    and name, also those that a module of the user's draws (parallel/seeds.py).
     """
     if training.mesh.worker.world == 1:
         return
@@ -86,8 +94,10 @@ def check_joined(training: Training) -> None:
         others = [rank for rank, other in enumerate(everyone) if other[what] != usual]
         if others:
             raise RunFailed(
-                f"rank {_listed(others)} would go on with another {what} than rank 0 ({everyone[others[0]][what]}, not {usual}) "
-                f"after step {step}, so no step was done. Do all hosts see the same data and checkpoint folders?"
+                f"rank {_listed(others)} would go on with another {what} than rank 0 "
+                f"({everyone[others[0]][what]}, not {usual}) "
+                f"after step {step}, so no step was done. Do all hosts see the same data and checkpoint "
+                f"folders?"
             )
     check_copies(training)
 
@@ -98,8 +108,8 @@ def _from_all(training: Training, mine: Any) -> list[Any]:
 
 
 def _sums(training: Training) -> dict[int, tuple[str, int]]:
-    """Of each slice of this rank: a key that ranks with the same slice share, its name, and the sum of its bits. The two
-    copies of a tied weight that one rank may hold are compared here.
+    """Of each slice of this rank: a key that ranks with the same slice share, its name, and the sum of its
+    bits. The two copies of a tied weight that one rank may hold are compared here.
     """
     labels: list[str] = []
     sums: list[Tensor] = []
@@ -107,7 +117,10 @@ def _sums(training: Training) -> dict[int, tuple[str, int]]:
     for name, parameter in training.parallel.named_parameters():
         where = ",".join(f"{part.start}:{part.stop}" for part in held(parameter))
         moments = training.optimizer.state.get(parameter, {})
-        for suffix, tensor in {"": parameter, **{f" ({key})": moments[key] for key in MOMENTS if key in moments}}.items():
+        for suffix, tensor in {
+            "": parameter,
+            **{f" ({key})": moments[key] for key in MOMENTS if key in moments},
+        }.items():
             labels.append(f"{group}{name}[{where}]{suffix}")
             sums.append(bit_sum(local(tensor.detach())))
     for name, buffer in training.parallel.named_buffers():
@@ -118,7 +131,10 @@ def _sums(training: Training) -> dict[int, tuple[str, int]]:
     for label, value in zip(labels, values, strict=True):
         key = int.from_bytes(hashlib.blake2b(label.encode(), digest_size=8).digest(), "little")
         if key in sums_by_key and sums_by_key[key][1] != value:
-            raise RunFailed(f"step {training.step + 1}: the two copies of {label} on rank {training.mesh.worker.rank} differ")
+            raise RunFailed(
+                f"step {training.step + 1}: the two copies of {label} on rank {training.mesh.worker.rank} "
+                f"differ"
+            )
         sums_by_key[key] = (label, value)
     return sums_by_key
 

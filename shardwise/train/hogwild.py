@@ -1,9 +1,11 @@
-"""Updates without a lock: each micro-batch of a worker is an update of the weights that all workers share (Niu et al. 2011).
+"""Updates without a lock: each micro-batch of a worker is an update of the weights that all workers share
+(Niu et al. 2011).
 
-A step of the run is a global batch, as ever, and every worker has its rows of it. But instead of adding up the gradients of its
-micro-batches, it makes an update with each, at once, in memory that all of them see (asynchronous/shared_memory.py). Within a
-step nobody waits for anybody. At its end all meet, because they have to agree on what is recorded, and whether to stop, to save
-or to evaluate; so a large global batch means few meetings, and what is saved is never half an update.
+A step of the run is a global batch, as ever, and every worker has its rows of it. But instead of adding up
+the gradients of its micro-batches, it makes an update with each, at once, in memory that all of them see
+(asynchronous/shared_memory.py). Within a step nobody waits for anybody. At its end all meet, because they
+have to agree on what is recorded, and whether to stop, to save or to evaluate; so a large global batch means
+few meetings, and what is saved is never half an update.
 
 One worker alone makes the updates of a synchronous run on one device whose global batch is a micro-batch.
 """
@@ -19,7 +21,15 @@ from shardwise.asynchronous.shared_memory import SharedState
 from shardwise.data.batches import Batch
 from shardwise.optim import learning_rate, update
 from shardwise.train.build import Training
-from shardwise.train.sources import Drawn, OwnRows, Updates, at_least_some, count_items, count_tokens, forward_backward
+from shardwise.train.sources import (
+    Drawn,
+    OwnRows,
+    Updates,
+    at_least_some,
+    count_items,
+    count_tokens,
+    forward_backward,
+)
 from shardwise.train.steps import divisor, gradient_norm
 
 
@@ -43,10 +53,13 @@ class LockFree(OwnRows):
             if not (mean + norm).isfinite():  # its gradient stays, so that it can be named
                 break
         norms, *totals = training.comm.sum_over_data(sums)  # where all workers meet
-        return Drawn(loss, tokens, self.checksum(batch), norm=norms / totals[0], updates=Updates(*map(int, totals)))
+        return Drawn(
+            loss, tokens, self.checksum(batch), norm=norms / totals[0], updates=Updates(*map(int, totals))
+        )
 
     def _update(self, batch: Batch, items: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int, int]]:
-        """The mean loss of a micro-batch of so many items, the norm of its gradient, and the numbers of an `Updates`."""
+        """The mean loss of a micro-batch of so many items, the norm of its gradient, and the numbers of an
+        `Updates`."""
         training, clock, stamps = self.training, self.training.comm.clock, self.shared.stamps
         lr = learning_rate(training.config.train, training.step + 1)
         training.optimizer.zero_grad()
@@ -58,7 +71,9 @@ class LockFree(OwnRows):
         skip = (~(norm + loss).isfinite()).float()
         with clock.span("optimizer"), self._lock():
             conflicting = stamps.write(rows)
-            update(training.optimizer, lr, divisor(training, norm), skip, shared=training.mesh.worker.world > 1)
+            update(
+                training.optimizer, lr, divisor(training, norm), skip, shared=training.mesh.worker.world > 1
+            )
             stamps.written()
         return loss, norm, (1, int(conflicting > 0), len(rows), conflicting)
 

@@ -1,10 +1,12 @@
 """A model that was trained, whole on this one device, to continue texts and to answer.
 
-It comes from a checkpoint, whatever layout wrote that (each tensor is put together from its pieces), or from a Hugging Face
-folder. Weights keep the dtype they are stored in, and computing is done in it, as in the transformers library: both say the same.
+It comes from a checkpoint, whatever layout wrote that (each tensor is put together from its pieces), or from
+a Hugging Face folder. Weights keep the dtype they are stored in, and computing is done in it, as in the
+transformers library: both say the same.
 
-The tokenizer is the model's own. A model that came from a Hugging Face folder carries that folder's files in its checkpoints, and
-is asked as that folder says: its chat template, the tokens that begin a prompt, the ids that end an answer.
+The tokenizer is the model's own. A model that came from a Hugging Face folder carries that folder's files in
+its checkpoints, and is asked as that folder says: its chat template, the tokens that begin a prompt, the ids
+that end an answer.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class Speech:
     ends: frozenset[int]
     """Ids that end an answer."""
     begins: bool
-    """Whether a prompt begins as the tokenizer's own rules say; a model that was trained here from scratch never saw that."""
+    """Whether a prompt begins as the tokenizer's own rules say; a model that was trained here from scratch
+    never saw that."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,14 @@ class Speaker:
         assert self.speech.template is not None, "asked for before"
         written = self.speech.template.write(messages, generation_prompt=True)
         ids, _ = self.speech.tokenizer.encode_with_offsets([written])[0]
-        return self._say(ids.tolist(), sampling, "the conversation", context=False, ends=self._ends_of_answers)
+        return self._say(
+            ids.tolist(), sampling, "the conversation", context=False, ends=self._ends_of_answers
+        )
 
     @cached_property
     def _ends_of_answers(self) -> frozenset[int]:
-        """With the id that the template puts behind an answer, if it is one: by that a model which learnt from it ends its own,
-        whatever the settings that came with it say."""
+        """With the id that the template puts behind an answer, if it is one: by that a model which learnt
+        from it ends its own, whatever the settings that came with it say."""
         assert self.speech.template is not None, "asked for before"
         ids, _ = self.speech.tokenizer.encode_with_offsets([self.speech.template.mark_after_answers()])[0]
         return self.speech.ends | (set(ids.tolist()) if len(ids) == 1 else set())
@@ -102,17 +107,25 @@ class Speaker:
         """Refuse a model that has no way to write a conversation."""
         if self.speech.template is None:
             raise UserError(
-                f"--chat: {self.name} has no chat template ({TEMPLATE}, or `chat_template` in tokenizer_config.json), which says "
+                f"--chat: {self.name} has no chat template ({TEMPLATE}, or `chat_template` in "
+                f"tokenizer_config.json), which says "
                 "how a conversation is written; put one there, or use --prompt"
             )
 
-    def _say(self, ids: list[int], sampling: Sampling, what: str, context: bool, ends: frozenset[int]) -> Iterator[str]:
+    def _say(
+        self, ids: list[int], sampling: Sampling, what: str, context: bool, ends: frozenset[int]
+    ) -> Iterator[str]:
         room = self.model.max_positions - len(ids)
         if room < 1:
             most = f"model.max_positions is {self.model.max_positions}"
-            raise UserError(f"{what}: {counted(len(ids), 'token')}, and {most}; make it shorter, or begin anew")
+            raise UserError(
+                f"{what}: {counted(len(ids), 'token')}, and {most}; make it shorter, or begin anew"
+            )
         if (largest := max(ids)) >= self.model.vocabulary:
-            raise UserError(f"{what}: has the token {largest}, of a model of {self.model.vocabulary}: its tokenizer is another")
+            raise UserError(
+                f"{what}: has the token {largest}, of a model of {self.model.vocabulary}: its tokenizer is "
+                f"another"
+            )
         new = continuation(
             self.step,
             ids,
@@ -162,7 +175,9 @@ def _reach(model: Model, contents: Contents) -> Model:
     return model.model_copy(update={"max_positions": length}) if shorter else model
 
 
-def _ready(name: str, model: Model, dtypes: list[torch.dtype], read: Callable[[], Iterable[tuple[str, Tensor]]]) -> Step:
+def _ready(
+    name: str, model: Model, dtypes: list[torch.dtype], read: Callable[[], Iterable[tuple[str, Tensor]]]
+) -> Step:
     """The model with its weights, as what gives logits."""
     device = torch.device("cuda" if local_gpus() else "cpu")
     train: dict[str, Any] = dict(_COMPUTED.get(max(set(dtypes), key=dtypes.count), {}))
@@ -180,7 +195,9 @@ def _assign(name: str, module: nn.Module, weights: Iterable[tuple[str, Tensor]])
     missing = {key for key, _ in module.named_parameters()}
     for key, value in weights:
         if key not in state or state[key].shape != value.shape:
-            raise UserError(f"{name}: {key} is no part of the model that it says it holds, or of another shape")
+            raise UserError(
+                f"{name}: {key} is no part of the model that it says it holds, or of another shape"
+            )
         state[key].copy_(value)
         missing.discard(key)
     if missing:
@@ -210,8 +227,10 @@ class _Whole:
             raise
         except Exception as error:
             raise UserError(
-                f"model.module = {self.model.module!r}: cannot generate, because forward(inputs, None) fails: "
-                f"{type(error).__name__}: {error}. It must return logits (batch, sequence, vocabulary) where it gets no targets"
+                f"model.module = {self.model.module!r}: cannot generate, because forward(inputs, None) "
+                f"fails: "
+                f"{type(error).__name__}: {error}. It must return logits (batch, sequence, vocabulary) where "
+                f"it gets no targets"
             ) from error
         return logits
 
@@ -225,8 +244,14 @@ def _speech(contents: Contents) -> Speech:
                 (Path(folder) / name).write_bytes(content)
             if TOKENIZER in files:
                 speech = _speech_of_folder(Path(folder))
-                chosen = contents.manifest.data.get("end_of_document")  # the job may have ended documents by another token
-                end = load_tokenizer(Path(folder), chosen).end if isinstance(chosen, str) else speech.tokenizer.end
+                chosen = contents.manifest.data.get(
+                    "end_of_document"
+                )  # the job may have ended documents by another token
+                end = (
+                    load_tokenizer(Path(folder), chosen).end
+                    if isinstance(chosen, str)
+                    else speech.tokenizer.end
+                )
                 return replace(speech, ends=speech.ends | {end})
     tokenizer = _as_trained(contents)
     return Speech(tokenizer, tokenizer.find_template(), frozenset({tokenizer.end}), begins=False)
@@ -251,7 +276,11 @@ def _ends(folder: Path) -> list[int]:
     for name in (GENERATION_CONFIG, CONFIG):
         with suppress(FileNotFoundError):
             found = parse_json(read_bytes(file_of(folder, name)), folder / name).get("eos_token_id")
-            ids = [identifier for identifier in (found if isinstance(found, list) else [found]) if isinstance(identifier, int)]
+            ids = [
+                identifier
+                for identifier in (found if isinstance(found, list) else [found])
+                if isinstance(identifier, int)
+            ]
             if ids:
                 return ids
     return []

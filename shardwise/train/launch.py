@@ -1,8 +1,9 @@
 """Starting local workers, and being one.
 
-`launch` is what the command becomes where workers are ours to start: a host of the run (resilience/host.py), which also leads
-it unless another node does. `serve` is what a worker becomes: it trains in one team after another and tells its host how
-it fares. When the run cannot go on, the first real cause is the last thing printed.
+`launch` is what the command becomes where workers are ours to start: a host of the run (resilience/host.py),
+which also leads it unless another node does. `serve` is what a worker becomes: it trains in one team after
+another and tells its host how it fares. When the run cannot go on, the first real cause is the last thing
+printed.
 """
 
 from __future__ import annotations
@@ -65,13 +66,15 @@ def launch(
     first_node: FirstNodeFile | None = None,
     data: str = "",
 ) -> int:
-    """Take part in the run with this many local workers; returns the exit status, or raises the first cause. `hold` keeps
-    other runs out of this one's folders, which is what the host that leads it does. With several nodes, `first_node` is where
-    the first one leaves its sign, and `data` says what the data hold.
+    """Take part in the run with this many local workers; returns the exit status, or raises the first cause.
+    `hold` keeps other runs out of this one's folders, which is what the host that leads it does. With several
+    nodes, `first_node` is where the first one leaves its sign, and `data` says what the data hold.
 
     Only here does the server start that imports torch: a job that is refused before leaves at once.
     """
-    first = (address_for_other_machines(node.address), node.port) if node is not None and node.nodes > 1 else None
+    first = (
+        (address_for_other_machines(node.address), node.port) if node is not None and node.nodes > 1 else None
+    )
     start_server(WORKERS_IMPORT)
     name = f"{socket.gethostname()}-{uuid.uuid4().hex[:6]}"
 
@@ -117,9 +120,14 @@ def newest_saved(config: Config) -> int | None:
 
 
 def _settings(config: Config) -> dict[str, str]:
-    """Every setting of the job as text, by its name: hosts compare them. Of a long one the middle is replaced by a checksum."""
+    """Every setting of the job as text, by its name: hosts compare them. Of a long one the middle is replaced
+    by a checksum."""
     tables = tomllib.loads(to_toml(config, as_asked=True))
-    return {f"{name}.{key}": _short(json.dumps(value)) for name, table in tables.items() for key, value in table.items()}
+    return {
+        f"{name}.{key}": _short(json.dumps(value))
+        for name, table in tables.items()
+        for key, value in table.items()
+    }
 
 
 def _short(text: str) -> str:
@@ -128,7 +136,8 @@ def _short(text: str) -> str:
 
 
 def serve(config: Config, environment: dict[str, str], slot: int, pipe: Connection) -> NoReturn:
-    """Be a worker of our own host. Ends this process, in every case at once: peers may wait in a collective forever."""
+    """Be a worker of our own host. Ends this process, in every case at once: peers may wait in a collective
+    forever."""
     from shardwise._torch import lock_progress_bars_among_threads
     from shardwise.resilience.host_link import HostLink
     from shardwise.train.run import last_collective, run
@@ -170,7 +179,8 @@ class Output:
 class BoundedLog(logging.FileHandler):
     """A log of at most two files of `LOG_BYTES`: the older half becomes NAME.1.
 
-    The file itself is emptied and not replaced, because what the worker prints and faulthandler's stacks go to it as well.
+    The file itself is emptied and not replaced, because what the worker prints and faulthandler's stacks go
+    to it as well.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

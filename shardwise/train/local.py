@@ -1,16 +1,19 @@
 """Groups that train by themselves and meet now and then: local SGD, and DiLoCo (Douillard et al. 2023).
 
-A group is a layout of its own, with its own rows of every global batch and its own optimizer. All groups begin with the same
-weights, the *anchor*. After `local.steps` steps each has moved away from it by some difference; the mean of the differences is
-taken as a gradient of the anchor, on which an outer optimizer makes a step (SGD with Nesterov's momentum). Every group goes on
-from there. The anchor is the model of the run: what is evaluated, saved as the model, and exported.
+A group is a layout of its own, with its own rows of every global batch and its own optimizer. All groups
+begin with the same weights, the *anchor*. After `local.steps` steps each has moved away from it by some
+difference; the mean of the differences is taken as a gradient of the anchor, on which an outer optimizer
+makes a step (SGD with Nesterov's momentum). Every group goes on from there. The anchor is the model of the
+run: what is evaluated, saved as the model, and exported.
 
-With several *fragments* (Douillard et al. 2025) parts of the model meet in turn, one every local.steps / fragments steps, so that
-no moment needs the whole link. With `overlap` the exchange goes on behind so many further steps. What a group has learnt
-meanwhile is kept: its weights move by what the anchor moved, less what the group had brought to it.
+With several *fragments* (Douillard et al. 2025) parts of the model meet in turn, one every local.steps /
+fragments steps, so that no moment needs the whole link. With `overlap` the exchange goes on behind so many
+further steps. What a group has learnt meanwhile is kept: its weights move by what the anchor moved, less what
+the group had brought to it.
 
-Between meetings groups exchange nothing at all, so whatever all of them have to agree on (that the run is to stop, that a save
-is due) is agreed on when they meet. Devices of the same place in each group exchange the slices that they hold.
+Between meetings groups exchange nothing at all, so whatever all of them have to agree on (that the run is to
+stop, that a save is due) is agreed on when they meet. Devices of the same place in each group exchange the
+slices that they hold.
 """
 
 from __future__ import annotations
@@ -63,8 +66,8 @@ class Outer:
         sizes: Mapping[str, int],
         same_on: str | None = None,
     ) -> None:
-        """`last`: the last step; `sizes`: of all parameters of the whole model that are trained, in its order; `same_on`: an axis
-        of the group whose devices hold the same weights."""
+        """`last`: the last step; `sizes`: of all parameters of the whole model that are trained, in its
+        order; `same_on`: an axis of the group whose devices hold the same weights."""
         self._same_on = same_on
         self.comm, self.settings, self.last = comm, settings, last
         self.groups = comm.mesh.size(AXIS)
@@ -125,10 +128,12 @@ class Outer:
     # Checkpoints
 
     def state(self, of_group: State, group: int) -> State:
-        """Everything that a run of groups consists of, by name: the anchor as the model, what this group has for itself, and
-        what is under way."""
+        """Everything that a run of groups consists of, by name: the anchor as the model, what this group has
+        for itself, and what is under way."""
         buffers = {name: value for name, value in of_group.items() if name.startswith("model.")}
-        state = {f"group.{group}.{name}": value for name, value in of_group.items()} | buffers | self._agreed()
+        state = (
+            {f"group.{group}.{name}": value for name, value in of_group.items()} | buffers | self._agreed()
+        )
         if self.meeting is not None:
             mean = self.meeting.sum.result() / self.meeting.groups
             for name, own, gradient in self._parts(self.meeting.names, self.meeting.own, mean):
@@ -137,7 +142,8 @@ class Outer:
         return state
 
     def to_fill(self, of_group: State, group: int, under_way: Sequence[str]) -> State:
-        """What a checkpoint is to fill in which these parameters were under way. Buffers are each group's own."""
+        """What a checkpoint is to fill in which these parameters were under way. Buffers are each group's
+        own."""
         state = {f"group.{group}.{name}": value for name, value in of_group.items()} | self._agreed()
         for name in self._here(under_way):
             state[f"group.{group}.outer.own.{name}"] = torch.zeros_like(self.anchors[name])
@@ -151,7 +157,9 @@ class Outer:
             for key in (f"group.{group}.outer.own", "outer.mean")
         )
         arrived = SumUnderWay(self.comm, AXIS, None, mean, None, seed=0, behind=False)
-        self.meeting = Meeting(under_way, self._flat(own), arrived, groups=1, behind=True) if under_way else None
+        self.meeting = (
+            Meeting(under_way, self._flat(own), arrived, groups=1, behind=True) if under_way else None
+        )
 
     def _agreed(self) -> State:
         state = {f"model.{name}": anchor for name, anchor in self.anchors.items()}
@@ -162,7 +170,9 @@ class Outer:
     def _beginning(self, step: int) -> int | None:
         """The fragment whose exchange begins after this step."""
         every, count = self.settings.steps, len(self._fragments)
-        return next((index for index in range(count) if step % every == (index + 1) * every // count % every), None)
+        return next(
+            (index for index in range(count) if step % every == (index + 1) * every // count % every), None
+        )
 
     def _arrives(self, step: int) -> bool:
         """Whether what began `overlap` steps ago is to be there."""
@@ -174,7 +184,9 @@ class Outer:
         behind = self.settings.overlap > 0 and step != self.last
         here = self._here(names)
         differences = [(local(self.anchors[name]) - local(self.copies[name][0])).reshape(-1) for name in here]
-        under_way = SumUnderWay(self.comm, AXIS, self._apart, differences, self._codec, step, behind, self._same_on)
+        under_way = SumUnderWay(
+            self.comm, AXIS, self._apart, differences, self._codec, step, behind, self._same_on
+        )
         return Meeting(names, self._flat(differences), under_way, self.groups, behind)
 
     def _land(self, meeting: Meeting) -> None:
@@ -184,7 +196,9 @@ class Outer:
             anchor, momentum = local(self.anchors[name]), local(self.momenta[name])
             at_meeting = anchor - own
             momentum.mul_(self.settings.momentum).add_(gradient)
-            anchor.add_(gradient.add(momentum, alpha=self.settings.momentum), alpha=-self.settings.learning_rate)
+            anchor.add_(
+                gradient.add(momentum, alpha=self.settings.momentum), alpha=-self.settings.learning_rate
+            )
             for copy in self.copies[name]:
                 local(copy).copy_(anchor + (local(copy) - at_meeting) if meeting.behind else anchor)
         self.meeting = None
@@ -197,7 +211,8 @@ class Outer:
         return torch.cat(list(parts)) if parts else torch.empty(0, device=self.comm.device)
 
     def _parts(self, names: Sequence[str], *flat: Tensor) -> Iterator[tuple[Any, ...]]:
-        """Of these parameters, each that this rank has: its name, and its part of each flat tensor in its shape."""
+        """Of these parameters, each that this rank has: its name, and its part of each flat tensor in its
+        shape."""
         here = self._here(names)
         wholes = [local(self.anchors[name]) for name in here]
         pieces = [torch.split(each, [whole.numel() for whole in wholes]) for each in flat]
@@ -220,7 +235,8 @@ class Outer:
 
 
 def _cut(sizes: Mapping[str, int], count: int) -> list[list[str]]:
-    """Fragments of about the same size, in the order of the model. All ranks cut alike, whatever they hold."""
+    """Fragments of about the same size, in the order of the model. All ranks cut alike, whatever they
+    hold."""
     fragments: list[list[str]] = [[] for _ in range(count)]
     before, total = 0, max(1, sum(sizes.values()))
     for name, size in sizes.items():

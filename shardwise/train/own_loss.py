@@ -1,12 +1,13 @@
 """Check, before the first step, that the loss of a user's own module is a sum.
 
-A module that returns a mean would train: its loss is divided by the tokens of the global batch once more, so it looks small,
-gradients are as much too small, and they depend on the size of a micro-batch. A batch of rows without a target, which evaluation
-fills up with, has a mean of 0 / 0, so the held-out loss is nan.
+A module that returns a mean would train: its loss is divided by the tokens of the global batch once more, so
+it looks small, gradients are as much too small, and they depend on the size of a micro-batch. A batch of rows
+without a target, which evaluation fills up with, has a mean of 0 / 0, so the held-out loss is nan.
 
-One sequence is therefore evaluated alone and together with itself. A sum doubles, a mean stays. That costs forwards of three
-rows in eval mode, once in a run. All ranks evaluate the same sequence, so that all come to the same conclusion on any layout.
-Weights, buffers, random state and the ledger of collectives are afterwards what they were before.
+One sequence is therefore evaluated alone and together with itself. A sum doubles, a mean stays. That costs
+forwards of three rows in eval mode, once in a run. All ranks evaluate the same sequence, so that all come to
+the same conclusion on any layout. Weights, buffers, random state and the ledger of collectives are afterwards
+what they were before.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from shardwise.models.own import WHAT_TO_RETURN
 from shardwise.train.build import Training
 
 CLOSE = 0.05
-"""Relative difference below which two losses count as the same. A sum differs by 1, rounding in 16 bits by less than 0.01."""
+"""Relative difference below which two losses count as the same. A sum differs by 1, rounding in 16 bits by
+less than 0.01."""
 
 
 @torch.no_grad()
 def check_summed_loss(training: Training) -> None:
-    """Raise where the loss of a user's module is a mean, or is not finite for rows without a target. Every rank calls this."""
+    """Raise where the loss of a user's module is a mean, or is not finite for rows without a target. Every
+    rank calls this."""
     if training.config.model.module is None:
         return
     row = _row_with_targets(training)
@@ -44,18 +47,21 @@ def check_summed_loss(training: Training) -> None:
     name = training.config.model.module.rpartition(":")[2]
     if once and items_of_two > items and abs(twice - once) <= CLOSE * abs(once):
         raise UserError(
-            f"{name}.forward returns a mean: the loss of one sequence is {once:.4g}, and that of the same sequence twice in a "
+            f"{name}.forward returns a mean: the loss of one sequence is {once:.4g}, and that of the same "
+            f"sequence twice in a "
             f"batch is {twice:.4g}, where a sum is twice as large. {WHAT_TO_RETURN}"
         )
     if math.isfinite(once) and not math.isfinite(empty):
         raise UserError(
-            f"{name}.forward returns {empty} for a sequence whose targets are all -100. Evaluation fills its last batch with "
+            f"{name}.forward returns {empty} for a sequence whose targets are all -100. Evaluation fills its "
+            f"last batch with "
             f"such rows, so the held-out loss would be {empty} too; they must add 0. {WHAT_TO_RETURN}"
         )
 
 
 def _row_with_targets(training: Training) -> Batch:
-    """Return the one of the run's first sequences that has most targets. A sequence of a conversation may have none."""
+    """Return the one of the run's first sequences that has most targets. A sequence of a conversation may
+    have none."""
     rows = training.dataset.sequences(0, training.plan.micro_batch)
     best = int(np.argmax((rows.targets != IGNORED).sum(1)))
     one = slice(best, best + 1)
@@ -70,7 +76,8 @@ def _twice(batch: Batch) -> Batch:
 
 
 def _measured(training: Training, batch: Batch) -> tuple[float, float]:
-    """The loss of whole sequences, and the number of items that it should be a sum over. The same on every rank."""
+    """The loss of whole sequences, and the number of items that it should be a sum over. The same on every
+    rank."""
     loss = training.parallel.loss(batch).double()
     for axis in ("context", "pipeline"):
         training.comm.all_reduce(loss, axis)

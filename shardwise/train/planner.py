@@ -1,11 +1,14 @@
-"""Where every plan of a run is made: the first team's, and that of every later team with another number of workers.
+"""Where every plan of a run is made: the first team's, and that of every later team with another number of
+workers.
 
-A plan is made by the process that starts the workers, before any of them, and travels to them with their team. Workers that
-torchrun or srun started have no such process of ours; there each rank makes the plan by the same function from the same job
-(which needs no peers, so that each refuses a bad job at once), and they compare before the first step (train/run.py).
+A plan is made by the process that starts the workers, before any of them, and travels to them with their
+team. Workers that torchrun or srun started have no such process of ours; there each rank makes the plan by
+the same function from the same job (which needs no peers, so that each refuses a bad job at once), and they
+compare before the first step (train/run.py).
 
-What the job leaves open is decided in this order: by a search over all layouts, where the job gives none and the cluster is
-known (search/); then by the rules of plan/choose.py. On fewer workers the nearest layout to that is taken.
+What the job leaves open is decided in this order: by a search over all layouts, where the job gives none and
+the cluster is known (search/); then by the rules of plan/choose.py. On fewer workers the nearest layout to
+that is taken.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ class Planner:
         if groups := _groups(config):
             plan = self._of_groups(config, groups, self.devices)
         else:
-            plan = self._predicted(choose(config, _servers(config) or self.devices, self.memory_bytes, self.parameters, asked))
+            plan = self._predicted(
+                choose(config, _servers(config) or self.devices, self.memory_bytes, self.parameters, asked)
+            )
         self._plans[self.devices] = plan
         return plan
 
@@ -60,7 +65,9 @@ class Planner:
         """The plan for as many of these devices as can be used; None if that is fewer than `least`."""
         config, asked = self._job_to_plan
         if servers := _servers(config):
-            return self.first if devices > servers else None  # workers come and go; the servers are as many as ever
+            return (
+                self.first if devices > servers else None
+            )  # workers come and go; the servers are as many as ever
         if _groups(config) and devices not in self._plans:
             self._plans[devices] = self._fewer_groups(config, devices, least)
         if devices not in self._plans:
@@ -75,14 +82,19 @@ class Planner:
         if asked is None:
             return None
         return "; ".join(
-            [asked.why, *(f"{key} {getattr(config.layout, key) or 'none'}: {why}" for key, why in asked.whys.items())]
+            [
+                asked.why,
+                *(f"{key} {getattr(config.layout, key) or 'none'}: {why}" for key, why in asked.whys.items()),
+            ]
         )
 
     def _of_groups(self, config: Config, groups: int, devices: int) -> Plan:
         """So many groups on these devices: each on its part of the batch, as if it were alone."""
         if devices % groups:
             so_many = counted(devices, "device")
-            raise ConfigError(f"the job on {so_many}", [f"local.groups = {groups}: does not divide {so_many}"])
+            raise ConfigError(
+                f"the job on {so_many}", [f"local.groups = {groups}: does not divide {so_many}"]
+            )
         train = config.train.model_copy(update={"global_batch": config.train.global_batch // groups})
         part = config.model_copy(update={"train": train})
         return replace(choose(part, devices // groups, self.memory_bytes, self.parameters), groups=groups)
@@ -98,11 +110,13 @@ class Planner:
 
     @cached_property
     def _job_to_plan(self) -> tuple[Config, Asked | None]:
-        """The job that plans are made for: with what a search decided put in, and beside it the job as it was asked for. That
-        of a parameter server is its servers': they share states as ZeRO-3 does."""
+        """The job that plans are made for: with what a search decided put in, and beside it the job as it was
+        asked for. That of a parameter server is its servers': they share states as ZeRO-3 does."""
         if servers := _servers(self.config):
             layout = Layout(data=servers, zero=3 if servers > 1 else 0)  # type: ignore[call-arg]
-            rows = self.config.train.global_batch // (self.config.server.portions or 1)  # what they evaluate at a time
+            rows = self.config.train.global_batch // (
+                self.config.server.portions or 1
+            )  # what they evaluate at a time
             train = self.config.train.model_copy(update={"global_batch": servers * rows, "micro_batch": rows})
             return self.config.model_copy(update={"layout": layout, "train": train}), None
         if not self.searches or self.cluster is None:
@@ -110,7 +124,8 @@ class Planner:
         return plan_job(self.config, self.cluster.of(self.devices), self.devices)
 
     def _predicted(self, plan: Plan) -> Plan:
-        """The plan with what a step will take, where the cluster is known. No run fails for want of a prediction."""
+        """The plan with what a step will take, where the cluster is known. No run fails for want of a
+        prediction."""
         plan = replace(plan, cluster_file=self.cluster_file, bucket_bytes=self._bucket_bytes(plan))
         lockstep = self.config.train.driver != "hogwild"
         if self.cluster is None or self.config.model.module is not None or not lockstep:
@@ -123,8 +138,9 @@ class Planner:
             return replace(plan, unpredicted=str(error))
 
     def _bucket_bytes(self, plan: Plan) -> int | None:
-        """For the link of the cluster that the job names. What was measured on this machine in passing is not gone by: sums in
-        other buckets have other last bits, and a run must not depend on how busy the machine was then."""
+        """For the link of the cluster that the job names. What was measured on this machine in passing is not
+        gone by: sums in other buckets have other last bits, and a run must not depend on how busy the machine
+        was then."""
         engine = engine_of(plan.layout, self.config.model.experts)
         named = self.config.cluster.file is not None or self.config.cluster.preset is not None
         if self.cluster is None or not named or engine.sharded or engine.single:
@@ -145,14 +161,16 @@ def _groups(config: Config) -> int:
 
 
 def left_to_the_planner(config: Config, devices: int, cluster_is_named: bool) -> bool:
-    """Whether a search is to decide: all of the layout is left out, or the micro-batch on a cluster that the job names."""
+    """Whether a search is to decide: all of the layout is left out, or the micro-batch on a cluster that the
+    job names."""
     if config.model.module is not None or config.train.driver != "synchronous":
         return False
     return (is_open(config.layout) and devices > 1) or (cluster_is_named and config.train.micro_batch is None)
 
 
 def planner_of_worker(config: Config, worker: Worker) -> Planner:
-    """For a worker that another launcher started. Nothing is searched for: near ties could come out otherwise on another CPU."""
+    """For a worker that another launcher started. Nothing is searched for: near ties could come out otherwise
+    on another CPU."""
     from shardwise.mesh import device_memory
     from shardwise.parallel import count_parameters
 

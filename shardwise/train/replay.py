@@ -1,9 +1,9 @@
 """A parameter server and its workers on one device, under a clock that is only imagined.
 
-The same desk, shelf and rules as in a run of many processes (asynchronous/), with workers that take turns in one process. Each
-has a speed, and takes a random time around that for every portion, from a seed; some are lost now and then and come back. So
-staleness and what it costs can be studied without waiting and without the machine's own noise, and whatever order of events made
-a mistake happens again.
+The same desk, shelf and rules as in a run of many processes (asynchronous/), with workers that take turns in
+one process. Each has a speed, and takes a random time around that for every portion, from a seed; some are
+lost now and then and come back. So staleness and what it costs can be studied without waiting and without the
+machine's own noise, and whatever order of events made a mistake happens again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Replay(Contributions):
 
     def __init__(self, training: Training, paces: list[Pace], seed: int) -> None:
         self.clock = 0.0
-        super().__init__(training, stop_asked=lambda: False, waiting=lambda: None, public=False, clock=lambda: self.clock)
+        super().__init__(
+            training, stop_asked=lambda: False, waiting=lambda: None, public=False, clock=lambda: self.clock
+        )
         assert self.desk is not None, "one process"
         self.one_desk = self.desk
         self._chance, self._order = random.Random(seed), count()
@@ -64,7 +66,9 @@ class Replay(Contributions):
             pace = self._paces[worker]
             seconds = pace.seconds * max(0.05, self._chance.gauss(1.0, pace.spread))
             _, weights = self.shelf.weights(task.version)
-            heapq.heappush(self._busy, (self.clock + seconds, next(self._order), worker, task.portion, weights))
+            heapq.heappush(
+                self._busy, (self.clock + seconds, next(self._order), worker, task.portion, weights)
+            )
 
     def _next_event(self) -> None:
         """The next worker is done, or lost."""

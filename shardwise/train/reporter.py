@@ -1,4 +1,5 @@
-"""What a run reports: to the terminal, and to the run folder. Only the main rank does; others have a `Reporter` that is quiet."""
+"""What a run reports: to the terminal, and to the run folder. Only the main rank does; others have a
+`Reporter` that is quiet."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ log = logging.getLogger("shardwise")
 def say_nothing_is_left(training: Training, folder: Path) -> None:
     """The checkpoint is at the last step already: say so, and touch nothing in the run folder."""
     error_console().print(
-        f"nothing to do: {folder} has reached step {training.step}, and train.steps is {training.config.train.steps}. Raise "
+        f"nothing to do: {folder} has reached step {training.step}, and train.steps is "
+        f"{training.config.train.steps}. Raise "
         "train.steps to go on, use another run.folder, or start afresh with checkpoint.resume=never",
         markup=False,
         highlight=False,
@@ -112,7 +114,9 @@ class RunReporter(Reporter):
     def start(self, beginning: Beginning) -> None:
         training, resumed_from = self.training, beginning.chosen.folder
         self.beginning = beginning
-        began = {} if beginning.again else {"start_up_seconds": max(0.0, present_time() - beginning.team.formed)}
+        began = (
+            {} if beginning.again else {"start_up_seconds": max(0.0, present_time() - beginning.team.formed)}
+        )
         if not beginning.again:
             header(self.console, f"shardwise train, into {self.folder}", describe_run(training))
         for skipped, reason in beginning.chosen.skipped:
@@ -121,9 +125,13 @@ class RunReporter(Reporter):
         folder = checkpoint_folder(training.config)
         ours = beginning.again or (resumed_from is not None and same_folder(parent(resumed_from), folder))
         if moved := set_aside(folder, after=training.step if ours else -1):
-            self.progress.message(f"checkpoints later than step {training.step}, which this run does again, are now in {moved}")
+            self.progress.message(
+                f"checkpoints later than step {training.step}, which this run does again, are now in {moved}"
+            )
         if resumed_from:
-            self.sinks.event("resume", step=training.step, checkpoint=resumed_from, **self._machine(), **began)
+            self.sinks.event(
+                "resume", step=training.step, checkpoint=resumed_from, **self._machine(), **began
+            )
             self.progress.message(f"resumed from {resumed_from}")
             for change in changes(read_manifest(resumed_from), training.config):
                 self.progress.message(f"note: {change}")
@@ -166,7 +174,9 @@ class RunReporter(Reporter):
             generation=team.generation,
             world=len(team.members),
         )
-        self.progress.message(f"recovered in {now - fault.at:.1f} s; {counted(lost, 'step')} ({lost_seconds:.1f} s) to do again")
+        self.progress.message(
+            f"recovered in {now - fault.at:.1f} s; {counted(lost, 'step')} ({lost_seconds:.1f} s) to do again"
+        )
 
     def _machine(self) -> dict[str, Any]:
         mesh = self.training.mesh
@@ -184,19 +194,25 @@ class RunReporter(Reporter):
         record = self._record(done)
         if held_out is not None:
             record["held_out_loss"] = self.held_out = held_out
-            self.sinks.event("evaluate", step=done.step, held_out_loss=held_out, seconds=present_time() - done.ended)
+            self.sinks.event(
+                "evaluate", step=done.step, held_out_loss=held_out, seconds=present_time() - done.ended
+            )
         self.sinks.metrics(record)
         self.progress.update(record)
         if held_out is not None:
             self.progress.message(f"step {done.step}: held-out loss {held_out:.4f}")
             if not math.isfinite(held_out):
                 self.warn(
-                    f"the held-out loss is {held_out}, though the loss of every training step is finite: some held-out "
-                    "sequences have a loss that is not (held-out data, or what a module of your own computes in eval mode)"
+                    f"the held-out loss is {held_out}, though the loss of every training step is finite: "
+                    f"some held-out "
+                    "sequences have a loss that is not (held-out data, or what a module of your own computes "
+                    "in eval mode)"
                 )
         if done.skipped:
             self.sinks.event("skip", step=done.step, reason="float16 overflow", loss_scale=done.loss_scale)
-            self.progress.message(f"step {done.step}: float16 overflow, step skipped, scale {done.loss_scale:g} halved")
+            self.progress.message(
+                f"step {done.step}: float16 overflow, step skipped, scale {done.loss_scale:g} halved"
+            )
         self._stragglers(done)
 
     def _stragglers(self, done: Step) -> None:
@@ -204,10 +220,18 @@ class RunReporter(Reporter):
         team = self.beginning.team
         for straggler in done.stragglers.named:
             self.sinks.event(
-                "straggler", rank=straggler.rank, factor=straggler.factor, cause=straggler.cause, step=straggler.since_step
+                "straggler",
+                rank=straggler.rank,
+                factor=straggler.factor,
+                cause=straggler.cause,
+                step=straggler.since_step,
             )
             several = len({member.host for member in team.members}) > 1
-            host = f"; it is on host {team.members[straggler.rank].host}" if several and straggler.rank is not None else ""
+            host = (
+                f"; it is on host {team.members[straggler.rank].host}"
+                if several and straggler.rank is not None
+                else ""
+            )
             self.progress.message(f"{straggler}{host}")
         for straggler in done.stragglers.gone:
             self.sinks.event("straggler_gone", rank=straggler.rank, cause=straggler.cause, step=done.step)
@@ -217,7 +241,9 @@ class RunReporter(Reporter):
     def _record(self, done: Step) -> dict[str, Any]:
         training = self.training
         config, late = training.config, done.stragglers
-        speed = config.train.global_batch * config.data.sequence_length / done.seconds  # computed, be there a loss on them or not
+        speed = (
+            config.train.global_batch * config.data.sequence_length / done.seconds
+        )  # computed, be there a loss on them or not
         return {
             "step": done.step,
             "time": done.ended,
@@ -234,7 +260,9 @@ class RunReporter(Reporter):
             "data": done.data,
             "collectives": done.collectives,
             **({"communication": done.communication} if done.communication else {}),
-            "communication_efficiency": 1 - done.spans[EXPOSED] / done.seconds if EXPOSED in done.spans else None,
+            "communication_efficiency": 1 - done.spans[EXPOSED] / done.seconds
+            if EXPOSED in done.spans
+            else None,
             **({"latest": {"rank": late.latest, "behind": late.behind}} if late.latest is not None else {}),
             **({"load_imbalance": done.load_imbalance} if done.load_imbalance is not None else {}),
             **({"rows": done.rows} if done.rows else {}),
@@ -244,14 +272,20 @@ class RunReporter(Reporter):
             **({"loss_scale": done.loss_scale} if training.scale.dynamic else {}),
             **({"skipped": True} if done.skipped else {}),
             **({"float8": done.float8, "again": done.again} if done.float8 else {}),
-            **({"expert_imbalance": done.expert_imbalance, "expert_load": done.expert_load} if done.expert_load else {}),
+            **(
+                {"expert_imbalance": done.expert_imbalance, "expert_load": done.expert_load}
+                if done.expert_load
+                else {}
+            ),
         }
 
     def saves(self, outcomes: Sequence[Saved | SaveFailed]) -> None:
         for outcome in outcomes:
             if isinstance(outcome, SaveFailed):
                 self.sinks.event("save_failed", step=outcome.step, reason=outcome.message)
-                self.progress.message(f"warning: {outcome.message}. Training goes on; older checkpoints are as they were")
+                self.progress.message(
+                    f"warning: {outcome.message}. Training goes on; older checkpoints are as they were"
+                )
                 continue
             costs = {name: getattr(outcome, name) for name in ("seconds", "stall_seconds", "bytes")}
             self.sinks.event("save", step=outcome.step, checkpoint=outcome.folder, **costs)
@@ -265,8 +299,14 @@ class RunReporter(Reporter):
             self.sinks.event("regroup", step=self.training.step)
             return self.progress.message(f"the number of workers changes after step {self.training.step}")
         self.sinks.event("stop", step=self.training.step)
-        again = "the same command" if self.training.config.checkpoint.resume == "auto" else "it again with checkpoint.resume=auto"
-        return self.progress.message(f"stopped after step {self.training.step}; run {again} to go on from there")
+        again = (
+            "the same command"
+            if self.training.config.checkpoint.resume == "auto"
+            else "it again with checkpoint.resume=auto"
+        )
+        return self.progress.message(
+            f"stopped after step {self.training.step}; run {again} to go on from there"
+        )
 
     def end(self, text: str | None) -> None:
         self.progress.close()
@@ -285,8 +325,12 @@ class RunReporter(Reporter):
         try:
             unigram = unigram_loss(self.training.dataset)
         except Exception as error:  # the run is complete
-            return self.warn(f"held-out loss {held_out:.4f} nats a token; nothing to compare it with: {error}")
-        return self.console.print(f"held-out loss {held_out:.4f} nats a token; a unigram model reaches {unigram:.4f}")
+            return self.warn(
+                f"held-out loss {held_out:.4f} nats a token; nothing to compare it with: {error}"
+            )
+        return self.console.print(
+            f"held-out loss {held_out:.4f} nats a token; a unigram model reaches {unigram:.4f}"
+        )
 
     def close(self) -> None:
         self.progress.close()

@@ -1,6 +1,7 @@
 """A whole run on one worker: join a team, build, resume, step, evaluate, save, sample, and say what happened.
 
-Every rank executes the same lines in the same order, because most of them communicate. Only the main rank reports.
+Every rank executes the same lines in the same order, because most of them communicate. Only the main rank
+reports.
 """
 
 from __future__ import annotations
@@ -66,13 +67,18 @@ def last_collective() -> str:
 
 
 def run(config: Config, link: NoHost) -> int:
-    """Train, in one team of workers after another, to the end or until asked to stop; returns the exit status."""
+    """Train, in one team of workers after another, to the end or until asked to stop; returns the exit
+    status."""
     warnings.filterwarnings("ignore", module=r"torch\._inductor")  # advice to the compiler's authors
-    for problem in unnamed_tokenizer(config.data, config.model.pretrained):  # where another launcher started this worker
+    for problem in unnamed_tokenizer(
+        config.data, config.model.pretrained
+    ):  # where another launcher started this worker
         raise UserError(problem)
     dataset = Dataset.open(config.data, config.train.seed)
     check_vocabulary(dataset, config.model.vocabulary, config.model.pretrained)
-    config = settled(config, dataset)  # here and not in `build` alone: a server's workers show it the job that they have
+    config = settled(
+        config, dataset
+    )  # here and not in `build` alone: a server's workers show it the job that they have
     copies = Copies(config.recovery.copies if link.recovers else 0)
     contributor: Training | None = None
     while (joined := link.next_team()) is not None:
@@ -98,11 +104,15 @@ def run(config: Config, link: NoHost) -> int:
     return 0
 
 
-def _in_team(config: Config, worker: Worker, team: Team, dataset: Dataset, link: NoHost, copies: Copies) -> int | None:
+def _in_team(
+    config: Config, worker: Worker, team: Team, dataset: Dataset, link: NoHost, copies: Copies
+) -> int | None:
     """Train with these peers; None if the team parts before the end and another is to follow."""
     timestamps = {"joining": present_time()}
     link.progress("build", 0)
-    training = build(config, team.plan, worker, dataset, draw=False)  # before it is known whether there is a checkpoint
+    training = build(
+        config, team.plan, worker, dataset, draw=False
+    )  # before it is known whether there is a checkpoint
     _present[:] = [training.comm.ledger]
     _check_same_job(training)
     timestamps["built"] = present_time()
@@ -150,7 +160,9 @@ def _going_on(config: Config) -> Config:
 
 def _reported(training: Training, beginning: Beginning, link: NoHost, copies: Copies) -> int | None:
     """The steps that are left, with a reporter that is closed however they end."""
-    reporter = RunReporter(training, Path(training.config.run.folder)) if training.mesh.is_main else Reporter()
+    reporter = (
+        RunReporter(training, Path(training.config.run.folder)) if training.mesh.is_main else Reporter()
+    )
     with closing(reporter):
         reporter.start(beginning)
         try:
@@ -165,7 +177,11 @@ def _reported(training: Training, beginning: Beginning, link: NoHost, copies: Co
         except Exception as error:
             training.checkpointer.abandon()
             at = f"at step {training.step + 1}, with {_rows(training)}"
-            at = at if training.step < training.config.train.steps else f"at the end, after step {training.step}"
+            at = (
+                at
+                if training.step < training.config.train.steps
+                else f"at the end, after step {training.step}"
+            )
             error.add_note(f"rank {training.mesh.worker.rank} was {at}")
             raise
 
@@ -181,16 +197,21 @@ def _rows(training: Training) -> str:
 
 @contextmanager
 def _source(training: Training, link: NoHost) -> Iterator[Source | None]:
-    """Where the gradients come from; None: this rank's own rows. However the steps end, nobody brings any more."""
+    """Where the gradients come from; None: this rank's own rows. However the steps end, nobody brings any
+    more."""
     if training.config.train.driver != "server":
         yield None if training.shared is None else LockFree(training, training.shared)
         return
     waiting = partial(link.progress, "wait")
-    with closing(Contributions(training, lambda: link.wish() is not None, lambda: waiting(training.step))) as source:
+    with closing(
+        Contributions(training, lambda: link.wish() is not None, lambda: waiting(training.step))
+    ) as source:
         yield source
 
 
-def _loop(training: Training, source: Source | None, reporter: Reporter, link: NoHost, copies: Copies) -> int | None:
+def _loop(
+    training: Training, source: Source | None, reporter: Reporter, link: NoHost, copies: Copies
+) -> int | None:
     train, checkpoint = training.config.train, training.config.checkpoint
     saved_at, saved_time = training.step, time.monotonic()
 
@@ -206,7 +227,9 @@ def _loop(training: Training, source: Source | None, reporter: Reporter, link: N
         _tell_of_meeting(training, link)
         keep_copy(training, copies)
         last = training.step == train.steps
-        evaluate = not done.stop and (last or (train.evaluate_every and training.step % train.evaluate_every == 0))
+        evaluate = not done.stop and (
+            last or (train.evaluate_every and training.step % train.evaluate_every == 0)
+        )
         if evaluate:
             link.progress("evaluate", training.step)
         loss = held_out_loss(training) if evaluate else None
@@ -239,19 +262,23 @@ def _loop(training: Training, source: Source | None, reporter: Reporter, link: N
 
 
 def _sampled(training: Training, reporter: Reporter) -> str | None:
-    """What the model goes on with, if that was asked for. All is trained and saved: that it cannot be shown is no failure."""
+    """What the model goes on with, if that was asked for. All is trained and saved: that it cannot be shown
+    is no failure."""
     prompt = training.config.observe.sample
     try:
         return sample(training, prompt) if prompt else None
     except Exception as error:
         log.warning("no sample", exc_info=error)
-        reporter.warn(f"all steps are done and saved, but there is no sample: {type(error).__name__}: {error}")
+        reporter.warn(
+            f"all steps are done and saved, but there is no sample: {type(error).__name__}: {error}"
+        )
         abandon()  # peers may wait for this rank in the sample
         return None
 
 
 def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> None:
-    """Stop a run that cannot save. The main rank does: it hears of every save, and whoever started the ranks ends the others."""
+    """Stop a run that cannot save. The main rank does: it hears of every save, and whoever started the ranks
+    ends the others."""
     failed, attempts = training.checkpointer.failed_in_a_row, training.config.checkpoint.attempts
     if training.mesh.is_main and outcomes and isinstance(outcomes[-1], SaveFailed) and 0 < attempts <= failed:
         raise RunFailed(
@@ -261,14 +288,15 @@ def check_saves(training: Training, outcomes: Sequence[Saved | SaveFailed]) -> N
 
 
 def _tell_of_meeting(training: Training, link: NoHost) -> None:
-    """In the next step this group may have to wait for others, which have steps of their own to make: that is no hang."""
+    """In the next step this group may have to wait for others, which have steps of their own to make: that is
+    no hang."""
     if training.outer is not None and training.outer.waits(training.step + 1):
         link.progress("meet", training.step)
 
 
 def _agree_on_end(training: Training, reporter: Reporter, status: int | None) -> int | None:
-    """All ranks stopped after the same step: the run ends, with this status, if any of them was asked to end it; None: they form
-    another team.
+    """All ranks stopped after the same step: the run ends, with this status, if any of them was asked to end
+    it; None: they form another team.
     """
     status = max(training.peers.from_everyone(status or 0)) or None
     reporter.stopped(status is not None)
@@ -282,7 +310,11 @@ def _traced(
     done_steps = steps(training, stop_asked, save_due, source)
     if not training.config.observe.trace:
         return done_steps
-    return _profiled(training, done_steps) if training.mesh.device.type == "cuda" else _timeline(training, done_steps)
+    return (
+        _profiled(training, done_steps)
+        if training.mesh.device.type == "cuda"
+        else _timeline(training, done_steps)
+    )
 
 
 def _timeline(training: Training, done_steps: Iterator[Step]) -> Iterator[Step]:
@@ -317,8 +349,9 @@ def _profiled(training: Training, done_steps: Iterator[Step]) -> Iterator[Step]:
 
 
 def _check_same_job(training: Training) -> None:
-    """Workers that were started with different jobs would wait for each other forever; stop them now. What was decided must
-    agree; reasons and predictions name this node's memory, and may differ in their last digits.
+    """Workers that were started with different jobs would wait for each other forever; stop them now. What
+    was decided must agree; reasons and predictions name this node's memory, and may differ in their last
+    digits.
     """
     if training.mesh.worker.world == 1:
         return
@@ -329,5 +362,6 @@ def _check_same_job(training: Training) -> None:
     if training.peers.from_rank(mine, 0) != mine:
         raise UserError(
             f"rank {training.mesh.worker.rank} was started with another job than rank 0: "
-            "give every node the same job file and overrides, and say layout.zero if the nodes' memory differs"
+            "give every node the same job file and overrides, and say layout.zero if the nodes' memory "
+            "differs"
         )

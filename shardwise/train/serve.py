@@ -1,11 +1,13 @@
-"""A server's steps: gradients come from workers, who pull the weights and push what they computed (asynchronous/).
+"""A server's steps: gradients come from workers, who pull the weights and push what they computed
+(asynchronous/).
 
-The servers of a run are a team like any other: they share weights and optimizer states as ZeRO-3 does, make the update together,
-evaluate, save and recover. Only where a rank of a synchronous team would compute gradients, a server takes those that are due
-from its shelf and adds them up, in the order of the data, whoever brought them and when.
+The servers of a run are a team like any other: they share weights and optimizer states as ZeRO-3 does, make
+the update together, evaluate, save and recover. Only where a rank of a synchronous team would compute
+gradients, a server takes those that are due from its shelf and adds them up, in the order of the data,
+whoever brought them and when.
 
-The first server decides what is due and tells the others, once a second also that nothing is: a server that waits for workers is
-not one that hangs.
+The first server decides what is due and tells the others, once a second also that nothing is: a server that
+waits for workers is not one that hangs.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class Contributions:
         self._front = None
         if public:
             address = address_towards(worker.address, worker.port)
-            self._front = Front(address, credentials(worker.store_name), self.shelf, self.desk, digest(config), self.rows)
+            self._front = Front(
+                address, credentials(worker.store_name), self.shelf, self.desk, digest(config), self.rows
+            )
             meeting_place(worker).set(f"front {worker.rank}", f"{address} {self._front.port}")
 
     def draw(self) -> Drawn | None:
@@ -90,7 +94,9 @@ class Contributions:
         tokens = torch.tensor(float(update.tokens), device=training.mesh.device)
         loss = torch.tensor(update.loss / items if training.mesh.is_main else 0.0, dtype=torch.float64)
         checksum = update.checksum if training.mesh.is_main else 0
-        return Drawn(loss, tokens, checksum, staleness=update.staleness, dropped=len(update.dropped), rate=rate)
+        return Drawn(
+            loss, tokens, checksum, staleness=update.staleness, dropped=len(update.dropped), rate=rate
+        )
 
     def ahead(self) -> None:
         pass
@@ -107,7 +113,9 @@ class Contributions:
             state = self.desk.state()
         _, after, missing = self.training.peers.from_rank(astuple(state), 0)
         self.training.sequences = after * self.rows
-        self.training.missing = tuple(range(portion * self.rows, (portion + 1) * self.rows) for portion in missing)
+        self.training.missing = tuple(
+            range(portion * self.rows, (portion + 1) * self.rows) for portion in missing
+        )
 
     def close(self) -> None:
         if self.desk is not None:
@@ -116,15 +124,22 @@ class Contributions:
             self._front.close()
 
     def _start(self) -> State:
-        """Where the data goes on. Portions are cut from its very beginning, so what was under way must be whole ones."""
+        """Where the data goes on. Portions are cut from its very beginning, so what was under way must be
+        whole ones."""
         training, size = self.training, self.rows
-        if training.sequences % size or any(rows.start % size or len(rows) != size for rows in training.missing):
+        if training.sequences % size or any(
+            rows.start % size or len(rows) != size for rows in training.missing
+        ):
             before = min({len(rows) for rows in training.missing} or {math.gcd(training.sequences, size)})
             raise UserError(
-                f"the checkpoint's data ends after {training.sequences} sequences with portions of {before} under way, which "
-                f"portions of {size} do not continue; add server.portions={training.config.train.global_batch // before}"
+                f"the checkpoint's data ends after {training.sequences} sequences with portions of {before} "
+                f"under way, which "
+                f"portions of {size} do not continue; add "
+                f"server.portions={training.config.train.global_batch // before}"
             )
-        return State(training.step, training.sequences // size, tuple(rows.start // size for rows in training.missing))
+        return State(
+            training.step, training.sequences // size, tuple(rows.start // size for rows in training.missing)
+        )
 
     def _next_update(self) -> Update | None:
         while True:
@@ -165,7 +180,9 @@ class Contributions:
 
     @torch.no_grad()
     def _flat(self) -> Tensor:
-        return torch.cat([local(parameter).detach().reshape(-1).cpu() for parameter in self.parameters.values()])
+        return torch.cat(
+            [local(parameter).detach().reshape(-1).cpu() for parameter in self.parameters.values()]
+        )
 
 
 def steps_ahead(age: float, momentum: float) -> float:
@@ -197,6 +214,8 @@ def _told(update: Update | None) -> dict[str, Any] | None:
 
 def _heard(told: dict[str, Any]) -> Update:
     lists = {name: tuple(told[name]) for name in ("staleness",)}
-    keys = {name: tuple((worker, portion) for worker, portion in told[name]) for name in ("brought", "dropped")}
+    keys = {
+        name: tuple((worker, portion) for worker, portion in told[name]) for name in ("brought", "dropped")
+    }
     contributions = tuple(Contribution(**one) for one in told["contributions"])
     return Update(**{**told, **lists, **keys, "contributions": contributions})

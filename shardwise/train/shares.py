@@ -1,12 +1,14 @@
-"""Whose rows are whose: how global batches are dealt out to the data-parallel devices, evenly or by how fast each is.
+"""Whose rows are whose: how global batches are dealt out to the data-parallel devices, evenly or by how fast
+each is.
 
-The loss is a sum over tokens that is divided by their number in the whole batch, and gradients are summed. So it does not matter
-who computes a row: however uneven the shares, the gradient is that of the even split but for the order of additions. What
-matters is that all devices count to the same number of micro-batches, because sharded weights and gradients meet in each of them:
-a device with more rows has larger micro-batches, not more of them.
+The loss is a sum over tokens that is divided by their number in the whole batch, and gradients are summed. So
+it does not matter who computes a row: however uneven the shares, the gradient is that of the even split but
+for the order of additions. What matters is that all devices count to the same number of micro-batches,
+because sharded weights and gradients meet in each of them: a device with more rows has larger micro-batches,
+not more of them.
 
-Every rank knows how long every rank worked on an earlier step, because these numbers travel with the loss. All deal by the same
-numbers and come to the same shares, so nobody has to be told.
+Every rank knows how long every rank worked on an earlier step, because these numbers travel with the loss.
+All deal by the same numbers and come to the same shares, so nobody has to be told.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from shardwise.plan import RANK_AXES
 WARM_UP = 2
 """Steps of a team that say nothing of how fast devices are: they allocate, and may compile."""
 NEWEST = 0.3
-"""Weight of the newest speed in the mean: one slow step in ten moves few rows, one that stays slow is met in some steps."""
+"""Weight of the newest speed in the mean: one slow step in ten moves few rows, one that stays slow is met in
+some steps."""
 WORTH = 0.98
 """Rows move if the slowest device then needs at most so much of its time."""
 MOST = 2
@@ -33,7 +36,8 @@ MOST = 2
 
 @dataclass(frozen=True)
 class Shares:
-    """The rows of a global batch, by data-parallel device: each has as many as follow on those of the device before it."""
+    """The rows of a global batch, by data-parallel device: each has as many as follow on those of the device
+    before it."""
 
     rows: tuple[int, ...]
 
@@ -77,7 +81,8 @@ class Dealer:
         return self._dealt[step]
 
     def hear(self, step: int, seconds: Sequence[tuple[float, float]]) -> None:
-        """Each rank took (compute, data) seconds for its own work in this step. Nothing follows where that is not known."""
+        """Each rank took (compute, data) seconds for its own work in this step. Nothing follows where that is
+        not known."""
         dealt = self._dealt.pop(step, None)
         if not self._by_speed or dealt is None or not seconds or step < self._first + WARM_UP:
             return
@@ -97,7 +102,8 @@ def reconsidered(shares: Shares, speeds: NDArray[np.float64], least: int) -> Sha
 
 
 def shares_by_speed(rows: int, speeds: NDArray[np.float64], least: int) -> Shares:
-    """Rows in proportion to speeds, to whole numbers so that the slowest device is done first; each has at least `least`."""
+    """Rows in proportion to speeds, to whole numbers so that the slowest device is done first; each has at
+    least `least`."""
     most = MOST * -(-rows // len(speeds))
     dealt = np.clip(np.floor(rows * speeds / speeds.sum()).astype(np.int64), least, most)
     while dealt.sum() < rows:

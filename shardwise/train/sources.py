@@ -1,7 +1,8 @@
 """Where the gradients of a step come from.
 
-In a synchronous run every rank computes those of its own rows of the global batch (`OwnRows`). The step around it, from the norm
-of the gradient to the record of what happened, is the same wherever they come from (train/steps.py).
+In a synchronous run every rank computes those of its own rows of the global batch (`OwnRows`). The step
+around it, from the norm of the gradient to the record of what happened, is the same wherever they come from
+(train/steps.py).
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Updates:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The gradients of a global batch are in place, complete, on this rank's parameters; this is what is known of the batch."""
+    """The gradients of a global batch are in place, complete, on this rank's parameters; this is what is
+    known of the batch."""
 
     loss: Tensor
     """This rank's part of its mean loss."""
@@ -51,7 +53,8 @@ class Drawn:
     rate: float = 1.0
     """Of the learning rate, for this step: less where gradients are old and so asked."""
     updates: Updates | None = None
-    """Those that were made already, each with a gradient of its own; None: the one of the step is still to be made."""
+    """Those that were made already, each with a gradient of its own; None: the one of the step is still to be
+    made."""
     norm: Tensor | None = None
     """The mean norm of their gradients."""
 
@@ -69,7 +72,8 @@ class Source(Protocol):
         """The step just drawn is to be drawn once more."""
 
     def hear(self, step: int, seconds: tuple[tuple[float, float], ...]) -> None:
-        """A step is done; each rank took (compute, data) seconds for its own work in the one before, where that is known."""
+        """A step is done; each rank took (compute, data) seconds for its own work in the one before, where
+        that is known."""
 
     def close(self) -> None:
         """There are no more steps."""
@@ -148,8 +152,8 @@ def count_tokens(training: Training, batch: list[Batch]) -> Tensor:
 
 
 def count_items(training: Training, batch: list[Batch], tokens: Tensor) -> Tensor:
-    """What the loss is divided by, on every layout alike: these tokens, or what a user's module counts in the whole global batch.
-    Where it counts nothing there is no loss to divide."""
+    """What the loss is divided by, on every layout alike: these tokens, or what a user's module counts in the
+    whole global batch. Where it counts nothing there is no loss to divide."""
     if not training.parallel.counts_items:
         return at_least_some(tokens)
     local = torch.stack([training.parallel.items(micro_batch) for micro_batch in batch]).sum()
@@ -162,7 +166,8 @@ def at_least_some(items: Tensor) -> Tensor:
 
 
 def forward_backward(training: Training, batch: list[Batch], items: Tensor) -> Tensor:
-    """Gradients of the global mean loss over so many items, complete on this rank; returns this rank's part of that loss."""
+    """Gradients of the global mean loss over so many items, complete on this rank; returns this rank's part
+    of that loss."""
     items = items.to(DTYPES[reduce_dtype(training.config.train)])
     with attention_backends(training.mesh.device.type):
         return training.parallel.forward_backward(batch, training.scale.value / items) / items

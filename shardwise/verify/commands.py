@@ -1,7 +1,9 @@
-"""The `shardwise train` commands of a drill: real processes, as a user or a scheduler would start them, and none left behind.
+"""The `shardwise train` commands of a drill: real processes, as a user or a scheduler would start them, and
+none left behind.
 
-One command is one host. Several on this machine meet as the nodes of a cluster would, told by the variables that operators set
-for torchrun. Each has a session of its own, so that Ctrl-C reaches only the drill, which then ends them.
+One command is one host. Several on this machine meet as the nodes of a cluster would, told by the variables
+that operators set for torchrun. Each has a session of its own, so that Ctrl-C reaches only the drill, which
+then ends them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import psutil
 from shardwise.resilience.forked import free_port
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "PET_NNODES", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
-"""By these a command takes itself for part of somebody else's run (mesh/launched.py): the drill's are taken away."""
+"""By these a command takes itself for part of somebody else's run (mesh/launched.py): the drill's are taken
+away."""
 LOG_TAIL = 4000
 """Characters of the log that an error shows."""
 GONE_SECONDS = 10.0
@@ -46,7 +49,10 @@ class TrainCommands:
     def start(self, workers: Sequence[int]) -> None:
         """A command with this many workers, or one for each of several hosts."""
         self._ended += self._hosts
-        rendezvous = [f"PET_RDZV_ENDPOINT=127.0.0.1:{free_port()}", f"PET_RDZV_ID=drill-{secrets.token_hex(4)}"]
+        rendezvous = [
+            f"PET_RDZV_ENDPOINT=127.0.0.1:{free_port()}",
+            f"PET_RDZV_ID=drill-{secrets.token_hex(4)}",
+        ]
         self._starts = [self._command(node, workers, rendezvous) for node in range(len(workers))]
         self._hosts = [self._run(command) for command in self._starts]
 
@@ -59,12 +65,23 @@ class TrainCommands:
         if len(workers) > 1:
             environment += [f"PET_NNODES={len(workers)}", f"PET_NODE_RANK={node}", *rendezvous]
             bounds = ["--min-workers", str(workers[0]), "--max-workers", str(sum(workers))]
-        command = [sys.executable, "-m", "shardwise", "train", str(self.job), "--workers", str(workers[node]), *bounds]
+        command = [
+            sys.executable,
+            "-m",
+            "shardwise",
+            "train",
+            str(self.job),
+            "--workers",
+            str(workers[node]),
+            *bounds,
+        ]
         return ["env", *environment, *command]
 
     def _run(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
 
     def running(self) -> bool:
         """Whether any of them still runs."""
@@ -95,7 +112,9 @@ class TrainCommands:
             known = json.loads(path.read_text())
             if known["supervisor"] in wanted:
                 ranks = [worker for worker in known["workers"] if not worker["loose"]]
-                pids |= {worker["rank"]: worker["pid"] for worker in ranks if psutil.pid_exists(worker["pid"])}
+                pids |= {
+                    worker["rank"]: worker["pid"] for worker in ranks if psutil.pid_exists(worker["pid"])
+                }
         return pids
 
     def log_tail(self) -> str:
@@ -104,7 +123,8 @@ class TrainCommands:
 
 
 def end(hosts: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kill commands with all that they started, and wait until it is gone. Supervisors first: they would replace workers."""
+    """Kill commands with all that they started, and wait until it is gone. Supervisors first: they would
+    replace workers."""
     doomed: list[psutil.Process] = []
     for host in hosts:
         if host.poll() is None:
@@ -124,7 +144,8 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def _in_sessions(leaders: set[int]) -> Iterator[psutil.Process]:
-    """What a command that has ended started in its session: the server that workers were forked from takes a moment to go."""
+    """What a command that has ended started in its session: the server that workers were forked from takes a
+    moment to go."""
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             if os.getsid(pid) in leaders:

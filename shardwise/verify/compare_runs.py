@@ -1,12 +1,15 @@
-"""Whether two runs of a job are one and the same: every step's loss, the data of every step, and the weights at the end.
+"""Whether two runs of a job are one and the same: every step's loss, the data of every step, and the weights
+at the end.
 
-On one layout the sums are made in the same order, so losses, gradient norms, weights and optimizer state must have the same
-bits. A run that went on with fewer workers for a while added the same numbers in another order; from then on it differs by
-roundings, which training carries on. There losses must agree to `TOLERANCE`, and each weight to `WEIGHT_FACTOR` times as much:
-AdamW divides a gradient by its own size, so that where a gradient is near zero its rounding is as large as itself.
+On one layout the sums are made in the same order, so losses, gradient norms, weights and optimizer state must
+have the same bits. A run that went on with fewer workers for a while added the same numbers in another order;
+from then on it differs by roundings, which training carries on. There losses must agree to `TOLERANCE`, and
+each weight to `WEIGHT_FACTOR` times as much: AdamW divides a gradient by its own size, so that where a
+gradient is near zero its rounding is as large as itself.
 
-Data has no rounding. Each step has a checksum of the sequences it read (data/batches.py), whatever rank read them: a checksum
-that occurs more often than in the undisturbed run was repeated, one that occurs less often was skipped.
+Data has no rounding. Each step has a checksum of the sequences it read (data/batches.py), whatever rank read
+them: a checksum that occurs more often than in the undisturbed run was repeated, one that occurs less often
+was skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from shardwise.config import Precision
 from shardwise.observe import read_metrics
 
 TOLERANCE: dict[Precision, float] = {"float64": 1e-9, "float16": 5e-3, "bfloat16": 5e-2}
-"""Largest relative difference of a loss after the layout changed; a float32 job is then drilled in float64 (drill.py)."""
+"""Largest relative difference of a loss after the layout changed; a float32 job is then drilled in float64
+(drill.py)."""
 WEIGHT_FACTOR = 10.0
 SHOWN = 3
 
@@ -31,7 +35,8 @@ Records = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class RunComparison:
-    """What was compared, and what differs. Steps are numbers; weights are names with how far they are apart."""
+    """What was compared, and what differs. Steps are numbers; weights are names with how far they are
+    apart."""
 
     steps: int
     tolerance: float | None
@@ -63,7 +68,11 @@ class RunComparison:
     @property
     def equal(self) -> bool:
         """Nothing differs."""
-        return self.loss_equal and self.weights_equal and not (self.data_repeated or self.data_skipped or self.data_differs)
+        return (
+            self.loss_equal
+            and self.weights_equal
+            and not (self.data_repeated or self.data_skipped or self.data_differs)
+        )
 
     def sentences(self) -> list[str]:
         """What differs, in words."""
@@ -86,8 +95,12 @@ def _shortened(which: Sequence[Any]) -> str:
 
 
 def compare_runs(undisturbed: Path, drilled: Path, steps: int, tolerance: float | None) -> RunComparison:
-    """Compare two run folders of the same job; to the bit, unless a relative tolerance for losses is given."""
-    first, second = (list(read_metrics(folder, needs=("loss", "gradient_norm", "data"))) for folder in (undisturbed, drilled))
+    """Compare two run folders of the same job; to the bit, unless a relative tolerance for losses is
+    given."""
+    first, second = (
+        list(read_metrics(folder, needs=("loss", "gradient_norm", "data")))
+        for folder in (undisturbed, drilled)
+    )
     weights, worst_weight, tensors = _weights(undisturbed, drilled, tolerance)
     numbers = Counter(record["step"] for record in second)
     losses, worst_loss = _losses(first, second, tolerance)
@@ -119,7 +132,9 @@ def _losses(first: Records, second: Records, tolerance: float | None) -> tuple[l
         gap = _relative(expected["loss"], record["loss"])
         worst = max(worst, gap)
         keys = ("loss", "gradient_norm") if tolerance is None else ()
-        if any(float.hex(float(record[key])) != float.hex(float(expected[key])) for key in keys) or gap > (tolerance or 0.0):
+        if any(float.hex(float(record[key])) != float.hex(float(expected[key])) for key in keys) or gap > (
+            tolerance or 0.0
+        ):
             differing.add(record["step"])
     return sorted(differing), worst
 
@@ -132,19 +147,25 @@ def _relative(expected: float, actual: float) -> float:
 
 
 def compare_data(first: Records, second: Records) -> tuple[list[int], list[int], list[int]]:
-    """Steps of the second that repeat data, steps of the first whose data is missing there, steps that read something else."""
+    """Steps of the second that repeat data, steps of the first whose data is missing there, steps that read
+    something else."""
     truth = {record["step"]: record["data"] for record in first}
     expected, actual = Counter(truth.values()), Counter(record["data"] for record in second)
     wrong = [record["step"] for record in second if truth.get(record["step"]) != record["data"]]
     twice = [step for step, times in Counter(record["step"] for record in second).items() if times > 1]
     data = {record["step"]: record["data"] for record in second}
     repeated = sorted({step for step in wrong if actual[data[step]] > expected[data[step]] > 0} | set(twice))
-    skipped = sorted(step for step, value in truth.items() if actual[value] < expected[value] and data.get(step) != value)
+    skipped = sorted(
+        step for step, value in truth.items() if actual[value] < expected[value] and data.get(step) != value
+    )
     return repeated, skipped, sorted(set(wrong) - set(repeated))
 
 
-def _weights(undisturbed: Path, drilled: Path, tolerance: float | None) -> tuple[dict[str, float], float, int]:
-    """Tensors that differ, the largest relative difference of a weight, and how many tensors were compared."""
+def _weights(
+    undisturbed: Path, drilled: Path, tolerance: float | None
+) -> tuple[dict[str, float], float, int]:
+    """Tensors that differ, the largest relative difference of a weight, and how many tensors were
+    compared."""
     from shardwise.checkpoint.contents import Contents
 
     folders = [checkpoints(folder / "checkpoints")[-1:] for folder in (undisturbed, drilled)]
@@ -162,7 +183,8 @@ def _weights(undisturbed: Path, drilled: Path, tolerance: float | None) -> tuple
 
 
 def _gap(expected_in: Any, actual_in: Any, name: str) -> float:
-    """The norm of the difference over the norm of the first; 0 only for the same bits, infinite where one is missing."""
+    """The norm of the difference over the norm of the first; 0 only for the same bits, infinite where one is
+    missing."""
     import torch
 
     if name not in expected_in.tensors or name not in actual_in.tensors:

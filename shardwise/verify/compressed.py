@@ -1,12 +1,15 @@
-"""What a proof checks of compressed gradients and weights, with which a layout does not compute what one device computes.
+"""What a proof checks of compressed gradients and weights, with which a layout does not compute what one
+device computes.
 
-The layout is proven without compression first. Then its first step is done with it. For gradients two things must hold: what
-every device was given and what all devices keep for later add up to the gradient of one device, so nothing is lost; and devices
-that hold the same weights got the same bits. A codec without error feedback keeps nothing, and only the latter is checked.
+The layout is proven without compression first. Then its first step is done with it. For gradients two things
+must hold: what every device was given and what all devices keep for later add up to the gradient of one
+device, so nothing is lost; and devices that hold the same weights got the same bits. A codec without error
+feedback keeps nothing, and only the latter is checked.
 
-For weights, all devices must compute with the same ones, in forward and in backward. A device that used its own shard as it is,
-while others have it rounded, would compute with another model. The gradient does not show that: rounded weights change it anyway.
-So every unit of FSDP2 is looked at after it was gathered, before its forward and before its backward.
+For weights, all devices must compute with the same ones, in forward and in backward. A device that used its
+own shard as it is, while others have it rounded, would compute with another model. The gradient does not show
+that: rounded weights change it anyway. So every unit of FSDP2 is looked at after it was gathered, before its
+forward and before its backward.
 
 How far the gradient of the step is off is reported for both.
 """
@@ -63,8 +66,14 @@ def measure_compressed(worker: Worker, proof: ProofJob, path: Path, reference: R
             lost = max(lost, float((own + kept[where] - expected).abs().max()) / largest)
         off, size = off + float((own - expected).square().sum()), size + float(expected.square().sum())
     sums = {f"{name}{_box(where)}": _checksum(own) for name, (where, own) in gradients.items()}
-    fed_back = any(compressor.settings.how.feedback for part in training.parallel.parts for compressor in part.compressors)
-    in_use = {} if weights is None else {name: sorted(checksums) for name, checksums in weights.checksums.items()}
+    fed_back = any(
+        compressor.settings.how.feedback
+        for part in training.parallel.parts
+        for compressor in part.compressors
+    )
+    in_use = (
+        {} if weights is None else {name: sorted(checksums) for name, checksums in weights.checksums.items()}
+    )
     return CompressedReport(worker.rank, lost if fed_back else None, off, size, sums, in_use)
 
 
@@ -80,8 +89,8 @@ class _WeightsInUse:
                     self._follow(unit, names)
 
     def _follow(self, unit: FSDPModule, names: dict[nn.Parameter, str]) -> None:
-        """Look at the weights of a unit before its forward and before its backward. FSDP2's own hooks, which gather them, were
-        registered earlier and so run first."""
+        """Look at the weights of a unit before its forward and before its backward. FSDP2's own hooks, which
+        gather them, were registered earlier and so run first."""
         assert isinstance(unit, nn.Module)
         pieces = list(unit_pieces(unit))
         look = partial(self._look, pieces, [names[_weight(piece)] for piece in pieces])
@@ -102,8 +111,8 @@ class _WeightsInUse:
 
 
 def _weight(piece: UnitPiece) -> nn.Parameter:
-    """What FSDP2 has in place of a parameter: its shard, or the gathered weight. The attribute of a parallel module would be a
-    plain tensor, which does not say which slice it is (parallel/modules.py)."""
+    """What FSDP2 has in place of a parameter: its shard, or the gathered weight. The attribute of a parallel
+    module would be a plain tensor, which does not say which slice it is (parallel/modules.py)."""
     return dict(piece.module.named_parameters(recurse=False))[piece.name]
 
 

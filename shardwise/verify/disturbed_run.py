@@ -1,7 +1,9 @@
-"""The run of a drill that faults are done to: started, disturbed from outside, watched until it has recovered.
+"""The run of a drill that faults are done to: started, disturbed from outside, watched until it has
+recovered.
 
-It takes no part in the run's own recovery. All it knows is what anyone could see: the commands' processes, the run folder's
-metrics and events, and its checkpoints. Each fault waits until a step is done after the one before.
+It takes no part in the run's own recovery. All it knows is what anyone could see: the commands' processes,
+the run folder's metrics and events, and its checkpoints. Each fault waits until a step is done after the one
+before.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ def job_file(folder: Path, config: Config) -> Path:
 
 
 class DisturbedRun:
-    """Starts the commands, does the planned faults to them one after the other, and waits until they have recovered."""
+    """Starts the commands, does the planned faults to them one after the other, and waits until they have
+    recovered."""
 
     def __init__(
         self,
@@ -113,7 +116,8 @@ class DisturbedRun:
         }
 
     def run(self) -> tuple[str | None, float]:
-        """Why it failed, if it did; and how long it took, from the beginning of the first step to the end of the last."""
+        """Why it failed, if it did; and how long it took, from the beginning of the first step to the end of
+        the last."""
         began = ended = time.time()
         with self.commands:
             try:
@@ -128,7 +132,8 @@ class DisturbedRun:
                 failure, ended = self._bad_end(), newest(self.folder)["time"]
             except NotSurvived as error:
                 failure = (
-                    f"{self._phase}: {error}. The last words of the command ({self.commands.log}):\n{self.commands.log_tail()}"
+                    f"{self._phase}: {error}. The last words of the command "
+                    f"({self.commands.log}):\n{self.commands.log_tail()}"
                 )
                 ended = time.time()
         return failure, ended - began
@@ -146,7 +151,13 @@ class DisturbedRun:
         events = read_events(self.folder)
         return list(events) if events.path.is_file() else []
 
-    def _wait(self, condition: Callable[[], Any], complaint: str, ended_well: bool = False, seconds: float | None = None) -> Any:
+    def _wait(
+        self,
+        condition: Callable[[], Any],
+        complaint: str,
+        ended_well: bool = False,
+        seconds: float | None = None,
+    ) -> Any:
         """Until something holds, which is returned; the run must not end before."""
         recovery = self.config.recovery
         patience = PATIENCE_SECONDS + 5 * self.baseline.start + (recovery.hang_seconds or 60.0)
@@ -157,8 +168,12 @@ class DisturbedRun:
             self.progress.at(self._phase, step, len(self.survived))
             if step != before and seconds is None:  # it gets on
                 before, deadline = step, time.monotonic() + patience
-            if not ended_well and (ended := [status for status in self.commands.statuses() if status is not None]):
-                raise NotSurvived(f"the command ended with status {ended[0]}" if any(ended) else "the run ended before")
+            if not ended_well and (
+                ended := [status for status in self.commands.statuses() if status is not None]
+            ):
+                raise NotSurvived(
+                    f"the command ended with status {ended[0]}" if any(ended) else "the run ended before"
+                )
             if time.monotonic() > deadline:
                 raise NotSurvived(f"{complaint} within {seconds or patience:.0f} s")
             time.sleep(POLL_SECONDS)
@@ -168,7 +183,9 @@ class DisturbedRun:
         status = [code for code in self.commands.statuses() if code]
         return f"the command ended with status {status[0]}:\n{self.commands.log_tail()}" if status else None
 
-    def _resumed(self, events_before: int, world: int | None = None) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    def _resumed(
+        self, events_before: int, world: int | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """The newest beginning since then, and the first step done after it; None if there is none yet."""
         begun = [event for event in self._events()[events_before:] if event["event"] in BEGIN]
         if not begun or (world is not None and begun[-1]["world"] != world):
@@ -184,9 +201,14 @@ class DisturbedRun:
     def _do(self, fault: PlannedFault) -> None:
         """Wait until the fault is due, do it, wait for the recovery."""
         self._phase = f"before {fault.kind}"
-        self._wait(lambda: newest(self.folder).get("step", 0) >= fault.step, f"step {fault.step} was not done")
+        self._wait(
+            lambda: newest(self.folder).get("step", 0) >= fault.step, f"step {fault.step} was not done"
+        )
         saved = {"corrupt": 2, "full": 1}.get(fault.kind, 0)
-        self._wait(lambda: len(checkpoints(self.folder / "checkpoints")) >= saved, f"{saved} checkpoints were not there")
+        self._wait(
+            lambda: len(checkpoints(self.folder / "checkpoints")) >= saved,
+            f"{saved} checkpoints were not there",
+        )
         time.sleep(fault.fraction * self.baseline.step)
         step, at = int(newest(self.folder)["step"]), time.time()
         self._phase = f"{fault.kind} after step {step}"
@@ -194,7 +216,9 @@ class DisturbedRun:
         survived = self._actions[fault.kind](step, at, random.Random(fault.seed))
         self.survived.append(survived)
         lost = f", {counted(survived.steps_lost, 'step')} done again" if survived.steps_lost else ""
-        self.progress.say(f"{fault.kind} after step {step}: {survived.happened}; {survived.seconds_to_recover:.1f} s{lost}")
+        self.progress.say(
+            f"{fault.kind} after step {step}: {survived.happened}; {survived.seconds_to_recover:.1f} s{lost}"
+        )
 
     def _victim(self, draw: random.Random) -> tuple[int, int]:
         """The worker that a fault is done to: its rank and its process id."""
@@ -204,15 +228,20 @@ class DisturbedRun:
         rank = draw.choice(sorted(workers))
         return rank, workers[rank]
 
-    def _recovered(self, kind: Kind, step: int, at: float, rank: int | None, happened: str, before: int) -> SurvivedFault:
+    def _recovered(
+        self, kind: Kind, step: int, at: float, rank: int | None, happened: str, before: int
+    ) -> SurvivedFault:
         """Wait for the first step after a fault, and count what it cost."""
         begun, record = self._wait(lambda: self._resumed(before), "no step was done after it")
         from_step, lost = self._cost(step, begun, before)
         more = {"resumed_from": from_step, "world": begun["world"]}
-        return SurvivedFault(kind, step, rank, record["time"] - at, lost, f"{happened}; on from step {from_step}", more)
+        return SurvivedFault(
+            kind, step, rank, record["time"] - at, lost, f"{happened}; on from step {from_step}", more
+        )
 
     def _cost(self, step: int, begun: dict[str, Any], before: int) -> tuple[int, int]:
-        """The step that the run went on from, and how many it had done after that, as it says or as was seen."""
+        """The step that the run went on from, and how many it had done after that, as it says or as was
+        seen."""
         recovery = self._event("recovery", before)
         if recovery is None:
             return begun.get("step", 0), max(0, step - begun.get("step", 0))
@@ -232,7 +261,9 @@ class DisturbedRun:
         before, (rank, pid) = len(self._events()), self._victim(draw)
         damage = corrupt(str(self.folder / "checkpoints"), pid, draw)
         name = f"{Path(damage.checkpoint).name}/{damage.file}"
-        survived = self._recovered("corrupt", step, at, rank, f"a byte of {name} flipped, rank {rank} killed", before)
+        survived = self._recovered(
+            "corrupt", step, at, rank, f"a byte of {name} flipped, rank {rank} killed", before
+        )
         used = [event.get("checkpoint") for event in self._events()[before:] if event["event"] in BEGIN]
         if damage.checkpoint in used:
             raise NotSurvived(f"it resumed from {damage.checkpoint}, which is damaged")
@@ -242,29 +273,42 @@ class DisturbedRun:
         before, limit_of = len(self._events()), limits(str(self.folder / "checkpoints"))
         candidates = {rank: pid for rank, pid in self.commands.workers().items() if rank in limit_of}
         if not candidates:
-            raise NotSurvived("no worker but the first writes enough to fill its disk with; use a larger model")
+            raise NotSurvived(
+                "no worker but the first writes enough to fill its disk with; use a larger model"
+            )
         rank = draw.choice(sorted(candidates))
         disk = FullDisk(candidates[rank], limit_of[rank])
-        failed = self._wait(lambda: self._event("save_failed", before), "no save failed, though the disk is full")
+        failed = self._wait(
+            lambda: self._event("save_failed", before), "no save failed, though the disk is full"
+        )
         disk.lift()
         saved = self._wait(
-            lambda: self._event("save", before, after=failed["step"]), "no checkpoint was saved once there was room again"
+            lambda: self._event("save", before, after=failed["step"]),
+            "no checkpoint was saved once there was room again",
         )
         if self._event("fault", before):
             raise NotSurvived("a full disk ended a worker")
         seconds = datetime.fromisoformat(saved["time"]).timestamp() - at
         happened = f"rank {rank} could not save step {failed['step']}; step {saved['step']} is saved"
-        return SurvivedFault("full", step, rank, seconds, 0, happened, {"save_failed": failed["step"], "saved": saved["step"]})
+        return SurvivedFault(
+            "full", step, rank, seconds, 0, happened, {"save_failed": failed["step"], "saved": saved["step"]}
+        )
 
     def _event(self, name: str, before: int, after: int = -1) -> dict[str, Any] | None:
         """The last such event since then, of a later step."""
-        events = [event for event in self._events()[before:] if event["event"] == name and (event.get("step") or 0) > after]
+        events = [
+            event
+            for event in self._events()[before:]
+            if event["event"] == name and (event.get("step") or 0) > after
+        ]
         return events[-1] if events else None
 
     def _term(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
         before = len(self._events())
         self.commands.terminate()
-        self._wait(lambda: not self.commands.running(), "it was not gone", ended_well=True, seconds=GRACE_SECONDS)
+        self._wait(
+            lambda: not self.commands.running(), "it was not gone", ended_well=True, seconds=GRACE_SECONDS
+        )
         took, statuses = time.time() - at, self.commands.statuses()
         if set(statuses) != {RESUME_ME}:
             raise NotSurvived(f"after SIGTERM the command ended with status {statuses}, not {RESUME_ME}")
@@ -277,7 +321,9 @@ class DisturbedRun:
     def _lose(self, step: int, at: float, draw: random.Random) -> SurvivedFault:
         before, fewer = len(self._events()), self.workers - 1
         gone = self.commands.lose_last()
-        begun, record = self._wait(lambda: self._resumed(before, fewer), f"no step was done by the {fewer} workers left")
+        begun, record = self._wait(
+            lambda: self._resumed(before, fewer), f"no step was done by the {fewer} workers left"
+        )
         self._expected += sum(event["event"] == "fault" for event in self._events()[before:]) - 1
         (from_step, lost), middle = self._cost(step, begun, before), len(self._events())
         self.progress.say(f"{fewer} workers go on from step {from_step}; the lost host comes back")
@@ -288,4 +334,6 @@ class DisturbedRun:
             f"{self.workers} again from step {again.get('step', 0)}"
         )
         more = {"seconds_to_return": first["time"] - record["time"], "returned_at": again.get("step", 0)}
-        return SurvivedFault("lose", step, gone[0] if gone else None, record["time"] - at, lost, happened, more)
+        return SurvivedFault(
+            "lose", step, gone[0] if gone else None, record["time"] - at, lost, happened, more
+        )

@@ -1,15 +1,17 @@
-"""The fire drill: a job trained undisturbed, then again while its workers are killed, frozen and betrayed, and the two compared.
+"""The fire drill: a job trained undisturbed, then again while its workers are killed, frozen and betrayed,
+and the two compared.
 
-A run that survives faults in its tests may still lose a step, read a batch twice, or resume from half a checkpoint in a user's
-own job. So the drill is done with that job: both runs are real `shardwise train` commands in their own folders, and faults come
-from outside (verify/faults.py). Afterwards every step's loss, the data of every step and the final weights must be those of the
-undisturbed run (verify/compare_runs.py).
+A run that survives faults in its tests may still lose a step, read a batch twice, or resume from half a
+checkpoint in a user's own job. So the drill is done with that job: both runs are real `shardwise train`
+commands in their own folders, and faults come from outside (verify/faults.py). Afterwards every step's loss,
+the data of every step and the final weights must be those of the undisturbed run (verify/compare_runs.py).
 
-What is taken from the undisturbed run: how long a step takes, to place faults inside steps and to tell a hang soon; how long a
-start takes, to know when to give up. Each fault waits until a step is done after the one before.
+What is taken from the undisturbed run: how long a step takes, to place faults inside steps and to tell a hang
+soon; how long a start takes, to know when to give up. Each fault waits until a step is done after the one
+before.
 
-It costs two runs of the job and the recoveries. `goodput` is the time that the steps take undisturbed over the time that they
-take with faults, each from the beginning of the first to the end of the last.
+It costs two runs of the job and the recoveries. `goodput` is the time that the steps take undisturbed over
+the time that they take with faults, each from the beginning of the first to the end of the last.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ from shardwise.observe import newest, read_metrics
 from shardwise.plan import fit
 from shardwise.verify.commands import TrainCommands
 from shardwise.verify.compare_runs import TOLERANCE, RunComparison, compare_runs
-from shardwise.verify.disturbed_run import POLL_SECONDS, Baseline, DisturbedRun, DrillProgress, SurvivedFault, job_file
+from shardwise.verify.disturbed_run import (
+    POLL_SECONDS,
+    Baseline,
+    DisturbedRun,
+    DrillProgress,
+    SurvivedFault,
+    job_file,
+)
 from shardwise.verify.faults import Kind, PlannedFault, schedule
 
 SHORTEST_HANG = 2.0
@@ -94,12 +103,16 @@ class DrillResult:
         }
 
 
-def drill(config: Config, workers: int, kinds: Sequence[Kind], count: int, seed: int, progress: DrillProgress) -> DrillResult:
+def drill(
+    config: Config, workers: int, kinds: Sequence[Kind], count: int, seed: int, progress: DrillProgress
+) -> DrillResult:
     """Run the job twice, once with faults, and compare. Nothing is left running, however it ends."""
     began = time.monotonic()
     config, changed = _prepared(config, kinds)
     _check(config, workers, kinds)
-    schedule(kinds, count, seed, config.train.steps, config.checkpoint.every)  # a mistake is answered before anything runs
+    schedule(
+        kinds, count, seed, config.train.steps, config.checkpoint.every
+    )  # a mistake is answered before anything runs
     for key, value in changed.items():
         progress.say(f"the drill sets {key} = {value}")
     with _holding(Path(config.run.folder)) as base:
@@ -114,8 +127,14 @@ def drill(config: Config, workers: int, kinds: Sequence[Kind], count: int, seed:
         failure, seconds = run.run()
         progress.at("comparing", config.train.steps, len(run.survived))
         changes = any(fault.kind == "lose" for fault in planned)
-        tolerance = TOLERANCE[config.train.precision] if changes or config.train.shares == "by speed" else None
-        same = None if failure else compare_runs(base / "undisturbed", base / "drilled", config.train.steps, tolerance)
+        tolerance = (
+            TOLERANCE[config.train.precision] if changes or config.train.shares == "by speed" else None
+        )
+        same = (
+            None
+            if failure
+            else compare_runs(base / "undisturbed", base / "drilled", config.train.steps, tolerance)
+        )
         return DrillResult(
             planned=planned,
             faults=tuple(run.survived),
@@ -134,9 +153,9 @@ def drill(config: Config, workers: int, kinds: Sequence[Kind], count: int, seed:
 def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, dict[str, Any]]:
     """The job as the drill runs it, and what of that is worth saying.
 
-    To lose a host changes the layout, and with it the order of sums; so does a device that gets other rows. In float32 training
-    makes the roundings grow until they look like a fault (1.4e-3 of a loss was seen); in float64 the same growth ends hundreds
-    of times below the tolerance.
+    To lose a host changes the layout, and with it the order of sums; so does a device that gets other rows.
+    In float32 training makes the roundings grow until they look like a fault (1.4e-3 of a loss was seen); in
+    float64 the same growth ends hundreds of times below the tolerance.
     """
     checkpoint: dict[str, Any] = {}
     if not config.checkpoint.every:
@@ -147,7 +166,8 @@ def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, dict[str, 
         checkpoint["resume"] = "auto"
     observe = {"sample": None, "wandb": None, "tensorboard": False, "trace": 0}
     settings = {
-        f"checkpoint.{key}": value if value is not None else "checkpoints in its run folders" for key, value in checkpoint.items()
+        f"checkpoint.{key}": value if value is not None else "checkpoints in its run folders"
+        for key, value in checkpoint.items()
     }
     train: dict[str, Any] = {}
     if local_gpus() and not config.train.deterministic:  # two runs are to be the same bits
@@ -165,12 +185,21 @@ def _prepared(config: Config, kinds: Sequence[Kind]) -> tuple[Config, dict[str, 
 
 def _check(config: Config, workers: int, kinds: Sequence[Kind]) -> None:
     if workers < 2:
-        raise UserError("a drill needs 2 workers or more, so that some outlive a fault; give --workers 4, or layout.data=4")
+        raise UserError(
+            "a drill needs 2 workers or more, so that some outlive a fault; give --workers 4, or "
+            "layout.data=4"
+        )
     if "corrupt" in kinds and config.checkpoint.keep < 2:
-        raise UserError("checkpoint.keep = 1: with `corrupt` there must be an older checkpoint to fall back to; set 2 or more")
+        raise UserError(
+            "checkpoint.keep = 1: with `corrupt` there must be an older checkpoint to fall back to; set 2 "
+            "or more"
+        )
     if "lose" in kinds and fit(config, workers - 1, workers - 1) is None:
         batch = f"train.global_batch = {config.train.global_batch}"
-        raise UserError(f"lose: no layout of this job works on {workers - 1} workers; choose {batch} so that it divides by both")
+        raise UserError(
+            f"lose: no layout of this job works on {workers - 1} workers; choose {batch} so that it divides "
+            f"by both"
+        )
     import resource
 
     if "full" in kinds and not hasattr(resource, "prlimit"):
@@ -196,7 +225,8 @@ def _check_time_to_return(planned: Sequence[PlannedFault], config: Config, basel
     needed = lost[0].step + len(lost) * away + 3 * after + 5
     if needed > config.train.steps:
         raise UserError(
-            f"train.steps = {config.train.steps}: a lost host takes about {away} steps to come back here; set {needed} or more"
+            f"train.steps = {config.train.steps}: a lost host takes about {away} steps to come back here; "
+            f"set {needed} or more"
         )
 
 
@@ -208,7 +238,9 @@ def _holding(folder: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         held = take_lock(folder / ".lock", in_use)
     except OSError as error:
-        raise UserError(f"run.folder = {str(folder)!r}: cannot be written ({error.strerror}); give another run.folder") from None
+        raise UserError(
+            f"run.folder = {str(folder)!r}: cannot be written ({error.strerror}); give another run.folder"
+        ) from None
     with held:
         for name in ("undisturbed", "drilled"):
             _clear(folder / name)

@@ -1,7 +1,8 @@
 """Faults for a fire drill: which, when, and how they are done to a run from outside.
 
-Nothing in the run takes part: workers are stopped and killed by their process ids, bytes are flipped on the disk, a process is
-forbidden to write large files. What survives this survives a real machine, as far as one machine can play several.
+Nothing in the run takes part: workers are stopped and killed by their process ids, bytes are flipped on the
+disk, a process is forbidden to write large files. What survives this survives a real machine, as far as one
+machine can play several.
 
     kill     SIGKILL to a worker, as the kernel does when memory runs out: another must take its place
     hang     SIGSTOP to a worker: alive, and no step is done; it must be noticed and replaced
@@ -10,8 +11,9 @@ forbidden to write large files. What survives this survives a real machine, as f
     term     SIGTERM to every process, as a scheduler does: it must save and leave with status 75; started again, no step is lost
     lose     a host with one worker is gone at once, and comes back later: the others must go on, and take it back
 
-Times are drawn from a seed: a step in each of as many stretches of the run as there are faults, and a share of a step after it,
-so that faults also fall into saves. Where in a step that lands is up to the clock; steps, ranks, files and bytes are not.
+Times are drawn from a seed: a step in each of as many stretches of the run as there are faults, and a share
+of a step after it, so that faults also fall into saves. Where in a step that lands is up to the clock; steps,
+ranks, files and bytes are not.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ SMALLEST_LIMIT = 1 << 14
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """A fault to come: after which step is done, how much of a step later, and the seed of what else is to be drawn."""
+    """A fault to come: after which step is done, how much of a step later, and the seed of what else is to be
+    drawn."""
 
     kind: Kind
     step: int
@@ -50,11 +53,14 @@ class PlannedFault:
     seed: int
 
 
-def schedule(kinds: Sequence[Kind], count: int, seed: int, steps: int, every: int, room: int = 2) -> tuple[PlannedFault, ...]:
-    """The faults of a drill. Kinds take turns, shuffled, so that each occurs if there are as many faults as kinds.
+def schedule(
+    kinds: Sequence[Kind], count: int, seed: int, steps: int, every: int, room: int = 2
+) -> tuple[PlannedFault, ...]:
+    """The faults of a drill. Kinds take turns, shuffled, so that each occurs if there are as many faults as
+    kinds.
 
-    `every`: steps between saves; `room`: steps that must be left after the last fault. To lose a host comes first, and early:
-    many steps are done until it is back.
+    `every`: steps between saves; `room`: steps that must be left after the last fault. To lose a host comes
+    first, and early: many steps are done until it is back.
     """
     draw = random.Random(seed)
     order: list[Kind] = []
@@ -66,16 +72,22 @@ def schedule(kinds: Sequence[Kind], count: int, seed: int, steps: int, every: in
     if width < SPACING:
         most = max(0, (last - FIRST + 1) // SPACING)
         raise UserError(
-            f"--count {count}: {steps} steps have room for {most} such faults, {SPACING} apart; lower it, or raise train.steps"
+            f"--count {count}: {steps} steps have room for {most} such faults, {SPACING} apart; lower it, or "
+            f"raise train.steps"
         )
     if "corrupt" in order and FIRST + (len(order) - order[::-1].index("corrupt")) * width <= 2 * every:
         raise UserError(
-            f"checkpoint.every = {every}: `corrupt` needs two checkpoints, and comes too early in {steps} steps; save more often"
+            f"checkpoint.every = {every}: `corrupt` needs two checkpoints, and comes too early in {steps} "
+            f"steps; save more often"
         )
     return tuple(
         PlannedFault(
             kind,
-            step=int(FIRST + index * width + draw.random() * min(width - SPACING, steps / 8 if kind == "lose" else steps)),
+            step=int(
+                FIRST
+                + index * width
+                + draw.random() * min(width - SPACING, steps / 8 if kind == "lose" else steps)
+            ),
             fraction=draw.random(),
             seed=draw.getrandbits(32),
         )
@@ -104,7 +116,8 @@ class Damage:
 def corrupt(folder: str, pid: int, draw: random.Random) -> Damage:
     """Flip a byte of the newest checkpoint, then end a worker.
 
-    The worker is stopped first, so that no later checkpoint can be committed in between: it would take its part.
+    The worker is stopped first, so that no later checkpoint can be committed in between: it would take its
+    part.
     """
     os.kill(pid, signal.SIGSTOP)
     newest, since = checkpoints(folder)[-1], time.monotonic()
@@ -128,7 +141,8 @@ def flip(file: Path, offset: int, bits: int) -> None:
 
 
 class FullDisk:
-    """One worker's disk is full: its part of the next checkpoint is too large for what it may write. Linux only."""
+    """One worker's disk is full: its part of the next checkpoint is too large for what it may write. Linux
+    only."""
 
     def __init__(self, pid: int, limit: int) -> None:
         import resource
@@ -145,7 +159,8 @@ class FullDisk:
 
 
 def limits(folder: str) -> dict[int, int]:
-    """For each rank but the first: a limit on its files that stops its part of a checkpoint, and not its log."""
+    """For each rank but the first: a limit on its files that stops its part of a checkpoint, and not its
+    log."""
     by_rank = {}
     for path in Path(checkpoints(folder)[-1]).glob("rank-*.data"):
         rank, half = int(path.name.split("-")[1]), path.stat().st_size // 2

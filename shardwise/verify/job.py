@@ -1,12 +1,13 @@
 """What a proof runs: the job on its own number of devices, made small if need be, in the dtype of the proof.
 
-Left as in training: model, layout, data order, micro-batches, recomputation, optimizer, clipping. Changed, because it would only
-make the proof weaker or slower: the schedule is that of a run which ends just after the proof's steps (in a long warm-up the
-learning rate is near zero, so that no weight would move and a wrong update would go unseen; here it rises and falls), blocks are
-not compiled, and everything runs on CPU processes. On GPUs, where that is asked for (`run.device`), blocks are compiled if the
-job says so; the reference is one CPU process all the same. Between the rows of the job's data are others, made to reach what its
-text may never (verify/rows.py); the loss is cut into a few chunks of tokens, as only large jobs have it, and on one device into
-none; and a global batch and one row more are evaluated on.
+Left as in training: model, layout, data order, micro-batches, recomputation, optimizer, clipping. Changed,
+because it would only make the proof weaker or slower: the schedule is that of a run which ends just after the
+proof's steps (in a long warm-up the learning rate is near zero, so that no weight would move and a wrong
+update would go unseen; here it rises and falls), blocks are not compiled, and everything runs on CPU
+processes. On GPUs, where that is asked for (`run.device`), blocks are compiled if the job says so; the
+reference is one CPU process all the same. Between the rows of the job's data are others, made to reach what
+its text may never (verify/rows.py); the loss is cut into a few chunks of tokens, as only large jobs have it,
+and on one device into none; and a global batch and one row more are evaluated on.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class ProofJob:
         return self.plan.layout.world
 
     def on_one_device(self, dtype: Dtype) -> ProofJob:
-        """The reference: no layout, and each global batch in one piece, so that accumulation is proven too."""
+        """The reference: no layout, and each global batch in one piece, so that accumulation is proven
+        too."""
         layout = Layout(data=1)  # type: ignore[call-arg]
         train = {**_train(self.config, self.steps, dtype), "micro_batch": None}
         run = self.config.run
@@ -76,7 +78,9 @@ class ProofJob:
 
     def in_dtype(self, dtype: Dtype) -> ProofJob:
         """The same layout in another dtype, module by module: not compiled."""
-        train = self.config.train.model_copy(update={**_train(self.config, self.steps, dtype), "compile": False})
+        train = self.config.train.model_copy(
+            update={**_train(self.config, self.steps, dtype), "compile": False}
+        )
         return replace(self, config=self.config.model_copy(update={"train": train}), dtype=dtype)
 
 
@@ -84,11 +88,15 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
     """The proof of a job, and what was shrunk for it: (before, after) by key; None: nothing."""
     if config.train.driver != "synchronous":
         raise UserError(
-            f"train.driver = {config.train.driver!r}: a proof is of a layout whose devices compute in lockstep; "
+            f"train.driver = {config.train.driver!r}: a proof is of a layout whose devices compute in "
+            f"lockstep; "
             "add train.driver=synchronous, and leave the driver's own table out"
         )
     if config.train.precision == "float8" and dtype == "float32":
-        raise UserError("--dtype float32: products in float8 are between numbers in bfloat16, or in float64; use one of these")
+        raise UserError(
+            "--dtype float32: products in float8 are between numbers in bfloat16, or in float64; use one "
+            "of these"
+        )
     model = config.model.model_copy(
         update={"pretrained": None}
     )  # weights are drawn: a proof is of computing, not of what they know
@@ -104,15 +112,22 @@ def prepare_proof(config: Config, steps: int, dtype: Dtype) -> tuple[ProofJob, d
     )
     run = small.run.model_copy(update={"device": "cuda" if small.run.device == "cuda" else "cpu"})
     small = small.model_copy(
-        update={"layout": layout, "train": small.train.model_copy(update=_train(small, steps, dtype)), "run": run}
+        update={
+            "layout": layout,
+            "train": small.train.model_copy(update=_train(small, steps, dtype)),
+            "run": run,
+        }
     )
     plan, uneven = choose(small, layout.world), config.train.shares == "by speed"
     chunk = plan.micro_batch * small.data.sequence_length // layout.context // CHUNKS + 1
-    return ProofJob(small, plan, steps, dtype, small.model.vocabulary, layout.tensor, chunk, compressed, uneven), shrunk
+    return ProofJob(
+        small, plan, steps, dtype, small.model.vocabulary, layout.tensor, chunk, compressed, uneven
+    ), shrunk
 
 
 def smallest_data(layout: Layout) -> int:
-    """The data axis: as given, or where it is left open, what the experts need; two where no other axis is there to prove."""
+    """The data axis: as given, or where it is left open, what the experts need; two where no other axis is
+    there to prove."""
     if layout.data > 0:
         return layout.data
     return max(fewest_devices(layout) // layout.fixed, 2 if layout.fixed == 1 else 1)
@@ -153,15 +168,23 @@ def check_sabotage(kind: Sabotage, proof: ProofJob) -> None:
     model = proof.config.model
     if kind == "scale-gradient" and ALLOWANCE * ROUNDING[proof.dtype] > SCALE - 1:
         raise UserError(
-            f"--sabotage scale-gradient: a gradient that is off by {(SCALE - 1) * 100:.0f} % is within what rounding to "
+            f"--sabotage scale-gradient: a gradient that is off by {(SCALE - 1) * 100:.0f} % is within what "
+            f"rounding to "
             f"{proof.dtype} may cost; use --dtype float64"
         )
     if kind == "drop-all-reduce" and proof.world == 1:
-        raise UserError("--sabotage drop-all-reduce: one device sums over nobody; give a layout, for example layout.data=2")
+        raise UserError(
+            "--sabotage drop-all-reduce: one device sums over nobody; give a layout, for example "
+            "layout.data=2"
+        )
     if kind == "misroute-token" and model.experts <= model.experts_per_token:
         raise UserError(
-            f"--sabotage misroute-token: the model has {model.experts} experts and a token visits {model.experts_per_token}, so "
-            "none is wrong; it needs a model with more experts than a token visits, for example model.preset=moe-tiny"
+            f"--sabotage misroute-token: the model has {model.experts} experts and a token visits "
+            f"{model.experts_per_token}, so "
+            "none is wrong; it needs a model with more experts than a token visits, for example "
+            "model.preset=moe-tiny"
         )
     if kind == "swap-chunks" and proof.config.data.sequence_length // proof.plan.layout.context < 2:
-        raise UserError("--sabotage swap-chunks: a device has one token of a sequence; give a longer data.sequence_length")
+        raise UserError(
+            "--sabotage swap-chunks: a device has one token of a sequence; give a longer data.sequence_length"
+        )

@@ -1,21 +1,24 @@
-"""Where a layout first departs from one device: the first step that differs once more, watched module by module.
+"""Where a layout first departs from one device: the first step that differs once more, watched module by
+module.
 
-One device runs the whole global batch in one piece and writes the weights that the step begins with, every module's output, and
-the gradient of that output, to a file. Each rank then compares its own with the part of the reference that it should have
-computed. Which part of an output that is follows from the shapes, given what every layout has in common:
+One device runs the whole global batch in one piece and writes the weights that the step begins with, every
+module's output, and the gradient of that output, to a file. Each rank then compares its own with the part of
+the reference that it should have computed. Which part of an output that is follows from the shapes, given
+what every layout has in common:
 
-- dim 0 are sequences: those of the micro-batch, counted from the first row of the rank's share (where tokens are flattened into
-  one dim, as for a router, it is opened up first);
-- dim 1 (dim 2 in the attention itself) is the sequence: the rank's positions under `context`, and, if what is left is shorter
-  still by the size of `tensor`, the rank's part of that;
-- any other dim that is shorter was split over `tensor`: in as many parts as it is shorter by. Fewer parts than devices means that
-  several devices have the same part (shared key heads).
+- dim 0 are sequences: those of the micro-batch, counted from the first row of the rank's share (where tokens
+  are flattened into one dim, as for a router, it is opened up first);
+- dim 1 (dim 2 in the attention itself) is the sequence: the rank's positions under `context`, and, if what is
+  left is shorter still by the size of `tensor`, the rank's part of that;
+- any other dim that is shorter was split over `tensor`: in as many parts as it is shorter by. Fewer parts
+  than devices means that several devices have the same part (shared key heads).
 
-What does not fit (rows sorted by expert, the loss, tables of positions) is not compared. A gradient is compared only where
-`tensor` splits the output, in whatever way: devices with the same output each have but a part of its gradient, rightly.
+What does not fit (rows sorted by expert, the loss, tables of positions) is not compared. A gradient is
+compared only where `tensor` splits the output, in whatever way: devices with the same output each have but a
+part of its gradient, rightly.
 
-Modules are looked at in the order in which one device finishes them: inner modules before what contains them. The first that
-differs is as far in and as early as the fault can be seen.
+Modules are looked at in the order in which one device finishes them: inner modules before what contains them.
+The first that differs is as far in and as early as the fault can be seen.
 """
 
 from __future__ import annotations
@@ -47,11 +50,13 @@ from shardwise.verify.sabotage import apply_sabotage
 from shardwise.verify.verdict import EXACT, LIMIT
 
 Outputs = dict[str, list[list[Tensor]]]
-"""By module, by call (a micro-batch each), what it returned or the gradients of that; an empty tensor: none came."""
+"""By module, by call (a micro-batch each), what it returned or the gradients of that; an empty tensor: none
+came."""
 
 
 class Recorder:
-    """Keeps what every module returns in forwards (not in recomputations), and the gradients that come back to it."""
+    """Keeps what every module returns in forwards (not in recomputations), and the gradients that come back
+    to it."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self.outputs: Outputs = defaultdict(list)
@@ -94,7 +99,9 @@ def _tensors(output: Any, has_weights: bool) -> Iterator[Tensor]:
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if has_weights or any(part.requires_grad for part in tensors):
         of_weights = (part.requires_grad or (has_weights and part.is_floating_point()) for part in tensors)
-        yield from (part for part, kept in zip(tensors, of_weights, strict=True) if kept or part.dtype == torch.int64)
+        yield from (
+            part for part, kept in zip(tensors, of_weights, strict=True) if kept or part.dtype == torch.int64
+        )
 
 
 def write_reference_trace(worker: Worker, proof: ProofJob, path: Path, step: int) -> None:
@@ -113,8 +120,8 @@ def compare_traces(
     suspects: Sequence[str],
     sabotage: Sabotage | None = None,
 ) -> RankTrace:
-    """The layout: compare this rank's trace of a step with that of one device, and the suspects' gradients, summed over each axis
-    and held against those of the step before, too."""
+    """The layout: compare this rank's trace of a step with that of one device, and the suspects' gradients,
+    summed over each axis and held against those of the step before, too."""
     training = build_proof(worker, proof)
     if sabotage:
         apply_sabotage(sabotage, training)
@@ -133,13 +140,16 @@ def compare_traces(
         summed=_sums(training, tensors, suspected, step),
         step=step,
         before=_changed(traced, before),
-        left_over=[name for name, pair in suspected.items() if step > 1 and _is_left_over(name, *pair, tensors, step)],
+        left_over=[
+            name for name, pair in suspected.items() if step > 1 and _is_left_over(name, *pair, tensors, step)
+        ],
     )
 
 
 @dataclass(frozen=True)
 class _TracedStep:
-    """What a rank kept of one step: its modules, its part of the state before, and its gradients before the update."""
+    """What a rank kept of one step: its modules, its part of the state before, and its gradients before the
+    update."""
 
     modules: Recorder
     before: dict[str, Tensor]
@@ -170,10 +180,12 @@ def _trace(training: Training, step: int) -> _TracedStep:
 
 
 def _changed(traced: _TracedStep, reference: dict[str, Tensor]) -> list[str]:
-    """What differs before the step begins. A weight near zero is measured against an average one: where its gradient is rounding
-    noise, so is what Adam makes of it."""
+    """What differs before the step begins. A weight near zero is measured against an average one: where its
+    gradient is rounding noise, so is what Adam makes of it."""
     elements = sum(whole.numel() for whole in reference.values())
-    average = math.sqrt(sum(float(whole.double().square().sum()) for whole in reference.values()) / max(1, elements))
+    average = math.sqrt(
+        sum(float(whole.double().square().sum()) for whole in reference.values()) / max(1, elements)
+    )
     changed = []
     for name, own in traced.before.items():
         part = reference[name][traced.where[name]].double()
@@ -213,17 +225,31 @@ class ReferenceSlicer:
         roles = {path: table.role(path) for path in paths}
         return cls(
             micro_batches=_micro_batches(training),
-            positions=torch.arange(length) if parallel.positions is None else parallel.positions(length).cpu(),
+            positions=torch.arange(length)
+            if parallel.positions is None
+            else parallel.positions(length).cpu(),
             length=length,
             tensor=mesh.size("tensor"),
             coordinate=mesh.coordinate("tensor"),
             mixing=table.mixing,
-            skipped=frozenset(path for path, role in roles.items() if role is not None and role.kind in ("experts", "positions")),
+            skipped=frozenset(
+                path
+                for path, role in roles.items()
+                if role is not None and role.kind in ("experts", "positions")
+            ),
         )
 
-    def match(self, path: str, call: int, reference: Tensor, actual: Tensor) -> tuple[Tensor, Tensor, bool] | None:
-        """The part of the reference that is this rank's, what this rank has, and whether `tensor` splits it; None: unclear."""
-        if path in self.skipped or actual.ndim < 2 or reference.ndim != actual.ndim or call >= len(self.micro_batches):
+    def match(
+        self, path: str, call: int, reference: Tensor, actual: Tensor
+    ) -> tuple[Tensor, Tensor, bool] | None:
+        """The part of the reference that is this rank's, what this rank has, and whether `tensor` splits it;
+        None: unclear."""
+        if (
+            path in self.skipped
+            or actual.ndim < 2
+            or reference.ndim != actual.ndim
+            or call >= len(self.micro_batches)
+        ):
             return None
         rows = self.micro_batches[call]
         if actual.ndim == 2:  # (tokens, features)
@@ -248,7 +274,8 @@ class ReferenceSlicer:
         return part.chunk(self.tensor, dim)[self.coordinate], True
 
     def _of_features(self, part: Tensor, dim: int, own: int) -> tuple[Tensor, bool]:
-        """Fewer parts than devices, each on several; or as torch.chunk deals them out, the last ones shorter."""
+        """Fewer parts than devices, each on several; or as torch.chunk deals them out, the last ones
+        shorter."""
         size = part.shape[dim]
         parts = size // own if own and size % own == 0 else self.tensor
         if parts < self.tensor and self.tensor % parts == 0:
@@ -259,17 +286,24 @@ class ReferenceSlicer:
 
 
 def _differences(
-    order: Sequence[str], own: Outputs, whole: Outputs, slicer: ReferenceSlicer, weighted: Collection[str] | None = None
+    order: Sequence[str],
+    own: Outputs,
+    whole: Outputs,
+    slicer: ReferenceSlicer,
+    weighted: Collection[str] | None = None,
 ) -> Iterator[ModuleDifference]:
-    """Modules that differ, the earliest first, of which those with weights (`weighted`) must be called; without that: gradients,
-    from the last module on."""
+    """Modules that differ, the earliest first, of which those with weights (`weighted`) must be called;
+    without that: gradients, from the last module on."""
     modules, backward = list(enumerate(order)), weighted is None
     for position, path in reversed(modules) if backward else modules:
         if len(whole[path]) != 1:
             continue  # used several times: which call is which micro-batch's is not known
         if path in (weighted or ()) and path not in own:
             yield ModuleDifference(path, position, math.inf, 0, called=False)
-        calls = [_compare_call(path, call, whole[path][0], mine, slicer, backward) for call, mine in enumerate(own.get(path, []))]
+        calls = [
+            _compare_call(path, call, whole[path][0], mine, slicer, backward)
+            for call, mine in enumerate(own.get(path, []))
+        ]
         if calls and not (error := max(compared.error for compared in calls)) <= LIMIT:
             first = next(call for call, compared in enumerate(calls) if not compared.error <= LIMIT)
             reference, mine, product = (sum(compared[index] for compared in calls) for index in range(1, 4))
@@ -286,7 +320,12 @@ class _CallComparison(NamedTuple):
 
 
 def _compare_call(
-    path: str, call: int, whole: Sequence[Tensor], own: Sequence[Tensor], slicer: ReferenceSlicer, backward: bool
+    path: str,
+    call: int,
+    whole: Sequence[Tensor],
+    own: Sequence[Tensor],
+    slicer: ReferenceSlicer,
+    backward: bool,
 ) -> _CallComparison:
     errors, reference_squares, own_squares, product = [0.0], 0.0, 0.0, 0.0
     for reference, output in zip(whole, own, strict=False):
@@ -303,18 +342,27 @@ def _compare_call(
     return _CallComparison(max(errors), reference_squares, own_squares, product)
 
 
-def _is_left_over(name: str, parameter: nn.Parameter, own: Tensor, tensors: dict[Key, Tensor], step: int) -> bool:
-    """Whether what a gradient has too much is a multiple of the gradient of the step before, which an update may have divided."""
-    reference, earlier = (tensors[name, "gradient", number][held(parameter)].double() for number in (step, step - 1))
+def _is_left_over(
+    name: str, parameter: nn.Parameter, own: Tensor, tensors: dict[Key, Tensor], step: int
+) -> bool:
+    """Whether what a gradient has too much is a multiple of the gradient of the step before, which an update
+    may have divided."""
+    reference, earlier = (
+        tensors[name, "gradient", number][held(parameter)].double() for number in (step, step - 1)
+    )
     excess = own.cpu().double() - reference
     ratio = float((excess * earlier).sum()) / max(float(earlier.square().sum()), 1e-300)
     return float((excess - ratio * earlier).norm()) <= EXACT * float(excess.norm())
 
 
 def _sums(
-    training: Training, tensors: dict[Key, Tensor], suspects: dict[str, tuple[nn.Parameter, Tensor]], step: int
+    training: Training,
+    tensors: dict[Key, Tensor],
+    suspects: dict[str, tuple[nn.Parameter, Tensor]],
+    step: int,
 ) -> dict[str, list[str]]:
-    """Over which axes the copies of a suspect's gradient, added up, give the reference: there a sum was left out."""
+    """Over which axes the copies of a suspect's gradient, added up, give the reference: there a sum was left
+    out."""
     mesh, axes_of = training.mesh, defaultdict(list)
     for axis in dict.fromkeys(("tensor", "data", "context", "replica", COPIES)):
         group = mesh.group(axis)

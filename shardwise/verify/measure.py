@@ -1,12 +1,14 @@
-"""Both sides of the comparison, inside the workers: one device writes the reference, every rank compares its part with it.
+"""Both sides of the comparison, inside the workers: one device writes the reference, every rank compares its
+part with it.
 
-The loop is the one that trains (train/steps.py), merely watched: after each backward, when gradients are complete and not yet
-divided for the update; when the loads of experts are taken; and after the last step, which is followed by an evaluation. A rank
-compares what it holds itself, slice by slice, so every copy on every rank is checked, and a whole parameter is put together
-nowhere but in the reference. The file is mapped, not read: ranks of one machine share its pages.
+The loop is the one that trains (train/steps.py), merely watched: after each backward, when gradients are
+complete and not yet divided for the update; when the loads of experts are taken; and after the last step,
+which is followed by an evaluation. A rank compares what it holds itself, slice by slice, so every copy on
+every rank is checked, and a whole parameter is put together nowhere but in the reference. The file is mapped,
+not read: ranks of one machine share its pages.
 
-What a rank reports of a slice are three sums, from which errors and ratios follow for any union of slices: the squares of the
-difference, of the reference and of its own values, and the product of the last two.
+What a rank reports of a slice are three sums, from which errors and ratios follow for any union of slices:
+the squares of the difference, of the reference and of its own values, and the product of the last two.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def build_proof(worker: Worker, proof: ProofJob) -> Training:
 
 
 def _uneven(shares: Shares, least: int) -> Shares:
-    """Each second device has given a row to the one before it, where it has one to give: what is proven is not the even split."""
+    """Each second device has given a row to the one before it, where it has one to give: what is proven is
+    not the even split."""
     rows = list(shares.rows)
     for giver in range(1, len(rows), 2):
         if rows[giver] > least:
@@ -76,7 +79,8 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
         for name, parameter in _trained(training):
             if parameter.grad is None:
                 raise UserError(
-                    f"{name} has no gradient on one device: is it used in forward? Use it, remove it, or give it "
+                    f"{name} has no gradient on one device: is it used in forward? Use it, remove it, or "
+                    f"give it "
                     "requires_grad=False, and it is not trained"
                 )
             tensors[name, "gradient", step] = parameter.grad.detach().clone()
@@ -86,7 +90,8 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
     for name, parameter in _frozen(training):
         if not torch.equal(parameter, frozen[name]):
             raise UserError(
-                f"{name} has requires_grad=False, and forward changes it; what forward changes must be a buffer, which devices "
+                f"{name} has requires_grad=False, and forward changes it; what forward changes must be a "
+                f"buffer, which devices "
                 "do not share"
             )
     for name, quantity, tensor in _state(training):
@@ -108,7 +113,8 @@ def write_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
 
 
 def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Reference:
-    """Train in plain torch (verify/plain.py), from the first weights and the prepared folders that one device has."""
+    """Train in plain torch (verify/plain.py), from the first weights and the prepared folders that one device
+    has."""
     training = build_proof(worker, proof)
     rows, tensors, done = _PlainRows.of(training), dict[Key, Tensor](), list[PlainStep]()
     weights = {name: parameter.detach().clone() for name, parameter in training.parallel.named_parameters()}
@@ -141,7 +147,8 @@ def write_plain_reference(worker: Worker, proof: ProofJob, path: Path) -> Refere
 
 @dataclass(frozen=True)
 class _PlainRows:
-    """The rows of a proof as verify/plain.py reads them, but for those that the proof makes, which are given to it."""
+    """The rows of a proof as verify/plain.py reads them, but for those that the proof makes, which are given
+    to it."""
 
     reader: Reader
     dataset: ProofDataset
@@ -194,32 +201,47 @@ def compare_with_reference(
             if parameter.grad is None:
                 missing[name] = None
             else:
-                slices.append(_compare_slice((name, "gradient", step), parameter, local(parameter.grad), tensors))
+                slices.append(
+                    _compare_slice((name, "gradient", step), parameter, local(parameter.grad), tensors)
+                )
 
     loads = watch_loads(training)
     done = watch(training, proof.steps, check)
     for name, quantity, tensor in _state(training):
         slices.append(_compare_slice((name, quantity, proof.steps), tensor, local(tensor), tensors))
     slices += [_compare_slice(key, load, load, tensors) for key, load in loads.items()]
-    slices += [_compare_number(key, own, reference.numbers[key]) for key, own in _numbers(done, held_out_loss(training))]
+    slices += [
+        _compare_number(key, own, reference.numbers[key])
+        for key, own in _numbers(done, held_out_loss(training))
+    ]
     return RankReport(
         rank=worker.rank,
         coordinates={axis: training.mesh.coordinate(axis) for axis in AXES},
         slices=slices,
         losses=[step.loss for step in done],
         missing=list(missing),
-        frozen={name: _is_reference((name, "weight", proof.steps), parameter, tensors) for name, parameter in _frozen(training)},
-        reductions={name: reductions(training, name, parameter) for name, parameter in training.parallel.named_parameters()},
+        frozen={
+            name: _is_reference((name, "weight", proof.steps), parameter, tensors)
+            for name, parameter in _frozen(training)
+        },
+        reductions={
+            name: reductions(training, name, parameter)
+            for name, parameter in training.parallel.named_parameters()
+        },
         sabotaged=sabotaged,
         data=[step.data for step in done],
     )
 
 
 def watch(
-    training: Training, count: int, look: Callable[[int], None], begin: Callable[[int], None] = lambda step: None
+    training: Training,
+    count: int,
+    look: Callable[[int], None],
+    begin: Callable[[int], None] = lambda step: None,
 ) -> list[Step]:
-    """Train so many steps as always, looking at the gradients of each once they are complete; `begin` is called before each. In
-    eval mode: dropout draws for a whole micro-batch, and those of the layout are others than those of one device."""
+    """Train so many steps as always, looking at the gradients of each once they are complete; `begin` is
+    called before each. In eval mode: dropout draws for a whole micro-batch, and those of the layout are
+    others than those of one device."""
     parallel, original = training.parallel, training.parallel.forward_backward
 
     def watched(batch: Sequence[Any], factor: Tensor) -> Tensor:
@@ -251,7 +273,8 @@ def watch_loads(training: Training) -> dict[Key, Tensor]:
 
 
 def _idle_experts(loads: dict[Key, Tensor]) -> dict[str, list[int]]:
-    """By the path of a mixture, the experts that no token chose in any step; a mixture without such is left out."""
+    """By the path of a mixture, the experts that no token chose in any step; a mixture without such is left
+    out."""
     total: dict[str, Tensor] = {}
     for (path, _, _), load in loads.items():
         total[path] = total.get(path, torch.zeros_like(load)) + load
@@ -260,7 +283,8 @@ def _idle_experts(loads: dict[Key, Tensor]) -> dict[str, list[int]]:
 
 
 def reductions(training: Training, name: str, parameter: nn.Parameter) -> dict[str, int]:
-    """The axes that the gradient of a parameter is summed over; several that are summed at once count as one."""
+    """The axes that the gradient of a parameter is summed over; several that are summed at once count as
+    one."""
     mesh, parallel = training.mesh, training.parallel
     role = parallel.table.role(name.rpartition(".")[0])
     expert = role is not None and role.kind == "experts"
@@ -276,11 +300,19 @@ def reductions(training: Training, name: str, parameter: nn.Parameter) -> dict[s
 
 
 def _trained(training: Training) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, parameter) for name, parameter in training.parallel.named_parameters() if parameter.requires_grad)
+    return (
+        (name, parameter)
+        for name, parameter in training.parallel.named_parameters()
+        if parameter.requires_grad
+    )
 
 
 def _frozen(training: Training) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, parameter) for name, parameter in training.parallel.named_parameters() if not parameter.requires_grad)
+    return (
+        (name, parameter)
+        for name, parameter in training.parallel.named_parameters()
+        if not parameter.requires_grad
+    )
 
 
 def _is_reference(key: Key, holder: Tensor, tensors: dict[Key, Tensor]) -> bool:
@@ -313,15 +345,25 @@ def _compare_number(key: Key, own: float, reference: float) -> SliceComparison:
 def _compare_slice(key: Key, holder: Tensor, own: Tensor, tensors: dict[Key, Tensor]) -> SliceComparison:
     where = held(holder)
     reference, own = tensors[key][where].double(), own.detach().cpu().double()
-    assert own.shape == reference.shape, f"{key[0]}: this rank holds {tuple(own.shape)}, not {tuple(reference.shape)}"
+    assert own.shape == reference.shape, (
+        f"{key[0]}: this rank holds {tuple(own.shape)}, not {tuple(reference.shape)}"
+    )
     box = tuple((part.start, part.stop) for part in where)
     return SliceComparison(
-        key, box, _squares(own - reference), _squares(reference), _squares(own), float((own * reference).sum())
+        key,
+        box,
+        _squares(own - reference),
+        _squares(reference),
+        _squares(own),
+        float((own * reference).sum()),
     )
 
 
 def _all_squares(tensors: dict[Key, Tensor], numbers: dict[Key, float]) -> dict[Key, float]:
-    return {**{key: _squares(tensor) for key, tensor in tensors.items()}, **{key: own**2 for key, own in numbers.items()}}
+    return {
+        **{key: _squares(tensor) for key, tensor in tensors.items()},
+        **{key: own**2 for key, own in numbers.items()},
+    }
 
 
 def _squares(tensor: Tensor) -> float:

@@ -1,14 +1,17 @@
-"""Training written a second time, in plain torch and from the papers, for `shardwise verify JOB --against plain`.
+"""Training written a second time, in plain torch and from the papers, for `shardwise verify JOB --against
+plain`.
 
-A layout that agrees with one device of ours may share its mistakes: betas that are swapped, a rotation that turns the wrong way,
-a divisor that counts ignored targets. So nothing here is taken from our model, loss, optimizer, schedule or data code, and each
-part is written in another way than there: a rotation is a complex product, attention has its whole matrix of scores, every expert
-computes every token, the logits exist, the gradients are autograd's, AdamW is its formula. Slow, and in float64 only.
+A layout that agrees with one device of ours may share its mistakes: betas that are swapped, a rotation that
+turns the wrong way, a divisor that counts ignored targets. So nothing here is taken from our model, loss,
+optimizer, schedule or data code, and each part is written in another way than there: a rotation is a complex
+product, attention has its whole matrix of scores, every expert computes every token, the logits exist, the
+gradients are autograd's, AdamW is its formula. Slow, and in float64 only.
 
-Given are the job's numbers, the first weights and the prepared folders (so neither drawing weights nor tokenising is proven), and
-the rows that a proof makes itself. What the papers leave open is our definition, repeated here: which sample comes when; that
-losses are sums over the tokens of the global batch divided by its valid targets, the balancing losses too; that a router's bias
-is kept in float32; and that embeddings, norms and biases are not decayed.
+Given are the job's numbers, the first weights and the prepared folders (so neither drawing weights nor
+tokenising is proven), and the rows that a proof makes itself. What the papers leave open is our definition,
+repeated here: which sample comes when; that losses are sums over the tokens of the global batch divided by
+its valid targets, the balancing losses too; that a router's bias is kept in float32; and that embeddings,
+norms and biases are not decayed.
 """
 
 from __future__ import annotations
@@ -43,8 +46,10 @@ KNOWN = {
     "window_layers": ("all", "even"),
 }
 NUMBERS = {
-    "preset", "pretrained", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary", "norm_epsilon",
-    "max_positions", "window", "query_scalar", "attention_softcap", "logit_softcap", "post_norms", "scaled_embedding",
+    "preset", "pretrained", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocabulary",
+    "norm_epsilon",
+    "max_positions", "window", "query_scalar", "attention_softcap", "logit_softcap", "post_norms",
+    "scaled_embedding",
     "rope_theta", "rope_scale", "rope_original", "qk_norm", "bias", "tied", "experts", "experts_per_token",
     "expert_ffn", "shared_experts", "normalise_routing", "routing_scale", "balance_loss", "balance_bias",
     "router_z_loss",
@@ -57,12 +62,17 @@ def check_known(config: Config) -> None:
     for name, field in Model.model_fields.items():
         value = getattr(config.model, name)
         if value not in KNOWN.get(name, (value,) if name in NUMBERS else (field.default,)):
-            raise UserError(f"--against plain: does not know model.{name} = {value!r}; leave out --against plain")
+            raise UserError(
+                f"--against plain: does not know model.{name} = {value!r}; leave out --against plain"
+            )
     if config.train.schedule not in ("cosine", "linear", "wsd", "constant"):
-        raise UserError(f"--against plain: does not know train.schedule = {config.train.schedule!r}; leave out --against plain")
+        raise UserError(
+            f"--against plain: does not know train.schedule = {config.train.schedule!r}; leave out "
+            f"--against plain"
+        )
 
 
-# -- data: which tokens a step reads -------------------------------------------------------------------------------------
+# -- data: which tokens a step reads -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,10 @@ class Text:
     def shards(self) -> list[tuple[Array, Array]]:
         """Tokens of each file, and the offset after each document's last."""
         names = [self.folder / shard["file"] for shard in self.index["shards"]]
-        return [(np.memmap(name, self.index["dtype"], "r"), np.fromfile(name.with_suffix(".ends"), "<i8")) for name in names]
+        return [
+            (np.memmap(name, self.index["dtype"], "r"), np.fromfile(name.with_suffix(".ends"), "<i8"))
+            for name in names
+        ]
 
     @cached_property
     def conversations(self) -> list[tuple[Array, Array]]:
@@ -90,13 +103,16 @@ class Text:
         for shard, (tokens, ends) in zip(self.index["shards"], self.shards, strict=True):
             if self.index.get("holds_answers"):
                 learnt = np.zeros(len(tokens), dtype=bool)
-                for first, after in np.fromfile(self.folder / shard["file"].replace(".bin", ".answers"), "<i8").reshape(-1, 2):
+                for first, after in np.fromfile(
+                    self.folder / shard["file"].replace(".bin", ".answers"), "<i8"
+                ).reshape(-1, 2):
                     learnt[first:after] = True
                 found += list(zip(np.split(tokens, ends[:-1]), np.split(learnt, ends[:-1]), strict=True))
         return found
 
     def packed(self, length: int) -> list[list[int]]:
-        """Numbers of the conversations of each sequence: in order, as many as `length` inputs and a last target have room for."""
+        """Numbers of the conversations of each sequence: in order, as many as `length` inputs and a last
+        target have room for."""
         rows: list[list[int]] = []
         room = 0
         for number, (tokens, _) in enumerate(self.conversations):
@@ -116,7 +132,12 @@ class Text:
         for shard, ends in self.shards:
             window = range(*slice(max(0, start - base), max(0, start + length - base)).indices(len(shard)))
             tokens.append(shard[window.start : window.stop].astype(np.int64))
-            last.append(np.isin(np.asarray(window) + 1, ends[slice(*np.searchsorted(ends, (window.start, window.stop + 1)))]))
+            last.append(
+                np.isin(
+                    np.asarray(window) + 1,
+                    ends[slice(*np.searchsorted(ends, (window.start, window.stop + 1)))],
+                )
+            )
             base += len(shard)
         return np.concatenate(tokens), np.concatenate(last)
 
@@ -137,7 +158,8 @@ def _key(*parts: int) -> int:
 
 
 def _shuffled(index: int, size: int, key: int) -> int:
-    """Where a keyed Feistel network of six rounds sends an index, again and again until it falls below `size`."""
+    """Where a keyed Feistel network of six rounds sends an index, again and again until it falls below
+    `size`."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     while True:
         left, right = index >> half, index % 2**half
@@ -152,7 +174,9 @@ def _quotas(weights: Sequence[float]) -> list[int]:
     """Of 65,536 positions, by largest remainder, and at least one each."""
     exact = [weight / sum(weights) * 65536 for weight in weights]
     shares = [max(1, math.floor(share)) for share in exact]
-    for index in sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])[: max(0, 65536 - sum(shares))]:
+    for index in sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])[
+        : max(0, 65536 - sum(shares))
+    ]:
         shares[index] += 1
     while sum(shares) > 65536:
         shares[shares.index(max(shares))] -= 1
@@ -181,8 +205,15 @@ class Reader:
 
     def held_out(self, count: int) -> Rows:
         """The first held-out sequences."""
-        samples = [(text, first + number) for text in self.texts for first, own in [self.sizes(text)] for number in range(own)]
-        return self._rows([samples[_shuffled(index, len(samples), _key(3))] for index in range(min(count, len(samples)))])
+        samples = [
+            (text, first + number)
+            for text in self.texts
+            for first, own in [self.sizes(text)]
+            for number in range(own)
+        ]
+        return self._rows(
+            [samples[_shuffled(index, len(samples), _key(3))] for index in range(min(count, len(samples)))]
+        )
 
     def _sample(self, position: int) -> tuple[Text, int]:
         source, index, seed = 0, position, self.config.train.seed
@@ -191,14 +222,20 @@ class Reader:
             shares = _quotas(self.weights)
             ends = np.cumsum(shares)
             key = _key(seed, 2, cycle)
-            sources = [int(np.searchsorted(ends, _shuffled(place, 65536, key), "right")) for place in range(within + 1)]
+            sources = [
+                int(np.searchsorted(ends, _shuffled(place, 65536, key), "right"))
+                for place in range(within + 1)
+            ]
             source = sources[-1]
             index = cycle * shares[source] + sources[:-1].count(source)
         size, _ = self.sizes(self.texts[source])
         return self.texts[source], _shuffled(index % size, size, _key(seed, 1, source, index // size))
 
     def _rows(self, samples: Sequence[tuple[Text, int]]) -> Rows:
-        read = [self._conversations(*sample) if sample[0].conversations else self._window(*sample) for sample in samples]
+        read = [
+            self._conversations(*sample) if sample[0].conversations else self._window(*sample)
+            for sample in samples
+        ]
         inputs, targets, documents = (torch.from_numpy(np.stack(part)) for part in zip(*read, strict=True))
         return inputs, targets, documents
 
@@ -211,7 +248,8 @@ class Reader:
         return tokens[:-1], np.where(ends, -100, tokens[1:]), ends.cumsum() - ends
 
     def _conversations(self, text: Text, sample: int) -> tuple[Array, Array, Array]:
-        """Whole conversations, each predicted within itself, and the end of a document over and over in what is left."""
+        """Whole conversations, each predicted within itself, and the end of a document over and over in what
+        is left."""
         length, end = self.config.data.sequence_length, text.index["end"]
         inputs, targets, documents = (np.full(length, fill, dtype=np.int64) for fill in (end, -100, -1))
         place = 0
@@ -230,7 +268,7 @@ def checksum(inputs: Tensor) -> str:
     return f"{sum(zlib.crc32(row.numpy().astype('<i8').tobytes()) for row in inputs):014x}"
 
 
-# -- model and loss ------------------------------------------------------------------------------------------------------
+# -- model and loss ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -280,33 +318,50 @@ class Forward:
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         y = x @ self.state[f"{name}.weight"].T
-        biased = self.model.bias is True or (self.model.bias == "qkv" and name.endswith((".query", ".key", ".value")))
+        biased = self.model.bias is True or (
+            self.model.bias == "qkv" and name.endswith((".query", ".key", ".value"))
+        )
         return y + self.state[f"{name}.bias"] if biased else y
 
     def _attention(self, name: str, x: Tensor, seen: Tensor) -> Tensor:
-        """Vaswani et al. 2017; shared keys and values: Ainslie et al. 2023; windows: Jiang et al. 2023; caps: Gemma 2, 2024."""
+        """Vaswani et al. 2017; shared keys and values: Ainslie et al. 2023; windows: Jiang et al. 2023; caps:
+        Gemma 2, 2024."""
         model = self.model
         parts = (self._linear(f"{name}.{part}", x) for part in ("query", "key", "value"))
         query, key, value = (part.reshape(*x.shape[:2], -1, model.head_dim) for part in parts)
         if model.qk_norm:
-            query, key = self._norm(f"{name}.query_norm", query, "rms"), self._norm(f"{name}.key_norm", key, "rms")
+            query, key = (
+                self._norm(f"{name}.query_norm", query, "rms"),
+                self._norm(f"{name}.key_norm", key, "rms"),
+            )
         if model.positions == "rotary":
             query, key = self._rotate(query), self._rotate(key)
         shared = torch.arange(model.heads) // (model.heads // model.kv_heads)
-        scores = torch.einsum("sihd,sjhd->shij", query, key[:, :, shared]) / math.sqrt(model.query_scalar or model.head_dim)
+        scores = torch.einsum("sihd,sjhd->shij", query, key[:, :, shared]) / math.sqrt(
+            model.query_scalar or model.head_dim
+        )
         scores = _softcapped(scores, model.attention_softcap)
         shares = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
-        return self._linear(f"{name}.output", torch.einsum("shij,sjhd->sihd", shares, value[:, :, shared]).flatten(2))
+        return self._linear(
+            f"{name}.output", torch.einsum("shij,sjhd->sihd", shares, value[:, :, shared]).flatten(2)
+        )
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """Su et al. 2021: channels i and i + head_dim / 2 are a complex number, multiplied by exp(i position frequency)."""
+        """Su et al. 2021: channels i and i + head_dim / 2 are a complex number, multiplied by exp(i position
+        frequency)."""
         model, half = self.model, self.model.head_dim // 2
-        frequencies = torch.tensor([model.rope_theta ** (-pair / half) for pair in range(half)], dtype=torch.float64)
+        frequencies = torch.tensor(
+            [model.rope_theta ** (-pair / half) for pair in range(half)], dtype=torch.float64
+        )
         if model.rope_scale != 1:  # Llama 3.1
-            waves = model.rope_original / (2 * math.pi / frequencies)  # as many fit into the length trained on
+            waves = model.rope_original / (
+                2 * math.pi / frequencies
+            )  # as many fit into the length trained on
             smooth = (waves - 1) / (4 - 1)
             blended = (1 - smooth) * frequencies / model.rope_scale + smooth * frequencies
-            frequencies = torch.where(waves < 1, frequencies / model.rope_scale, torch.where(waves > 4, frequencies, blended))
+            frequencies = torch.where(
+                waves < 1, frequencies / model.rope_scale, torch.where(waves > 4, frequencies, blended)
+            )
         angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * frequencies
         turned = torch.complex(x[..., :half], x[..., half:]) * torch.complex(angles.cos(), angles.sin())
         return torch.cat((turned.real, turned.imag), -1)
@@ -317,10 +372,13 @@ class Forward:
         if self.model.activation == "gelu":
             return self._linear(f"{name}.down", _gelu(up))
         gate = self._linear(f"{name}.gate", x)
-        return self._linear(f"{name}.down", (gate * gate.sigmoid() if self.model.activation == "swiglu" else _gelu(gate)) * up)
+        return self._linear(
+            f"{name}.down", (gate * gate.sigmoid() if self.model.activation == "swiglu" else _gelu(gate)) * up
+        )
 
     def _experts(self, name: str, x: Tensor) -> Tensor:
-        """Shazeer et al. 2017; balance: Fedus et al. 2021, DeepSeek-V3 2024, Wang et al. 2024; z-loss: Zoph et al. 2022."""
+        """Shazeer et al. 2017; balance: Fedus et al. 2021, DeepSeek-V3 2024, Wang et al. 2024; z-loss: Zoph
+        et al. 2022."""
         model, state = self.model, self.state
         logits = x @ state[f"{name}.router.weight"].T  # (sequences, tokens, experts)
         scores = logits.softmax(-1) if model.router == "softmax" else logits.sigmoid()
@@ -328,14 +386,21 @@ class Forward:
         best = preferred.sort(-1, descending=True).indices[..., : model.experts_per_token]
         chosen = torch.zeros_like(scores).scatter(-1, best, 1.0)
         weights = scores * chosen
-        weights = model.routing_scale * (weights / weights.sum(-1, keepdim=True) if model.normalise_routing else weights)
+        weights = model.routing_scale * (
+            weights / weights.sum(-1, keepdim=True) if model.normalise_routing else weights
+        )
         gate, up, down = (state[f"{name}.experts.{part}"] for part in ("gate", "up", "down"))
         gated = torch.einsum("sth,efh->stef", x, gate)
         inner = gated * gated.sigmoid() * torch.einsum("sth,efh->stef", x, up)
         y = torch.einsum("stef,ehf,ste->sth", inner, down, weights)
         self.loads[name] = chosen.sum((0, 1))
-        share, mean = chosen.mean(1) / model.experts_per_token, (scores / scores.sum(-1, keepdim=True)).mean(1)
-        self.balancing = self.balancing + model.balance_loss * x.shape[1] * model.experts * (share * mean).sum()
+        share, mean = (
+            chosen.mean(1) / model.experts_per_token,
+            (scores / scores.sum(-1, keepdim=True)).mean(1),
+        )
+        self.balancing = (
+            self.balancing + model.balance_loss * x.shape[1] * model.experts * (share * mean).sum()
+        )
         self.balancing = self.balancing + model.router_z_loss * logits.logsumexp(-1).square().sum()
         return y + self._feed_forward(f"{name}.shared", x) if model.shared_experts else y
 
@@ -348,12 +413,12 @@ def _softcapped(numbers: Tensor, cap: float | None) -> Tensor:
     return numbers if cap is None else cap * (numbers / cap).tanh()
 
 
-# -- optimizer -----------------------------------------------------------------------------------------------------------
+# -- optimizer -----------------------------------------------------------------------------------------------
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """Of a step, counted from 1: a line up to the peak over `warmup` steps, and from there (wsd: from `decay` steps before the
-    end) half a cosine or a line down to `final_learning_rate` of it at the last step."""
+    """Of a step, counted from 1: a line up to the peak over `warmup` steps, and from there (wsd: from `decay`
+    steps before the end) half a cosine or a line down to `final_learning_rate` of it at the last step."""
     peak, final, begin = train.learning_rate, train.learning_rate * train.final_learning_rate, train.warmup
     if step <= train.warmup:
         return peak * step / train.warmup
@@ -362,11 +427,16 @@ def learning_rate(train: Train, step: int) -> float:
     if train.schedule == "constant" or step <= begin:
         return peak
     gone = min(1.0, (step - begin) / (train.steps - begin))
-    return final + (peak - final) * ((1 + math.cos(math.pi * gone)) / 2 if train.schedule == "cosine" else 1 - gone)
+    return final + (peak - final) * (
+        (1 + math.cos(math.pi * gone)) / 2 if train.schedule == "cosine" else 1 - gone
+    )
 
 
-def adamw(weight: Tensor, gradient: Tensor, moments: list[Tensor], train: Train, step: int, lr: float, decay: float) -> Tensor:
-    """The weight after a step (Loshchilov and Hutter 2019, algorithm 2); `moments` become those of this step."""
+def adamw(
+    weight: Tensor, gradient: Tensor, moments: list[Tensor], train: Train, step: int, lr: float, decay: float
+) -> Tensor:
+    """The weight after a step (Loshchilov and Hutter 2019, algorithm 2); `moments` become those of this
+    step."""
     (beta1, beta2), (first, second) = train.betas, moments
     moments[:] = [beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient**2]
     mean, square = moments[0] / (1 - beta1**step), moments[1] / (1 - beta2**step)
@@ -392,8 +462,11 @@ class PlainStep:
         return max(float(load.max() / load.mean()) for load in self.loads.values())
 
 
-def train_plainly(config: Config, weights: State, biases: State, batch: Callable[[int], Rows], steps: int) -> Iterator[PlainStep]:
-    """Train from these weights and routers' biases, which are changed in place; `batch(step)` gives the rows of a step."""
+def train_plainly(
+    config: Config, weights: State, biases: State, batch: Callable[[int], Rows], steps: int
+) -> Iterator[PlainStep]:
+    """Train from these weights and routers' biases, which are changed in place; `batch(step)` gives the rows
+    of a step."""
     model, train = config.model, config.train
     moments = {name: [torch.zeros_like(weight), torch.zeros_like(weight)] for name, weight in weights.items()}
     for step in range(1, steps + 1):

@@ -1,10 +1,12 @@
 """The proof from end to end: one device, the layout, the verdict, and if it fails, where and why.
 
     reference (one process of ours, or plain torch) → file → every rank compares → verdict
-                                                                               ↘ fails: once more, module by module → diagnosis
+                                                                               ↘ fails: once more, module by
+                                                                               module → diagnosis
 
-Costs: K steps on one device and K on the layout, all on this machine's cores (or the layout's on its GPUs, where that is asked
-for); memory for the model as often as there are processes; on disk, for a while, K + 1 copies of the model in float64.
+Costs: K steps on one device and K on the layout, all on this machine's cores (or the layout's on its GPUs,
+where that is asked for); memory for the model as often as there are processes; on disk, for a while, K + 1
+copies of the model in float64.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ from shardwise.words import counted
 
 REFER, COMPARE = "shardwise.verify.measure:write_reference", "shardwise.verify.measure:compare_with_reference"
 REFER_PLAIN = "shardwise.verify.measure:write_plain_reference"
-REFER_TRACE, COMPARE_TRACE = "shardwise.verify.localise:write_reference_trace", "shardwise.verify.localise:compare_traces"
+REFER_TRACE, COMPARE_TRACE = (
+    "shardwise.verify.localise:write_reference_trace",
+    "shardwise.verify.localise:compare_traces",
+)
 COMPRESSED = "shardwise.verify.compressed:measure_compressed"
 REFER_SUMS = COMPARE_SUMS = "shardwise.verify.sums:short_sums"
 REFERENCE_FILE = "reference.pt"
@@ -117,8 +122,9 @@ def prove(
     against: Against = "one-device",
     workers: Workers | None = None,
 ) -> ProofResult:
-    """Run a job on its layout and on one device, or in plain torch, and compare. While text is tokenised, `preparing()` gives
-    what hears of it; `say` hears of the stages. `workers`: as many as the layout needs or more, where there are some already."""
+    """Run a job on its layout and on one device, or in plain torch, and compare. While text is tokenised,
+    `preparing()` gives what hears of it; `say` hears of the stages. `workers`: as many as the layout needs or
+    more, where there are some already."""
     started = time.monotonic()
     if against == "plain":
         _check_plain(config, dtype)
@@ -154,12 +160,16 @@ def prove(
         for layout in proof.compressed if verdict.passes and sabotage is None else ():
             what = what_is_compressed(layout)
             say(f"one step with {what}, for what it leaves out")
-            reports_of_step = workers.run(COMPRESSED, proof.with_compression(layout), path, reference, on=proof.world)
+            reports_of_step = workers.run(
+                COMPRESSED, proof.with_compression(layout), path, reference, on=proof.world
+            )
             compressed.append(judge_compressed(what, reports_of_step))
             verdict = replace(verdict, faults=(*verdict.faults, *compressed[-1].faults))
     reached = what_is_reached(proof, ProofDataset.of(proof, dataset), reference.idle_experts)
     seconds = time.monotonic() - started
-    return ProofResult(proof, shrunk, verdict, reference, reports, diagnosis, seconds, against, reached, tuple(compressed))
+    return ProofResult(
+        proof, shrunk, verdict, reference, reports, diagnosis, seconds, against, reached, tuple(compressed)
+    )
 
 
 def _wrong_sums(workers: Workers, proof: ProofJob, say: Callable[[str], None]) -> Iterator[str]:
@@ -180,10 +190,14 @@ def _check_plain(config: Config, dtype: Dtype) -> None:
     if dtype != "float64":
         raise UserError(f"--against plain: computes in float64 only; leave out --dtype {dtype}")
     if config.train.precision == "float8":
-        raise UserError("--against plain: plain torch has no products in float8; add train.precision=bfloat16 to prove the rest")
+        raise UserError(
+            "--against plain: plain torch has no products in float8; add train.precision=bfloat16 to prove "
+            "the rest"
+        )
     if config.model.module is not None:
         raise UserError(
-            "--against plain: knows the built-in transformer only, not model.module; leave it out, and the layout is proven "
+            "--against plain: knows the built-in transformer only, not model.module; leave it out, and the "
+            "layout is proven "
             "against your module on one device"
         )
     from shardwise.verify.plain import check_known
@@ -192,8 +206,8 @@ def _check_plain(config: Config, dtype: Dtype) -> None:
 
 
 def _check_module(proof: ProofJob) -> int | None:
-    """A user's own module is tried here, before any process starts; only then does this one import torch. Returns how many ids it
-    looks up, where its sharding table says by which module."""
+    """A user's own module is tried here, before any process starts; only then does this one import torch.
+    Returns how many ids it looks up, where its sharding table says by which module."""
     if proof.config.model.module is None:
         return None
     from shardwise.parallel import check_module, embedded_ids
@@ -212,7 +226,8 @@ class _Search:
     say: Callable[[str], None]
 
     def in_layout(self, verdict: Verdict, reference: Reference, reports: list[RankReport]) -> Diagnosis:
-        """In float64 whatever the dtype of the proof: a fault of the layout shows there, and rounding does not."""
+        """In float64 whatever the dtype of the proof: a fault of the layout shows there, and rounding does
+        not."""
         step = verdict.first_step
         self.say(f"it fails: looking for the first module that differs in step {step}")
         workers, proof = self.workers, self.proof
@@ -227,8 +242,12 @@ class _Search:
         return diagnose(verdict, reports, traces, sizes, reference.data)
 
     def in_shared(self, verdict: Verdict, reference: Reference, reports: list[RankReport]) -> Diagnosis:
-        """What differs from plain torch is the layout's fault, which one device of ours shows, or one that all layouts share."""
-        self.say(f"it fails: {self.proof.steps} steps on one device, to tell a fault of the layout from one that all share")
+        """What differs from plain torch is the layout's fault, which one device of ours shows, or one that
+        all layouts share."""
+        self.say(
+            f"it fails: {self.proof.steps} steps on one device, to tell a fault of the layout from one that "
+            f"all share"
+        )
         path = self.workers.folder / REFERENCE_FILE
         (one_device,) = self.workers.run(REFER, self.proof.on_one_device("float64"), path, on=1)
         again = self.workers.run(COMPARE, self.proof, path, one_device, self.sabotage, on=self.proof.world)

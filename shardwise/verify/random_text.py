@@ -1,9 +1,10 @@
 """Text to prove a job on, where its own is not at hand.
 
-A proof compares two computations of the same batches; what the batches say does not matter, only that many ids occur and that
-documents end inside of sequences; for a job that learns answers, that other tokens carry no loss. So a job whose data live on
-another machine, whose tokenizer has more ids than the shrunk vocabulary, or whose text would take minutes to tokenise, is proven
-on random bytes: 96 KiB of short documents, the same every time, under the byte tokenizer.
+A proof compares two computations of the same batches; what the batches say does not matter, only that many
+ids occur and that documents end inside of sequences; for a job that learns answers, that other tokens carry
+no loss. So a job whose data live on another machine, whose tokenizer has more ids than the shrunk vocabulary,
+or whose text would take minutes to tokenise, is proven on random bytes: 96 KiB of short documents, the same
+every time, under the byte tokenizer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n\tÃŸÃ
 
 
 def can_use_own_data(data: Data, only_bytes: bool) -> bool:
-    """Whether the job's own data can be read here, quickly; `only_bytes`: and have no other ids than the byte tokenizer's."""
+    """Whether the job's own data can be read here, quickly; `only_bytes`: and have no other ids than the byte
+    tokenizer's."""
     try:
         tokenizer_fingerprint(data.tokenizer)
         paths = [source.path for source in data.sources] or [data.source or ""]
@@ -56,7 +58,13 @@ def with_random_text(data: Data, folder: Path) -> Data:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, (_answers() if answers else _text()).encode())
     return data.model_copy(
-        update={"source": str(path), "sources": (), "tokenizer": BYTES, "end_of_document": None, "text_field": FIELD}
+        update={
+            "source": str(path),
+            "sources": (),
+            "tokenizer": BYTES,
+            "end_of_document": None,
+            "text_field": FIELD,
+        }
     )
 
 
@@ -65,7 +73,11 @@ def _learns_answers(data: Data) -> bool:
     for path in [source.path for source in data.sources] or [data.source or ""]:
         with suppress(UserError):
             folder = Path(path)
-            if Index.read(folder).holds_answers if is_prepared(folder) else holds_answers(find_files(path), data.text_field):
+            if (
+                Index.read(folder).holds_answers
+                if is_prepared(folder)
+                else holds_answers(find_files(path), data.text_field)
+            ):
                 return True
     return False
 

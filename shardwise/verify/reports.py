@@ -8,10 +8,11 @@ from typing import Any
 Box = tuple[tuple[int, int], ...]
 """A slice of a tensor: where it begins and ends in each dim."""
 Key = tuple[str, str, int]
-"""(parameter, quantity, step). Quantities are gradient, weight, buffer; of a mixture of experts, its load; and with no parameter
-loss, gradient norm, expert imbalance and held-out loss."""
+"""(parameter, quantity, step). Quantities are gradient, weight, buffer; of a mixture of experts, its load;
+and with no parameter loss, gradient norm, expert imbalance and held-out loss."""
 ShortSum = tuple[str, str]
-"""A sum in 16 bits: the operator, and the function that called it; autograd: where gradients of one tensor meet."""
+"""A sum in 16 bits: the operator, and the function that called it; autograd: where gradients of one tensor
+meet."""
 HELD_OUT, LOAD = "held-out loss", "load"
 
 
@@ -46,7 +47,8 @@ class RankReport:
     """For each parameter the axes that its gradient is summed over, as people read them, and their sizes."""
     sabotaged: dict[str, Any] | None = None
     frozen: dict[str, bool] = field(default_factory=dict)
-    """Of each parameter that is not trained, whether this rank's slice is, to the bit, what one device began and ended with."""
+    """Of each parameter that is not trained, whether this rank's slice is, to the bit, what one device began
+    and ended with."""
     data: list[str] = field(default_factory=list)
     """Of each step, the checksum of the sequences that all ranks read."""
 
@@ -77,8 +79,8 @@ class CompressedReport:
 
     rank: int
     lost: float | None
-    """The most that a number of what all got and keep differs from one device's gradient, relative to the largest of its
-    parameter; None: what is left out is not kept."""
+    """The most that a number of what all got and keep differs from one device's gradient, relative to the
+    largest of its parameter; None: what is left out is not kept."""
     off: float
     """Sum of the squares of the difference between what this rank was given and one device's gradient,"""
     size: float
@@ -86,8 +88,8 @@ class CompressedReport:
     checksums: dict[str, int]
     """Of the gradients, by parameter and slice."""
     weights: dict[str, list[int]] = field(default_factory=dict)
-    """Checksums of the gathered weights that this rank computed with, by parameter and slice: one for each version that it had in
-    forward or backward. Empty where weights are not compressed."""
+    """Checksums of the gathered weights that this rank computed with, by parameter and slice: one for each
+    version that it had in forward or backward. Empty where weights are not compressed."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class ModuleDifference:
     micro_batch: int
     """The first in which it differs."""
     reference: float = 0.0
-    """Sums over the elements compared, in all micro-batches, as in a SliceComparison: of the squares of the reference,"""
+    """Sums over the elements compared, in all micro-batches, as in a SliceComparison: of the squares of the
+    reference,"""
     own: float = 0.0
     """of the squares of what the rank has,"""
     product: float = 0.0

@@ -1,16 +1,20 @@
-"""What a proof trains on: every other row is the job's own, and those between are made to reach what text may never.
+"""What a proof trains on: every other row is the job's own, and those between are made to reach what text may
+never.
 
-Text of letters is bytes below 128, so the upper half of a vocabulary never occurs in it; one long file has no end of a document
-in any sequence. A fault there would stay unseen. A made row therefore has
+Text of letters is bytes below 128, so the upper half of a vocabulary never occurs in it; one long file has no
+end of a document in any sequence. A fault there would stay unseen. A made row therefore has
 
-- ids from every tensor device's part of the vocabulary, among them the first and the last of each, as inputs and as targets; the
-  last id of all is frequent, so that its gradient is a sum of many;
-- where attention keeps to documents (`data.reset_attention`): in turn a document for each token of the first half and one for the
-  rest, a document of the whole sequence, and documents of any length. The last token of each has no target;
-- where the data are conversations: targets without a loss all over, and now and then a row without any that has one.
+- ids from every tensor device's part of the vocabulary, among them the first and the last of each, as inputs
+  and as targets; the last id of all is frequent, so that its gradient is a sum of many;
+- where attention keeps to documents (`data.reset_attention`): in turn a document for each token of the first
+  half and one for the rest, a document of the whole sequence, and documents of any length. The last token of
+  each has no target;
+- where the data are conversations: targets without a loss all over, and now and then a row without any that
+  has one.
 
-A row is a function of (seed, its place in the stream of samples), so every layout trains on the same. Which rows are made changes
-from step to step, so that a rank which has one row a step gets both kinds. Held-out rows are mixed in the same way.
+A row is a function of (seed, its place in the stream of samples), so every layout trains on the same. Which
+rows are made changes from step to step, so that a rank which has one row a step gets both kinds. Held-out
+rows are mixed in the same way.
 """
 
 from __future__ import annotations
@@ -49,17 +53,23 @@ class ProofDataset(Dataset):
         """For a proof, on the data of its job."""
         own = dataset or Dataset.open(proof.config.data, proof.config.train.seed)
         batch = proof.config.train.global_batch
-        return cls(own.streams, own.sequence_length, own.reset_attention, own.seed, proof.ids, proof.parts, batch)
+        return cls(
+            own.streams, own.sequence_length, own.reset_attention, own.seed, proof.ids, proof.parts, batch
+        )
 
     def sequences(self, first: int, count: int) -> Rows:
         """Training sequences as a run sees them, of which the made ones are replaced."""
         own = super().sequences(first, count)
-        return self._replaced(own, {row: first + row for row in range(count) if self.is_made(first + row)}, _TRAINING)
+        return self._replaced(
+            own, {row: first + row for row in range(count) if self.is_made(first + row)}, _TRAINING
+        )
 
     def held_out_rows(self, start: int, count: int) -> Rows:
         """Held-out sequences, every other of them made."""
         own = super().held_out_rows(start, count)
-        return self._replaced(own, {row: start + row for row in range(count) if self.held_out_is_made(start + row)}, _HELD_OUT)
+        return self._replaced(
+            own, {row: start + row for row in range(count) if self.held_out_is_made(start + row)}, _HELD_OUT
+        )
 
     def is_made(self, place: int) -> bool:
         """Whether the row at this place of the stream is made: in turn by step, and by row within it."""
@@ -72,7 +82,9 @@ class ProofDataset(Dataset):
     def edges(self) -> list[range]:
         """The ids of each part, where it has any."""
         rows = largest_part(self.ids, self.parts)
-        return [part for first in range(0, self.ids, rows) if (part := range(first, min(self.ids, first + rows)))]
+        return [
+            part for first in range(0, self.ids, rows) if (part := range(first, min(self.ids, first + rows)))
+        ]
 
     def _replaced(self, own: Rows, places: dict[int, int], purpose: int) -> Rows:
         for row, place in places.items():
@@ -90,7 +102,9 @@ class ProofDataset(Dataset):
         window = np.asarray([draw.integers(part.start, part.stop) for part in chosen])
         window[draw.integers(FREQUENT, size=length + 1) == 0] = self.ids - 1
         edges = np.roll([end for part in parts for end in (part[0], part[-1])], -place)[: max(0, length - 1)]
-        window[1 + draw.permutation(length - 1)[: len(edges)]] = edges  # neither first nor last: each is an input and a target
+        window[1 + draw.permutation(length - 1)[: len(edges)]] = (
+            edges  # neither first nor last: each is an input and a target
+        )
         ends = _ends(length, place // 2, draw) if self.reset_attention else np.zeros(length, dtype=bool)
         learnt = np.ones(length + 1, dtype=bool)
         if any(stream.tokens.index.holds_answers for stream in self.streams):
@@ -140,9 +154,14 @@ class Reached:
         if self.chunks is not None:
             said.append(f"{self.chunks} chunks of the loss")
         if self.documents is not None:
-            said += [f"documents of {self.documents[0]} to {self.documents[1]} tokens", f"{self.ignored} targets without a loss"]
+            said += [
+                f"documents of {self.documents[0]} to {self.documents[1]} tokens",
+                f"{self.ignored} targets without a loss",
+            ]
         if self.experts:
-            idle = "; ".join(f"{layer} {', '.join(map(str, experts))}" for layer, experts in self.idle_experts.items())
+            idle = "; ".join(
+                f"{layer} {', '.join(map(str, experts))}" for layer, experts in self.idle_experts.items()
+            )
             said.append(f"all but these experts: {idle}" if idle else "every expert")
         return f"reached: {', '.join(said)}"
 
@@ -157,14 +176,20 @@ def what_is_reached(proof: ProofJob, dataset: ProofDataset, idle_experts: dict[s
     inputs, targets = rows.inputs, rows.targets
     both = set(np.unique(inputs).tolist()) & set(np.unique(targets).tolist())
     parts, length = dataset.edges(), dataset.sequence_length
-    lengths = [] if rows.documents is None else [np.unique(row, return_counts=True)[1] for row in rows.documents]
+    lengths = (
+        [] if rows.documents is None else [np.unique(row, return_counts=True)[1] for row in rows.documents]
+    )
     tokens = proof.plan.micro_batch * length // proof.plan.layout.context
     return Reached(
         vocabulary_parts=(sum({part[0], part[-1]} <= both for part in parts), len(parts)),
         positions=(int((targets != IGNORED).any(0).sum()), length),
-        documents=(min(int(row.min()) for row in lengths), max(int(row.max()) for row in lengths)) if lengths else None,
+        documents=(min(int(row.min()) for row in lengths), max(int(row.max()) for row in lengths))
+        if lengths
+        else None,
         ignored=int((targets == IGNORED).sum()),
-        chunks=None if proof.config.model.module is not None or proof.chunk is None else -(-tokens // proof.chunk),
+        chunks=None
+        if proof.config.model.module is not None or proof.chunk is None
+        else -(-tokens // proof.chunk),
         idle_experts=idle_experts,
         experts=proof.config.model.experts,
     )

@@ -7,10 +7,11 @@
 | swap-chunks     | the two halves of the sequence, as the rank reads it, change places; the targets stay |                 |
 | misroute-token  | a micro-batch's first token goes, in one layer, to an expert that it did not choose   | experts         |
 
-A rank that merely stayed away from a collective would leave its peers waiting. It takes part and then ignores the result, which
-is what a collective on the wrong group or stream amounts to. Which sum is left out depends on what the layout has: that over the
-data and context devices in FSDP2 or DDP, else that of the weights that are whole on every tensor device, else the one over the
-pipeline's stages, which only the gradients' norm passes.
+A rank that merely stayed away from a collective would leave its peers waiting. It takes part and then ignores
+the result, which is what a collective on the wrong group or stream amounts to. Which sum is left out depends
+on what the layout has: that over the data and context devices in FSDP2 or DDP, else that of the weights that
+are whole on every tensor device, else the one over the pipeline's stages, which only the gradients' norm
+passes.
 """
 
 from __future__ import annotations
@@ -80,7 +81,11 @@ def _drop_bucket(part: Replicated, description: Description) -> None:
 def _drop_unit(part: Sharded, training: Training, description: Description) -> None:
     """FSDP2's first block; of a module without blocks, the unit that holds the rest."""
     mesh = training.mesh
-    units = [(path, unit) for path, unit in part.model.named_modules() if isinstance(unit, FSDPModule) and _own_names(unit)]
+    units = [
+        (path, unit)
+        for path, unit in part.model.named_modules()
+        if isinstance(unit, FSDPModule) and _own_names(unit)
+    ]
     path, unit = next(((path, unit) for path, unit in units if "." in path), units[0])
     if mesh.layout.zero and mesh.size("data x context") > 1:
         axis = mesh.label("data x context")
@@ -104,7 +109,12 @@ class _OwnSummand(CountedReduceScatter):
     """FSDP2's sum over shards, of which only the own summand is kept."""
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> dist.Work | None:
         size, own = output_tensor.numel(), input_tensor.clone().flatten()
         work = super().__call__(output_tensor, input_tensor, group, op, async_op)
@@ -115,8 +125,8 @@ class _OwnSummand(CountedReduceScatter):
 
 
 class _UndoneAllReduce(CountedReduceScatter):
-    """FSDP2's sum over copies, taken back. There are no shards, so FSDP2 calls for no reduce-scatter, but it still asks for its
-    buffers: first one for what goes in, then one for what comes out."""
+    """FSDP2's sum over copies, taken back. There are no shards, so FSDP2 calls for no reduce-scatter, but it
+    still asks for its buffers: first one for what goes in, then one for what comes out."""
 
     def __init__(self, comm: Comm, axis: str) -> None:
         super().__init__(comm, axis)
@@ -157,8 +167,15 @@ def _drop_all_reduce(training: Training, axis: str, description: Description) ->
 
 def _scale(training: Training, description: Description) -> None:
     parallel = training.parallel
-    complete, blocks = parallel.complete_gradients, f"{parallel.table.blocks or ''}"  # a token's row may have no gradient
-    matrices = [(name, p) for name, p in parallel.named_parameters() if p.ndim > 1 and p.requires_grad and local(p).numel()]
+    complete, blocks = (
+        parallel.complete_gradients,
+        f"{parallel.table.blocks or ''}",
+    )  # a token's row may have no gradient
+    matrices = [
+        (name, p)
+        for name, p in parallel.named_parameters()
+        if p.ndim > 1 and p.requires_grad and local(p).numel()
+    ]
     name, parameter = next(
         ((name, p) for name, p in matrices if name.startswith(blocks)), matrices[0]
     )  # all blocks may be frozen

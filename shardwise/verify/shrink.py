@@ -1,16 +1,18 @@
 """A job larger than this machine, made small without changing what there is to get wrong.
 
-Mistakes of a layout sit in its structure: who holds what, what is summed over whom, what is cut unevenly. None of them needs 80
-layers or 8192 features to show; all of them need the axis, the grouped heads, the short last slice. So the proof of a large job
-is the proof of the smallest job that has the same *properties*: yes-or-no statements such as "there are fewer kv heads than
-tensor devices" or "the vocabulary does not divide over them". Each group of numbers (degrees with heads and experts, depth,
-batch, widths, vocabulary) is searched from below for the smallest numbers with all the properties of the original; where no
-small numbers have all, the properties named last give way. What is no number (norms, router, schedule, zero, recomputation, ...)
-stays as it is.
+Mistakes of a layout sit in its structure: who holds what, what is summed over whom, what is cut unevenly.
+None of them needs 80 layers or 8192 features to show; all of them need the axis, the grouped heads, the short
+last slice. So the proof of a large job is the proof of the smallest job that has the same *properties*:
+yes-or-no statements such as "there are fewer kv heads than tensor devices" or "the vocabulary does not divide
+over them". Each group of numbers (degrees with heads and experts, depth, batch, widths, vocabulary) is
+searched from below for the smallest numbers with all the properties of the original; where no small numbers
+have all, the properties named last give way. What is no number (norms, router, schedule, zero, recomputation,
+...) stays as it is.
 
-llama3-70b on pipeline 4, data 2, context 2, tensor 8, where each tensor device has one of the 8 kv heads, becomes 4 layers of 32
-features with 2 kv heads on pipeline 2, data 2, context 2, tensor 2: 16 processes, of seconds. What it cannot find are mistakes
-that only large numbers make: overflow of an index, a kernel that fails at its largest size.
+llama3-70b on pipeline 4, data 2, context 2, tensor 8, where each tensor device has one of the 8 kv heads,
+becomes 4 layers of 32 features with 2 kv heads on pipeline 2, data 2, context 2, tensor 2: 16 processes, of
+seconds. What it cannot find are mistakes that only large numbers make: overflow of an index, a kernel that
+fails at its largest size.
 """
 
 from __future__ import annotations
@@ -60,8 +62,11 @@ BYTE_IDS = 257
 _Value = TypeVar("_Value")
 
 
-def shrink(config: Config, most_devices: int = MOST_DEVICES, folder: Path | None = None) -> tuple[Config, Changes | None]:
-    """The job, or the smallest with its structure if it is too large to prove here, and what changed (None: nothing).
+def shrink(
+    config: Config, most_devices: int = MOST_DEVICES, folder: Path | None = None
+) -> tuple[Config, Changes | None]:
+    """The job, or the smallest with its structure if it is too large to prove here, and what changed (None:
+    nothing).
 
     `folder` is where random text goes if the job's own cannot be used; left out: the job's `data.cache`.
     """
@@ -89,7 +94,8 @@ def is_large(config: Config, most_devices: int = MOST_DEVICES) -> bool:
 def changes(before: Config, after: Config) -> Changes:
     """Every value that differs."""
     old, new = before.model_dump(), after.model_dump()
-    return {f"{name}.{key}": (value, new[name][key]) for name, table in old.items() for key, value in table.items()
+    return {f"{name}.{key}": (value, new[name][key]) for name, table in old.items() for key,
+    value in table.items()
             if value != new[name][key]}  # fmt: skip
 
 
@@ -112,7 +118,8 @@ def _smallest(config: Config, most_devices: int) -> Config:
 def _checked(config: Config) -> Config:
     """Through the rules that every job must keep."""
     tables = {
-        name: {key: value for key, value in table.items() if value is not None} for name, table in config.model_dump().items()
+        name: {key: value for key, value in table.items() if value is not None}
+        for name, table in config.model_dump().items()
     }
     tables["train"].setdefault("clip", False)
     return from_tables(tables, "the shrunk job")
@@ -134,16 +141,17 @@ def _closest(
 
 
 def _missed(properties: Properties, wanted: Properties) -> Properties:
-    """True where a property differs. Such tuples compare like numbers in binary: the most important property decides."""
+    """True where a property differs. Such tuples compare like numbers in binary: the most important property
+    decides."""
     return tuple(has != want for has, want in zip(properties, wanted, strict=True))
 
 
-# -- degrees, heads and experts, which must fit each other --------------------------------------------------------------
+# -- degrees, heads and experts, which must fit each other ---------------------------------------------------
 
 
 def _with_data(config: Config) -> Layout:
-    """`data = -1` takes the devices that are left over. Here those are as few as the experts need; two if there is no other
-    axis, because then they are what there is to prove."""
+    """`data = -1` takes the devices that are left over. Here those are as few as the experts need; two if
+    there is no other axis, because then they are what there is to prove."""
     layout = config.layout
     if layout.data > 0:
         return layout
@@ -159,11 +167,17 @@ def _degrees(model: Model, layout: Layout, most_devices: int) -> tuple[Model, La
         return _missed(_group_properties(*pair), wanted)
 
     wanted = _group_properties(model, layout)
-    pairs = [(_experts(model, layout, _heads(model, layout, smaller), smaller), smaller) for smaller in _layouts(layout)]
+    pairs = [
+        (_experts(model, layout, _heads(model, layout, smaller), smaller), smaller)
+        for smaller in _layouts(layout)
+    ]
     fitting = [pair for pair in pairs if fits(*pair)] or pairs
     fewest = min(pair[1].world for pair in fitting)
     allowed = [pair for pair in fitting if pair[1].world <= max(most_devices, fewest)]
-    return min(allowed, key=lambda pair: (missed(pair), pair[1].world, pair[1].expert, pair[0].heads, pair[0].experts))
+    return min(
+        allowed,
+        key=lambda pair: (missed(pair), pair[1].world, pair[1].expert, pair[0].heads, pair[0].experts),
+    )
 
 
 def _layouts(layout: Layout) -> Iterator[Layout]:
@@ -171,7 +185,8 @@ def _layouts(layout: Layout) -> Iterator[Layout]:
     names = [axis for axis in AXES if getattr(layout, axis) > 1]
     small = [EXPERT_DEGREES if axis == "expert" else DEGREES for axis in names]
     choices = [
-        [degree for degree in degrees if degree <= getattr(layout, axis)] for axis, degrees in zip(names, small, strict=True)
+        [degree for degree in degrees if degree <= getattr(layout, axis)]
+        for axis, degrees in zip(names, small, strict=True)
     ]
     for degrees in product(*choices):
         yield _with_nearby(layout, layout.model_copy(update=dict(zip(names, degrees, strict=True))))
@@ -179,12 +194,17 @@ def _layouts(layout: Layout) -> Iterator[Layout]:
 
 
 def _with_nearby(layout: Layout, smaller: Layout) -> Layout:
-    """Of the devices that share the weights, those that keep a copy among them for backward: all of them, one, or some."""
+    """Of the devices that share the weights, those that keep a copy among them for backward: all of them,
+    one, or some."""
     if layout.backward_shards is None:
         return smaller
     everyone = smaller.data * smaller.context
     some = next((size for size in divisors(everyone) if 1 < size < everyone), 1)
-    keep = everyone if layout.backward_shards == layout.data * layout.context else min(some, layout.backward_shards)
+    keep = (
+        everyone
+        if layout.backward_shards == layout.data * layout.context
+        else min(some, layout.backward_shards)
+    )
     return smaller.model_copy(update={"backward_shards": keep})
 
 
@@ -200,7 +220,11 @@ def _heads_fit(model: Model, layout: Layout) -> bool:
 
 
 def _group_properties(model: Model, layout: Layout) -> Properties:
-    return (*_head_properties(model, layout), *_expert_properties(model, layout), *_borrowing_properties(layout))
+    return (
+        *_head_properties(model, layout),
+        *_expert_properties(model, layout),
+        *_borrowing_properties(layout),
+    )
 
 
 def _head_properties(model: Model, layout: Layout) -> Properties:
@@ -213,9 +237,15 @@ def _head_properties(model: Model, layout: Layout) -> Properties:
 
 def _heads(given: Model, layout: Layout, smaller: Layout) -> Model:
     pairs = [
-        (heads, kv) for heads in range(1, min(given.heads, MOST_HEADS) + 1) for kv in divisors(heads) if kv <= given.kv_heads
+        (heads, kv)
+        for heads in range(1, min(given.heads, MOST_HEADS) + 1)
+        for kv in divisors(heads)
+        if kv <= given.kv_heads
     ]
-    shapes = [given.model_copy(update={"heads": heads, "kv_heads": kv}) for heads, kv in [*pairs, (given.heads, given.kv_heads)]]
+    shapes = [
+        given.model_copy(update={"heads": heads, "kv_heads": kv})
+        for heads, kv in [*pairs, (given.heads, given.kv_heads)]
+    ]
     return _closest(
         [shape for shape in shapes if _heads_fit(shape, smaller)] or shapes[-1:],
         lambda model: _head_properties(model, smaller),
@@ -240,10 +270,17 @@ def _experts(given: Model, layout: Layout, model: Model, smaller: Layout) -> Mod
     if not given.experts:
         return model
     numbers = range(smaller.expert, min(given.experts, MOST_EXPERTS) + 1, smaller.expert)
-    pairs = [(number, chosen) for number in numbers for chosen in range(1, min(number, given.experts_per_token) + 1)]
+    pairs = [
+        (number, chosen)
+        for number in numbers
+        for chosen in range(1, min(number, given.experts_per_token) + 1)
+    ]
     pairs.append((given.experts, given.experts_per_token))
     shrunk = _closest(
-        [model.model_copy(update={"experts": number, "experts_per_token": chosen}) for number, chosen in pairs],
+        [
+            model.model_copy(update={"experts": number, "experts_per_token": chosen})
+            for number, chosen in pairs
+        ],
         lambda model: _expert_properties(model, smaller),
         _expert_properties(given, layout),
         lambda model: (model.experts, model.experts_per_token),
@@ -255,10 +292,12 @@ def _borrowing_properties(layout: Layout) -> Properties:
     """From which axes the experts borrow ranks, and whether all of an axis or some."""
     tensor = layout.tensor
     context, data = tensor * layout.context, tensor * layout.context * layout.data
-    return tuple(holds for size in (tensor, context, data) for holds in (layout.expert < size, layout.expert == size))
+    return tuple(
+        holds for size in (tensor, context, data) for holds in (layout.expert < size, layout.expert == size)
+    )
 
 
-# -- depth and batch ----------------------------------------------------------------------------------------------------
+# -- depth and batch -----------------------------------------------------------------------------------------
 
 
 def _depth(given: Model, layout: Layout, model: Model, smaller: Layout) -> tuple[Model, Layout]:
@@ -266,7 +305,9 @@ def _depth(given: Model, layout: Layout, model: Model, smaller: Layout) -> tuple
     stages, fewer = layout.pipeline * stages_on_a_rank(layout), smaller.pipeline * stages_on_a_rank(smaller)
     if layout.stages is not None:
         by_hand = _cut_by_hand(layout.stages, fewer)
-        return model.model_copy(update={"layers": sum(by_hand)}), smaller.model_copy(update={"stages": by_hand})
+        return model.model_copy(update={"layers": sum(by_hand)}), smaller.model_copy(
+            update={"stages": by_hand}
+        )
     layers = _closest(
         range(1, given.layers + 1),
         lambda layers: (layers >= fewer, layers % fewer == 0, layers // fewer > 1),
@@ -276,7 +317,8 @@ def _depth(given: Model, layout: Layout, model: Model, smaller: Layout) -> tuple
 
 
 def _cut_by_hand(blocks: tuple[int, ...], stages: int) -> tuple[int, ...]:
-    """The first and the last stages of a cut, with the order of their sizes; a cut that was uneven still is."""
+    """The first and the last stages of a cut, with the order of their sizes; a cut that was uneven still
+    is."""
     front = blocks[: stages - stages // 2]
     kept = (*front, *blocks[len(blocks) - (stages - len(front)) :])
     sizes = sorted(set(kept))
@@ -286,7 +328,8 @@ def _cut_by_hand(blocks: tuple[int, ...], stages: int) -> tuple[int, ...]:
 
 
 def _batch(train: Train, layout: Layout, smaller: Layout) -> dict[str, Any]:
-    """One or two sequences a micro-batch, and as few micro-batches as keep their relation to the length of the pipeline."""
+    """One or two sequences a micro-batch, and as few micro-batches as keep their relation to the length of
+    the pipeline."""
     sized = train.micro_batch is not None
     sizes = product(range(1, 8 * smaller.pipeline + 1), (1, 2) if sized else (None,))
     batches = [
@@ -307,18 +350,26 @@ def _batch_properties(train: Train, layout: Layout) -> Properties:
     rows = micro_batch_size(train, layout)
     micro_batches, pipeline = train.global_batch // layout.data_parallel // rows, layout.pipeline
     enough = micro_batches > pipeline
-    return (rows > 1, micro_batches == 1, enough, enough and micro_batches % pipeline == 0, micro_batches >= 2 * pipeline)
+    return (
+        rows > 1,
+        micro_batches == 1,
+        enough,
+        enough and micro_batches % pipeline == 0,
+        micro_batches >= 2 * pipeline,
+    )
 
 
 def _sequence_length(length: int, model: Model, layout: Layout) -> int:
-    """A multiple of what `context` and `tensor` need, as short as shows more than a token or two on each device."""
+    """A multiple of what `context` and `tensor` need, as short as shows more than a token or two on each
+    device."""
     unit = sequence_multiple(model, layout)
     short = -(-SEQUENCE // unit) * unit
     return short if short <= length else max(1, length // unit) * unit
 
 
 def _positions(config: Config, layout: Layout, length: int, smaller: Layout) -> dict[str, int]:
-    """A learned table of positions holds memory, and its rows are dealt out over the devices that share states."""
+    """A learned table of positions holds memory, and its rows are dealt out over the devices that share
+    states."""
     model = config.model
     if model.positions != "learned":
         return {}
@@ -333,14 +384,17 @@ def _positions(config: Config, layout: Layout, length: int, smaller: Layout) -> 
 
 
 def _window(config: Config, length: int) -> dict[str, int]:
-    """A window that cut the sequence still does, at no boundary of what devices share; one that did not still does not."""
+    """A window that cut the sequence still does, at no boundary of what devices share; one that did not still
+    does not."""
     window = config.model.window
     if window is None:
         return {}
-    return {"window": min(window, max(1, length * 5 // 8 - 1) if window < config.data.sequence_length else length)}
+    return {
+        "window": min(window, max(1, length * 5 // 8 - 1) if window < config.data.sequence_length else length)
+    }
 
 
-# -- widths -------------------------------------------------------------------------------------------------------------
+# -- widths --------------------------------------------------------------------------------------------------
 
 
 def _widths(given: Model, layout: Layout, model: Model, smaller: Layout) -> Model:
@@ -371,23 +425,33 @@ def _hidden(given: Model, layout: Layout, model: Model, smaller: Layout) -> dict
 
 
 def _inner(field: str, given: Model, layout: Layout, model: Model, smaller: Layout) -> int:
-    """Inner features of the feed-forward layer, or of an expert; shared experts are one layer of their joint width."""
+    """Inner features of the feed-forward layer, or of an expert; shared experts are one layer of their joint
+    width."""
     old: int = getattr(given, field)
 
     def properties(width: int, shape: Model, layout: Layout) -> Properties:
-        return (*_split_properties(width * max(1, shape.shared_experts), layout), width < shape.hidden, width == shape.hidden)
+        return (
+            *_split_properties(width * max(1, shape.shared_experts), layout),
+            width < shape.hidden,
+            width == shape.hidden,
+        )
 
     most = min(old, 2 * model.hidden + 2 * smaller.tensor * smaller.shards)
     candidates: list[int] = [*range(min(old, INNER), most + 1), old]
-    return _closest(candidates, lambda width: properties(width, model, smaller), properties(old, given, layout))
+    return _closest(
+        candidates, lambda width: properties(width, model, smaller), properties(old, given, layout)
+    )
 
 
 def _vocabulary(given: Model, layout: Layout, smaller: Layout) -> int:
     """Ids: at least those of the byte tokenizer, as evenly or unevenly dealt out as before."""
     candidates = range(BYTE_IDS, BYTE_IDS + 2 * smaller.tensor * smaller.shards)
-    return _closest(candidates, lambda ids: _split_properties(ids, smaller), _split_properties(given.vocabulary, layout))
+    return _closest(
+        candidates, lambda ids: _split_properties(ids, smaller), _split_properties(given.vocabulary, layout)
+    )
 
 
 def _split_properties(rows: int, layout: Layout) -> Properties:
-    """Whether rows divide over the tensor devices, and what each then has over those that share its states."""
+    """Whether rows divide over the tensor devices, and what each then has over those that share its
+    states."""
     return (rows % layout.tensor == 0, -(-rows // layout.tensor) % layout.shards == 0)

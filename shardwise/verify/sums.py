@@ -1,13 +1,14 @@
 """In which dtype sums are taken, on a layout and on one device.
 
-What is added up in bfloat16 loses whatever is below 1/256 of the sum so far, so sums are taken in float32 (plan/dtypes.py).
-A layout has some that one device does not: the blocks of a ring, the parts of a sum over devices. Numbers do not show whether
-it keeps to that: in float64 every sum is in float64, and in bfloat16 a few roundings more cost less than a layout is allowed.
-So the first step is run once more in bfloat16, and every sum in 16 bits is noted with the function that takes it. Those of one
-device are what the model itself asks for; a layout that has others is wrong.
+What is added up in bfloat16 loses whatever is below 1/256 of the sum so far, so sums are taken in float32
+(plan/dtypes.py). A layout has some that one device does not: the blocks of a ring, the parts of a sum over
+devices. Numbers do not show whether it keeps to that: in float64 every sum is in float64, and in bfloat16 a
+few roundings more cost less than a layout is allowed. So the first step is run once more in bfloat16, and
+every sum in 16 bits is noted with the function that takes it. Those of one device are what the model itself
+asks for; a layout that has others is wrong.
 
-A sum here is an addition in place, a reduction over a dim or by an index, or a collective. Products of matrices are not: their
-kernels sum in float32 and round once.
+A sum here is an addition in place, a reduction over a dim or by an index, or a collective. Products of
+matrices are not: their kernels sum in float32 and round once.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ from shardwise.verify.measure import build_proof, watch
 from shardwise.verify.reports import ShortSum
 
 _IN_PLACE = ("add_", "sub_", "addcmul_", "addcdiv_", "addmm_", "addbmm_", "baddbmm_", "_foreach_add_")
-_REDUCTIONS = ("sum", "cumsum", "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_", "_index_put_impl_",
+_REDUCTIONS = ("sum", "cumsum", "index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_",
+"_index_put_impl_",
                "scatter_reduce", "scatter_reduce_", "embedding_dense_backward")  # fmt: skip
 _COLLECTIVES = ("allreduce_", "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
 SUMMING = frozenset((*_IN_PLACE, *_REDUCTIONS, *_COLLECTIVES))
 """Operators that add up, by their names without overload."""
 SHORT = (torch.bfloat16, torch.float16)
 ACTIVATIONS = frozenset(
-    (name, "shardwise/comm/comm.py reduce_scatter") for name in ("_reduce_scatter_base_", "reduce_scatter_", "add_")
+    (name, "shardwise/comm/comm.py reduce_scatter")
+    for name in ("_reduce_scatter_base_", "reduce_scatter_", "add_")
 )
-"""By design in the dtype of the activations: the partial products of a matrix that tensor devices split by its inputs."""
+"""By design in the dtype of the activations: the partial products of a matrix that tensor devices split by
+its inputs."""
 AUTOGRAD = "autograd"
 
 
@@ -71,8 +75,8 @@ def _first_dtype(*values: Any) -> torch.dtype | None:
 
 
 def _caller(frame: FrameType | None) -> str:
-    """The innermost function outside of torch, our reduce-scatter and our group, as "file function", unless autograd's engine
-    calls from within."""
+    """The innermost function outside of torch, our reduce-scatter and our group, as "file function", unless
+    autograd's engine calls from within."""
     here = Path(torch.__file__).parent
     ours = (Path(gloo.__file__), Path(through_host.__file__))
     while frame is not None:

@@ -1,19 +1,20 @@
 """From the reports of all ranks to a verdict, in plain numbers and without torch.
 
-**Error of a quantity** (the gradient of a parameter at a step, a weight after the last): the norm of the difference over the norm
-of the reference. A parameter lies in slices on the ranks, so squares are summed over the slices that tile it; where several ranks
-hold the same slice, the worst copy counts. That the slices tile the parameter is checked too: an element that nobody holds is a
-failure.
+**Error of a quantity** (the gradient of a parameter at a step, a weight after the last): the norm of the
+difference over the norm of the reference. A parameter lies in slices on the ranks, so squares are summed over
+the slices that tile it; where several ranks hold the same slice, the worst copy counts. That the slices tile
+the parameter is checked too: an element that nobody holds is a failure.
 
-**Scale.** Some gradients are zero in exact arithmetic: a bias of the keys adds the same to all of a softmax's scores. Such a
-reference is rounding noise, and a norm relative to it would be too. So the reference's norm is taken as at least FLOOR times that
-of an average parameter of the same size, which still shows an error as large as the gradient itself down to 1e-13 of the average:
-the level of the rounding. A weight is measured against at least what one step may move it by (a bias begins at zero); where the
-gradient is such noise, Adam divides noise by noise, and the average weight is the scale.
+**Scale.** Some gradients are zero in exact arithmetic: a bias of the keys adds the same to all of a softmax's
+scores. Such a reference is rounding noise, and a norm relative to it would be too. So the reference's norm is
+taken as at least FLOOR times that of an average parameter of the same size, which still shows an error as
+large as the gradient itself down to 1e-13 of the average: the level of the rounding. A weight is measured
+against at least what one step may move it by (a bias begins at zero); where the gradient is such noise, Adam
+divides noise by noise, and the average weight is the scale.
 
-**Limit.** 1e-9 in float64. In a shorter dtype the same layout cannot be that close, and no constant is right for every model;
-there the reference is one device in float64, and the limit is what the dtype itself costs: ALLOWANCE times the error of one
-device in that dtype, or of one rounding if that is more.
+**Limit.** 1e-9 in float64. In a shorter dtype the same layout cannot be that close, and no constant is right
+for every model; there the reference is one device in float64, and the limit is what the dtype itself costs:
+ALLOWANCE times the error of one device in that dtype, or of one rounding if that is more.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ FLOOR = 1e-4
 EXACT = 1e-6
 """A slice is a multiple of the reference if what a factor does not explain is smaller than this."""
 NOISE = 1e-9
-"""A gradient smaller than this share of the average one, element by element, is taken to be zero but for rounding."""
+"""A gradient smaller than this share of the average one, element by element, is taken to be zero but for
+rounding."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class CompressedVerdict:
 
     what: str
     lost: float | None
-    """The most that what all were given and keep differs from one device's gradient; None: nothing is kept."""
+    """The most that what all were given and keep differs from one device's gradient; None: nothing is
+    kept."""
     relative_error: float
     """Of the gradient that the ranks were given."""
     faults: tuple[str, ...]
@@ -124,7 +127,10 @@ class CompressedVerdict:
         if self.lost is None:
             yield "what is left out is not made up for, "
         else:
-            yield f"what is sent and what is kept for later add up to the gradient of one device (to {self.lost:.1g}), "
+            yield (
+                f"what is sent and what is kept for later add up to the gradient of one device (to "
+                f"{self.lost:.1g}), "
+            )
         yield "copies got the same bits, "
         if self.weights_checked:
             yield "all devices computed with the same weights in forward and backward, "
@@ -143,14 +149,21 @@ def judge_compressed(what: str, reports: Sequence[CompressedReport]) -> Compress
     off, size = sum(report.off for report in reports), sum(report.size for report in reports)
     faults = []
     if lost is not None and lost > LIMIT:
-        faults.append(f"compression loses a part of the gradient: what is sent and what is kept differ from it by {lost:.2g}")
-    given = {report.rank: {name: [checksum] for name, checksum in report.checksums.items()} for report in reports}
+        faults.append(
+            f"compression loses a part of the gradient: what is sent and what is kept differ from it by "
+            f"{lost:.2g}"
+        )
+    given = {
+        report.rank: {name: [checksum] for name, checksum in report.checksums.items()} for report in reports
+    }
     for name, versions in _versions(given).items():
         if len(versions) > 1:
             faults.append(f"{name}: ranks {_listed(versions.values())} were given different gradients")
     faults += _different_weights(reports)
     relative_error = math.sqrt(off / size) if size else 0.0
-    return CompressedVerdict(what, lost, relative_error, tuple(faults), any(report.weights for report in reports))
+    return CompressedVerdict(
+        what, lost, relative_error, tuple(faults), any(report.weights for report in reports)
+    )
 
 
 def _different_weights(reports: Sequence[CompressedReport]) -> Iterator[str]:
@@ -177,10 +190,14 @@ def _listed(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def judge(reports: Sequence[RankReport], reference: Reference, cost: RankReport | None, dtype: Dtype) -> Verdict:
+def judge(
+    reports: Sequence[RankReport], reference: Reference, cost: RankReport | None, dtype: Dtype
+) -> Verdict:
     """The verdict on a layout; `cost` is one device in the same dtype, where that is not float64."""
     scale = ErrorScale(reference)
-    costs = {} if cost is None else {key: error.relative_error for key, error in _errors([cost], scale).items()}
+    costs = (
+        {} if cost is None else {key: error.relative_error for key, error in _errors([cost], scale).items()}
+    )
     errors = _errors(reports, scale)
     limited = [_with_limit(error, costs.get(key), dtype) for key, error in errors.items()]
     worst = sorted(_worst_step(limited), key=_severity, reverse=True)
@@ -199,7 +216,8 @@ def _severity(error: QuantityError) -> float:
 
 
 def _worst_step(errors: Iterable[QuantityError]) -> list[QuantityError]:
-    """One for each parameter and quantity. The first step that fails: later ones inherit from it; else the worst."""
+    """One for each parameter and quantity. The first step that fails: later ones inherit from it; else the
+    worst."""
     by_name: dict[tuple[str, str], list[QuantityError]] = defaultdict(list)
     for error in errors:
         by_name[error.parameter, error.quantity].append(error)
@@ -241,7 +259,10 @@ class ErrorScale:
         gradients = {
             step: squares[name, "gradient", step] for step in steps if (name, "gradient", step) in squares
         }  # frozen: none
-        return any(math.sqrt(square) < NOISE * self._average["gradient", step] * root for step, square in gradients.items())
+        return any(
+            math.sqrt(square) < NOISE * self._average["gradient", step] * root
+            for step, square in gradients.items()
+        )
 
 
 def _errors(reports: Sequence[RankReport], scale: ErrorScale) -> dict[Key, QuantityError]:
@@ -251,7 +272,8 @@ def _errors(reports: Sequence[RankReport], scale: ErrorScale) -> dict[Key, Quant
             own = tiles[part.key]
             own[part.box] = max(own.get(part.box, 0.0), _or_infinite(part.difference))
     return {
-        key: QuantityError(*key[:2], math.sqrt(sum(own.values())) / scale(key), LIMIT, key[2], ()) for key, own in tiles.items()
+        key: QuantityError(*key[:2], math.sqrt(sum(own.values())) / scale(key), LIMIT, key[2], ())
+        for key, own in tiles.items()
     }
 
 
@@ -278,7 +300,10 @@ def _faults(reports: Sequence[RankReport], reference: Reference) -> Iterator[str
         if ranks := [report.rank for report in reports if name in report.missing]:
             yield f"{name} has no gradient on ranks {', '.join(map(str, ranks))}"
         if ranks := [report.rank for report in reports if not report.frozen.get(name, True)]:
-            yield f"{name} is frozen, and its bits are not those of one device on ranks {', '.join(map(str, ranks))}"
+            yield (
+                f"{name} is frozen, and its bits are not those of one device on ranks "
+                f"{', '.join(map(str, ranks))}"
+            )
     boxes: dict[str, set[Box]] = defaultdict(set)
     for report in reports:
         for part in report.slices:
@@ -288,8 +313,12 @@ def _faults(reports: Sequence[RankReport], reference: Reference) -> Iterator[str
         if name not in boxes:
             yield f"{name} is not held by any rank"
         elif uncovered := math.prod(shape) - sum(map(_volume, boxes[name])):
-            what = f"{uncovered} of its elements are" if uncovered > 0 else f"{-uncovered} elements too many are"
-            yield f"{name}: {what} {'not held by any rank' if uncovered > 0 else 'held in slices that overlap'}"
+            what = (
+                f"{uncovered} of its elements are" if uncovered > 0 else f"{-uncovered} elements too many are"
+            )
+            yield (
+                f"{name}: {what} {'not held by any rank' if uncovered > 0 else 'held in slices that overlap'}"
+            )
 
 
 def _volume(box: Box) -> int:

@@ -1,14 +1,15 @@
 """Local processes for a proof: started in a moment, ended together, whatever happens.
 
-A proof runs seconds, and a process that imports torch takes as long. So one server imports it once and every worker is forked
-from there, which takes milliseconds each (resilience/forked.py); this process need not import torch at all. Workers stay for
-the few tasks of a proof. A task is a function `task(worker, *arguments)`, given as "module:function" (so that it need
-not be imported here), which meets its peers at a fresh port, and whose answers come back in rank order.
+A proof runs seconds, and a process that imports torch takes as long. So one server imports it once and every
+worker is forked from there, which takes milliseconds each (resilience/forked.py); this process need not
+import torch at all. Workers stay for the few tasks of a proof. A task is a function `task(worker,
+*arguments)`, given as "module:function" (so that it need not be imported here), which meets its peers at a
+fresh port, and whose answers come back in rank order.
 
 However many workers there are, each computes with one thread: sixteen on two cores take turns.
 
-The first failure ends all of them, since the others would wait for the failed one in a collective: the cause is raised here,
-and no process outlives the `with` block.
+The first failure ends all of them, since the others would wait for the failed one in a collective: the cause
+is raised here, and no process outlives the `with` block.
 """
 
 from __future__ import annotations
@@ -69,11 +70,14 @@ class Workers:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end()
 
     def run(self, task: str, *arguments: Any, on: int | None = None) -> list[Any]:
-        """Run a task on the first `on` workers (all of them) as one world; what each returned, in rank order."""
+        """Run a task on the first `on` workers (all of them) as one world; what each returned, in rank
+        order."""
         chosen = self._started[:on]
         port = free_port()
         for process in chosen:
@@ -89,7 +93,9 @@ class Workers:
                 answer = process.hear()
                 if isinstance(answer, _TaskFailed | Died):
                     others = last_messages(waiting, lambda word: True)
-                    raise self._cause([answer, *(other for other in others if isinstance(other, _TaskFailed | Died))])
+                    raise self._cause(
+                        [answer, *(other for other in others if isinstance(other, _TaskFailed | Died))]
+                    )
                 answers[process.rank] = answer
         return [answers[process.rank] for process in chosen]
 
@@ -101,11 +107,18 @@ class Workers:
         """The user's to mend before all else; then a death, then the first to fail."""
         for failure in failures:
             if isinstance(failure, _TaskFailed) and failure.status is not None:
-                return RunFailed(failure.message) if failure.status == RunFailed.status else UserError(failure.message)
+                return (
+                    RunFailed(failure.message)
+                    if failure.status == RunFailed.status
+                    else UserError(failure.message)
+                )
         dead = [failure for failure in failures if isinstance(failure, Died)]
         if dead:
             return RunFailed(f"rank {dead[0].rank} of {self.count} failed:\n{dead[0].message}")
-        first = min((failure for failure in failures if isinstance(failure, _TaskFailed)), key=lambda failure: failure.at)
+        first = min(
+            (failure for failure in failures if isinstance(failure, _TaskFailed)),
+            key=lambda failure: failure.at,
+        )
         return RunFailed(f"rank {first.rank} of {self.count} failed:\n{first.trace}")
 
     def _no_answer(self, ranks: list[int]) -> str:
@@ -151,5 +164,6 @@ def _answer(rank: int, world: int, port: int, task: str, arguments: Sequence[Any
 def _worker(rank: int, world: int, port: int) -> Any:
     from shardwise.mesh import Worker
 
-    # As if it shared its machine with very many: then it gets one thread, and a GPU only where it is asked to share one.
+    # As if it shared its machine with very many: then it gets one thread, and a GPU only where it is asked to
+    # share one.
     return Worker(rank, world, rank, 2**20, "127.0.0.1", port, "verify")

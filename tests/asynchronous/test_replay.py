@@ -1,4 +1,5 @@
-"""A parameter server under an imagined clock: the same again from the same seed, and synchronous where nothing may be stale."""
+"""A parameter server under an imagined clock: the same again from the same seed, and synchronous where
+nothing may be stale."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from shardwise.train.steps import Step, steps
 PACES = [Pace(), Pace(), Pace(losses=0.1), Pace(seconds=4.0)]
 
 
-def replayed(corpus: str, server: dict[str, Any], seed: int = 0, count: int = 12) -> tuple[list[Step], Replay]:
+def replayed(
+    corpus: str, server: dict[str, Any], seed: int = 0, count: int = 12
+) -> tuple[list[Step], Replay]:
     tables = job(corpus, model=FAMILIES["llama"], train={"steps": count, "driver": "server"})
     training = start(ALONE, {**tables, "server": {"portions": 4, **server}})
     source = Replay(training, PACES, seed)
@@ -61,12 +64,17 @@ def test_stale_gradients_can_move_the_weights_less(corpus: str) -> None:
     damped, _ = replayed(corpus, {"max_staleness": "unbounded", "portions": 1, "damping": True})
     assert [step.staleness for step in plain] == [step.staleness for step in damped]
     stale = next(index for index, step in enumerate(plain) if max(step.staleness) > 0)
-    assert damped[stale].gradient_norm == plain[stale].gradient_norm, "AdamW would not notice a smaller gradient"
-    assert damped[stale].learning_rate == pytest.approx(plain[stale].learning_rate / (1 + plain[stale].staleness[0]), rel=1e-9)
+    assert damped[stale].gradient_norm == plain[stale].gradient_norm, (
+        "AdamW would not notice a smaller gradient"
+    )
+    assert damped[stale].learning_rate == pytest.approx(
+        plain[stale].learning_rate / (1 + plain[stale].staleness[0]), rel=1e-9
+    )
 
 
 def test_workers_get_weights_as_they_will_be_when_their_gradients_come(corpus: str) -> None:
-    """Moved on by AdamW's momentum: the last change, times the sum of as many powers of beta1 as gradients are old."""
+    """Moved on by AdamW's momentum: the last change, times the sum of as many powers of beta1 as gradients
+    are old."""
     tables = job(corpus, model=FAMILIES["llama"], train={"steps": 8, "driver": "server"})
     training = start(ALONE, {**tables, "server": {"portions": 1, "max_staleness": "unbounded"}})
     source = Replay(training, [Pace(spread=0.0)] * 3, seed=0)
@@ -83,4 +91,6 @@ def test_workers_get_weights_as_they_will_be_when_their_gradients_come(corpus: s
 
 
 def weights_of(training: Training) -> Tensor:
-    return torch.cat([parameter.detach().reshape(-1).clone() for _, parameter in training.parallel.named_parameters()])
+    return torch.cat(
+        [parameter.detach().reshape(-1).clone() for _, parameter in training.parallel.named_parameters()]
+    )

@@ -1,4 +1,5 @@
-"""The public side of a server, with workers that are threads, strangers, and a main thread that makes updates of integers."""
+"""The public side of a server, with workers that are threads, strangers, and a main thread that makes updates
+of integers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,20 @@ import pytest
 import torch
 
 from shardwise.asynchronous import messages, servers
-from shardwise.asynchronous.messages import Ask, Bring, End, Hello, Message, Noted, Pull, Push, Stored, Task, Wait, Welcome
+from shardwise.asynchronous.messages import (
+    Ask,
+    Bring,
+    End,
+    Hello,
+    Message,
+    Noted,
+    Pull,
+    Push,
+    Stored,
+    Task,
+    Wait,
+    Welcome,
+)
 from shardwise.asynchronous.servers import Desk, Front, Shelf
 from shardwise.asynchronous.wire import Wire, dial
 from shardwise.asynchronous.work import Work
@@ -28,7 +42,8 @@ SLICES = {"weight": (slice(0, 2), slice(0, 3)), "bias": (slice(4, 8),)}
 
 
 class Served:
-    """A server whose weights are sums of what was pushed: gradients are one-hot at their portion, modulo the numbers."""
+    """A server whose weights are sums of what was pushed: gradients are one-hot at their portion, modulo the
+    numbers."""
 
     def __init__(self, work: Work) -> None:
         self.work, self.shelf, self.desk = work, Shelf(SLICES, torch.float32), Desk(work)
@@ -102,10 +117,13 @@ def work_until_the_end(served: Served, name: str, chance: random.Random, deaths:
             wire.close()
 
 
-@pytest.mark.parametrize("served", [(3, 40, bound, again) for bound in (0, 2, None) for again in (False, True)], indirect=True)
+@pytest.mark.parametrize(
+    "served", [(3, 40, bound, again) for bound in (0, 2, None) for again in (False, True)], indirect=True
+)
 def test_every_portion_is_in_the_weights_once_though_workers_come_and_go(served: Served) -> None:
     workers = [
-        threading.Thread(target=work_until_the_end, args=(served, f"w{index}", random.Random(index), 0.1)) for index in range(4)
+        threading.Thread(target=work_until_the_end, args=(served, f"w{index}", random.Random(index), 0.1))
+        for index in range(4)
     ]
     for worker in workers:
         worker.start()
@@ -207,7 +225,9 @@ def test_strangers_change_nothing_and_take_no_memory(served: Served) -> None:
     ],
 )
 @pytest.mark.parametrize("served", [(1, 10, 0)], indirect=True)
-def test_a_worker_that_talks_nonsense_is_hung_up_on(served: Served, text: dict[str, object], behind: int) -> None:
+def test_a_worker_that_talks_nonsense_is_hung_up_on(
+    served: Served, text: dict[str, object], behind: int
+) -> None:
     wire = dial(LOOPBACK, served.front.port, OURS)
     assert isinstance(said(wire, Hello("odd")), Welcome)
     with suppress(OSError):  # it may hang up before it has heard all
@@ -246,7 +266,9 @@ def test_a_gradient_in_fewer_bits_is_decoded_and_nonsense_is_hung_up_on(codec: s
 
 
 @pytest.mark.parametrize("served", [(1, 3, 0)], indirect=True)
-def test_the_only_worker_stands_still_and_is_handed_its_portion_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_worker_stands_still_and_is_handed_its_portion_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(servers, "SHORTEST_OVERDUE", 0.2)
     monkeypatch.setattr(servers, "OVERDUE", 1.0)
     wire = dial(LOOPBACK, served.front.port, OURS)
@@ -291,7 +313,8 @@ def test_a_worker_that_stands_still_is_done_without(served: Served, monkeypatch:
 
 
 class TestPatience:
-    """Two portions make an update, and a bound lets everybody go ahead. A portion takes 4 s, by a clock that is only imagined."""
+    """Two portions make an update, and a bound lets everybody go ahead. A portion takes 4 s, by a clock that
+    is only imagined."""
 
     def setup_method(self) -> None:
         self.now = 0.0

@@ -1,4 +1,5 @@
-"""Connections between workers and servers: what arrives is what was sent, and nobody else can say anything."""
+"""Connections between workers and servers: what arrives is what was sent, and nobody else can say
+anything."""
 
 from __future__ import annotations
 
@@ -138,7 +139,9 @@ class Tampering:
 
 @pytest.mark.parametrize("place", [0, 3, 5, 14, 20, 40, 60, 200, 430, 441])
 @pytest.mark.usefixtures("over_a_network")
-def test_a_single_changed_bit_is_noticed_wherever_it_is(meeting: Meeting, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_changed_bit_is_noticed_wherever_it_is(
+    meeting: Meeting, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wire_module, "SEND_SECONDS", 1.0)
     worker, server = connected(meeting)
     worker._socket = Tampering(worker._socket, place)  # type: ignore[assignment]

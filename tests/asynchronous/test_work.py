@@ -42,7 +42,9 @@ class Play:
         else:
             self.work.bring(worker, portion)
             self.tasks[worker] = None
-        while (due := self.work.due()) is not None:  # after a loss too: what is missing again holds nothing up
+        while (
+            due := self.work.due()
+        ) is not None:  # after a loss too: what is missing again holds nothing up
             self.staleness += self.work.staleness(due)
             self.used += [one.portion for one in due]
             self.work.update(due)
@@ -82,7 +84,8 @@ def test_begun_anew_from_what_was_kept_nothing_is_used_twice_or_never(
 
 
 def test_a_bound_of_nothing_is_synchronous() -> None:
-    """Each update has the portions of its own batch, in the order of the data, however workers come and go."""
+    """Each update has the portions of its own batch, in the order of the data, however workers come and
+    go."""
     play = Play(Work(3, 10, 0), seed=1, losses=0.1)
     play.run()
     assert play.used == list(range(30))
@@ -142,7 +145,8 @@ def test_no_more_is_handed_out_than_the_last_update_needs(bound: int | None) -> 
 
 
 def test_what_slow_servers_have_not_used_yet_does_not_pile_up() -> None:
-    """Four portions are brought in the time of each update, of two: none is older than an update, however long it goes on."""
+    """Four portions are brought in the time of each update, of two: none is older than an update, however
+    long it goes on."""
     work, staleness = Work(portions=2, updates=100, most_stale=None), list[int]()
     while not work.ended:
         for worker in WORKERS[:4]:

@@ -1,10 +1,13 @@
-"""A checkpoint fits any mesh: each of ten layouts, all axes among them, goes on from its own, and from those of others.
+"""A checkpoint fits any mesh: each of ten layouts, all axes among them, goes on from its own, and from those
+of others.
 
-A layout goes on from its own checkpoint as if it had never stopped: state, numbers and weights to the last bit. From the
-checkpoint of another layout, state and weights are the saved ones to the last bit after the load, and the losses of the next
-steps, for which the moments must be right too, are those of one device that was never interrupted, in float64, to 1e-9.
+A layout goes on from its own checkpoint as if it had never stopped: state, numbers and weights to the last
+bit. From the checkpoint of another layout, state and weights are the saved ones to the last bit after the
+load, and the losses of the next steps, for which the moments must be right too, are those of one device that
+was never interrupted, in float64, to 1e-9.
 
-Each layout is written once and read by some others, one device by all and from several; `full` has all pairs, and more steps.
+Each layout is written once and read by some others, one device by all and from several; `full` has all pairs,
+and more steps.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ Numbers = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Went:
-    """How a run went on from a checkpoint: the whole state there, the losses and norms of the steps after it, and then what this
-    rank holds."""
+    """How a run went on from a checkpoint: the whole state there, the losses and norms of the steps after it,
+    and then what this rank holds."""
 
     state: Digests
     numbers: Numbers
@@ -76,7 +79,10 @@ def state(training: Training) -> dict[str, Tensor]:
 
 
 def digests(tensors: dict[str, Tensor]) -> Digests:
-    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16] for name, tensor in sorted(tensors.items())}
+    return {
+        name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
+        for name, tensor in sorted(tensors.items())
+    }
 
 
 def numbers(done: list[Step]) -> Numbers:
@@ -108,13 +114,19 @@ def load_each(worker: Worker, tables: Tables, folders: list[str]) -> list[Went]:
 
 def run(ranks: Callable[[int], Pool], tables: Tables, case: Callable[..., Any], *arguments: Any) -> list[Any]:
     world = Layout(**{"data": 1, **tables["layout"]}).world
-    return [case(ALONE, tables, *arguments)] if world == 1 else ranks(world).run(case, tables, *arguments, seconds=600)
+    return (
+        [case(ALONE, tables, *arguments)]
+        if world == 1
+        else ranks(world).run(case, tables, *arguments, seconds=600)
+    )
 
 
 def tables_of(corpus: str, layout: str, folder: Path, more: int) -> Tables:
     micro_batch = (2 if LAYOUTS[layout]["data"] == 1 else 1) if "pipeline" in LAYOUTS[layout] else None
     train = {"steps": SAVED_AT + more, "global_batch": 4, "micro_batch": micro_batch}
-    return job(corpus, model=FAMILIES["experts"], train=train, layout=LAYOUTS[layout], run={"folder": str(folder)})
+    return job(
+        corpus, model=FAMILIES["experts"], train=train, layout=LAYOUTS[layout], run={"folder": str(folder)}
+    )
 
 
 class Written:
@@ -131,7 +143,9 @@ class Written:
         if layout not in self._found:
             tables = tables_of(self.corpus, layout, self.folder / layout, self.more)
             first, *others = self._found[layout] = run(self.ranks, tables, train_and_save)
-            assert all((other.state, other.numbers) == (first.state, first.numbers) for other in others), "ranks differ"
+            assert all((other.state, other.numbers) == (first.state, first.numbers) for other in others), (
+                "ranks differ"
+            )
         return self._found[layout]
 
     def check_read_by(self, target: str, sources: list[str]) -> None:
@@ -139,10 +153,14 @@ class Written:
         tables = tables_of(self.corpus, target, self.folder / target, self.more)
         truth = on_one_device({**tables, "run": {}}).losses[SAVED_AT:]
         assert len(truth) == self.more
-        for rank, answers in enumerate(run(self.ranks, tables, load_each, [self.address(source) for source in sources])):
+        for rank, answers in enumerate(
+            run(self.ranks, tables, load_each, [self.address(source) for source in sources])
+        ):
             for source, wrote, found in zip(sources, own, answers, strict=True):
                 assert found.state == wrote[0].state, f"from {source}"
-                assert [loss for loss, _ in found.numbers] == pytest.approx(truth, rel=1e-9, abs=0), f"from {source}"
+                assert [loss for loss, _ in found.numbers] == pytest.approx(truth, rel=1e-9, abs=0), (
+                    f"from {source}"
+                )
                 if source == target:
                     assert found == wrote[rank], "it went on in another way than it did before"
 
@@ -153,25 +171,34 @@ def written(ranks: Callable[[int], Pool], corpus: str, tmp_path_factory: pytest.
 
 
 @pytest.fixture(scope="module")
-def written_for_long(ranks: Callable[[int], Pool], corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written_for_long(
+    ranks: Callable[[int], Pool], corpus: str, tmp_path_factory: pytest.TempPathFactory
+) -> Written:
     return Written(ranks, corpus, tmp_path_factory.mktemp("layouts-for-long"), more=5)
 
 
 def sources_of(layout: str) -> list[str]:
-    """Its own first, into a model without moments; then one device's and that of another; for one device several."""
+    """Its own first, into a model without moments; then one device's and that of another; for one device
+    several."""
     if layout == "one device":
         return ON_ONE_DEVICE
     several = NAMES[1:]
     return [layout, "one device", several[several.index(layout) - 4]]
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.full) for name in LAYOUTS])
-def test_a_layout_goes_on_to_the_bit_from_its_own_checkpoint_and_as_one_device_from_others(written: Written, layout: str) -> None:
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.full) for name in LAYOUTS]
+)
+def test_a_layout_goes_on_to_the_bit_from_its_own_checkpoint_and_as_one_device_from_others(
+    written: Written, layout: str
+) -> None:
     written.check_read_by(layout, sources_of(layout))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_checkpoints_of_all_layouts_load_to_the_bit_and_go_on_as_one_device(written_for_long: Written, layout: str) -> None:
+def test_checkpoints_of_all_layouts_load_to_the_bit_and_go_on_as_one_device(
+    written_for_long: Written, layout: str
+) -> None:
     written_for_long.check_read_by(layout, NAMES)

@@ -1,4 +1,5 @@
-"""A failed save never hurts an old one. One that is waited for ends as the user's error on every rank, any other as a warning."""
+"""A failed save never hurts an old one. One that is waited for ends as the user's error on every rank, any
+other as a warning."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def full_disk(*unused: Any, **more: Any) -> None:
 
 @contextmanager
 def fault(what: str) -> Iterator[None]:
-    """A disk that fails on this rank: while tensors are written, or only when the manifest is put in place."""
+    """A disk that fails on this rank: while tensors are written, or only when the manifest is put in
+    place."""
     with pytest.MonkeyPatch.context() as patch:
         if what == "shards":
             patch.setattr(os, "fsync", full_disk)
@@ -49,7 +51,8 @@ def fault(what: str) -> Iterator[None]:
 
 
 def save_on_a_full_disk(worker: Worker, tables: Tables, on: int, what: str, wait: bool) -> tuple[str, str]:
-    """Save a step, then fail to save the next because of one rank; what was said, and the step that loads afterwards."""
+    """Save a step, then fail to save the next because of one rank; what was said, and the step that loads
+    afterwards."""
     training = start(worker, tables)
     generator = steps(training)
     next(generator)
@@ -80,7 +83,12 @@ def save_on_a_full_disk(worker: Worker, tables: Tables, on: int, what: str, wait
         *((1, "shards", True), (0, "shards", False), (0, "manifest", True), (1, "limit", False)),
         *(
             pytest.param(on, what, wait, marks=pytest.mark.full)
-            for on, what, wait in ((1, "shards", False), (0, "shards", True), (0, "manifest", False), (1, "limit", True))
+            for on, what, wait in (
+                (1, "shards", False),
+                (0, "shards", True),
+                (0, "manifest", False),
+                (1, "limit", True),
+            )
         ),
     ],
 )
@@ -89,7 +97,9 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_ranks_with_the_old_checkp
 ) -> None:
     tables = job(corpus, layout={"data": 2, "zero": 3}, run={"folder": str(tmp_path)})
     for message, newest in ranks(2).run(save_on_a_full_disk, tables, on, what, wait):
-        assert message.startswith(f"the checkpoint of step 2 could not be written to {tmp_path / 'checkpoints'}: ")
+        assert message.startswith(
+            f"the checkpoint of step 2 could not be written to {tmp_path / 'checkpoints'}: "
+        )
         assert ("File too large" if what == "limit" else "No space left on device") in message
         assert newest == "step-1"
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2"]
@@ -99,7 +109,9 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_ranks_with_the_old_checkp
 
 
 def test_one_device_says_the_same(corpus: str, tmp_path: Path) -> None:
-    message, newest = save_on_a_full_disk(ALONE, job(corpus, run={"folder": str(tmp_path)}), 0, "shards", True)
+    message, newest = save_on_a_full_disk(
+        ALONE, job(corpus, run={"folder": str(tmp_path)}), 0, "shards", True
+    )
     assert "No space left on device" in message
     assert newest == "step-1"
 
@@ -110,7 +122,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or not shutil.which("mount")
+        or subprocess.run(mount, capture_output=True).returncode
+    ):
         pytest.skip("mounting a file system takes root")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
@@ -137,7 +153,9 @@ def save_on_a_full_disk_for_good(disk: Path, tables: Tables) -> tuple[str, str]:
     return str(caught.value), Path(newest).name
 
 
-def test_a_read_only_folder_is_the_users_to_mend_and_what_is_there_can_be_read(corpus: str, small_disk: Path) -> None:
+def test_a_read_only_folder_is_the_users_to_mend_and_what_is_there_can_be_read(
+    corpus: str, small_disk: Path
+) -> None:
     training = start(ALONE, job(corpus, run={"folder": str(small_disk)}))
     folder = save(training)
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -195,14 +213,18 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_step_it
     assert isinstance(saved, Saved)
     assert (saved.step, saved.folder) == (1, folder)
     assert 0 <= saved.stall_seconds < saved.seconds
-    assert saved.bytes == sum(path.stat().st_size for path in Path(folder).iterdir() if path.name != "checkpoint.json")
+    assert saved.bytes == sum(
+        path.stat().st_size for path in Path(folder).iterdir() if path.name != "checkpoint.json"
+    )
     restore(training, folder)
     assert training.step == 1
     assert all(bool((value == then[name]).all()) for name, value in training.parallel.named_parameters())
 
 
 def test_the_next_save_waits_for_the_one_in_flight(corpus: str, tmp_path: Path) -> None:
-    training = start(ALONE, job(corpus, run={"folder": str(tmp_path)}, checkpoint={"keep": 9}, train={"steps": 5}))
+    training = start(
+        ALONE, job(corpus, run={"folder": str(tmp_path)}, checkpoint={"keep": 9}, train={"steps": 5})
+    )
     for _ in steps(training):
         save(training, wait=False)
     training.checkpointer.finish()
@@ -210,7 +232,9 @@ def test_the_next_save_waits_for_the_one_in_flight(corpus: str, tmp_path: Path) 
     assert all(not [*faults(folder)] for folder in checkpoints(tmp_path / "checkpoints"))
 
 
-def test_what_was_given_up_is_never_committed(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_given_up_is_never_committed(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = start(ALONE, job(corpus, run={"folder": str(tmp_path)}))
     with slow_disk(monkeypatch) as goes_on:
         save(training, wait=False)
@@ -272,7 +296,12 @@ def test_the_same_step_saved_again_replaces_the_files_only_once_it_is_whole(
 def test_a_run_whose_saves_fail_so_many_times_in_a_row_stops_and_says_why(
     corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tables = job(corpus, run={"folder": str(tmp_path)}, checkpoint={"attempts": 2, "background": False}, train={"steps": 9})
+    tables = job(
+        corpus,
+        run={"folder": str(tmp_path)},
+        checkpoint={"attempts": 2, "background": False},
+        train={"steps": 9},
+    )
     training = start(ALONE, tables)
 
     def save_a_step(fails: bool) -> None:
@@ -286,6 +315,9 @@ def test_a_run_whose_saves_fail_so_many_times_in_a_row_stops_and_says_why(
     generator = steps(training)
     for fails in (True, False, True):
         save_a_step(fails)
-    with pytest.raises(RunFailed, match=r"^2 saves in a row failed.*checkpoint\.attempts = 2.*step 4 .*No space left on device"):
+    with pytest.raises(
+        RunFailed,
+        match=r"^2 saves in a row failed.*checkpoint\.attempts = 2.*step 4 .*No space left on device",
+    ):
         save_a_step(fails=True)
     assert [Path(folder).name for folder in checkpoints(tmp_path / "checkpoints")] == ["step-2"]

@@ -32,7 +32,9 @@ def saved(corpus: str, tmp_path: Path) -> Path:
 
 
 def config(corpus: str, folder: Path, resume: str = "auto", **model: object) -> Config:
-    return from_tables(job(corpus, model={**LLAMA, **model}, checkpoint={"resume": resume}, run={"folder": str(folder)}))
+    return from_tables(
+        job(corpus, model={**LLAMA, **model}, checkpoint={"resume": resume}, run={"folder": str(folder)})
+    )
 
 
 def one(folder: Path, pattern: str) -> Path:
@@ -41,7 +43,8 @@ def one(folder: Path, pattern: str) -> Path:
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
-    """Change a manifest, with the checksum that belongs to it: not damage, but a hand that knows the format."""
+    """Change a manifest, with the checksum that belongs to it: not damage, but a hand that knows the
+    format."""
     held = json.loads((folder / MANIFEST).read_text())
     del held["crc32"]
     body = json.dumps({**held, **changes}, indent=1).removesuffix("\n}")
@@ -111,7 +114,9 @@ def test_a_manifest_that_makes_no_sense_is_the_users_to_mend(saved: Path, text: 
 @pytest.mark.parametrize("older", [1, 99])
 def test_another_format_is_refused(saved: Path, older: int) -> None:
     rewrite(saved, format=older)
-    with pytest.raises(UserError, match=rf"checkpoint\.json has format {older}; this version of shardwise reads 2"):
+    with pytest.raises(
+        UserError, match=rf"checkpoint\.json has format {older}; this version of shardwise reads 2"
+    ):
         read_manifest(saved)
     (saved / MANIFEST).write_text(json.dumps({"format": 1, "files": {".metadata": {"bytes": 1, "crc32": 1}}}))
     with pytest.raises(UserError, match=r"checkpoint\.json has format 1; this version of shardwise reads 2"):
@@ -188,7 +193,9 @@ def test_a_pickle_is_never_opened(corpus: str, saved: Path) -> None:
         restore(training, str(saved))
 
 
-@pytest.mark.parametrize("name", ["../rank-0-a.data", "/etc/passwd", ".metadata", "rank-0-a.data/..", "rank-0-A.pt", ""])
+@pytest.mark.parametrize(
+    "name", ["../rank-0-a.data", "/etc/passwd", ".metadata", "rank-0-a.data/..", "rank-0-A.pt", ""]
+)
 def test_a_manifest_may_name_only_files_of_a_checkpoint(saved: Path, name: str) -> None:
     rewrite(saved, files={name: {"bytes": 1, "crc32": 1}})
     with pytest.raises(UserError, match=r"checkpoint\.json: files.*should match pattern"):
@@ -198,8 +205,19 @@ def test_a_manifest_may_name_only_files_of_a_checkpoint(saved: Path, name: str) 
 @pytest.mark.parametrize(
     "change",
     [
-        *({"step": -1}, {"step": "3"}, {"world": 0}, {"model": []}, {"files": {"rank-0-a.data": 3}}, {"data": {"tokenizer": 3}}),
-        *({"layout": {"data": "x"}}, {"loss_scale": {"clean_steps": 0}}, {"loss_scale": {"value": 0.0, "clean_steps": 0}}),
+        *(
+            {"step": -1},
+            {"step": "3"},
+            {"world": 0},
+            {"model": []},
+            {"files": {"rank-0-a.data": 3}},
+            {"data": {"tokenizer": 3}},
+        ),
+        *(
+            {"layout": {"data": "x"}},
+            {"loss_scale": {"clean_steps": 0}},
+            {"loss_scale": {"value": 0.0, "clean_steps": 0}},
+        ),
     ],
 )
 def test_a_manifest_with_senseless_values_is_refused(saved: Path, change: dict[str, Any]) -> None:
@@ -210,12 +228,15 @@ def test_a_manifest_with_senseless_values_is_refused(saved: Path, change: dict[s
 
 def test_a_model_that_the_tensors_do_not_fit_is_not_exported(saved: Path, tmp_path: Path) -> None:
     rewrite(saved, model={**read_manifest(saved).model, "ffn": 51})
-    with pytest.raises(UserError, match=r"step-0: .* is \(50, 18\), but \(51, 18\) in the model that it says it holds"):
+    with pytest.raises(
+        UserError, match=r"step-0: .* is \(50, 18\), but \(51, 18\) in the model that it says it holds"
+    ):
         export_checkpoint(str(saved), tmp_path / "exported")
 
 
 def flips(folder: Path, seed: int) -> Iterator[Path]:
-    """One byte of a file changed, and back again afterwards: each file, the first and last byte and some between."""
+    """One byte of a file changed, and back again afterwards: each file, the first and last byte and some
+    between."""
     draw = random.Random(seed)
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
@@ -235,7 +256,9 @@ def two_steps(worker: Worker, tables: Tables) -> None:
         save(training)
 
 
-def fall_back(worker: Worker, tables: Tables, seed: int) -> list[tuple[str, str | None, tuple[tuple[str, str], ...]]]:
+def fall_back(
+    worker: Worker, tables: Tables, seed: int
+) -> list[tuple[str, str | None, tuple[tuple[str, str], ...]]]:
     """For each flipped byte in the newest checkpoint: the file, what is chosen instead, and what is said."""
     training, found = start(worker, tables), []
     newest = Path(tables["run"]["folder"]) / "checkpoints" / "step-2"
@@ -281,16 +304,22 @@ def test_other_damage_to_the_newest_is_passed_over_as_well(corpus: str, tmp_path
         (data.parent / MANIFEST).unlink()
     chosen = start(ALONE, tables).checkpointer.choose_checkpoint(from_tables(tables))
     assert chosen.folder == str(tmp_path / "checkpoints" / "step-1")
-    assert [str(data) in reason for _, reason in chosen.skipped] == ([] if damage == "manifest gone" else [True])
+    assert [str(data) in reason for _, reason in chosen.skipped] == (
+        [] if damage == "manifest gone" else [True]
+    )
     assert to_resume(from_tables(tables)) == chosen.folder
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh_by_itself(corpus: str, tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh_by_itself(
+    corpus: str, tmp_path: Path
+) -> None:
     tables = job(corpus, run={"folder": str(tmp_path)})
     two_steps(ALONE, tables)
     for path in (tmp_path / "checkpoints").glob("step-*/rank-0-*"):
         path.unlink()
-    with pytest.raises(UserError, match=r"(?s)has checkpoints, but none that is whole:.*step-2.*step-1.*resume=never"):
+    with pytest.raises(
+        UserError, match=r"(?s)has checkpoints, but none that is whole:.*step-2.*step-1.*resume=never"
+    ):
         start(ALONE, tables).checkpointer.choose_checkpoint(from_tables(tables))
     with pytest.raises(UserError, match="none that is whole"):
         to_resume(from_tables(tables))
@@ -305,7 +334,9 @@ def test_one_flipped_bit_is_noticed_before_anything_is_loaded(corpus: str, saved
     before = {name: value.clone() for name, value in training.parallel.model.state_dict().items()}
     with pytest.raises(UserError, match=f"{shard.name} is damaged"):
         restore(training, str(saved))
-    assert all(torch.equal(value, before[name]) for name, value in training.parallel.model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in training.parallel.model.state_dict().items()
+    )
 
 
 def test_auto_takes_the_newest_and_never_takes_none(corpus: str, saved: Path) -> None:
@@ -315,7 +346,9 @@ def test_auto_takes_the_newest_and_never_takes_none(corpus: str, saved: Path) ->
     assert to_resume(config(corpus, run / "fresh")) is None
 
 
-def test_a_checkpoint_can_be_given_by_path_and_is_then_not_passed_over(corpus: str, saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_given_by_path_and_is_then_not_passed_over(
+    corpus: str, saved: Path, tmp_path: Path
+) -> None:
     by_path = config(corpus, tmp_path / "other", str(saved))
     assert to_resume(by_path) == str(saved)
     with pytest.raises(UserError, match=r"checkpoint\.resume = '/no/such': no such folder"):
@@ -332,7 +365,10 @@ def test_another_model_is_refused_with_what_differs(corpus: str, saved: Path) ->
         with pytest.raises(UserError) as caught:
             asked(other)
         message = str(caught.value)
-        assert "holds another model: model.ffn (checkpoint 50, job 64), model.tied (checkpoint False, job True)" in message
+        assert (
+            "holds another model: model.ffn (checkpoint 50, job 64), model.tied (checkpoint False, job True)"
+            in message
+        )
         assert "checkpoint.resume=never" in message
 
 

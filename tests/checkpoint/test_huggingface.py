@@ -18,11 +18,29 @@ from shardwise.models import Transformer
 
 transformers = pytest.importorskip("transformers")
 
-TINY = {"layers": 2, "hidden": 48, "heads": 6, "kv_heads": 2, "head_dim": 10, "ffn": 76, "vocabulary": 101, "max_positions": 64}
+TINY = {
+    "layers": 2,
+    "hidden": 48,
+    "heads": 6,
+    "kv_heads": 2,
+    "head_dim": 10,
+    "ffn": 76,
+    "vocabulary": 101,
+    "max_positions": 64,
+}
 SCALED = {"rope_theta": 5000.0, "rope_scale": 8.0, "rope_original": 16}
-LEARNED = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "kv_heads": 6, "head_dim": 8}
-GEMMA2 = {"norm": "rms+1", "post_norms": True, "activation": "geglu", "scaled_embedding": True, "tied": True, "query_scalar": 7.0,
-          "attention_softcap": 3.0, "logit_softcap": 2.0, "window": 7, "window_layers": "even", "layers": 3}  # fmt: skip
+LEARNED = {
+    "norm": "layer",
+    "positions": "learned",
+    "activation": "gelu",
+    "bias": True,
+    "kv_heads": 6,
+    "head_dim": 8,
+}
+GEMMA2 = {"norm": "rms+1", "post_norms": True, "activation": "geglu", "scaled_embedding": True, "tied": True,
+"query_scalar": 7.0,
+          "attention_softcap": 3.0, "logit_softcap": 2.0, "window": 7, "window_layers": "even",
+          "layers": 3}  # fmt: skip
 MIXTURE = {"experts": 5, "experts_per_token": 2}
 OURS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -35,19 +53,35 @@ OURS: dict[str, dict[str, Any]] = {
     "mistral": {"window": 7, "head_dim": 8},
     "mistral with a window that is never reached": {"window": 64},
     "gemma2": GEMMA2,
-    "gemma2 without caps": {**GEMMA2, "attention_softcap": None, "logit_softcap": None, "tied": False, "window": 64},
+    "gemma2 without caps": {
+        **GEMMA2,
+        "attention_softcap": None,
+        "logit_softcap": None,
+        "tied": False,
+        "window": 64,
+    },
     "gpt2": {**LEARNED, "tied": True},
     "gpt2 untied": LEARNED,
     "mixtral": MIXTURE,
     "mixtral tied": {**MIXTURE, "tied": True, "experts_per_token": 3, "expert_ffn": 36, "balance_loss": 0.01},
     "qwen3 moe": {**MIXTURE, "qk_norm": True, "expert_ffn": 20, "normalise_routing": False},
 }
-SHAPE = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 76, "num_hidden_layers": 2, "num_attention_heads": 6,
+SHAPE = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 76, "num_hidden_layers": 2,
+"num_attention_heads": 6,
          "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 64,
          "bos_token_id": None, "eos_token_id": None}  # fmt: skip
-STRETCHED = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+STRETCHED = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 4.0, "low_freq_factor": 1.0,
+"high_freq_factor": 4.0,
              "original_max_position_embeddings": 32}  # fmt: skip
-NARROW = {"vocab_size": 101, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 6, "bos_token_id": 0, "eos_token_id": 0}
+NARROW = {
+    "vocab_size": 101,
+    "n_positions": 64,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 6,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 FEW = {"num_local_experts": 5, "num_experts_per_tok": 2}
 CAPPED = {"query_pre_attn_scalar": 5, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,11 +92,17 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 tied": ("Qwen3", {**SHAPE, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {key: value for key, value in SHAPE.items() if key != "head_dim"}),
     "qwen2 with heads of another width": ("Qwen2", SHAPE),
-    "qwen2 with a window": ("Qwen2", {**SHAPE, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}),
+    "qwen2 with a window": (
+        "Qwen2",
+        {**SHAPE, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+    ),
     "mistral": ("Mistral", {**SHAPE, "sliding_window": 5}),
     "mistral without a window": ("Mistral", {**SHAPE, "sliding_window": None}),
     "gemma2": ("Gemma2", {**SHAPE, **CAPPED, "sliding_window": 9, "num_hidden_layers": 3}),
-    "gemma2 without caps": ("Gemma2", {**SHAPE, **CAPPED, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma2 without caps": (
+        "Gemma2",
+        {**SHAPE, **CAPPED, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
     "gpt2": ("GPT2", NARROW),
     "gpt2 with a width of its own": ("GPT2", {**NARROW, "n_inner": 52}),
     "mixtral": ("Mixtral", {**SHAPE, **FEW}),
@@ -89,7 +129,9 @@ def randomise(module: nn.Module) -> None:
 def save(module: Transformer, folder: Path, tokenizer: str = "bytes") -> str:
     model = module.config.model_dump(exclude={"preset"})
     manifest = Manifest(7, model, {}, {"tokenizer": tokenizer}, {}, {}, 1, "2.13", {})
-    write_checkpoint(folder, manifest, ((f"model.{name}", value.detach()) for name, value in module.named_parameters()))
+    write_checkpoint(
+        folder, manifest, ((f"model.{name}", value.detach()) for name, value in module.named_parameters())
+    )
     return str(folder)
 
 
@@ -97,7 +139,11 @@ def load(checkpoint: str) -> Transformer:
     """The plain model of a checkpoint."""
     contents = Contents.open(checkpoint)
     module = Transformer(held_model(contents.manifest, contents.address))
-    weights = {name.removeprefix("model."): contents.read(name) for name in contents.tensors if name.startswith("model.")}
+    weights = {
+        name.removeprefix("model."): contents.read(name)
+        for name in contents.tensors
+        if name.startswith("model.")
+    }
     assert weights.keys() == {name for name, _ in module.named_parameters()}
     module.load_state_dict(weights, strict=False)  # a tied head is no weight of its own
     return module
@@ -107,7 +153,9 @@ def theirs_of(kind: str, shape: dict[str, Any]) -> nn.Module:
     torch.manual_seed(2)
     module = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
     config = getattr(transformers, f"{kind}Config")(**shape)
-    built: nn.Module = module._from_config(config, attn_implementation="eager").eval()  # which alone knows caps
+    built: nn.Module = module._from_config(
+        config, attn_implementation="eager"
+    ).eval()  # which alone knows caps
     randomise(built)
     return built
 
@@ -156,7 +204,9 @@ def test_out_and_in_again_gives_the_same_bits(case: str, tmp_path: Path) -> None
     for (name, before), (_, after) in zip(ours.named_parameters(), back.named_parameters(), strict=True):
         assert torch.equal(before, after), name
     assert all(
-        getattr(back.config, key) == value for key, value in OURS[case].items() if key not in ("expert_ffn", "rope_original")
+        getattr(back.config, key) == value
+        for key, value in OURS[case].items()
+        if key not in ("expert_ffn", "rope_original")
     )
 
 
@@ -168,13 +218,17 @@ def test_the_bare_model_of_a_gpt2_folder_is_read_with_the_constants_beside_it(tm
     theirs.save_pretrained(tmp_path / "in")
     path = tmp_path / "in" / "model.safetensors"
     bare = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
-    save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.1.attn.masked_bias": torch.tensor(-1e4)}, path)
+    save_file(
+        {**bare, "h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.1.attn.masked_bias": torch.tensor(-1e4)}, path
+    )
     import_folder(tmp_path / "in", str(tmp_path / "step-0"))
     assert_same_logits(load(str(tmp_path / "step-0")), theirs)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", torch.bfloat16), (None, torch.float32)])
-def test_an_export_has_the_dtype_that_was_asked_for_and_transformers_keeps_it(dtype, expected, tmp_path: Path) -> None:
+def test_an_export_has_the_dtype_that_was_asked_for_and_transformers_keeps_it(
+    dtype, expected, tmp_path: Path
+) -> None:
     ours = our_model()
     export_checkpoint(save(ours, tmp_path / "step-7"), tmp_path / "out", dtype=dtype)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
@@ -195,10 +249,15 @@ def test_the_tokenizer_travels_with_the_model(tmp_path: Path) -> None:
     assert opened("abba")["input_ids"] == [0, 1, 1, 0]
     assert opened.eos_token == "<|endoftext|>"
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == 2
-    assert import_folder(tmp_path / "out", str(tmp_path / "step-0")).tokenizer == tmp_path / "out" / "tokenizer.json"
+    assert (
+        import_folder(tmp_path / "out", str(tmp_path / "step-0")).tokenizer
+        == tmp_path / "out" / "tokenizer.json"
+    )
 
 
-@pytest.mark.parametrize(("tokenizer", "says"), [("bytes", "tokens are bytes"), ("gone.json", "gone.json does not exist")])
+@pytest.mark.parametrize(
+    ("tokenizer", "says"), [("bytes", "tokens are bytes"), ("gone.json", "gone.json does not exist")]
+)
 def test_an_export_without_a_tokenizer_says_so(tokenizer: str, says: str, tmp_path: Path) -> None:
     note = export_checkpoint(save(our_model(), tmp_path / "step-7", tokenizer), tmp_path / "out").note
     assert note is not None

@@ -1,4 +1,5 @@
-"""What has no counterpart is refused by name, in both directions, and a folder that is not what it says is not read."""
+"""What has no counterpart is refused by name, in both directions, and a folder that is not what it says is
+not read."""
 
 from __future__ import annotations
 
@@ -23,7 +24,16 @@ from shardwise.errors import UserError
 from shardwise.models import Transformer
 from shardwise.plan import parameter_shapes
 
-TINY = {"layers": 1, "hidden": 8, "heads": 2, "kv_heads": 2, "head_dim": 4, "ffn": 12, "vocabulary": 19, "max_positions": 16}
+TINY = {
+    "layers": 1,
+    "hidden": 8,
+    "heads": 2,
+    "kv_heads": 2,
+    "head_dim": 4,
+    "ffn": 12,
+    "vocabulary": 19,
+    "max_positions": 16,
+}
 LEARNED = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True}
 MIXTURE = {"experts": 4, "experts_per_token": 2}
 
@@ -35,25 +45,34 @@ MIXTURE = {"experts": 4, "experts_per_token": 2}
         ({"activation": "gelu", "norm": "layer"}, ["model.norm = 'layer'", "model.activation = 'gelu'"]),
         ({"qk_norm": True, "bias": True}, ["model.bias = True"]),
         ({"qk_norm": True, "window": 4}, ["model.window = 4"]),
-        ({"post_norms": True, "logit_softcap": 2.0}, ["model.post_norms = True", "model.logit_softcap = 2.0"]),
+        (
+            {"post_norms": True, "logit_softcap": 2.0},
+            ["model.post_norms = True", "model.logit_softcap = 2.0"],
+        ),
         ({"norm": "rms+1"}, ["model.activation = 'swiglu'", "model.window: such a model has one"]),
         ({**LEARNED, "bias": False}, ["model.bias = False"]),
         ({**LEARNED, "kv_heads": 1}, ["model.kv_heads = 1"]),
         ({**LEARNED, "head_dim": 6}, ["model.head_dim = 6"]),
         ({**MIXTURE, "shared_experts": 1}, ["model.shared_experts = 1"]),
-        ({**MIXTURE, "router": "sigmoid", "routing_scale": 2.0}, ["model.router = 'sigmoid'", "model.routing_scale = 2.0"]),
+        (
+            {**MIXTURE, "router": "sigmoid", "routing_scale": 2.0},
+            ["model.router = 'sigmoid'", "model.routing_scale = 2.0"],
+        ),
         ({**MIXTURE, "balance_bias": 0.001}, ["model.balance_bias = 0.001"]),
         ({**MIXTURE, "normalise_routing": False}, ["model.normalise_routing = False"]),
         ({"module": "mine.py:Mine"}, ["model.module = 'mine.py:Mine'"]),
     ],
 )
-def test_a_model_that_no_family_can_hold_is_refused_by_its_fields(shape: dict[str, Any], named: list[str]) -> None:
+def test_a_model_that_no_family_can_hold_is_refused_by_its_fields(
+    shape: dict[str, Any], named: list[str]
+) -> None:
     with pytest.raises(UserError) as refusal:
         to_config(Model(**{**TINY, **shape}))
     assert all(name in str(refusal.value) for name in named)
 
 
-LLAMA = {"model_type": "llama", "vocab_size": 19, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
+LLAMA = {"model_type": "llama", "vocab_size": 19, "hidden_size": 8, "intermediate_size": 12,
+"num_hidden_layers": 1,
          "num_attention_heads": 2, "max_position_embeddings": 16, "rms_norm_eps": 1e-5}  # fmt: skip
 GPT2 = {
     "model_type": "gpt2",
@@ -75,8 +94,14 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_expert
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({**LLAMA, "attention_bias": True, "mlp_bias": False}, "attention_bias = True and mlp_bias = False"),
         ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type = 'linear'"),
-        ({**LLAMA, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters.rope_type = 'yarn'"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling: the original is missing"),
+        (
+            {**LLAMA, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_parameters.rope_type = 'yarn'",
+        ),
+        (
+            {**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            "rope_scaling: the original is missing",
+        ),
         (
             {**LLAMA, "rope_scaling": {**STRETCHED, "high_freq_factor": 5}},
             "rope_scaling.high_freq_factor = 5",
@@ -91,29 +116,55 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_expert
         ({**GPT2, "n_head": False}, "n_head = False"),
         ({**MIXTRAL, "num_hidden_layers": False}, "num_hidden_layers = False"),
         (
-            {**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": None},
+            {
+                **LLAMA,
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 64,
+                "max_window_layers": None,
+            },
             "max_window_layers = None",
         ),
         ({**LLAMA, "rope_theta": "much"}, "rope_theta = 'much'"),
         ({**LLAMA, "rope_scaling": "llama3"}, "rope_scaling = 'llama3'"),
         ({**LLAMA, "num_key_value_heads": 3}, "model.kv_heads = 3"),
         ({**LLAMA, "model_type": "qwen3", "attention_bias": True}, "attention_bias = True"),
-        ({**LLAMA, "model_type": "qwen3", "layer_types": ["sliding_attention"]}, "layer_types holds sliding_attention"),
-        ({**LLAMA, "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4}, "sliding_window = 4"),
+        (
+            {**LLAMA, "model_type": "qwen3", "layer_types": ["sliding_attention"]},
+            "layer_types holds sliding_attention",
+        ),
+        (
+            {**LLAMA, "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 4},
+            "sliding_window = 4",
+        ),
         ({**MIXTRAL, "sliding_window": 8}, "sliding_window = 8"),
         ({**LLAMA, "model_type": "mistral", "sliding_window": "8"}, "sliding_window = '8'"),
         ({**LLAMA, "model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types"),
         (
-            {**LLAMA, "num_hidden_layers": 2, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
+            {
+                **LLAMA,
+                "num_hidden_layers": 2,
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
             "layer_types = ['full_attention', 'sliding_attention']: only a window on all layers",
         ),
         ({**GPT2, "activation_function": "relu"}, "activation_function = 'relu'"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
-        ({**MIXTRAL, "model_type": "qwen3_moe", "moe_intermediate_size": 4, "decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
-        ({**MIXTRAL, "model_type": "qwen3_moe", "moe_intermediate_size": 4, "mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
+        (
+            {**MIXTRAL, "model_type": "qwen3_moe", "moe_intermediate_size": 4, "decoder_sparse_step": 2},
+            "decoder_sparse_step = 2",
+        ),
+        (
+            {**MIXTRAL, "model_type": "qwen3_moe", "moe_intermediate_size": 4, "mlp_only_layers": [0]},
+            "mlp_only_layers = [0]",
+        ),
     ],
 )
-def test_a_configuration_that_we_cannot_follow_is_refused_with_key_and_value(config: dict[str, Any], named: str) -> None:
+def test_a_configuration_that_we_cannot_follow_is_refused_with_key_and_value(
+    config: dict[str, Any], named: str
+) -> None:
     with pytest.raises(UserError, match=r"config\.json") as refusal:
         to_model(config, "config.json")
     assert named in str(refusal.value)
@@ -125,7 +176,11 @@ def test_shapes_are_known_without_torch_as_torch_finds_them(model_type: str) -> 
     config = GPT2 if model_type == "gpt2" else {**LLAMA, **(mixture if TENSORS[model_type].fused else {})}
     family, model = to_model({**config, "model_type": model_type}, "config.json")
     ours = parameter_shapes(model)
-    for match in [match for fused in (False, True) for match in tensor_matches(family, model, fused and bool(model.experts))]:
+    for match in [
+        match
+        for fused in (False, True)
+        for match in tensor_matches(family, model, fused and bool(model.experts))
+    ]:
         theirs = match.conversion.to_theirs([torch.empty(ours[name]) for name in match.ours])
         assert [*their_shapes(match, ours).values()] == [tuple(tensor.shape) for tensor in theirs]
 
@@ -157,7 +212,9 @@ def test_every_preset_has_a_family_and_comes_back_as_it_was(preset: str) -> None
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> str:
     model = Model(**TINY)
-    manifest = Manifest(3, model.model_dump(exclude={"preset"}), {}, {"tokenizer": "bytes"}, {}, {}, 1, "2.13", {})
+    manifest = Manifest(
+        3, model.model_dump(exclude={"preset"}), {}, {"tokenizer": "bytes"}, {}, {}, 1, "2.13", {}
+    )
     weights = ((f"model.{name}", value.detach()) for name, value in Transformer(model).named_parameters())
     write_checkpoint(tmp_path / "step-3", manifest, weights)
     return str(tmp_path / "step-3")
@@ -177,7 +234,12 @@ def change(folder: Path, **weights: torch.Tensor | None) -> None:
 
 
 def test_missing_extra_and_misshapen_tensors_are_named_together(folder: Path) -> None:
-    change(folder, model__norm__weight=None, model__layers__0__odd=torch.ones(2), lm_head__weight=torch.ones(19, 9))
+    change(
+        folder,
+        model__norm__weight=None,
+        model__layers__0__odd=torch.ones(2),
+        lm_head__weight=torch.ones(19, 9),
+    )
     with pytest.raises(UserError) as refusal:
         open_folder(folder)
     said = str(refusal.value)
@@ -195,9 +257,14 @@ def test_coded_numbers_are_refused(folder: Path) -> None:
 def test_a_tied_head_must_be_the_embedding(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    with pytest.raises(UserError, match=r"tie_word_embeddings = true, but lm_head.weight and model.embed_tokens.weight differ"):
+    with pytest.raises(
+        UserError,
+        match=r"tie_word_embeddings = true, but lm_head.weight and model.embed_tokens.weight differ",
+    ):
         import_folder(folder, str(tmp_path / "step-0"))
-    change(folder, lm_head__weight=load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone())
+    change(
+        folder, lm_head__weight=load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    )
     assert import_folder(folder, str(tmp_path / "step-0")).model.tied
 
 
@@ -207,7 +274,9 @@ def test_pickled_weights_are_refused_with_what_to_do(folder: Path) -> None:
         open_folder(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00" * 20, struct.pack("<Q", 1 << 40) + b"{}", b"no header at all, but long enough"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x00" * 20, struct.pack("<Q", 1 << 40) + b"{}", b"no header at all, but long enough"]
+)
 def test_a_file_that_is_no_safetensors_is_named(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=r"model.safetensors cannot be read"):

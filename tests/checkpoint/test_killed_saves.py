@@ -1,9 +1,11 @@
-"""Killed at any moment of a save, a run finds a whole checkpoint and goes on from it as if nothing had happened.
+"""Killed at any moment of a save, a run finds a whole checkpoint and goes on from it as if nothing had
+happened.
 
-A process trains one step after the other and saves each, until it is killed by SIGKILL at a random moment of a save; the next one
-resumes in the same folder. After each kill every checkpoint in the folder must be whole. In the end the states that were saved
-on the way, each of them by a process that had resumed from another's checkpoint, are compared with a run that nobody killed. The
-processes are fresh ones, because they are killed.
+A process trains one step after the other and saves each, until it is killed by SIGKILL at a random moment of
+a save; the next one resumes in the same folder. After each kill every checkpoint in the folder must be whole.
+In the end the states that were saved on the way, each of them by a process that had resumed from another's
+checkpoint, are compared with a run that nobody killed. The processes are fresh ones, because they are
+killed.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def digest(folder: str) -> str:
 
 
 def digest_in_memory(training: Training) -> str:
-    state = state_of(training.parallel.named_parameters(), training.optimizer, training.parallel.named_buffers())
+    state = state_of(
+        training.parallel.named_parameters(), training.optimizer, training.parallel.named_buffers()
+    )
     total = hashlib.sha256()
     for name in sorted(state):
         total.update(name.encode() + state[name].numpy().tobytes())
@@ -94,6 +98,8 @@ def test_killed_at_random_moments_the_newest_checkpoint_is_whole_and_the_run_goe
     training = start(ALONE, tables)
     for step in steps(training):
         if step.step in found:
-            assert digest_in_memory(training) == found.pop(step.step), f"step {step.step} was another after a kill"
+            assert digest_in_memory(training) == found.pop(step.step), (
+                f"step {step.step} was another after a kill"
+            )
         if not found:
             break

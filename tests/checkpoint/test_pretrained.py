@@ -1,4 +1,5 @@
-"""A model from a Hugging Face folder stays itself: a job takes all from the folder, and an export gives back what it held."""
+"""A model from a Hugging Face folder stays itself: a job takes all from the folder, and an export gives back
+what it held."""
 
 from __future__ import annotations
 
@@ -51,12 +52,15 @@ OTHERS: dict[str, bytes] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small chat model as SmolLM2-Instruct is one: several special tokens, of which the last ends a text."""
+    """A small chat model as SmolLM2-Instruct is one: several special tokens, of which the last ends a
+    text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     path = tmp_path_factory.mktemp("models") / "chat"
-    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "rms_norm_eps": EPSILON, "tie_word_embeddings": True, "max_position_embeddings": 128,
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+             "num_key_value_heads": 2, "rms_norm_eps": EPSILON, "tie_word_embeddings": True,
+             "max_position_embeddings": 128,
              "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)).to(torch.bfloat16).save_pretrained(path)
@@ -66,7 +70,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "bos_token": "<|im_start|>",
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
+    "bos_token": "<|im_start|>",
                 "model_max_length": 1000000000000000019884624838656}  # fmt: skip
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     for name, content in OTHERS.items():
@@ -106,7 +111,12 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_a_job_takes_model_tokenizer_and_end_of_documents_from_the_folder(folder: Path) -> None:
     config = from_tables(tables(folder))
-    assert (config.model.layers, config.model.hidden, config.model.kv_heads, config.model.vocabulary) == (2, 16, 2, 64)
+    assert (config.model.layers, config.model.hidden, config.model.kv_heads, config.model.vocabulary) == (
+        2,
+        16,
+        2,
+        64,
+    )
     assert config.model.norm_epsilon == EPSILON
     assert config.model.tied
     assert config.data.tokenizer == str(folder / "tokenizer.json")
@@ -117,13 +127,23 @@ def test_a_job_takes_model_tokenizer_and_end_of_documents_from_the_folder(folder
 
 def test_a_tokenizer_with_an_end_of_its_own_is_taken_with_it(folder: Path, tmp_path: Path) -> None:
     text = (folder / "tokenizer.json").read_text()
-    (tmp_path / "tokenizer.json").write_text(text.replace("<|endoftext|>", "<over>").replace("<|im_end|>", "<out>"))
-    source = {"source": str(folder.parents[1] / "corpus.txt"), "sequence_length": 16, "tokenizer": str(tmp_path)}
+    (tmp_path / "tokenizer.json").write_text(
+        text.replace("<|endoftext|>", "<over>").replace("<|im_end|>", "<out>")
+    )
+    source = {
+        "source": str(folder.parents[1] / "corpus.txt"),
+        "sequence_length": 16,
+        "tokenizer": str(tmp_path),
+    }
     said = [
-        [*problems_of_data(Data.model_validate({**source, "end_of_document": end}), 64)] for end in ("<over>", None, "<|im_end|>")
+        [*problems_of_data(Data.model_validate({**source, "end_of_document": end}), 64)]
+        for end in ("<over>", None, "<|im_end|>")
     ]
     assert said[0] == []
-    assert ["no end-of-text token" in said[1][0], "data.end_of_document = '<|im_end|>'" in said[2][0]] == [True, True]
+    assert ["no end-of-text token" in said[1][0], "data.end_of_document = '<|im_end|>'" in said[2][0]] == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +158,9 @@ def test_a_tokenizer_with_an_end_of_its_own_is_taken_with_it(folder: Path, tmp_p
         ("data", "tokenizer", "bytes", r"data\.tokenizer = 'bytes': not that of model\.pretrained"),
     ],
 )
-def test_what_a_job_says_besides_must_agree_with_the_folder(folder: Path, section: str, key: str, value: Any, says: str) -> None:
+def test_what_a_job_says_besides_must_agree_with_the_folder(
+    folder: Path, section: str, key: str, value: Any, says: str
+) -> None:
     from_tables(tables(folder, model={"layers": 2, "norm_epsilon": EPSILON}, data={"tokenizer": str(folder)}))
     with pytest.raises(UserError, match=says):
         from_tables(tables(folder, **{section: {key: value}}))
@@ -153,12 +175,14 @@ def test_a_folder_beside_a_preset_or_a_module_is_one_problem_with_how_to_leave_e
     value = {"preset": "bytes-2m", "module": f"{tmp_path / 'mine.py'}:Mine"}[key]
     job = tmp_path / "job.toml"
     job.write_text(
-        f'[model]\n{key} = "{value}"\n' + f'[data]\nsource = "{folder.parents[1] / "corpus.txt"}"\nsequence_length = 16\n'
+        f'[model]\n{key} = "{value}"\n'
+        + f'[data]\nsource = "{folder.parents[1] / "corpus.txt"}"\nsequence_length = 16\n'
     )
     with pytest.raises(ConfigError) as refusal:
         read(job, [f"model.pretrained={folder}"], checks=checks_of_proof())
     assert list(refusal.value.problems) == [
-        f"model.{key} and model.pretrained are both given; keep one: on the command line, model.{key}= or model.pretrained= "
+        f"model.{key} and model.pretrained are both given; keep one: on the command line, model.{key}= or "
+        f"model.pretrained= "
         "leaves it out"
     ]
     config = read(job, [f"model.pretrained={folder}", f"model.{key}="], checks=checks_of_proof())
@@ -167,7 +191,9 @@ def test_a_folder_beside_a_preset_or_a_module_is_one_problem_with_how_to_leave_e
 
 def test_all_that_training_does_not_change_is_exported_byte_for_byte(folder: Path, tmp_path: Path) -> None:
     mine = shutil.copytree(folder, tmp_path / "mine")
-    config = from_tables(tables(folder, model={"pretrained": str(mine)}, run={"folder": str(tmp_path / "run")}))
+    config = from_tables(
+        tables(folder, model={"pretrained": str(mine)}, run={"folder": str(tmp_path / "run")})
+    )
     checkpoint = trained(config)
     shutil.rmtree(mine)  # the checkpoint needs it no more
     done = export_checkpoint(checkpoint, tmp_path / "out", dtype="bfloat16")
@@ -200,7 +226,11 @@ def test_the_files_of_another_tokenizer_are_not_kept(folder: Path, tmp_path: Pat
     model = from_tables(tables(folder)).model.settings() | {"vocabulary": 257}
     import_folder(folder, str(tmp_path / "step-0"))
     config = from_tables(
-        {**tables(folder), "model": model, "run": {"folder": str(tmp_path / "run")}}  # of bytes, where nothing is said
+        {
+            **tables(folder),
+            "model": model,
+            "run": {"folder": str(tmp_path / "run")},
+        }  # of bytes, where nothing is said
     )
     training = build(config, choose(config, 1), ALONE)
     keep_files(training, (str(tmp_path / "step-0"),))
@@ -240,7 +270,9 @@ def as_links(folder: Path, stored: Path, mine: Path) -> None:
         (mine / name).symlink_to(os.path.relpath(stored / str(number), (mine / name).parent))
 
 
-def test_a_snapshot_in_the_cache_of_the_hub_is_read_through_its_links_without_a_word(folder: Path, tmp_path: Path) -> None:
+def test_a_snapshot_in_the_cache_of_the_hub_is_read_through_its_links_without_a_word(
+    folder: Path, tmp_path: Path
+) -> None:
     repository = tmp_path / "hub" / "models--a--b"
     as_links(folder, repository / "blobs", repository / "snapshots" / "0123")
     (tmp_path / "mine").symlink_to(repository / "snapshots" / "0123")
@@ -273,7 +305,9 @@ def test_a_broken_link_in_a_folder_is_named(folder: Path, tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_what_is_no_file_in_a_folder_is_not_said_to_be_missing(folder: Path, tmp_path: Path, name: str) -> None:
+def test_what_is_no_file_in_a_folder_is_not_said_to_be_missing(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
     mine = shutil.copytree(folder, tmp_path / "mine")
     (mine / name).unlink()
     os.mkfifo(mine / name)
@@ -287,7 +321,9 @@ def test_what_is_no_file_in_a_folder_is_not_said_to_be_missing(folder: Path, tmp
 
 def test_a_run_that_goes_on_needs_the_weights_of_the_folder_no_more(folder: Path, tmp_path: Path) -> None:
     mine = shutil.copytree(folder, tmp_path / "mine")
-    config = from_tables(tables(folder, model={"pretrained": str(mine)}, run={"folder": str(tmp_path / "run")}))
+    config = from_tables(
+        tables(folder, model={"pretrained": str(mine)}, run={"folder": str(tmp_path / "run")})
+    )
     (mine / "model.safetensors").unlink()
     (mine / "pytorch_model.bin").unlink()
     assert ["has no weights" in problem for problem in weights_problems(dict(config))] == [True]
@@ -302,7 +338,9 @@ def test_training_starts_from_the_weights_of_the_folder(folder: Path, tmp_path: 
     theirs = load_file(folder / "model.safetensors")
     ours = dict(training.parallel.named_parameters())
     assert torch.equal(ours["embedding.weight"], theirs["model.embed_tokens.weight"].float())
-    assert torch.equal(ours["blocks.1.attention.key.weight"], theirs["model.layers.1.self_attn.k_proj.weight"].float())
+    assert torch.equal(
+        ours["blocks.1.attention.key.weight"], theirs["model.layers.1.self_attn.k_proj.weight"].float()
+    )
 
 
 def test_a_run_on_two_workers_keeps_what_the_folder_holds(folder: Path, tmp_path: Path, warm: Server) -> None:
@@ -310,7 +348,10 @@ def test_a_run_on_two_workers_keeps_what_the_folder_holds(folder: Path, tmp_path
     job = tmp_path / "job.toml"
     run = {"folder": str(tmp_path / "run")}
     job.write_text(
-        to_toml(from_tables(tables(folder, run=run, layout={"tensor": 2}, train={"learning_rate": 1e-9})), as_asked=True)
+        to_toml(
+            from_tables(tables(folder, run=run, layout={"tensor": 2}, train={"learning_rate": 1e-9})),
+            as_asked=True,
+        )
     )
     first = warm.run("train", str(job), "--workers", "2", cwd=tmp_path, environment={})
     assert first.returncode == 0, first.stderr
@@ -328,7 +369,9 @@ def test_an_import_that_a_job_does_not_match_says_what_to_do(folder: Path, tmp_p
     import_folder(folder, str(tmp_path / "step-0"))
     settings = from_tables(tables(folder)).model.settings()
     with pytest.raises(UserError, match=r"model\.norm_epsilon .*model\.pretrained=FOLDER"):
-        check_same_model("step-0", read_manifest(tmp_path / "step-0"), Model(**{**settings, "norm_epsilon": 1e-5}))
+        check_same_model(
+            "step-0", read_manifest(tmp_path / "step-0"), Model(**{**settings, "norm_epsilon": 1e-5})
+        )
 
 
 def test_kept_files_are_no_difference_between_a_run_and_an_import(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What compression left out of gradients is part of a checkpoint: a run goes on with it to the bit, elsewhere with its sum."""
+"""What compression left out of gradients is part of a checkpoint: a run goes on with it to the bit, elsewhere
+with its sum."""
 
 from __future__ import annotations
 
@@ -40,8 +41,11 @@ def tables_of(corpus: str, layout: dict[str, Any], codec: str, folder: Path) -> 
     )
 
 
-def train_and_save(worker: Worker, tables: Tables) -> tuple[str, Numbers, dict[str, Tensor], dict[str, Tensor]]:
-    """Train to the last step, saving on the way: where, the numbers since, the weights at the end, and the residuals saved."""
+def train_and_save(
+    worker: Worker, tables: Tables
+) -> tuple[str, Numbers, dict[str, Tensor], dict[str, Tensor]]:
+    """Train to the last step, saving on the way: where, the numbers since, the weights at the end, and the
+    residuals saved."""
     training, numbers, folder, residuals = start(worker, tables), [], "", {}
     for step in steps(training):
         numbers.append((step.loss, step.gradient_norm))
@@ -51,7 +55,9 @@ def train_and_save(worker: Worker, tables: Tables) -> tuple[str, Numbers, dict[s
     return folder, numbers[SAVED_AT:], weights(training), residuals
 
 
-def load_and_train(worker: Worker, tables: Tables, folder: str) -> tuple[str, Numbers, dict[str, Tensor], dict[str, Tensor]]:
+def load_and_train(
+    worker: Worker, tables: Tables, folder: str
+) -> tuple[str, Numbers, dict[str, Tensor], dict[str, Tensor]]:
     training = start(worker, tables)
     restore(training, folder)
     residuals = left_out(training, weights(training))
@@ -94,7 +100,9 @@ def test_a_run_goes_on_to_the_bit(ranks: Ranks, corpus: str, tmp_path: Path, lay
         pytest.param("pipeline", "zero 0", marks=pytest.mark.full),
     ],
 )
-def test_on_another_layout_the_sum_stays(ranks: Ranks, corpus: str, tmp_path: Path, before: str, after: str) -> None:
+def test_on_another_layout_the_sum_stays(
+    ranks: Ranks, corpus: str, tmp_path: Path, before: str, after: str
+) -> None:
     written = ranks(Layout(**LAYOUTS[before]).world).run(
         train_and_save, tables_of(corpus, LAYOUTS[before], "topk(0.05)", tmp_path)
     )
@@ -105,7 +113,9 @@ def test_on_another_layout_the_sum_stays(ranks: Ranks, corpus: str, tmp_path: Pa
             torch.testing.assert_close(residual, written[0][3][name], rtol=1e-12, atol=1e-15)
 
 
-def test_a_plain_run_takes_up_a_compressed_one_and_the_other_way_round(ranks: Ranks, corpus: str, tmp_path: Path) -> None:
+def test_a_plain_run_takes_up_a_compressed_one_and_the_other_way_round(
+    ranks: Ranks, corpus: str, tmp_path: Path
+) -> None:
     compressed = tables_of(corpus, LAYOUTS["zero 0"], "int8", tmp_path / "compressed")
     plain = job(
         corpus,

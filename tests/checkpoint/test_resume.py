@@ -31,7 +31,8 @@ def state(training: Training) -> State:
 
 
 def train_and_save(worker: Worker, tables: Tables, at: int | None) -> tuple[Trained, State]:
-    """Train to the end, saving once on the way, in the background; what was trained, and the state as it was saved."""
+    """Train to the end, saving once on the way, in the background; what was trained, and the state as it was
+    saved."""
     training, done, saved = start(worker, tables), [], {}
     for step in steps(training):
         done.append(step)
@@ -61,7 +62,9 @@ def equal(left: State, right: State) -> bool:
 
 
 def numbers(trained: Trained) -> list[tuple[float, ...]]:
-    return [(one.step, one.loss, one.gradient_norm, one.learning_rate, one.loss_scale) for one in trained.steps]
+    return [
+        (one.step, one.loss, one.gradient_norm, one.learning_rate, one.loss_scale) for one in trained.steps
+    ]
 
 
 LAYOUTS = [
@@ -100,7 +103,9 @@ def test_three_steps_and_three_more_are_six_to_the_last_bit(
 AXES = [  # beside those of test_any_layout.py: weights that two stages share, and fewer heads than features
     pytest.param({**FAMILIES["gpt"], "layers": 2}, {"tensor": 4, "data": 1}, marks=pytest.mark.full),
     (FAMILIES["tied"], {"pipeline": 2, "data": 1, "schedule": "zbv"}),
-    pytest.param({**FAMILIES["tied"], "layers": 3}, {"pipeline": 2, "data": 2, "zero": 1}, marks=pytest.mark.full),
+    pytest.param(
+        {**FAMILIES["tied"], "layers": 3}, {"pipeline": 2, "data": 2, "zero": 1}, marks=pytest.mark.full
+    ),
 ]
 
 
@@ -108,9 +113,17 @@ AXES = [  # beside those of test_any_layout.py: weights that two stages share, a
 def test_a_run_on_any_axis_goes_on_to_the_last_bit_there_and_on_one_device(
     ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, model: dict[str, Any], layout: dict[str, Any]
 ) -> None:
-    tables = job(corpus, model=model, train={"steps": 4, "micro_batch": 2}, layout=layout, run={"folder": str(tmp_path)})
+    tables = job(
+        corpus,
+        model=model,
+        train={"steps": 4, "micro_batch": 2},
+        layout=layout,
+        run={"folder": str(tmp_path)},
+    )
     whole_run = run(ranks, tables, train_and_save, 2)
-    for (uninterrupted, saved), (continued, loaded) in zip(whole_run, run(ranks, tables, resume), strict=True):
+    for (uninterrupted, saved), (continued, loaded) in zip(
+        whole_run, run(ranks, tables, resume), strict=True
+    ):
         assert equal(saved, loaded)
         assert numbers(continued) == numbers(uninterrupted)[2:]
         assert equal(continued.weights, uninterrupted.weights)
@@ -122,10 +135,14 @@ def test_a_run_on_any_axis_goes_on_to_the_last_bit_there_and_on_one_device(
 
 def test_a_run_may_go_on_in_float8(corpus: str, tmp_path: Path) -> None:
     """It then looks at the magnitudes first, as a new run does."""
-    tables = job(corpus, model=FITTING, train={"precision": "float32", "steps": 6}, run={"folder": str(tmp_path)})
+    tables = job(
+        corpus, model=FITTING, train={"precision": "float32", "steps": 6}, run={"folder": str(tmp_path)}
+    )
     truth, _ = train_and_save(ALONE, tables, 3)
     in_float8, _ = resume(ALONE, {**tables, "train": {**tables["train"], "precision": "float8"}})
-    assert [one.loss for one in in_float8.steps] == pytest.approx([one.loss for one in truth.steps[3:]], rel=0.01)
+    assert [one.loss for one in in_float8.steps] == pytest.approx(
+        [one.loss for one in truth.steps[3:]], rel=0.01
+    )
     assert [one.again for one in in_float8.steps] == [0, 0, 0]
 
 
@@ -180,7 +197,9 @@ def test_the_same_step_can_be_saved_again(corpus: str, tmp_path: Path) -> None:
     restore(training, str(tmp_path / "checkpoints" / "step-0"))
 
 
-def test_a_batch_that_grows_and_shrinks_on_the_way_skips_and_repeats_no_sequence(corpus: str, tmp_path: Path) -> None:
+def test_a_batch_that_grows_and_shrinks_on_the_way_skips_and_repeats_no_sequence(
+    corpus: str, tmp_path: Path
+) -> None:
     sizes, seen, found = [4, 8, 2], 0, []
     for number, size in enumerate(sizes):
         train = {"steps": 2 * number + 2, "global_batch": size, "schedule": "constant"}

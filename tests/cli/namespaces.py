@@ -1,4 +1,5 @@
-"""Several "hosts" on one machine: network namespaces joined by a switch, each with an address, its link limited to 1 Gbit/s."""
+"""Several "hosts" on one machine: network namespaces joined by a switch, each with an address, its link
+limited to 1 Gbit/s."""
 
 from __future__ import annotations
 
@@ -54,7 +55,10 @@ def hosts() -> Iterator[None]:
                 SWITCH,
             )
             ip("-n", SWITCH, "link", "set", f"to-{host}", "master", "br0", "up")
-            for words in (["link", "set", "lo", "up"], ["addr", "add", f"{address}/24", "dev", f"sw-e{host}"]):
+            for words in (
+                ["link", "set", "lo", "up"],
+                ["addr", "add", f"{address}/24", "dev", f"sw-e{host}"],
+            ):
                 ip("-n", f"{OURS}-{host}", *words)
             plug(host)
             limit = f"tc qdisc add dev sw-e{host} root tbf rate 1gbit burst 256kb latency 50ms"
@@ -67,7 +71,9 @@ def hosts() -> Iterator[None]:
 def kill(host: str) -> None:
     """End a host as a power cut does: its cable first, so that nobody is told, then every process."""
     pull(host)
-    pids = subprocess.run(["ip", "netns", "pids", f"{OURS}-{host}"], check=True, capture_output=True, text=True).stdout
+    pids = subprocess.run(
+        ["ip", "netns", "pids", f"{OURS}-{host}"], check=True, capture_output=True, text=True
+    ).stdout
     for pid in pids.split():
         os.kill(int(pid), signal.SIGKILL)
 

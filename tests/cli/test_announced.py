@@ -47,7 +47,9 @@ def test_more_workers_than_cores_are_warned_of(said: Any) -> None:
     assert starting == "starting 200 workers…"
 
 
-def test_the_warning_comes_before_the_machine_is_measured_with_so_many(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warning_comes_before_the_machine_is_measured_with_so_many(
+    said: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def measure(workers: int) -> None:
         raise UserError(f"measured with {workers}")
 
@@ -64,5 +66,7 @@ def test_the_warning_comes_before_the_machine_is_measured_with_so_many(said: Any
 def test_a_cluster_that_is_not_this_machine_is_warned_of(said: Any) -> None:
     assert said("layout.data=1", "cluster.preset=h100x64")[1].startswith("on h100x64, planned: ")
     warning, _ = said("layout.data=1", "cluster.preset=h100x64", "train.micro_batch=8")
-    assert warning.startswith("warning: the cluster h100x64 (64 x H100-SXM5-80GB) is not this machine, which has no GPU")
+    assert warning.startswith(
+        "warning: the cluster h100x64 (64 x H100-SXM5-80GB) is not this machine, which has no GPU"
+    )
     assert len(said("layout.data=1", "cluster.preset=cpu", "train.micro_batch=8")) == 1

@@ -38,7 +38,10 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         (["layout.data=3"], ["train.global_batch = 32", "3 data-parallel devices", "use 30 or 33"]),
         (["layout.replica=2", "layout.data=-1", "--workers", "3"], ["3 devices", "does not divide 3"]),
         (["layout.data=4", "--workers", "2"], ["data 4 = 4 devices", "--workers 4"]),
-        (["layout.data=-1", "--workers", "2", "--max-workers", "4"], ["--max-workers 4", "this machine starts 2"]),
+        (
+            ["layout.data=-1", "--workers", "2", "--max-workers", "4"],
+            ["--max-workers 4", "this machine starts 2"],
+        ),
         (["model.heads=6", "model.kv_heads=4"], ["model.kv_heads = 4", "model.heads = 6", "1, 2, 3, 6"]),
         (["data.source=nowhere.txt"], ["nowhere.txt"]),
         (["data.source=empty.txt"], ["empty.txt"]),
@@ -48,8 +51,15 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
         (["data.sequence_length=4096"], ["data.sequence_length = 4096", "model.max_positions = 2048"]),
         (["train.micro_batch=5"], ["train.micro_batch = 5", "16 sequences"]),
         (["layout.tensor=3", "layout.data=1"], ["2 key heads", "nearest layout that works: layout."]),
-        (["layout.pipeline=8", "layout.data=1"], ["at most 4 stages", "nearest layout that works: layout.pipeline=4"]),
-        pytest.param(["layout.expert=2"], ["no experts", "nearest layout that works: layout.expert=1"], marks=pytest.mark.full),
+        (
+            ["layout.pipeline=8", "layout.data=1"],
+            ["at most 4 stages", "nearest layout that works: layout.pipeline=4"],
+        ),
+        pytest.param(
+            ["layout.expert=2"],
+            ["no experts", "nearest layout that works: layout.expert=1"],
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             ["layout.context=3", "layout.data=1"],
             ["data.sequence_length = 128", "nearest layout that works: layout."],
@@ -59,7 +69,10 @@ def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
             ["layout.context=8", "layout.attention=ulysses", "layout.data=1"],
             ["use 'ring'", "layout that works: layout.attention=auto"],
         ),
-        (["layout.pipeline=2", "layout.stages=[1, 2]"], ["add up to model.layers = 4", "without layout.stages"]),
+        (
+            ["layout.pipeline=2", "layout.stages=[1, 2]"],
+            ["add up to model.layers = 4", "without layout.stages"],
+        ),
         (
             ["model.preset=moe-tiny", "layout.expert=3", "layout.data=6", "train.global_batch=6"],
             ["model.experts = 8", "layout.expert="],
@@ -85,7 +98,14 @@ def test_a_bad_value_is_named_with_what_would_work(
 
 def test_all_mistakes_of_a_job_are_reported_together(shardwise: Shardwise, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('[model]\nheads = "two"\n[train]\nstpes = 1\n[layuot]\ndata = 2\n')
-    refused(shardwise("train", "job.toml"), "job.toml has 4 problems", "model.heads", "train.stpes", "[layuot]", "data.source")
+    refused(
+        shardwise("train", "job.toml"),
+        "job.toml has 4 problems",
+        "model.heads",
+        "train.stpes",
+        "[layuot]",
+        "data.source",
+    )
 
 
 def test_a_job_that_is_not_there_or_not_toml(shardwise: Shardwise, tmp_path: Path) -> None:
@@ -95,7 +115,9 @@ def test_a_job_that_is_not_there_or_not_toml(shardwise: Shardwise, tmp_path: Pat
     refused(shardwise("train", "examples"), "is a folder")
 
 
-def test_an_unsupported_torch_is_refused_with_the_line_to_install_another(shardwise_of_a_user: Shardwise, tmp_path: Path) -> None:
+def test_an_unsupported_torch_is_refused_with_the_line_to_install_another(
+    shardwise_of_a_user: Shardwise, tmp_path: Path
+) -> None:
     facts = tmp_path / "other" / "torch-2.5.1.dist-info"
     facts.mkdir(parents=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.5.1\n")
@@ -112,7 +134,9 @@ def test_a_checkpoint_of_another_model_is_refused(shardwise: Shardwise, tmp_path
     refused(done, "holds another model", "model.layers (checkpoint 2, job 4)", "checkpoint.resume=never")
 
 
-@pytest.mark.parametrize("damage", ["flip", *(pytest.param(name, marks=pytest.mark.full) for name in ("truncate", "remove"))])
+@pytest.mark.parametrize(
+    "damage", ["flip", *(pytest.param(name, marks=pytest.mark.full) for name in ("truncate", "remove"))]
+)
 def test_a_corrupt_shard_is_named(shardwise: Shardwise, tmp_path: Path, damage: str) -> None:
     assert shardwise("data", "prepare", "examples/shakespeare.txt", "shards").returncode == 0
     shard = tmp_path / "shards" / "shard-00000.bin"
@@ -129,10 +153,20 @@ def test_a_corrupt_shard_is_named(shardwise: Shardwise, tmp_path: Path, damage: 
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["bogus"], ["train"], ["train", JOB, "--workers", "0"], ["train", JOB, "--bogus"], ["report"], ["data"]],
+    [
+        [],
+        ["bogus"],
+        ["train"],
+        ["train", JOB, "--workers", "0"],
+        ["train", JOB, "--bogus"],
+        ["report"],
+        ["data"],
+    ],
     ids=" ".join,
 )
-def test_a_mistake_in_the_words_of_a_command_is_answered_with_its_usage(shardwise: Shardwise, words: list[str]) -> None:
+def test_a_mistake_in_the_words_of_a_command_is_answered_with_its_usage(
+    shardwise: Shardwise, words: list[str]
+) -> None:
     done = shardwise(*words)
     assert done.returncode == 2
     assert "Usage" in done.stdout + done.stderr
@@ -148,7 +182,8 @@ def test_a_second_run_in_the_same_folder_is_refused(shardwise: Shardwise, tmp_pa
 
 @pytest.fixture
 def without_torch(shardwise_of_a_user: Shardwise, tmp_path: Path) -> Shardwise:
-    """Calls `shardwise ARGUMENTS` where a torch that cannot be imported stands in the way; its metadata may be looked at."""
+    """Calls `shardwise ARGUMENTS` where a torch that cannot be imported stands in the way; its metadata may
+    be looked at."""
     (tmp_path / "trap" / "torch").mkdir(parents=True)
     (tmp_path / "trap" / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     return partial(shardwise_of_a_user, PYTHONPATH=f"{tmp_path / 'trap'}:{ROOT}", CUDA_VISIBLE_DEVICES="")
@@ -176,12 +211,17 @@ class Mine(Body):
         (["checkpoint", "import", "full", "out"], "full is not a Hugging Face folder"),
         (["checkpoint", "import", "nowhere", "full"], "full is there already and not empty"),
         (["checkpoint", "diff", "nowhere", "full"], "nowhere: no such folder, or nothing in it"),
-        (["train", OWN_JOB, "model.module=own.py:Mine", "layout.tensor=2", "layout.data=1"], "Mine has no sharding table"),
+        (
+            ["train", OWN_JOB, "model.module=own.py:Mine", "layout.tensor=2", "layout.data=1"],
+            "Mine has no sharding table",
+        ),
         (["verify", OWN_JOB, "--against", "plain"], "knows the built-in transformer only"),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
 )
-def test_what_can_be_refused_without_torch_is(without_torch: Shardwise, tmp_path: Path, words: list[str], says: str) -> None:
+def test_what_can_be_refused_without_torch_is(
+    without_torch: Shardwise, tmp_path: Path, words: list[str], says: str
+) -> None:
     (tmp_path / "full" / "inner").mkdir(parents=True)
     (tmp_path / "own.py").write_text(TABLELESS)
     refused(without_torch(*words), says)

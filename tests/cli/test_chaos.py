@@ -1,4 +1,5 @@
-"""A parameter server whose processes are killed at random: every portion is in the weights once, and nothing hangs."""
+"""A parameter server whose processes are killed at random: every portion is in the weights once, and nothing
+hangs."""
 
 from __future__ import annotations
 
@@ -58,14 +59,21 @@ def kill_now_and_then(run: Path, process: Command, chance: random.Random) -> int
     return killed
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(20) if seed != 1)])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(20) if seed != 1)]
+)
 def test_whoever_is_killed_every_portion_counts_once(
     started: Started, tmp_path: Path, lockstep: list[dict[str, Any]], seed: int
 ) -> None:
-    """Each step's record has a number that is a sum over its sequences: over all steps it is that of every sequence once."""
+    """Each step's record has a number that is a sum over its sequences: over all steps it is that of every
+    sequence once."""
     chance = random.Random(seed)
     bound = (0, 2, "unbounded")[seed % 3]
-    words = [f"server.servers={SERVERS}", f"server.max_staleness={bound}", f"server.backups={str(seed % 2 == 0).lower()}"]
+    words = [
+        f"server.servers={SERVERS}",
+        f"server.max_staleness={bound}",
+        f"server.backups={str(seed % 2 == 0).lower()}",
+    ]
     process = started("train", *JOB, "train.driver=server", "checkpoint.every=4", "run.folder=run", *words)
     killed = kill_now_and_then(tmp_path / "run", process, chance)
     _, errors = process.communicate(timeout=SECONDS)
@@ -74,9 +82,13 @@ def test_whoever_is_killed_every_portion_counts_once(
     assert killed, "somebody was"
     done = records(tmp_path / "run")
     assert [record["step"] for record in done] == list(range(1, STEPS + 1))
-    assert sum(int(record["data"], 16) for record in done) == sum(int(record["data"], 16) for record in lockstep)
+    assert sum(int(record["data"], 16) for record in done) == sum(
+        int(record["data"], 16) for record in lockstep
+    )
     assert sum(len(record["staleness"]) for record in done) == STEPS * WORKERS
     if bound == 0:
-        assert [record["loss"] for record in done] == pytest.approx([record["loss"] for record in lockstep], rel=1e-5)
+        assert [record["loss"] for record in done] == pytest.approx(
+            [record["loss"] for record in lockstep], rel=1e-5
+        )
     elif bound != "unbounded":
         assert max(age for record in done for age in record["staleness"]) <= bound

@@ -22,13 +22,20 @@ from shardwise.cli.main import main
 from shardwise.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["model.preset=bytes-400k", "model.layers=1", "data.held_out=0", "data.sequence_length=32", "observe.sample_tokens=1"]
+SMALL = [
+    "model.preset=bytes-400k",
+    "model.layers=1",
+    "data.held_out=0",
+    "data.sequence_length=32",
+    "observe.sample_tokens=1",
+]
 JOB = ["train", "examples/quickstart.toml", *SMALL, "train.global_batch=4", "train.evaluate_every=0"]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, warm: Server) -> Path:
-    """Two runs of nearly the same job: `one`, on one device, saved at steps 2 and 4, and `two`, on two devices, at step 2."""
+    """Two runs of nearly the same job: `one`, on one device, saved at steps 2 and 4, and `two`, on two
+    devices, at step 2."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "examples").symlink_to(ROOT / "examples")
     for more in (
@@ -71,7 +78,9 @@ def test_list_shows_every_checkpoint_of_a_run(place: Path, folder: str) -> None:
 
 
 def test_list_takes_one_checkpoint_and_tells_its_layout(place: Path) -> None:
-    (row,) = json.loads(call(place, "checkpoint", "list", "two/checkpoints/step-2", "--json").stdout)["checkpoints"]
+    (row,) = json.loads(call(place, "checkpoint", "list", "two/checkpoints/step-2", "--json").stdout)[
+        "checkpoints"
+    ]
     assert (row["step"], row["layout"]) == (2, "data 2, zero 3")
 
 
@@ -118,7 +127,9 @@ def test_a_missing_file_is_seen_by_list_and_by_check(place: Path, tmp_path: Path
 def test_a_checkpoint_equals_itself_whoever_holds_its_pieces(place: Path, tmp_path: Path) -> None:
     """The pieces of two devices' checkpoint, put together in one file, are the same tensors."""
     contents = Contents.open(place / "two" / "checkpoints" / "step-2")
-    write_checkpoint(tmp_path / "step-2", contents.manifest, ((name, contents.read(name)) for name in contents.tensors))
+    write_checkpoint(
+        tmp_path / "step-2", contents.manifest, ((name, contents.read(name)) for name in contents.tensors)
+    )
     done = call(place, "checkpoint", "diff", "two", str(tmp_path / "step-2"), "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["equal"], found["compared"]) == (0, True, len(contents.tensors))
@@ -143,19 +154,32 @@ def test_diff_tells_what_differs_and_by_how_much(place: Path) -> None:
 
 
 def checkpoint_of(folder: Path, **tensors: torch.Tensor) -> Contents:
-    write_checkpoint(folder, Manifest(1, {}, {}, {}, {}, {}, 1, "2.13", {}), ((f"model.{k}", v) for k, v in tensors.items()))
+    write_checkpoint(
+        folder,
+        Manifest(1, {}, {}, {}, {}, {}, 1, "2.13", {}),
+        ((f"model.{k}", v) for k, v in tensors.items()),
+    )
     return Contents.open(folder)
 
 
 def test_missing_tensors_and_other_shapes_and_dtypes_are_differences(tmp_path: Path) -> None:
-    first = checkpoint_of(tmp_path / "a", same=torch.ones(3), shape=torch.ones(2), dtype=torch.ones(2), first=torch.ones(1))
+    first = checkpoint_of(
+        tmp_path / "a", same=torch.ones(3), shape=torch.ones(2), dtype=torch.ones(2), first=torch.ones(1)
+    )
     second = checkpoint_of(
-        tmp_path / "b", same=torch.ones(3), shape=torch.ones(3), dtype=torch.ones(2).half(), second=torch.ones(1)
+        tmp_path / "b",
+        same=torch.ones(3),
+        shape=torch.ones(3),
+        dtype=torch.ones(2).half(),
+        second=torch.ones(1),
     )
     found = compare(first, second)
     assert not found.equal
     assert (found.only_first, found.only_second) == (["model.first"], ["model.second"])
-    assert {row.tensor: row.max_abs for row in found.differences} == {"model.shape": None, "model.dtype": None}
+    assert {row.tensor: row.max_abs for row in found.differences} == {
+        "model.shape": None,
+        "model.dtype": None,
+    }
 
 
 def test_equal_means_the_same_bits() -> None:
@@ -166,23 +190,37 @@ def test_equal_means_the_same_bits() -> None:
     assert distance(torch.zeros(0, 3), torch.zeros(0, 3)) == (0.0, 0)
 
 
-def test_a_run_goes_to_hugging_face_and_another_begins_with_its_weights(warm: Server, place: Path, tmp_path: Path) -> None:
+def test_a_run_goes_to_hugging_face_and_another_begins_with_its_weights(
+    warm: Server, place: Path, tmp_path: Path
+) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     run = str(place / "one")
     done = call(tmp_path, "checkpoint", "export", run, "hf", "--shard-size", "200KB", "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
-    assert (found["architecture"], found["files"]) == ("LlamaForCausalLM", len(list((tmp_path / "hf").glob("*.safetensors"))))
+    assert (found["architecture"], found["files"]) == (
+        "LlamaForCausalLM",
+        len(list((tmp_path / "hf").glob("*.safetensors"))),
+    )
     assert found["checkpoint"].endswith("step-4")
     done = call(tmp_path, "checkpoint", "import", "hf", "start", "--json")
     assert json.loads(done.stdout)["job"]["model"]["layers"] == 1
     done = call(tmp_path, "checkpoint", "diff", run, "start", "--json")
     assert (done.returncode, json.loads(done.stdout)["equal"]) == (0, True)
     # With a learning rate that moves no bit, the run's first checkpoint holds what it began with.
-    still = ["layout.data=1", "train.steps=1", "train.warmup=0", "train.learning_rate=1e-30", "train.weight_decay=0"]
+    still = [
+        "layout.data=1",
+        "train.steps=1",
+        "train.warmup=0",
+        "train.learning_rate=1e-30",
+        "train.weight_decay=0",
+    ]
     done = train(warm, tmp_path, *still, "run.folder=next", "checkpoint.resume=start")
     assert "resumed from start" in done.stderr
-    first, after = Contents.open(tmp_path / "start"), Contents.open(tmp_path / "next" / "checkpoints" / "step-1")
+    first, after = (
+        Contents.open(tmp_path / "start"),
+        Contents.open(tmp_path / "next" / "checkpoints" / "step-1"),
+    )
     assert all(torch.equal(first.read(name), after.read(name)) for name in first.tensors)
 
 
@@ -212,6 +250,12 @@ def test_a_mistake_is_status_2_and_one_message(place: Path, arguments: list[str]
 
 
 def test_sizes_are_read_in_both_systems_of_units() -> None:
-    assert [parse_size(text) for text in ("1GB", "1GiB", "2.5 mb", "300", "7kb")] == [10**9, 2**30, 2_500_000, 300, 7000]
+    assert [parse_size(text) for text in ("1GB", "1GiB", "2.5 mb", "300", "7kb")] == [
+        10**9,
+        2**30,
+        2_500_000,
+        300,
+        7000,
+    ]
     with pytest.raises(UserError, match="500MB"):
         parse_size("0")

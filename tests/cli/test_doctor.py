@@ -41,7 +41,9 @@ def test_supported_torch_versions_have_no_problem(torch_is, version):
     assert torch_problem() is None
 
 
-@pytest.mark.parametrize("version", ["1.13.1", "2.4.0", "2.10.9", "2.14.0", "2.14.0.dev20260101", "3.0.0", "unknown"])
+@pytest.mark.parametrize(
+    "version", ["1.13.1", "2.4.0", "2.10.9", "2.14.0", "2.14.0.dev20260101", "3.0.0", "unknown"]
+)
 def test_an_unsupported_torch_is_named_with_the_line_that_mends_it(torch_is, version):
     torch_is(version)
     problem = torch_problem()
@@ -61,7 +63,8 @@ def test_the_doctor_imports_neither_torch_nor_anything_else_heavy():
     code = (
         "import sys, contextlib, typer; from shardwise.cli.doctor import doctor\n"
         "with contextlib.suppress(typer.Exit): doctor(json=True)\n"
-        "print([name for name in ('torch', 'numpy', 'pydantic', 'pyarrow') if name in sys.modules], file=sys.stderr)"
+        "print([name for name in ('torch', 'numpy', 'pydantic', 'pyarrow') if name in sys.modules], "
+        "file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["findings"][0]["name"] == "shardwise"
@@ -80,7 +83,9 @@ def test_json_is_one_object_that_says_whether_training_can_start(torch_is):
         result = run_command("--json")
         answer = json.loads(result.stdout)
         assert (result.exit_code, answer["ready"]) == (0 if ready else 1, ready)
-        assert [one["name"] for one in answer["findings"] if one["state"] == "bad"] == ([] if ready else ["torch"])
+        assert [one["name"] for one in answer["findings"] if one["state"] == "bad"] == (
+            [] if ready else ["torch"]
+        )
 
 
 def test_the_last_line_is_the_verdict(torch_is):
@@ -113,8 +118,12 @@ def fake_driver(folder, monkeypatch, script: str) -> None:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_gpus_are_counted_by_name_and_a_cpu_build_of_torch_beside_them_is_a_problem(tmp_path, monkeypatch, torch_is):
-    fake_driver(tmp_path, monkeypatch, "printf 'NVIDIA H200, 143771\\nNVIDIA H200, 143771\\nNVIDIA L4, [N/A]\\n'")
+def test_gpus_are_counted_by_name_and_a_cpu_build_of_torch_beside_them_is_a_problem(
+    tmp_path, monkeypatch, torch_is
+):
+    fake_driver(
+        tmp_path, monkeypatch, "printf 'NVIDIA H200, 143771\\nNVIDIA H200, 143771\\nNVIDIA L4, [N/A]\\n'"
+    )
     assert finding("GPU").words == "2 x NVIDIA H200 (140 GiB), 1 x NVIDIA L4 (0 GiB)"
     torch_is("2.13.0+cpu")
     assert finding("torch").state == "bad"

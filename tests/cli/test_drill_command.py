@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[2]
 Shardwise = Callable[..., subprocess.CompletedProcess[str]]
 Started = Callable[..., Command]
 JOB = [
-    "examples/drill.toml", "data.sequence_length=32", "layout.data=2", "train.global_batch=4", "train.evaluate_sequences=4",
+    "examples/drill.toml", "data.sequence_length=32", "layout.data=2", "train.global_batch=4",
+    "train.evaluate_sequences=4",
     "checkpoint.every=3", "run.folder=run",
 ]  # fmt: skip
 
@@ -40,7 +41,9 @@ def result(done: subprocess.CompletedProcess[str], status: int = 0) -> dict[str,
     return found
 
 
-def test_a_run_with_a_killed_worker_and_a_spoilt_checkpoint_is_the_undisturbed_run(shardwise: Shardwise, tmp_path: Path) -> None:
+def test_a_run_with_a_killed_worker_and_a_spoilt_checkpoint_is_the_undisturbed_run(
+    shardwise: Shardwise, tmp_path: Path
+) -> None:
     found = result(
         shardwise(
             "drill",
@@ -56,8 +59,26 @@ def test_a_run_with_a_killed_worker_and_a_spoilt_checkpoint_is_the_undisturbed_r
             "--json",
         )
     )
-    fields = ("pass", "faults", "loss_equal", "weights_equal", "data_repeated", "data_skipped", "goodput", "layout_changed")
-    assert [found[field] for field in fields] == [True, found["faults"], True, True, [], [], found["goodput"], False]
+    fields = (
+        "pass",
+        "faults",
+        "loss_equal",
+        "weights_equal",
+        "data_repeated",
+        "data_skipped",
+        "goodput",
+        "layout_changed",
+    )
+    assert [found[field] for field in fields] == [
+        True,
+        found["faults"],
+        True,
+        True,
+        [],
+        [],
+        found["goodput"],
+        False,
+    ]
     assert sorted(fault["kind"] for fault in found["faults"]) == ["corrupt", "kill"]
     for fault in found["faults"]:
         assert {"kind", "step", "rank", "seconds_to_recover", "steps_lost"} <= fault.keys()
@@ -73,7 +94,16 @@ def test_a_run_with_a_killed_worker_and_a_spoilt_checkpoint_is_the_undisturbed_r
 @pytest.mark.full
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
 def test_four_workers_survive_six_faults_of_four_kinds(shardwise: Shardwise, seed: str) -> None:
-    arguments = ["examples/drill.toml", "--faults", "kill,hang,corrupt,term", "--count", "6", "--seed", seed, "--json"]
+    arguments = [
+        "examples/drill.toml",
+        "--faults",
+        "kill,hang,corrupt,term",
+        "--count",
+        "6",
+        "--seed",
+        seed,
+        "--json",
+    ]
     found = result(shardwise("drill", *arguments, "run.folder=run"))
     assert found["pass"]
     assert {fault["kind"] for fault in found["faults"]} == {"kill", "hang", "corrupt", "term"}
@@ -90,7 +120,16 @@ def test_a_full_disk_and_a_request_to_leave_cost_no_step(shardwise: Shardwise) -
 
 @pytest.mark.full
 def test_workers_fall_from_four_to_three_and_come_back(shardwise: Shardwise, tmp_path: Path) -> None:
-    arguments = ["examples/drill.toml", "train.steps=300", "--faults", "lose", "--count", "1", "--json", "run.folder=run"]
+    arguments = [
+        "examples/drill.toml",
+        "train.steps=300",
+        "--faults",
+        "lose",
+        "--count",
+        "1",
+        "--json",
+        "run.folder=run",
+    ]
     found = result(shardwise("drill", *arguments))
     assert found["pass"]
     assert found["layout_changed"]
@@ -202,8 +241,12 @@ def test_an_interrupted_drill_leaves_nothing_running(
         ("bfloat16", ("lose",), "bfloat16"),
     ],
 )
-def test_a_float32_job_that_loses_a_host_is_drilled_in_float64(precision: Any, kinds: Any, drilled_in: str) -> None:
-    config = from_tables({"data": {"source": "text.txt"}, "train": {"precision": precision, "state_dtype": "float32"}})
+def test_a_float32_job_that_loses_a_host_is_drilled_in_float64(
+    precision: Any, kinds: Any, drilled_in: str
+) -> None:
+    config = from_tables(
+        {"data": {"source": "text.txt"}, "train": {"precision": precision, "state_dtype": "float32"}}
+    )
     prepared, said = _prepared(config, kinds)
     assert prepared.train.precision == drilled_in
     assert state_dtype(prepared.train) == ("float64" if drilled_in == "float64" else "float32")

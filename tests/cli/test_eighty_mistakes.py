@@ -1,4 +1,5 @@
-"""What people get wrong in their first hour: each is answered by one message and status 2, and leaves nothing behind.
+"""What people get wrong in their first hour: each is answered by one message and status 2, and leaves nothing
+behind.
 
 The command runs in this process up to where it would start a worker; that it gets there is the failure.
 """
@@ -26,7 +27,8 @@ steps = 2
 global_batch = 8
 """
 JOB = '[model]\npreset = "bytes-400k"\n' + TEXT
-THEIRS = {"model_type": "llama", "vocab_size": 300, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
+THEIRS = {"model_type": "llama", "vocab_size": 300, "hidden_size": 8, "intermediate_size": 12,
+"num_hidden_layers": 1,
           "num_attention_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}  # fmt: skip
 
 
@@ -159,16 +161,23 @@ TRAIN = [
     ("data.end_of_document=</s>", "bytes have an end of their own"),
     ("data.cache=text.txt", "text.txt is not a folder. Give another, for example data.cache=.shardwise/data"),
     ("data.cache=''", "data.cache = ''"),
-    ("data.sequence_length=4096", "model.max_positions = 2048; shorten the sequence or raise model.max_positions"),
+    (
+        "data.sequence_length=4096",
+        "model.max_positions = 2048; shorten the sequence or raise model.max_positions",
+    ),
     ("data.held_out=1", "less than 1"),
     # layouts that cannot be
     ("layout.data=3", "train.global_batch = 8: does not divide over 3"),
     ("layout.data=0", "layout.data = 0"),
     (
         "layout.tensor=3",
-        "has 1 problem: layout.tensor = 3: does not divide model.heads = 4, and heads stay whole; use one of 1, 2, 4",
+        "has 1 problem: layout.tensor = 3: does not divide model.heads = 4, and heads stay whole; use one of "
+        "1, 2, 4",
     ),
-    ("layout.expert=3 model.preset=moe-tiny", "has 1 problem: layout.expert = 3: does not divide model.experts = 8; use one of"),
+    (
+        "layout.expert=3 model.preset=moe-tiny",
+        "has 1 problem: layout.expert = 3: does not divide model.experts = 8; use one of",
+    ),
     ("layout.pipeline=3", "at most 2 stages"),
     ("layout.context=3", "data.sequence_length = 64"),
     ("layout.expert=2", "no experts"),
@@ -219,7 +228,10 @@ OTHERS = [
     ("train pipe", "is not a regular file"),
     ("train text.txt", "text.txt is not valid TOML"),
     ("train theirs.toml data.tokenizer=bytes", "model.pretrained: theirs has no weights"),
-    ("train theirs.toml data.tokenizer=bytes model.pretrained=cut", "model.pretrained: cut/model.safetensors cannot be read"),
+    (
+        "train theirs.toml data.tokenizer=bytes model.pretrained=cut",
+        "model.pretrained: cut/model.safetensors cannot be read",
+    ),
     ("train theirs.toml model.pretrained=Qwen/Qwen2-0.5B", "`hf download NAME --local-dir FOLDER`"),
     ("train theirs.toml model.pretrained=listed", "listed/config.json: []: input should be"),
     ("plan job.toml --scale=eight cluster.preset=h100x8", "--scale eight: give device counts"),
@@ -232,7 +244,10 @@ OTHERS = [
     ("plan job.toml --storage=0 cluster.preset=h100x8", "--storage 0"),
     ("plan job.toml --html=nothing cluster.preset=h100x8", "--html nothing: is a folder"),
     ("plan job.toml --html=nowhere/x.html cluster.preset=h100x8", "cannot be written"),
-    ("plan job.toml --schedule --svg=nowhere/x.svg layout.pipeline=2", "--svg nowhere/x.svg: cannot be written"),
+    (
+        "plan job.toml --schedule --svg=nowhere/x.svg layout.pipeline=2",
+        "--svg nowhere/x.svg: cannot be written",
+    ),
     ("plan job.toml cluster.preset=h1000x8", "unknown"),
     ("verify job.toml --dtype=fp8", "--dtype fp8: not known"),
     ("verify job.toml --sabotage=everything", "--sabotage everything: not known"),
@@ -285,27 +300,48 @@ def test_a_mistake_has_one_message_and_leaves_nothing(
 def test_mistakes_of_every_kind_are_in_one_list(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = "train job.toml train.stpes=1 data.source=pipe data.tokenizer=nowhere.json run.folder=text.txt observe.wandb=x "
+    line = (
+        "train job.toml train.stpes=1 data.source=pipe data.tokenizer=nowhere.json run.folder=text.txt "
+        "observe.wandb=x "
+    )
     status, said = answer(line + "layout.data=4 --workers=2", capsys, monkeypatch)
-    found = ("train.stpes", "not a regular file", "nowhere.json", "not a folder", "wandb", "4 devices, but 2 are there")
+    found = (
+        "train.stpes",
+        "not a regular file",
+        "nowhere.json",
+        "not a folder",
+        "wandb",
+        "4 devices, but 2 are there",
+    )
     assert (status, [words for words in ("has 6 problems", *found) if words not in said]) == (2, [])
     status, said = answer(line + "model.module=model.py:Model", capsys, monkeypatch)
     assert (status, "it has Other" in said) == (2, True)
-    line = "train job.toml data.end_of_document=</s> checkpoint.folder=nosuch://x run.folder=/proc/x data.cache=text.txt "
+    line = (
+        "train job.toml data.end_of_document=</s> checkpoint.folder=nosuch://x run.folder=/proc/x "
+        "data.cache=text.txt "
+    )
     status, said = answer(line + "train.stpes=1", capsys, monkeypatch)
     found = ("data.end_of_document", "checkpoint.folder", "run.folder", "data.cache", "train.stpes")
     assert (status, [words for words in ("has 5 problems", *found) if words not in said]) == (2, [])
     status, said = answer("train theirs.toml data.sequence_length=65", capsys, monkeypatch)
-    found = ("theirs has no tokenizer.json", "theirs has no weights", "model.max_positions = 64; shorten the sequence\n")
+    found = (
+        "theirs has no tokenizer.json",
+        "theirs has no weights",
+        "model.max_positions = 64; shorten the sequence\n",
+    )
     assert (status, [words for words in ("has 3 problems", *found) if words not in said]) == (2, [])
-    status, said = answer("plan job.toml --maximise=speed --days=0 train.stpes=1 --html=nothing", capsys, monkeypatch)
+    status, said = answer(
+        "plan job.toml --maximise=speed --days=0 train.stpes=1 --html=nothing", capsys, monkeypatch
+    )
     assert "job.toml has 6 problems" in said
 
 
 def test_wrong_names_of_float8_products_do_not_wait_for_the_heads_to_be_mended(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder / "float8.toml").write_text(JOB + 'precision = "float8"\nfloat8_leave_out = ["x", "y", "*.query"]\n')
+    (folder / "float8.toml").write_text(
+        JOB + 'precision = "float8"\nfloat8_leave_out = ["x", "y", "*.query"]\n'
+    )
     line = "train float8.toml model.heads=5 model.hidden=100 observe.wandb=x observe.tensorboard=true"
     monkeypatch.setattr(sinks, "find_spec", lambda name: None)
     status, said = answer(line, capsys, monkeypatch)
@@ -326,7 +362,11 @@ def test_records_that_cannot_be_read_are_named_all_at_once(
     (folder / "some.jsonl").write_text("\n".join([good, bad, good, "{", good]) + "\n")
     before = everything(folder)
     status, said = answer("train job.toml data.source=some.jsonl", capsys, monkeypatch)
-    assert (status, "line 2: field 'text' holds int" in said, "line 4: not valid JSON" in said) == (2, True, True), said
+    assert (status, "line 2: field 'text' holds int" in said, "line 4: not valid JSON" in said) == (
+        2,
+        True,
+        True,
+    ), said
     assert everything(folder) == before
     (folder / "some.jsonl").write_text("\n".join([bad, "{", good]) + "\n")
     status, said = answer("train job.toml data.source=some.jsonl train.stpes=1", capsys, monkeypatch)

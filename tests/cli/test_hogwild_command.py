@@ -24,7 +24,9 @@ JOB = [
 ]
 
 
-def test_a_killed_worker_and_a_stop_lose_no_sample(started: Started, shardwise: Shardwise, tmp_path: Path) -> None:
+def test_a_killed_worker_and_a_stop_lose_no_sample(
+    started: Started, shardwise: Shardwise, tmp_path: Path
+) -> None:
     alone = shardwise("train", *JOB, "layout.data=1", "run.folder=alone")
     assert alone.returncode == 0, alone.stderr
     killed = started("train", *JOB, "checkpoint.every=6", "run.folder=run")
@@ -41,21 +43,29 @@ def test_a_killed_worker_and_a_stop_lose_no_sample(started: Started, shardwise: 
     total = Counter[str]()
     for record in lock_free:
         total.update(record["updates"])
-    assert summary == {**total, "per_second": pytest.approx(640 / sum(record["seconds"] for record in lock_free))}
+    assert summary == {
+        **total,
+        "per_second": pytest.approx(640 / sum(record["seconds"] for record in lock_free)),
+    }
 
 
 @pytest.mark.parametrize(
     ("words", "environment", "message"),
     [
         (["layout.tensor=2"], {}, "leave layout.tensor out"),
-        (["train.driver=synchronous", "hogwild.locked=true"], {}, "hogwild.locked: has no effect without train.driver"),
+        (["train.driver=synchronous", "hogwild.locked=true"], {},
+        "hogwild.locked: has no effect without train.driver"),
         (["train.driver=synchronous"], {}, "devices sum dense gradients only"),
-        (["model.hidden=16777216", "model.vocabulary=4000000"], {}, "one weight alone takes more than this machine's memory"),
-        ([], {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "127.0.0.1:29433"},
+        (["model.hidden=16777216", "model.vocabulary=4000000"], {},
+        "one weight alone takes more than this machine's memory"),
+        ([], {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0",
+        "PET_RDZV_ENDPOINT": "127.0.0.1:29433"},
          "share the memory of one host, and this run has 2"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused(shardwise: Shardwise, words: list[str], environment: dict[str, str], message: str) -> None:
+def test_what_cannot_work_is_refused(
+    shardwise: Shardwise, words: list[str], environment: dict[str, str], message: str
+) -> None:
     done = shardwise("train", *JOB, *words, "run.folder=run", **environment)
     assert done.returncode == 2, done.stderr
     assert message in " ".join(done.stderr.split())
@@ -69,7 +79,11 @@ def test_plan_and_verify_speak_of_lockstep(shardwise: Shardwise, command: str) -
 
 
 def test_states_that_do_not_fit_into_one_machine_are_refused(shardwise: Shardwise) -> None:
-    job = ["examples/quickstart.toml", "model.preset=llama3-70b", "model.layers=4096"]  # 40 TiB: more than any machine has
+    job = [
+        "examples/quickstart.toml",
+        "model.preset=llama3-70b",
+        "model.layers=4096",
+    ]  # 40 TiB: more than any machine has
     done = shardwise("train", *job, "train.driver=hogwild", "run.folder=run")
     assert done.returncode == 2, done.stderr
     assert "GiB of this machine's memory" in " ".join(done.stderr.split())

@@ -1,4 +1,5 @@
-"""`shardwise train` with groups that train by themselves: what is lost is done again, and a stop waits for the next meeting."""
+"""`shardwise train` with groups that train by themselves: what is lost is done again, and a stop waits for
+the next meeting."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ JOB = [
 ]
 
 
-def test_a_killed_worker_and_a_stop_change_no_loss(started: Started, shardwise: Shardwise, tmp_path: Path) -> None:
+def test_a_killed_worker_and_a_stop_change_no_loss(
+    started: Started, shardwise: Shardwise, tmp_path: Path
+) -> None:
     whole = shardwise("train", *JOB, "run.folder=whole")
     assert whole.returncode == 0, whole.stderr
     assert "2 groups of one device" in whole.stderr

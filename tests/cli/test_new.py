@@ -1,4 +1,5 @@
-"""The way in: a folder to begin with, a job explained value by value, and commands that can be typed as they are printed."""
+"""The way in: a folder to begin with, a job explained value by value, and commands that can be typed as they
+are printed."""
 
 from __future__ import annotations
 
@@ -52,12 +53,16 @@ def test_every_template_is_a_job_that_can_be_read_where_it_lies(
 
 def commands_of(folder: Path) -> list[list[str]]:
     """The commands that a folder's README shows, in order, as a shell splits them."""
-    lines = [line.strip() for line in (folder / "README.md").read_text().splitlines() if line.startswith("    ")]
+    lines = [
+        line.strip() for line in (folder / "README.md").read_text().splitlines() if line.startswith("    ")
+    ]
     return [shlex.split(line) for line in lines if line.startswith("shardwise ")]
 
 
 @pytest.mark.parametrize("template", list(Template))
-def test_commands_of_a_readme_are_quoted_for_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: Template) -> None:
+def test_commands_of_a_readme_are_quoted_for_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: Template
+) -> None:
     monkeypatch.chdir(tmp_path)
     run("new", "it's two", "--template", template)
     words = [word for command in commands_of(tmp_path / "it's two") for word in command]
@@ -66,7 +71,8 @@ def test_commands_of_a_readme_are_quoted_for_a_shell(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "template", [*(pytest.param(name, marks=pytest.mark.full) for name in [*Template][:-1]), Template.OWN_MODULE]
+    "template",
+    [*(pytest.param(name, marks=pytest.mark.full) for name in [*Template][:-1]), Template.OWN_MODULE],
 )
 def test_every_command_of_a_readme_works_after_the_ones_before(
     warm: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: Template
@@ -77,9 +83,13 @@ def test_every_command_of_a_readme_works_after_the_ones_before(
     folder = tmp_path / "demo"
     job = folder / "demo.toml"
     commands = commands_of(folder)
-    few = 30 if "drill" in [command[1] for command in commands] else 2  # the faults of a drill are some steps apart
+    few = (
+        30 if "drill" in [command[1] for command in commands] else 2
+    )  # the faults of a drill are some steps apart
     keys = "steps|every|evaluate_every|sample_tokens|warmup"
-    job.write_text(re.sub(rf"(?m)^({keys}) = \d+", rf"\1 = {few}", job.read_text().replace("bytes-2m", "bytes-400k")))
+    job.write_text(
+        re.sub(rf"(?m)^({keys}) = \d+", rf"\1 = {few}", job.read_text().replace("bytes-2m", "bytes-400k"))
+    )
     assert len(commands) >= 3
     for _, *words in commands:
         done = warm.run(*words, cwd=folder, environment={})
@@ -123,7 +133,9 @@ def test_a_folder_that_is_there_is_left_as_it_is(shardwise: Shardwise, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["some/two words", "$(id)", "it's", "-x"])
-def test_what_to_type_next_is_quoted_for_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_what_to_type_next_is_quoted_for_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["new", "--", name], catch_exceptions=False)
     command = done.stderr.rpartition("next: ")[2].strip()
@@ -134,7 +146,12 @@ def test_what_to_type_next_is_quoted_for_a_shell(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("a\nb", "not a name"), ("half-\udcff", "not a name"), ("x/" + "y" * 253, "shorten the name"), ("full", "free")],
+    [
+        ("a\nb", "not a name"),
+        ("half-\udcff", "not a name"),
+        ("x/" + "y" * 253, "shorten the name"),
+        ("full", "free"),
+    ],
 )
 def test_a_folder_that_cannot_be_begun_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
@@ -198,7 +215,9 @@ def test_the_schema_knows_every_key_and_word_that_the_examples_use() -> None:
     assert schema == job_schema()
     for job in [*(ROOT / "examples").glob("*.toml"), *(ROOT / "shardwise/cli/templates").glob("*/job.toml")]:
         for section, table in tomllib.loads(job.read_text()).items():
-            known = schema["$defs"][schema["properties"][section].get("$ref", "Layout").rpartition("/")[2]]["properties"]
+            known = schema["$defs"][schema["properties"][section].get("$ref", "Layout").rpartition("/")[2]][
+                "properties"
+            ]
             assert table.keys() <= known.keys(), (job, section)
             assert all(known[key]["description"] for key in table)
     train = schema["$defs"]["Train"]["properties"]
@@ -214,7 +233,9 @@ def test_editors_accept_jobs_and_refuse_mistakes() -> None:
         check.validate(tomllib.loads(job.read_text()))
     assert not check.is_valid({"train": {"stpes": 1}})
     assert not check.is_valid({"train": {"steps": "many"}})
-    assert check.is_valid({"layout": "auto", "train": {"clip": False, "betas": [0.9, 0.95]}, "checkpoint": {"async": True}})
+    assert check.is_valid(
+        {"layout": "auto", "train": {"clip": False, "betas": [0.9, 0.95]}, "checkpoint": {"async": True}}
+    )
 
 
 def test_a_shell_can_complete_the_commands() -> None:
@@ -225,7 +246,9 @@ def test_a_shell_can_complete_the_commands() -> None:
         "COMP_CWORD": "1",
         "PYTHONPATH": str(ROOT),
     }
-    words = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    words = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert words.stdout.split() == ["drill", "doctor", "data"], words.stderr
     assert "--install-completion" in run("--help")
 

@@ -1,4 +1,5 @@
-"""`[model] module = "file.py:Class"` as a user meets it: the example is proven, and a bad module ends in one message.
+"""`[model] module = "file.py:Class"` as a user meets it: the example is proven, and a bad module ends in one
+message.
 
 That the example trains, alone and on a layout, is seen in tests/docs.
 """
@@ -35,7 +36,11 @@ def test_the_example_is_proven(shardwise: Shardwise, layout: list[str]) -> None:
     result = json.loads(done.stdout)
     assert result["pass"]
     assert result["worst"]["relative_error"] < 1e-9
-    assert {row["parameter"] for row in result["parameters"]} >= {"places.weight", "blocks.1.attention.qkv.bias", "head.0.weight"}
+    assert {row["parameter"] for row in result["parameters"]} >= {
+        "places.weight",
+        "blocks.1.attention.qkv.bias",
+        "head.0.weight",
+    }
 
 
 FROZEN = """
@@ -53,12 +58,18 @@ class Finetuned(OwnModel):
 """
 
 
-@pytest.mark.parametrize("layout", [["layout.data=2", "layout.zero=3"], ["layout.tensor=2", "layout.data=1"]], ids=" ".join)
-def test_a_new_head_on_a_frozen_backbone_is_proven(shardwise: Shardwise, tmp_path: Path, layout: list[str]) -> None:
+@pytest.mark.parametrize(
+    "layout", [["layout.data=2", "layout.zero=3"], ["layout.tensor=2", "layout.data=1"]], ids=" ".join
+)
+def test_a_new_head_on_a_frozen_backbone_is_proven(
+    shardwise: Shardwise, tmp_path: Path, layout: list[str]
+) -> None:
     """The backbone keeps its bits, and the head gets the gradients of one device."""
     config = read(ROOT / JOB)
     shapes = {name: tuple(parameter.shape) for name, parameter in build_plain(config).named_parameters()}
-    backbone = {name: torch.randn(shape) * 0.1 for name, shape in shapes.items() if not name.startswith("head.")}
+    backbone = {
+        name: torch.randn(shape) * 0.1 for name, shape in shapes.items() if not name.startswith("head.")
+    }
     torch.save(backbone, tmp_path / "backbone.pt")
     (tmp_path / "own_model.py").write_text((ROOT / "examples" / "own_model.py").read_text())
     (tmp_path / "finetuned.py").write_text(FROZEN)
@@ -141,13 +152,16 @@ def test_a_module_that_would_let_conversations_see_each_other_is_refused_before_
     assert not (tmp_path / ".shardwise").exists()
 
 
-def test_first_values_from_a_file_that_is_not_there_are_missed_before_workers_start(shardwise: Shardwise, tmp_path: Path) -> None:
+def test_first_values_from_a_file_that_is_not_there_are_missed_before_workers_start(
+    shardwise: Shardwise, tmp_path: Path
+) -> None:
     (tmp_path / "own_model.py").write_text((ROOT / "examples" / "own_model.py").read_text())
     (tmp_path / "finetuned.py").write_text(FROZEN)
     done = shardwise("train", JOB, "model.module=finetuned.py:Finetuned", "run.folder=run")
     assert done.returncode == 2, done.stderr
     assert re.search(
-        r"error: initial_value\(.* fails: FileNotFoundError: .*backbone.pt' \(\S*finetuned.py, line 12\)", done.stderr
+        r"error: initial_value\(.* fails: FileNotFoundError: .*backbone.pt' \(\S*finetuned.py, line 12\)",
+        done.stderr,
     )
     assert not (tmp_path / "run").exists()
 
@@ -181,48 +195,75 @@ class Told(Given):
 """
 
 
-@pytest.mark.parametrize(("name", "lost"), [("Given", "embedding.weight, mixing"), ("Told", "embedding.weight")])
-def test_values_that_a_constructor_gives_to_trained_weights_are_not_lost_in_silence(tmp_path: Path, name: str, lost: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "lost"), [("Given", "embedding.weight, mixing"), ("Told", "embedding.weight")]
+)
+def test_values_that_a_constructor_gives_to_trained_weights_are_not_lost_in_silence(
+    tmp_path: Path, name: str, lost: str
+) -> None:
     shutil.copy(ROOT / "examples" / "own_model.py", tmp_path)
     (tmp_path / "given.py").write_text(GIVEN)
     (warning,) = check_first_values(read(ROOT / JOB, [f"model.module={tmp_path}/given.py:{name}"]))
     assert sorted(re.findall(r"embedding\.weight|mixing|scale|places", warning)) == lost.split(", ")
-    assert "are not kept: these weights begin as shardwise draws them. Add a method initial_value(name, shape, seed)" in warning
+    assert (
+        "are not kept: these weights begin as shardwise draws them. Add a method initial_value(name, "
+        "shape, seed)" in warning
+    )
     assert list(check_first_values(read(ROOT / JOB))) == []
 
 
 def own_module(folder: Path, name: str, line: str) -> list[str]:
-    """The example's module with this line at the beginning of its forward, once there are tensors with values."""
+    """The example's module with this line at the beginning of its forward, once there are tensors with
+    values."""
     text = (ROOT / "examples" / "own_model.py").read_text()
-    (folder / f"{name}.py").write_text(text.replace("        x = inputs\n", f"        x = inputs\n        {line}\n"))
+    (folder / f"{name}.py").write_text(
+        text.replace("        x = inputs\n", f"        x = inputs\n        {line}\n")
+    )
     few = ["train.steps=2", "train.evaluate_sequences=4", "observe.sample_tokens=2", f"run.folder={name}"]
     return ["train", "examples/own_model.toml", f"model.module={name}.py:OwnModel", "layout.data=2", *few]
 
 
 def test_a_sample_that_fails_once_all_is_saved_is_a_warning(shardwise: Shardwise, tmp_path: Path) -> None:
-    done = shardwise(*own_module(tmp_path, "mute", "assert targets is not None or inputs.is_meta, 'nothing to say'"))
+    done = shardwise(
+        *own_module(tmp_path, "mute", "assert targets is not None or inputs.is_meta, 'nothing to say'")
+    )
     assert done.returncode == 0, done.stderr
-    assert "warning: all steps are done and saved, but there is no sample: AssertionError: nothing to say" in done.stderr
+    assert (
+        "warning: all steps are done and saved, but there is no sample: AssertionError: nothing to say"
+        in done.stderr
+    )
     assert "next:" in done.stderr
     assert (tmp_path / "mute" / "checkpoints" / "step-2" / "checkpoint.json").is_file()
 
 
-def test_an_exception_in_a_users_own_code_stops_at_its_first_repetition(shardwise: Shardwise, tmp_path: Path) -> None:
+def test_an_exception_in_a_users_own_code_stops_at_its_first_repetition(
+    shardwise: Shardwise, tmp_path: Path
+) -> None:
     done = shardwise(*own_module(tmp_path, "wrong", "assert inputs.is_meta, 'not today'"))
     assert done.returncode == 1, done.stderr
     events = [json.loads(line) for line in (tmp_path / "wrong" / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "fault"] == [1, 1]
     last = done.stderr.splitlines()[-1]
-    assert re.match(r"error: wrong.py, line \d+, in forward: AssertionError: not today; rank \d was at step 1", last)
+    assert re.match(
+        r"error: wrong.py, line \d+, in forward: AssertionError: not today; rank \d was at step 1", last
+    )
     assert "Traceback" not in done.stderr
     assert "Traceback" in "".join(log.read_text() for log in (tmp_path / "wrong" / "logs").glob("rank-*.log"))
 
 
 @pytest.mark.parametrize("command", ["train", "verify"])
-def test_a_module_that_returns_a_mean_is_told_what_to_return(shardwise: Shardwise, tmp_path: Path, command: str) -> None:
+def test_a_module_that_returns_a_mean_is_told_what_to_return(
+    shardwise: Shardwise, tmp_path: Path, command: str
+) -> None:
     text = (ROOT / "examples" / "own_model.py").read_text()
     (tmp_path / "mean.py").write_text(text.replace(', reduction="sum")', ")"))
-    few = ["train.steps=2", "train.evaluate_sequences=5", "observe.sample_tokens=2", "run.folder=run", "layout.data=2"]
+    few = [
+        "train.steps=2",
+        "train.evaluate_sequences=5",
+        "observe.sample_tokens=2",
+        "run.folder=run",
+        "layout.data=2",
+    ]
     done = shardwise(command, JOB, "model.module=mean.py:OwnModel", *few)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("error:") == 1, done.stderr
@@ -234,6 +275,10 @@ def test_a_module_that_returns_a_mean_is_told_what_to_return(shardwise: Shardwis
 
 
 def test_a_held_out_loss_that_is_not_finite_is_warned_of(shardwise: Shardwise, tmp_path: Path) -> None:
-    done = shardwise(*own_module(tmp_path, "blind", "self.norm.eps = 1e-5 if self.training else float('nan')"))
+    done = shardwise(
+        *own_module(tmp_path, "blind", "self.norm.eps = 1e-5 if self.training else float('nan')")
+    )
     assert done.returncode == 0, done.stderr
-    assert "warning: the held-out loss is nan, though the loss of every training step is finite" in " ".join(done.stderr.split())
+    assert "warning: the held-out loss is nan, though the loss of every training step is finite" in " ".join(
+        done.stderr.split()
+    )

@@ -1,4 +1,5 @@
-"""`shardwise plan JOB`: the winner with every term, for programs, for people and as a page; and what is said where none is."""
+"""`shardwise plan JOB`: the winner with every term, for programs, for people and as a page; and what is said
+where none is."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from shardwise.cost.clusters import named
 ROOT = Path(__file__).parents[2]
 LARGE, SMALL = str(ROOT / "examples" / "llama3-70b-64xh100.toml"), str(ROOT / "examples" / "quickstart.toml")
 H100 = "cluster.preset=h100x8"
-TERMS = {"matmul", "attention", "elementwise", "launch", "recompute", "optimizer", "bubble", "imbalance", "tensor", "context",
+TERMS = {"matmul", "attention", "elementwise", "launch", "recompute", "optimizer", "bubble", "imbalance",
+"tensor", "context",
          "expert", "data", "replica", "pipeline_sends", "offload"}  # fmt: skip
 KINDS = {"weights", "gradients", "optimizer", "activations", "logits", "gathered", "buffers", "overhead"}
 Done = tuple[int, str, str]
@@ -53,27 +55,36 @@ def step(found: dict[str, Any]) -> dict[str, Any]:
     return {name: best[name] for name in ("layout", "micro_batch", "recompute", "step_seconds", "memory_gib")}
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------------
+# -- answers -------------------------------------------------------------------------------------------------
 
 
 def test_the_winner_of_70b_on_64_devices_fits_and_has_every_term(plan: Plan) -> None:
     found = answer(plan, LARGE)
     best = found["best"]
-    assert {"layout", "micro_batch", "schedule", "recompute", "memory_gib", "step_seconds", "tokens_per_second_per_device", "mfu",
-            "bytes", "config", "reason", "memory_limit_gib", "timeline", "map", "links"} <= set(best)  # fmt: skip
-    assert {"version", "job", "cluster", "model", "tokens_per_step", "best", "runner_up", "binding", "candidates", "rejected",
+    assert {"layout", "micro_batch", "schedule", "recompute", "memory_gib", "step_seconds",
+    "tokens_per_second_per_device", "mfu",
+            "bytes", "config", "reason", "memory_limit_gib", "timeline", "map",
+            "links"} <= set(best)  # fmt: skip
+    assert {"version", "job", "cluster", "model", "tokens_per_step", "best", "runner_up", "binding",
+    "candidates", "rejected",
             "considered", "seconds"} <= set(found)  # fmt: skip
     assert best["fits"]
     assert best["memory_gib"]["total"] <= best["memory_limit_gib"] < found["cluster"]["memory_gib"]
     assert set(best["step_seconds"]) >= TERMS | {"total"}
     assert set(best["memory_gib"]) >= KINDS | {"total"}
     for parts in (best["step_seconds"], best["memory_gib"]):
-        assert sum(value for name, value in parts.items() if name != "total") == pytest.approx(parts["total"], rel=1e-9)
+        assert sum(value for name, value in parts.items() if name != "total") == pytest.approx(
+            parts["total"], rel=1e-9
+        )
         assert all(value >= 0 for value in parts.values())
     layout = best["layout"]
-    assert layout["pipeline"] * layout["replica"] * layout["data"] * layout["context"] * layout["tensor"] == 64
+    assert (
+        layout["pipeline"] * layout["replica"] * layout["data"] * layout["context"] * layout["tensor"] == 64
+    )
     assert best["micro_batch"] * best["accumulation"] * layout["replica"] * layout["data"] == 512
-    assert best["tokens_per_second_per_device"] == pytest.approx(512 * 8192 / 64 / best["step_seconds"]["total"])
+    assert best["tokens_per_second_per_device"] == pytest.approx(
+        512 * 8192 / 64 / best["step_seconds"]["total"]
+    )
     assert 0.2 < best["mfu"] < 0.7
     assert len(best["map"]) == 64
     assert {place["node"] for place in best["map"]} == set(range(8))
@@ -107,7 +118,11 @@ def test_one_field_is_pinned_and_the_others_are_searched(plan: Plan) -> None:
 
 
 def test_what_is_to_be_pasted_gives_the_same_prediction_again(plan: Plan, tmp_path: Path) -> None:
-    for pins in ([], ["layout.pipeline=4", "layout.schedule=interleaved"], ["layout.context=2", "layout.attention=ring"]):
+    for pins in (
+        [],
+        ["layout.pipeline=4", "layout.schedule=interleaved"],
+        ["layout.context=2", "layout.attention=ring"],
+    ):
         first = answer(plan, LARGE, *pins)
         lines = tomllib.loads(Path(LARGE).read_text())
         pasted = tomllib.loads(first["best"]["config"])
@@ -180,13 +195,26 @@ def test_stages_cut_by_hand_leave_schedules_that_have_as_many(plan: Plan) -> Non
     assert tomllib.loads(found["best"]["config"])["layout"]["stages"] == [1, 3]
 
 
-# -- requests that cannot be met ----------------------------------------------------------------------------------------------
+# -- requests that cannot be met -----------------------------------------------------------------------------
 
-OPEN = (LARGE, "model.layers=6", "model.hidden=512", "model.heads=8", "model.kv_heads=8", "model.head_dim=64", "model.ffn=1408")
+OPEN = (
+    LARGE,
+    "model.layers=6",
+    "model.hidden=512",
+    "model.heads=8",
+    "model.kv_heads=8",
+    "model.head_dim=64",
+    "model.ffn=1408",
+)
 BAD: dict[str, tuple[list[str], list[str]]] = {
     "nothing fits": (
         [LARGE, H100, "layout.offload=false"],
-        ["nothing fits", "GiB more than the 72.8 GiB a plan may use", "use about 16 devices", "layout.offload=true"],
+        [
+            "nothing fits",
+            "GiB more than the 72.8 GiB a plan may use",
+            "use about 16 devices",
+            "layout.offload=true",
+        ],
     ),
     "long sequences on one device": (
         [
@@ -199,18 +227,33 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["nothing fits", "GiB more than", "shorter data.sequence_length"],
     ),
-    "unknown device": ([LARGE, "cluster.preset=h10x8"], ["cluster.preset = 'h10x8'", "did you mean h100", "cluster.file"]),
+    "unknown device": (
+        [LARGE, "cluster.preset=h10x8"],
+        ["cluster.preset = 'h10x8'", "did you mean h100", "cluster.file"],
+    ),
     "seven devices and eight heads": (
         [*OPEN, "cluster.preset=h100x8", "cluster.devices=7", "train.global_batch=8"],
         ["7 devices", "8 heads", "global batch of 8", "6 blocks", "there are some on 6 or 8 devices"],
     ),
     "a batch that nothing divides": (
-        [*OPEN, "cluster.preset=h100x8", "train.global_batch=7", "data.sequence_length=8191", "model.layers=5"],
+        [
+            *OPEN,
+            "cluster.preset=h100x8",
+            "train.global_batch=7",
+            "data.sequence_length=8191",
+            "model.layers=5",
+        ],
         ["global batch of 7 does not divide", "a sequence of 8191 does not divide"],
     ),
-    "part of a node too many": ([LARGE, "cluster.devices=60"], ["cluster.devices = 60", "whole nodes of 8", "use 56 or 64"]),
+    "part of a node too many": (
+        [LARGE, "cluster.devices=60"],
+        ["cluster.devices = 60", "whole nodes of 8", "use 56 or 64"],
+    ),
     "no devices": ([LARGE, "cluster.devices=0"], ["cluster.devices = 0", "greater than or equal to 1"]),
-    "preset and file": ([LARGE, "cluster.file=mine.toml"], ["cluster.preset and cluster.file are both given; keep one"]),
+    "preset and file": (
+        [LARGE, "cluster.file=mine.toml"],
+        ["cluster.preset and cluster.file are both given; keep one"],
+    ),
     "heads refuse": (
         [LARGE, "layout.tensor=3"],
         ["layout.tensor = 3", "model.heads = 64", "nearest layout that works: layout.tensor=4"],
@@ -236,7 +279,10 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
         ["'bfloat16'", "V100", "float32, float16"],
     ),
     "margin": ([LARGE, "cluster.margin=1.5"], ["cluster.margin = 1.5", "less than 1"]),
-    "micro-batch": ([LARGE, "train.micro_batch=3"], ["train.micro_batch = 3 does not divide", "global batch of 512"]),
+    "micro-batch": (
+        [LARGE, "train.micro_batch=3"],
+        ["train.micro_batch = 3 does not divide", "global batch of 512"],
+    ),
     "a module of one's own": ([SMALL, H100, "model.module=mine.py:Net"], ["model.module", "[layout]"]),
     "unknown key": ([LARGE, "cluster.device=h100"], ["cluster.device", "unknown key"]),
     "no such job": (["nowhere.toml"], ["nowhere.toml"]),
@@ -294,5 +340,10 @@ def test_a_device_with_brackets_in_its_name_is_shown_as_it_is(plan: Plan, tmp_pa
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_work(plan: Plan, tmp_path: Path) -> None:
     refused(plan(LARGE, "--html", str(tmp_path)), "is a folder; give the path of a file")
-    refused(plan(LARGE, "--html", str(tmp_path / "no" / "page.html")), "cannot be written", "give another path")
-    refused(plan(LARGE, "--html", str(tmp_path / ("x" * 300))), "cannot be written (File name too long); give another path")
+    refused(
+        plan(LARGE, "--html", str(tmp_path / "no" / "page.html")), "cannot be written", "give another path"
+    )
+    refused(
+        plan(LARGE, "--html", str(tmp_path / ("x" * 300))),
+        "cannot be written (File name too long); give another path",
+    )

@@ -1,4 +1,5 @@
-"""The planner's page: safe, bounded and whole as text; drawn without an error in a browser, where its filters filter."""
+"""The planner's page: safe, bounded and whole as text; drawn without an error in a browser, where its filters
+filter."""
 
 from __future__ import annotations
 
@@ -26,14 +27,19 @@ SEQUENCES, LENGTH = 16, 8192
 FIXED = {"attention": "auto", "offload": False, "stages_per_rank": None, "expert": 1, "replica": 1}
 
 
-def candidate(pipeline: int, data: int, context: int, tensor: int, zero: int, micro_batch: int, recompute: str) -> dict[str, Any]:
-    """Numbers with the right shape and no claim to be right: more of an axis, less memory and more waiting."""
+def candidate(
+    pipeline: int, data: int, context: int, tensor: int, zero: int, micro_batch: int, recompute: str
+) -> dict[str, Any]:
+    """Numbers with the right shape and no claim to be right: more of an axis, less memory and more
+    waiting."""
     accumulation = max(1, SEQUENCES // (data * micro_batch))
     memory = {
         "weights": 290.0 / (tensor * pipeline * (data if zero == 3 else 1)),
         "gradients": 580.0 / (tensor * pipeline * (data if zero >= 2 else 1)),
         "optimizer": 1740.0 / (tensor * pipeline * (data if zero >= 1 else 1)),
-        "activations": {"none": 200.0, "selective": 100.0, "full": 20.0}[recompute] * micro_batch / (tensor * context),
+        "activations": {"none": 200.0, "selective": 100.0, "full": 20.0}[recompute]
+        * micro_batch
+        / (tensor * context),
         "logits": 3.9 * micro_batch / (tensor * context),
         "gathered": 3.2 / tensor if zero == 3 else 0.0,
         "buffers": 0.8,
@@ -83,7 +89,11 @@ def candidate(pipeline: int, data: int, context: int, tensor: int, zero: int, mi
 def candidates() -> list[dict[str, Any]]:
     """Every way to make 64 devices of four axes."""
     sizes = (1, 2, 4, 8, 16, 32, 64)
-    layouts = [(p, 64 // (p * c * t), c, t) for p, c, t in product(sizes[:5], sizes[:3], sizes[:4]) if p * c * t <= 64]
+    layouts = [
+        (p, 64 // (p * c * t), c, t)
+        for p, c, t in product(sizes[:5], sizes[:3], sizes[:4])
+        if p * c * t <= 64
+    ]
     choices = product(layouts, (0, 1, 2, 3), (1, 2, 4), ("none", "selective", "full"))
     return [candidate(*layout, zero, batch, recompute) for layout, zero, batch, recompute in choices]
 
@@ -100,7 +110,13 @@ def drawn_timeline(name: str, ranks: int, micro_batches: int) -> dict[str, Any]:
     timeline = simulate(make_schedule(name, ranks, micro_batches), 0.094, 0.1, 0.088)
     rows = [
         [
-            {"stage": s.action.stage, "kind": s.action.kind, "micro_batch": s.action.micro_batch, "start": s.start, "end": s.end}
+            {
+                "stage": s.action.stage,
+                "kind": s.action.kind,
+                "micro_batch": s.action.micro_batch,
+                "start": s.start,
+                "end": s.end,
+            }
             for s in row
         ]
         for row in timeline.spans
@@ -113,9 +129,11 @@ def answer(**changes: Any) -> dict[str, Any]:
     every = candidates()
     best = {
         **candidate(4, 2, 1, 8, 1, 1, "selective"),
-        "config": '[layout]\npipeline = 4\ndata = 2\ntensor = 8\nzero = 1\nschedule = "1f1b"\n\n[train]\nmicro_batch = 1\n'
+        "config": "[layout]\npipeline = 4\ndata = 2\ntensor = 8\nzero = 1\nschedule = "
+        '"1f1b"\n\n[train]\nmicro_batch = 1\n'
         'recompute = "selective"\n',
-        "reason": "The fastest of 112 layouts that fit: tensor stays inside a node; the pipeline crosses nodes with few bytes.",
+        "reason": "The fastest of 112 layouts that fit: tensor stays inside a node; the pipeline crosses "
+        "nodes with few bytes.",
         "memory_limit_gib": LIMIT,
         "timeline": drawn_timeline("1f1b", 4, 8),
         "map": placed(4, 2, 8),
@@ -127,7 +145,8 @@ def answer(**changes: Any) -> dict[str, Any]:
     }
     runner_up = {
         **candidate(1, 16, 1, 4, 3, 1, "selective"),
-        "loses_on": "It gathers the weights anew for every micro-batch: 1.2 s of exposed communication between nodes.",
+        "loses_on": "It gathers the weights anew for every micro-batch: 1.2 s of exposed communication "
+        "between nodes.",
     }
     whole = {
         "version": "0.1.0",
@@ -145,14 +164,16 @@ def answer(**changes: Any) -> dict[str, Any]:
             "parameters": 155_692_564_480,
             "active_parameters": 155_692_564_480,
             "flops_per_token": 4.4e11,
-            "flop_convention": "matrix products and causal attention, backward twice forward, no recomputation",
+            "flop_convention": "matrix products and causal attention, backward twice forward, no "
+            "recomputation",
         },
         "tokens_per_step": SEQUENCES * LENGTH,
         "best": best,
         "runner_up": runner_up,
         "binding": [
             "tensor = 16 is refused: the model has 8 kv heads, and a node 8 devices.",
-            "pipeline is needed because weights, gradients and optimizer states of 155B take 2,600 GiB in each replica.",
+            "pipeline is needed because weights, gradients and optimizer states of 155B take 2,600 GiB in "
+            "each replica.",
         ],
         "advice": ['With 10 GiB more a device, recompute = "none" would fit and save 0.7 s a step.'],
         "candidates": every,
@@ -211,7 +232,13 @@ def test_the_page_loads_nothing_and_has_every_section_in_order() -> None:
 def test_what_is_read_stands_in_the_page_as_text() -> None:
     whole = answer()
     text = html.unescape(render_page(whole))
-    for sentence in [*whole["binding"], *whole["advice"], *whole["rejected"], whole["best"]["reason"], whole["best"]["config"]]:
+    for sentence in [
+        *whole["binding"],
+        *whole["advice"],
+        *whole["rejected"],
+        whole["best"]["reason"],
+        whole["best"]["config"],
+    ]:
         assert sentence in text
     assert f"{whole['best']['mfu']:.1%}" in text
     assert "64 x H100 80GB in 8 nodes of 8; 156B parameters; 131,072 tokens a step" in text
@@ -224,7 +251,9 @@ def test_a_hostile_name_stays_text() -> None:
     whole["cluster"] = {**whole["cluster"], "name": evil, "device": evil}
     whole["best"] = {**whole["best"], "kind": evil, "config": evil, "reason": evil}
     whole["runner_up"] = {**whole["runner_up"], "kind": evil, "loses_on": evil}
-    whole["candidates"] = [{**one, "kind": evil + str(place % 2)} for place, one in enumerate(whole["candidates"][:9])]
+    whole["candidates"] = [
+        {**one, "kind": evil + str(place % 2)} for place, one in enumerate(whole["candidates"][:9])
+    ]
     page = render_page(whole)
     assert [tag for tag, _ in _Tags(page).tags].count("script") == 2
     assert "img" not in {tag for tag, _ in _Tags(page).tags}
@@ -292,7 +321,9 @@ def _contrast(one: str, other: str) -> float:
 
 def _luminance(colour: str) -> float:
     shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    red, green, blue = [
+        share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares
+    ]
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -304,15 +335,24 @@ def run_chromium(page: str, folder: Path, *flags: str, place: str = "") -> str:
     assert CHROMIUM
     file = folder / "page.html"
     file.write_text(page, encoding="utf-8")
-    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder / 'profile'}")
+    quiet = (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--user-data-dir={folder / 'profile'}",
+    )
     command = [CHROMIUM, *quiet, "--virtual-time-budget=5000", *flags, file.as_uri() + place]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 def opened(page: str, folder: Path, script: str = "", place: str = "") -> tuple[dict[str, str | None], Any]:
-    """The attributes the page left on its root, and what a script of ours found (in `found`) after the page's own."""
+    """The attributes the page left on its root, and what a script of ours found (in `found`) after the page's
+    own."""
     ours = f"<script>const found = {{}}; {script}; root.dataset.found = JSON.stringify(found)</script></body>"
-    document = run_chromium(page.replace("</body>", ours), folder, "--dump-dom", "--window-size=1400,1000", place=place)
+    document = run_chromium(
+        page.replace("</body>", ours), folder, "--dump-dom", "--window-size=1400,1000", place=place
+    )
     attributes = next(attributes for tag, attributes in _Tags(document).tags if tag == "html")
     assert attributes.get("data-error") is None
     assert attributes.get("data-drawn") == "yes"
@@ -349,7 +389,9 @@ def test_a_browser_draws_every_part_and_tells_about_what_is_pointed_at(tmp_path:
     assert found["cells"] == [8] * 8
     assert "320" in found["links"]
     assert found["segment"].startswith("winner: weights\n")
-    fastest = min((one for one in whole["candidates"] if one["fits"]), key=lambda one: one["step_seconds"]["total"])
+    fastest = min(
+        (one for one in whole["candidates"] if one["fits"]), key=lambda one: one["step_seconds"]["total"]
+    )
     assert f"{fastest['step_seconds']['total']:.3f}" in found["dot"]
     assert f"{fastest['memory_gib']['total']:.1f}" in found["dot"]
     assert found["pinned"].startswith("Pinned: ")
@@ -383,7 +425,11 @@ def test_filters_leave_exactly_what_they_ask_for(tmp_path: Path) -> None:
     fitting = [one for one in full if one["fits"]]
     assert len(every) > len(small) > len(full) > len(fitting) > 2
     _, found = opened(render_page(whole), tmp_path, USE, place="#tensor=4&zero=3")
-    assert [int(found[name]) for name in ("first", "second", "third")] == [len(small), len(full), len(fitting)]
+    assert [int(found[name]) for name in ("first", "second", "third")] == [
+        len(small),
+        len(full),
+        len(fitting),
+    ]
     assert found["pin"]
     assert found["free"]
     assert found["none"] == ["0", "No layout passes these filters."]
@@ -401,22 +447,35 @@ found.shown = $("shown").textContent;
 def test_a_page_without_a_pipeline_of_a_long_search_and_with_hostile_names_draws_too(tmp_path: Path) -> None:
     evil = "</script><script>throw 1</script><img src=x onerror=throw>"
     whole = answer(job=evil, runner_up=None, candidates=(candidates() * 12)[: CANDIDATES + 500])
-    flat = {**whole["best"], **candidate(1, 8, 1, 8, 3, 1, "full"), "kind": evil, "timeline": None, "links": []}
+    flat = {
+        **whole["best"],
+        **candidate(1, 8, 1, 8, 3, 1, "full"),
+        "kind": evil,
+        "timeline": None,
+        "links": [],
+    }
     page = render_page({**whole, "best": {**flat, "map": placed(16, 16, 8)}})
     attributes, found = opened(page, tmp_path, FLAT)
     assert attributes["data-shown"] == "5000"
-    assert found["shown"] == "20,000 of 20,500 layouts; the best 5,000 are drawn; this page holds the best 20,000."
+    assert (
+        found["shown"]
+        == "20,000 of 20,500 layouts; the best 5,000 are drawn; this page holds the best 20,000."
+    )
     assert found["rows"] == 1
     assert found["cells"] == 16 * 16
 
 
 @browser
-@pytest.mark.parametrize(("flags", "background"), [((), (251, 251, 249)), (("--force-dark-mode",), (20, 24, 28))])
+@pytest.mark.parametrize(
+    ("flags", "background"), [((), (251, 251, 249)), (("--force-dark-mode",), (20, 24, 28))]
+)
 def test_the_page_is_light_or_dark_as_the_reader_asked(
     tmp_path: Path, flags: tuple[str, ...], background: tuple[int, ...]
 ) -> None:
     picture = tmp_path / "page.png"
-    run_chromium(render_page(answer()), tmp_path, *flags, f"--screenshot={picture}", "--window-size=1400,3200")
+    run_chromium(
+        render_page(answer()), tmp_path, *flags, f"--screenshot={picture}", "--window-size=1400,3200"
+    )
     assert _png(picture.read_bytes()) == (1400, 3200, background)
 
 

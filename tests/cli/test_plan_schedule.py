@@ -27,7 +27,9 @@ def test_the_drawing_the_bubble_the_activations_and_the_stages_are_printed() -> 
     result = plan("--schedule", *FOUR)
     assert result.exit_code == 0, result.exception
     lines = result.stdout.splitlines()
-    assert lines[0] == "1f1b: 4 ranks, 4 stages, 8 micro-batches; bubble 27.3%, at most 4 activations on a rank"
+    assert (
+        lines[0] == "1f1b: 4 ranks, 4 stages, 8 micro-batches; bubble 27.3%, at most 4 activations on a rank"
+    )
     assert lines[2].startswith("rank 0  F0 F1 F2 F3 .. ")
     assert lines[7].split() == ["rank", "activations", "idle", "stages"]
     assert lines[8].split() == ["0", "4", "27.3%", "0", "(1", "block)"]
@@ -48,7 +50,13 @@ def test_json_is_one_object_with_every_action() -> None:
 
 def test_stages_follow_the_schedule_and_the_counts_given() -> None:
     result = plan(
-        "--schedule", "--json", *FOUR, "layout.pipeline=2", "layout.schedule=zbv", "model.layers=7", "layout.stages=[1, 2, 3, 1]"
+        "--schedule",
+        "--json",
+        *FOUR,
+        "layout.pipeline=2",
+        "layout.schedule=zbv",
+        "model.layers=7",
+        "layout.stages=[1, 2, 3, 1]",
     )
     answer = json.loads(result.stdout)
     assert answer["stages"] == [1, 2, 3, 1]
@@ -61,12 +69,23 @@ def test_an_open_data_axis_counts_as_one_pipeline_and_a_closed_one_divides_the_b
 
 
 def test_an_open_data_axis_has_the_devices_that_the_cluster_leaves() -> None:
-    job = str(Path(__file__).parents[2] / "examples" / "llama3-70b-64xh100.toml")  # 512 sequences on 64 devices
-    drawn = CliRunner().invoke(app, ["plan", job, "--schedule", "--json", "layout.pipeline=4", "train.micro_batch=1"])
+    job = str(
+        Path(__file__).parents[2] / "examples" / "llama3-70b-64xh100.toml"
+    )  # 512 sequences on 64 devices
+    drawn = CliRunner().invoke(
+        app, ["plan", job, "--schedule", "--json", "layout.pipeline=4", "train.micro_batch=1"]
+    )
     answer = json.loads(drawn.stdout)
     assert answer["micro_batches"] == 512 * 4 // 64
     assert answer["bubble"] == pytest.approx(3 / (32 + 3))
-    here = plan("--schedule", "--json", "layout.pipeline=2", "layout.data=-1", "train.micro_batch=4", "cluster.devices=8")
+    here = plan(
+        "--schedule",
+        "--json",
+        "layout.pipeline=2",
+        "layout.data=-1",
+        "train.micro_batch=4",
+        "cluster.devices=8",
+    )
     assert json.loads(here.stdout)["micro_batches"] == 2
     uneven = plan("--schedule", "layout.pipeline=4", "layout.data=-1", "cluster.devices=6").exception
     assert isinstance(uneven, ConfigError)

@@ -17,7 +17,9 @@ def test_the_quick_probe_writes_a_file_and_prints_only_json(shardwise, tmp_path:
     assert answer.keys() >= {"file", "seconds", "cluster"}
     cluster = read_cluster(tmp_path / "found.toml", {})
     assert cluster.devices == 2
-    assert cluster.device.peak["float32"] == pytest.approx(answer["cluster"]["device"]["peak"]["float32"], rel=1e-4)
+    assert cluster.device.peak["float32"] == pytest.approx(
+        answer["cluster"]["device"]["peak"]["float32"], rel=1e-4
+    )
     assert "measuring float32 products" in done.stderr
     assert [path.name for path in tmp_path.iterdir() if path.name != "examples"] == ["found.toml"]
 
@@ -31,7 +33,9 @@ def test_the_quick_probe_writes_a_file_and_prints_only_json(shardwise, tmp_path:
         ("x" * 300, "cannot be read: File name too long. Give another path."),
     ],
 )
-def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(shardwise, output: str, says: str) -> None:
+def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(
+    shardwise, output: str, says: str
+) -> None:
     done = shardwise("probe", "--output", output)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: --output {output}: ")

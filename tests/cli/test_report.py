@@ -72,7 +72,8 @@ BUSY = ("matmul", "attention", "elementwise", "launch", "recompute")
 
 
 def planned_run(folder, cluster, steps=9):
-    """A run that took 1.5 times what was predicted to compute, twice to communicate, half to update, and 10 ms for the rest."""
+    """A run that took 1.5 times what was predicted to compute, twice to communicate, half to update, and 10
+    ms for the rest."""
     config = from_tables({**JOB, "cluster": cluster, "run": {"folder": str(folder)}})
     predicted = forecast(config, config.layout, 16, 1, asked_for(config).of(2))
     terms = predicted["step_seconds"]
@@ -84,11 +85,18 @@ def planned_run(folder, cluster, steps=9):
     }
     seconds = sum(spans.values()) + 0.005
     line = {"loss": 1.0, "seconds": seconds, "tokens_per_second": 4096 / seconds, "spans": spans}
-    plan = {"layout": config.layout.model_dump(), "micro_batch": 16, "accumulation": 1, "predicted": predicted}
+    plan = {
+        "layout": config.layout.model_dump(),
+        "micro_batch": 16,
+        "accumulation": 1,
+        "predicted": predicted,
+    }
     folder.mkdir()
     (folder / "config.toml").write_text(to_toml(config))
     (folder / "plan.json").write_text(json.dumps(plan))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in range(1, steps + 1)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, **line}) + "\n" for step in range(1, steps + 1))
+    )
     return config, seconds
 
 
@@ -109,7 +117,9 @@ def test_calibrating_makes_the_next_forecast_what_was_measured(tmp_path, cluster
     assert "# my machine" in cluster_file.read_text()
     again = forecast(config, config.layout, 16, 1, asked_for(config).of(2))["step_seconds"]
     assert again["total"] == pytest.approx(seconds - 0.01, rel=1e-4)
-    assert again["data"] == pytest.approx(2 * read_prediction(tmp_path / "run")["step_seconds"]["data"], rel=1e-4)
+    assert again["data"] == pytest.approx(
+        2 * read_prediction(tmp_path / "run")["step_seconds"]["data"], rel=1e-4
+    )
 
 
 def read_prediction(folder):
@@ -123,7 +133,9 @@ def test_calibrating_twice_by_the_same_run_changes_nothing_more(tmp_path, cluste
     answer = json.loads(invoke(tmp_path / "run", "--calibrate", "--json").stdout)
     assert cluster_file.read_text() == before
     assert answer["calibration"]["file"] == str(cluster_file)
-    assert {change["term"]: change["after"] for change in answer["calibration"]["changes"]}["matmul"] == pytest.approx(1.5)
+    assert {change["term"]: change["after"] for change in answer["calibration"]["changes"]}[
+        "matmul"
+    ] == pytest.approx(1.5)
 
 
 def test_a_presets_run_is_calibrated_into_a_file_of_its_own(tmp_path):
@@ -149,9 +161,13 @@ def test_what_cannot_be_calibrated_is_refused_with_the_reason(run, tmp_path_fact
     planned_run(folder / "run", {"preset": "cpux2"}, steps=6)
     assert "4 steps" in refusal(folder / "run", "--calibrate")
     planned_run(folder / "long", {"preset": "cpux2"})
-    assert "cannot be written" in refusal(folder / "long", "--calibrate", "--cluster", folder / "absent" / "new.toml")
+    assert "cannot be written" in refusal(
+        folder / "long", "--calibrate", "--cluster", folder / "absent" / "new.toml"
+    )
     for length in (252, 300):  # the file beside it, or the file itself, would have too long a name
-        assert "File name too long" in refusal(folder / "long", "--calibrate", "--cluster", folder / ("x" * length))
+        assert "File name too long" in refusal(
+            folder / "long", "--calibrate", "--cluster", folder / ("x" * length)
+        )
     (folder / "notes.toml").write_text("milk = 2\n")
     assert "milk" in refusal(folder / "long", "--calibrate", "--cluster", folder / "notes.toml")
     assert (folder / "notes.toml").read_text() == "milk = 2\n"

@@ -47,7 +47,9 @@ def test_svg_is_well_formed_and_has_a_box_for_every_action_that_overlaps_no_othe
     for box in picture.iter(f"{SVG}rect"):
         if box.find(f"{SVG}title") is not None:
             assert box.get("fill") in COLOURS.values()
-            rows.setdefault(str(box.get("y")), []).append((float(box.get("x", 0)), float(box.get("width", 0))))
+            rows.setdefault(str(box.get("y")), []).append(
+                (float(box.get("x", 0)), float(box.get("width", 0)))
+            )
     assert [len(row) for row in rows.values()] == [len(row) for row in timeline.schedule.actions]
     for row in rows.values():
         assert all(left + width <= after + 0.2 for (left, width), (after, _) in pairwise(row))

@@ -1,4 +1,5 @@
-"""`shardwise train` with a parameter server: the losses of a synchronous run where nothing may be stale, whoever is lost."""
+"""`shardwise train` with a parameter server: the losses of a synchronous run where nothing may be stale,
+whoever is lost."""
 
 from __future__ import annotations
 
@@ -64,12 +65,25 @@ def test_without_staleness_it_is_the_synchronous_run(
 
 @pytest.mark.parametrize(
     ("bound", "portions"),
-    [pytest.param(1, 2, marks=pytest.mark.full), (4, 4), pytest.param("unbounded", 4, marks=pytest.mark.full)],
+    [
+        pytest.param(1, 2, marks=pytest.mark.full),
+        (4, 4),
+        pytest.param("unbounded", 4, marks=pytest.mark.full),
+    ],
 )
 def test_staleness_stays_within_its_bound_and_every_portion_is_used_once(
-    shardwise: Shardwise, tmp_path: Path, synchronous: tuple[list[float], list[str]], bound: int | str, portions: int
+    shardwise: Shardwise,
+    tmp_path: Path,
+    synchronous: tuple[list[float], list[str]],
+    bound: int | str,
+    portions: int,
 ) -> None:
-    words = [f"server.max_staleness={bound}", f"server.portions={portions}", "train.steps=30", "run.folder=run"]
+    words = [
+        f"server.max_staleness={bound}",
+        f"server.portions={portions}",
+        "train.steps=30",
+        "run.folder=run",
+    ]
     trained(shardwise("train", *SERVER, *words))
     seen = Counter(staleness for record in records(tmp_path / "run") for staleness in record["staleness"])
     assert sum(seen.values()) == 30 * portions
@@ -78,12 +92,24 @@ def test_staleness_stays_within_its_bound_and_every_portion_is_used_once(
     assert total == sum(int(data, 16) for data in synchronous[1]), "the same sequences, each once"
 
 
-@pytest.mark.parametrize("codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bf16", "topk(0.1)"))])
+@pytest.mark.parametrize(
+    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bf16", "topk(0.1)"))]
+)
 def test_gradients_can_be_pushed_in_fewer_bits(
     shardwise: Shardwise, tmp_path: Path, synchronous: tuple[list[float], list[str]], codec: str
 ) -> None:
-    """What is left out is fed back, so that the losses stay near those of whole gradients, and are not the same."""
-    trained(shardwise("train", *SERVER, "train.steps=30", "server.servers=2", f"server.compression={codec}", "run.folder=run"))
+    """What is left out is fed back, so that the losses stay near those of whole gradients, and are not the
+    same."""
+    trained(
+        shardwise(
+            "train",
+            *SERVER,
+            "train.steps=30",
+            "server.servers=2",
+            f"server.compression={codec}",
+            "run.folder=run",
+        )
+    )
     found = losses(tmp_path / "run")
     assert found != pytest.approx(synchronous[0], rel=1e-7)
     assert found == pytest.approx(synchronous[0], rel=0.2 if codec == "topk(0.1)" else 0.02)
@@ -105,7 +131,9 @@ def test_a_killed_server_or_worker_changes_no_loss(
     assert [record["data"] for record in records(tmp_path / "run")] == synchronous[1]
 
 
-def test_a_stopped_run_goes_on_to_the_last_bit(started: Started, shardwise: Shardwise, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_to_the_last_bit(
+    started: Started, shardwise: Shardwise, tmp_path: Path
+) -> None:
     trained(shardwise("train", *SERVER, "train.steps=30", "run.folder=whole"))
     process = started("train", *SERVER, "train.steps=30", "run.folder=halved")
     wait_for_step(tmp_path / "halved", 5)
@@ -144,7 +172,10 @@ def test_workers_that_always_fail_end_the_run_with_the_reason(shardwise: Shardwi
         (["server.portions=3"], "server.portions = 3: does not divide train.global_batch = 8"),
         (["train.precision=float16"], "float16 needs a loss scale"),
         (["server.compression=powersgd(4)"], "servers keep slices of them"),
-        (["train.driver=synchronous", "server.damping=true"], "server.damping: has no effect without train.driver = 'server'"),
+        (
+            ["train.driver=synchronous", "server.damping=true"],
+            "server.damping: has no effect without train.driver = 'server'",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(shardwise: Shardwise, words: list[str], message: str) -> None:

@@ -16,7 +16,13 @@ import pytest
 from namespaces import ADDRESSES, OURS, POSSIBLE, hosts, inside, kill, plug, pull
 
 ROOT = Path(__file__).parents[2]
-JOB = ["examples/quickstart.toml", "model.preset=bytes-400k", "observe.sample=", "train.evaluate_every=0", "run.folder=run"]
+JOB = [
+    "examples/quickstart.toml",
+    "model.preset=bytes-400k",
+    "observe.sample=",
+    "train.evaluate_every=0",
+    "run.folder=run",
+]
 RUN = "a run under attack"
 SETTINGS = ["layout.data=-1", "checkpoint.every=5", "train.global_batch=8", "data.sequence_length=64"]
 
@@ -43,7 +49,11 @@ def start(
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if path.exists()
+        else []
+    )
 
 
 def wait_for(what: str, folder: Path, condition: Any, seconds: float = 60) -> None:
@@ -55,7 +65,11 @@ def wait_for(what: str, folder: Path, condition: Any, seconds: float = 60) -> No
 
 
 def worlds(folder: Path) -> list[int]:
-    return [event["world"] for event in lines(folder / "run" / "events.jsonl") if event["event"] in ("start", "resume")]
+    return [
+        event["world"]
+        for event in lines(folder / "run" / "events.jsonl")
+        if event["event"] in ("start", "resume")
+    ]
 
 
 def ports(host: str) -> list[str]:
@@ -66,7 +80,9 @@ def ports(host: str) -> list[str]:
 
 def memory(host: str) -> int:
     """Bytes in memory of all processes of a host."""
-    pids = subprocess.run(["ip", "netns", "pids", f"{OURS}-{host}"], capture_output=True, text=True, check=True).stdout
+    pids = subprocess.run(
+        ["ip", "netns", "pids", f"{OURS}-{host}"], capture_output=True, text=True, check=True
+    ).stdout
     return sum(psutil.Process(int(pid)).memory_info().rss for pid in pids.split())
 
 
@@ -74,7 +90,9 @@ def reached(folder: Path) -> int:
     return max((line["step"] for line in lines(folder / "run" / "metrics.jsonl")), default=0)
 
 
-needs_namespaces = pytest.mark.skipif(not POSSIBLE, reason="making network namespaces needs root, and ip and tc of iproute2")
+needs_namespaces = pytest.mark.skipif(
+    not POSSIBLE, reason="making network namespaces needs root, and ip and tc of iproute2"
+)
 
 
 @needs_namespaces
@@ -98,7 +116,9 @@ def test_a_host_that_is_cut_off_is_done_without_and_taken_back(tmp_path: Path) -
         finally:
             for end in ends:
                 end.kill()
-    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, reached(tmp_path) + 1))
+    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == list(
+        range(1, reached(tmp_path) + 1)
+    )
     faults = [event for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "fault"]
     assert [event["kind"] for event in faults] == ["host lost"]
 
@@ -106,7 +126,8 @@ def test_a_host_that_is_cut_off_is_done_without_and_taken_back(tmp_path: Path) -
 @pytest.mark.full
 @needs_namespaces
 def test_the_first_host_is_lost_for_good_and_the_others_go_on_with_the_same_bits(tmp_path: Path) -> None:
-    """Three hosts of a worker each, of which two train: when the first dies, the third steps in, and the layout stays."""
+    """Three hosts of a worker each, of which two train: when the first dies, the third steps in, and the
+    layout stays."""
     job = ("layout.data=2", "train.steps=40", "--min-workers", "2", "--max-workers", "2")
     runs = {name: tmp_path / name for name in ("whole", "hit")}
     for folder in runs.values():
@@ -130,7 +151,10 @@ def test_the_first_host_is_lost_for_good_and_the_others_go_on_with_the_same_bits
         finally:
             for end in ends:
                 end.kill()
-    whole, hit = ([(line["step"], line["loss"]) for line in lines(folder / "run" / "metrics.jsonl")] for folder in runs.values())
+    whole, hit = (
+        [(line["step"], line["loss"]) for line in lines(folder / "run" / "metrics.jsonl")]
+        for folder in runs.values()
+    )
     assert whole == hit
     events = lines(runs["hit"] / "run" / "events.jsonl")
     assert [event["kind"] for event in events if event["event"] == "fault"] == ["host lost"]
@@ -140,7 +164,8 @@ def test_the_first_host_is_lost_for_good_and_the_others_go_on_with_the_same_bits
 @pytest.mark.full
 @needs_namespaces
 def test_strangers_change_no_bit_of_a_run(tmp_path: Path) -> None:
-    """A third host sends everything it can think of to every port of the other two, also what it heard them say to each other."""
+    """A third host sends everything it can think of to every port of the other two, also what it heard them
+    say to each other."""
     runs = {name: tmp_path / name for name in ("attacked", "left alone")}
     losses: dict[str, list[tuple[int, float]]] = {}
     with hosts():
@@ -157,7 +182,12 @@ def test_strangers_change_no_bit_of_a_run(tmp_path: Path) -> None:
                     assert max(grown.values()) < 100 << 20
                 else:
                     last = losses["attacked"][-1][0]
-                    wait_for("as many steps", folder, lambda folder=folder, last=last: reached(folder) >= last, seconds=600)
+                    wait_for(
+                        "as many steps",
+                        folder,
+                        lambda folder=folder, last=last: reached(folder) >= last,
+                        seconds=600,
+                    )
                 ends[0].terminate()
                 assert [end.wait(timeout=60) for end in ends] == [75, 75]
             finally:
@@ -165,7 +195,9 @@ def test_strangers_change_no_bit_of_a_run(tmp_path: Path) -> None:
                     end.kill()
             losses[name] = [(line["step"], line["loss"]) for line in lines(folder / "run" / "metrics.jsonl")]
     assert losses["attacked"] == losses["left alone"][: len(losses["attacked"])]
-    assert not [event for event in lines(runs["attacked"] / "run" / "events.jsonl") if event["event"] == "fault"]
+    assert not [
+        event for event in lines(runs["attacked"] / "run" / "events.jsonl") if event["event"] == "fault"
+    ]
 
 
 def attack(folder: Path) -> dict[str, int]:
@@ -186,6 +218,8 @@ def attack(folder: Path) -> dict[str, int]:
     assert len(counts) == len(places)
     for count in counts:
         assert count["half-open"] == 200, count
-        taken = count["sent"] + count.get("ConnectionResetError", 0) + count.get("BrokenPipeError", 0)  # to the end, or cut off
+        taken = (
+            count["sent"] + count.get("ConnectionResetError", 0) + count.get("BrokenPipeError", 0)
+        )  # to the end, or cut off
         assert taken >= 900, f"nearly all were taken, but for long ones to ports that read nothing: {count}"
     return {host: memory(host) - before[host] for host in "ab"}

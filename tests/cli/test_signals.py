@@ -1,4 +1,5 @@
-"""Signals as schedulers send them: to the host of a run, to a worker of it, to every process, once and again, at any time."""
+"""Signals as schedulers send them: to the host of a run, to a worker of it, to every process, once and again,
+at any time."""
 
 from __future__ import annotations
 
@@ -23,13 +24,15 @@ from shardwise.resilience.forked import free_port
 ROOT = Path(__file__).parents[2]
 Started = Callable[..., Command]
 JOB = [
-    "train", "examples/quickstart.toml", "model.preset=bytes-400k", "data.sequence_length=32", "train.global_batch=8",
+    "train", "examples/quickstart.toml", "model.preset=bytes-400k", "data.sequence_length=32",
+    "train.global_batch=8",
     "observe.sample=", "train.evaluate_every=0", "train.steps=100000", "layout.data=2", "run.folder=run",
 ]  # fmt: skip
 STATUS = {signal.SIGTERM: 75, signal.SIGINT: 130, signal.SIGHUP: 75, signal.SIGUSR1: 75}
 TARGETS = ["host", "worker 0", "worker 1", "group", "twice", "start", "save"]
 USUAL = {
-    (signal.SIGTERM, "group"), (signal.SIGHUP, "worker 1"), (signal.SIGINT, "twice"), (signal.SIGTERM, "start"),
+    (signal.SIGTERM, "group"), (signal.SIGHUP, "worker 1"), (signal.SIGINT, "twice"), (signal.SIGTERM,
+    "start"),
     (signal.SIGUSR1, "save"),
 }  # fmt: skip
 """What is tried each time; the whole matrix takes minutes."""
@@ -79,7 +82,9 @@ def everything_is_saved(run: Path, errors: str) -> None:
 
 
 @pytest.mark.parametrize(("sent", "target"), matrix(USUAL))
-def test_a_run_saves_once_and_says_who_stopped_it(started: Started, tmp_path: Path, sent: signal.Signals, target: str) -> None:
+def test_a_run_saves_once_and_says_who_stopped_it(
+    started: Started, tmp_path: Path, sent: signal.Signals, target: str
+) -> None:
     run = tmp_path / "run"
     command = started(*JOB, "checkpoint.background=false", f"checkpoint.every={int(target == 'save')}")
     if target == "start":  # the server that workers are forked from is there, and they are not
@@ -111,7 +116,12 @@ def test_a_run_saves_once_and_says_who_stopped_it(started: Started, tmp_path: Pa
 def test_all_ranks_of_another_launcher_stop_together_when_one_is_signalled(
     started: Started, tmp_path: Path, sent: signal.Signals
 ) -> None:
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     ranks = [started(*JOB, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(2)]
     until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 3, "step 3")
     ranks[1].send_signal(sent)
@@ -136,7 +146,14 @@ except SystemExit as ending:
 def torchrun(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A run of two ranks that torchrun started, and that leave their statuses in files."""
     (folder / "rank.py").write_text(RANK)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "rank.py"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={free_port()}",
+        "rank.py",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [*launcher, *JOB, "checkpoint.every=1"],
@@ -166,7 +183,13 @@ def test_the_ranks_of_torchrun_save_whoever_is_signalled(
     everyone = [psutil.Process(torchrun.pid), *psutil.Process(torchrun.pid).children(recursive=True)]
     if target == "save":
         until(lambda: is_saving(run), "a save")
-    signalled = [ranks[int(target[-1])]] if target.startswith("worker") else everyone[:1] if target == "host" else everyone
+    signalled = (
+        [ranks[int(target[-1])]]
+        if target.startswith("worker")
+        else everyone[:1]
+        if target == "host"
+        else everyone
+    )
     for _ in range(1 + (target == "twice")):
         for process in signalled:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -178,13 +201,17 @@ def test_the_ranks_of_torchrun_save_whoever_is_signalled(
     assert not left, output
     statuses = {path.name: path.read_text() for path in folder.glob("status-*")}
     assert statuses == dict.fromkeys(("status-0", "status-1"), str(STATUS[sent])), output
-    if target == "start" and not (run / "metrics.jsonl").exists():  # torchrun died, and with it the store in which ranks meet
+    if (
+        target == "start" and not (run / "metrics.jsonl").exists()
+    ):  # torchrun died, and with it the store in which ranks meet
         assert "a peer was lost while the run was stopping" in output
     else:
         everything_is_saved(run, output)
 
 
-def test_nothing_outlives_a_host_that_is_killed_not_even_what_is_stopped(started: Started, tmp_path: Path) -> None:
+def test_nothing_outlives_a_host_that_is_killed_not_even_what_is_stopped(
+    started: Started, tmp_path: Path
+) -> None:
     command = started(*JOB)
     until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 3, "step 3")
     server = next(child for child in psutil.Process(command.pid).children() if child.children())
@@ -196,7 +223,9 @@ def test_nothing_outlives_a_host_that_is_killed_not_even_what_is_stopped(started
 
 
 @pytest.mark.full
-def test_a_run_survives_the_death_of_the_server_that_its_workers_were_forked_from(started: Started, tmp_path: Path) -> None:
+def test_a_run_survives_the_death_of_the_server_that_its_workers_were_forked_from(
+    started: Started, tmp_path: Path
+) -> None:
     command = started(*JOB, "train.steps=60", "checkpoint.every=5")
     until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 8, "step 8")
     next(child for child in psutil.Process(command.pid).children() if child.children()).kill()
@@ -207,7 +236,9 @@ def test_a_run_survives_the_death_of_the_server_that_its_workers_were_forked_fro
 
 
 @pytest.mark.full
-def test_a_run_survives_the_death_of_the_store_in_which_its_workers_meet(started: Started, tmp_path: Path) -> None:
+def test_a_run_survives_the_death_of_the_store_in_which_its_workers_meet(
+    started: Started, tmp_path: Path
+) -> None:
     command = started(*JOB, "train.steps=60", "checkpoint.every=5")
     until(lambda: len(lines(tmp_path / "run/metrics.jsonl")) >= 8, "step 8")
     server = next(child for child in psutil.Process(command.pid).children() if child.children())
@@ -218,13 +249,17 @@ def test_a_run_survives_the_death_of_the_store_in_which_its_workers_meet(started
     _, errors = command.communicate(SECONDS)
     assert command.returncode == 0, errors
     assert "the store in which workers meet was lost; another is opened" in errors
-    assert [event["kind"] for event in lines(tmp_path / "run/events.jsonl") if event["event"] == "fault"] == ["died"]
+    assert [event["kind"] for event in lines(tmp_path / "run/events.jsonl") if event["event"] == "fault"] == [
+        "died"
+    ]
     assert lines(tmp_path / "run/metrics.jsonl")[-1]["step"] == 60
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sent", STATUS)
-def test_all_hosts_save_when_every_process_is_signalled(started: Started, tmp_path: Path, sent: signal.Signals) -> None:
+def test_all_hosts_save_when_every_process_is_signalled(
+    started: Started, tmp_path: Path, sent: signal.Signals
+) -> None:
     common = {
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "1",

@@ -51,14 +51,27 @@ def test_the_command_needs_no_torch_before_its_workers_start(tmp_path: Path) -> 
     done = subprocess.run(
         [sys.executable, "-c", UP_TO_THE_SERVER, *words],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "XDG_CACHE_HOME": str(tmp_path),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         capture_output=True,
         text=True,
         timeout=120,
     )
     imported = set(done.stdout.split())
     assert "shardwise.resilience.host" in imported, done.stderr
-    assert not imported & {"torch", "torch.distributed", "torch._dynamo", "sympy", "transformers", "tensorboard", "pyarrow"}
+    assert not imported & {
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "sympy",
+        "transformers",
+        "tensorboard",
+        "pyarrow",
+    }
 
 
 SCRIPT_WITHOUT_A_GUARD = """
@@ -95,7 +108,10 @@ def test_a_script_that_has_used_cuda_and_has_no_guard_trains(tmp_path: Path, lay
 
 def refuse_train(*overrides: str, **options: Any) -> Callable[[Path], object]:
     return lambda folder: _train(
-        JOB, [*overrides, f"run.folder={folder}/run"], options.get("workers"), (options.get("least"), options.get("most"))
+        JOB,
+        [*overrides, f"run.folder={folder}/run"],
+        options.get("workers"),
+        (options.get("least"), options.get("most")),
     )
 
 
@@ -116,7 +132,9 @@ def refuse_train(*overrides: str, **options: Any) -> Callable[[Path], object]:
         lambda folder: _probe(None, folder / "nowhere" / "cluster.toml", True),
     ],
 )
-def test_a_refused_job_starts_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Callable[[Path], object]) -> None:
+def test_a_refused_job_starts_no_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Callable[[Path], object]
+) -> None:
     """A server that imports torch would hold the command's pipes open for seconds after its message."""
     monkeypatch.setattr(forkserver, "ensure_running", lambda: pytest.fail("a server was started"))
     monkeypatch.chdir(tmp_path)
@@ -145,9 +163,16 @@ def test_all_workers_are_needed_unless_fewer_are_allowed(
     bounds: Bounds,
 ) -> None:
     started: list[tuple[int, Bounds]] = []
-    monkeypatch.setattr(launch, "launch", lambda config, here, bounds, *_: started.append((here, bounds)) or 0)
+    monkeypatch.setattr(
+        launch, "launch", lambda config, here, bounds, *_: started.append((here, bounds)) or 0
+    )
     monkeypatch.setattr(command, "_check_data", lambda config: None)
-    overrides = [f"layout.data={data}", "layout.tensor=1", "train.global_batch=12", f"run.folder={tmp_path}/run"]
+    overrides = [
+        f"layout.data={data}",
+        "layout.tensor=1",
+        "train.global_batch=12",
+        f"run.folder={tmp_path}/run",
+    ]
     assert _train(JOB, overrides, workers, (least, most)) == 0
     assert started == [(here, bounds)]
 
@@ -172,19 +197,29 @@ class SignalAt:
             os.kill(os.getpid(), int(sys.argv[3]))
 sys.meta_path.insert(0, SignalAt())
 """
-ENTRIES = ["from shardwise.cli.main import main; main()", "import runpy; runpy.run_module('shardwise', run_name='__main__')"]
+ENTRIES = [
+    "from shardwise.cli.main import main; main()",
+    "import runpy; runpy.run_module('shardwise', run_name='__main__')",
+]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=["script", "module"])
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
-def test_a_run_that_is_stopped_while_it_imports_its_first_modules_says_so(entry: str, sent: signal.Signals, status: int) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
+def test_a_run_that_is_stopped_while_it_imports_its_first_modules_says_so(
+    entry: str, sent: signal.Signals, status: int
+) -> None:
     command = [sys.executable, "-c", EARLY + entry, "train", "job.toml", str(int(sent))]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (status, "stopped at once; what was saved is kept\n")
 
 
 def test_limits_that_are_too_low_for_a_run_are_named_before_anything_is_written(tmp_path: Path) -> None:
-    low = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (48, 48)); r.setrlimit(r.RLIMIT_AS, (900 << 20, 900 << 20))"
+    low = (
+        "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (48, 48)); r.setrlimit(r.RLIMIT_AS, (900 << 20, "
+        "900 << 20))"
+    )
     run = ["train", str(JOB), "layout.data=2", f"run.folder={tmp_path}/run", f"data.cache={tmp_path}/cache"]
     command = [sys.executable, "-c", f"{low}; {ENTRIES[0]}", *run]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -215,7 +250,9 @@ def test_nodes_meet_at_an_address_that_other_machines_can_call(monkeypatch: pyte
 
 
 def test_hosts_compare_every_setting_of_the_job() -> None:
-    one, other = (launch._settings(read(JOB, ["train.steps=7", *more])) for more in ([], ["data.text_field=answer"]))
+    one, other = (
+        launch._settings(read(JOB, ["train.steps=7", *more])) for more in ([], ["data.text_field=answer"])
+    )
     assert (one["train.steps"], one["run.folder"]) == ("7", '"runs/quickstart"')
     assert {name for name in one if one[name] != other[name]} == {"data.text_field"}
     long = [launch._settings(read(JOB, [f"run.folder={'x' * 200}{end}"]))["run.folder"] for end in "ab"]
@@ -223,8 +260,12 @@ def test_hosts_compare_every_setting_of_the_job() -> None:
     assert max(map(len, long)) < 120
 
 
-def test_a_first_node_that_cannot_begin_leaves_the_reason_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_check_data", lambda config: pytest.fail("hours may pass before the name is looked up"))
+def test_a_first_node_that_cannot_begin_leaves_the_reason_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        command, "_check_data", lambda config: pytest.fail("hours may pass before the name is looked up")
+    )
     node = Node(2, 0, 1, "n1.invalid", 20001, "slurm-1-0", "a test")
     config = read(JOB, [f"run.folder={tmp_path / 'run'}", "layout.data=2"])
     with pytest.raises(UserError, match=r"the name n1\.invalid, .*, cannot be resolved"):

@@ -119,7 +119,9 @@ def listening(pid: int) -> set[str]:
     """Addresses at which a process and its descendants take calls."""
     host = psutil.Process(pid)
     connections = [
-        connection for process in [host, *host.children(recursive=True)] for connection in process.net_connections("tcp")
+        connection
+        for process in [host, *host.children(recursive=True)]
+        for connection in process.net_connections("tcp")
     ]
     return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
 
@@ -132,7 +134,9 @@ def test_a_killed_worker_is_replaced_and_the_losses_are_those_of_a_run_without_a
     process = started("train", *JOB, *arguments, "run.folder=run")
     wait_for_step(tmp_path / "run", 8)
     known = json.loads(next((tmp_path / "run" / "logs").glob("workers-*.json")).read_text())
-    assert listening(known["supervisor"]) == {"127.0.0.1"}, "nobody outside of this machine can reach a run on one host"
+    assert listening(known["supervisor"]) == {"127.0.0.1"}, (
+        "nobody outside of this machine can reach a run on one host"
+    )
     os.kill(next(one["pid"] for one in known["workers"] if one["rank"] == 1), signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
@@ -143,13 +147,23 @@ def test_a_killed_worker_is_replaced_and_the_losses_are_those_of_a_run_without_a
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events if event["event"] == "fault"] == ["died"]
     lost = next(event["lost_steps"] for event in events if event["event"] == "recovery")
-    assert lost <= (1 if copies else 2 * 5), "a save every 5 steps, and the last of them may still have been under way"
+    assert lost <= (1 if copies else 2 * 5), (
+        "a save every 5 steps, and the last of them may still have been under way"
+    )
     assert not list((tmp_path / "run").glob("checkpoints.old-*")), "its own checkpoints stay where they are"
 
 
 def test_a_run_that_goes_on_with_other_data_says_so(shardwise: Shardwise) -> None:
     trained(shardwise("train", *JOB, "train.steps=2", "layout.data=1", "run.folder=run"))
-    done = shardwise("train", *JOB, "train.steps=3", "layout.data=1", "run.folder=run", "train.seed=5", "train.global_batch=4")
+    done = shardwise(
+        "train",
+        *JOB,
+        "train.steps=3",
+        "layout.data=1",
+        "run.folder=run",
+        "train.seed=5",
+        "train.global_batch=4",
+    )
     trained(done)
     assert "train.seed was 0 and is now 5" in " ".join(done.stderr.split())
     assert "train.global_batch was 8 and is now 4" in " ".join(done.stderr.split())
@@ -157,13 +171,34 @@ def test_a_run_that_goes_on_with_other_data_says_so(shardwise: Shardwise) -> Non
 
 @pytest.mark.full
 def test_a_compiled_run_ends_without_a_warning_of_leaks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardwise", "train", *JOB, "train.steps=1", "layout.data=1", "train.compile=true"]
-    trained(subprocess.run([*command, f"run.folder={tmp_path}/run"], cwd=ROOT, capture_output=True, text=True, timeout=600))
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "train",
+        *JOB,
+        "train.steps=1",
+        "layout.data=1",
+        "train.compile=true",
+    ]
+    trained(
+        subprocess.run(
+            [*command, f"run.folder={tmp_path}/run"], cwd=ROOT, capture_output=True, text=True, timeout=600
+        )
+    )
 
 
 @pytest.mark.full  # what torchrun says to its processes is said in tests/mesh and test_signals.py each time
 def test_torchrun_starts_it(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "shardwise", "train"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "-m",
+        "shardwise",
+        "train",
+    ]
     command = [*launcher, *JOB, "train.steps=3", "layout.data=2", f"run.folder={tmp_path}/run"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -195,7 +230,8 @@ def test_srun_with_a_task_a_device_starts_it(started: Started, tmp_path: Path) -
 
 
 def test_one_process_a_node_starts_its_workers(started: Started, tmp_path: Path) -> None:
-    """What a Kubernetes operator sets for torchrun: two "nodes", here on one machine, with one worker each."""
+    """What a Kubernetes operator sets for torchrun: two "nodes", here on one machine, with one worker
+    each."""
     common = {
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "1",
@@ -203,7 +239,15 @@ def test_one_process_a_node_starts_its_workers(started: Started, tmp_path: Path)
         "PET_RDZV_ID": "test",
     }
     nodes = [
-        started("train", *JOB, "train.steps=3", "layout.data=2", "run.folder=run", PET_NODE_RANK=str(rank), **common)
+        started(
+            "train",
+            *JOB,
+            "train.steps=3",
+            "layout.data=2",
+            "run.folder=run",
+            PET_NODE_RANK=str(rank),
+            **common,
+        )
         for rank in range(2)
     ]
     for node in nodes:
@@ -219,14 +263,22 @@ def test_a_fresh_start_keeps_the_earlier_checkpoints_aside(shardwise: Shardwise,
     trained(again)
     assert "nothing to do" in again.stderr
     assert len(records(tmp_path / "run")) == 2
-    trained(shardwise("train", *JOB, "train.steps=1", "layout.data=1", "run.folder=run", "checkpoint.resume=never"))
+    trained(
+        shardwise(
+            "train", *JOB, "train.steps=1", "layout.data=1", "run.folder=run", "checkpoint.resume=never"
+        )
+    )
     assert (tmp_path / "run" / "checkpoints.old-1" / "step-2").is_dir()
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
 
 
-def test_a_run_that_goes_on_from_an_older_checkpoint_keeps_what_it_saves(shardwise: Shardwise, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_from_an_older_checkpoint_keeps_what_it_saves(
+    shardwise: Shardwise, tmp_path: Path
+) -> None:
     common = [*JOB, "layout.data=1", "run.folder=run", "checkpoint.keep=1"]
-    trained(shardwise("train", *JOB, "layout.data=1", "run.folder=run", "train.steps=4", "checkpoint.every=2"))
+    trained(
+        shardwise("train", *JOB, "layout.data=1", "run.folder=run", "train.steps=4", "checkpoint.every=2")
+    )
     trained(shardwise("train", *common, "train.steps=3", "checkpoint.resume=run/checkpoints/step-2"))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-3"]
     assert (tmp_path / "run" / "checkpoints.old-1" / "step-4").is_dir()
@@ -236,7 +288,13 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_keeps_what_it_saves(shardwi
 def test_the_run_folder_holds_what_the_design_promises(shardwise: Shardwise, tmp_path: Path) -> None:
     trained(
         shardwise(
-            "train", *JOB, "train.steps=3", "layout.data=2", "run.folder=run", "observe.trace=2", "observe.tensorboard=true"
+            "train",
+            *JOB,
+            "train.steps=3",
+            "layout.data=2",
+            "run.folder=run",
+            "observe.trace=2",
+            "observe.tensorboard=true",
         )
     )
     run = tmp_path / "run"
@@ -267,7 +325,9 @@ def test_the_run_folder_holds_what_the_design_promises(shardwise: Shardwise, tmp
     assert json.loads(report.stdout)["steps"] == 3
 
 
-def test_the_run_keeps_the_job_as_it_was_asked_and_the_plan_says_what_was_chosen(shardwise: Shardwise, tmp_path: Path) -> None:
+def test_the_run_keeps_the_job_as_it_was_asked_and_the_plan_says_what_was_chosen(
+    shardwise: Shardwise, tmp_path: Path
+) -> None:
     words = ["model.preset=bytes-400k", "observe.sample=", "train.steps=1", "layout.data=2"]
     done = shardwise("train", "examples/quickstart.toml", *words)
     trained(done)

@@ -44,7 +44,8 @@ def test_a_layout_is_held_against_plain_torch(shardwise) -> None:
     done = shardwise("verify", JOB, "layout.expert=2", "data.reset_attention=true", "--against", "plain")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        "PASS: data 2 x expert 2, zero 0, on 2 processes, 3 steps in float64: computes what plain torch computes." in done.stdout
+        "PASS: data 2 x expert 2, zero 0, on 2 processes, 3 steps in float64: computes what plain torch "
+        "computes." in done.stdout
     )
 
 
@@ -61,7 +62,13 @@ def test_a_sabotage_that_is_found_is_status_0_and_says_what_and_where(shardwise)
 def test_processes_share_a_gpu_and_the_output_says_so(shardwise_of_a_user) -> None:
     workers = 2 * local_gpus()
     done = shardwise_of_a_user(
-        "verify", JOB, f"layout.data={workers}", "layout.zero=3", f"train.global_batch={4 * workers}", "--device", "cuda"
+        "verify",
+        JOB,
+        f"layout.data={workers}",
+        "layout.zero=3",
+        f"train.global_batch={4 * workers}",
+        "--device",
+        "cuda",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"on {workers} processes that share {local_gpus()} GPU" in done.stdout
@@ -110,7 +117,9 @@ def test_no_process_outlives_the_command(started: Started, sent: signal.Signals)
 def pairs() -> list[list[str]]:
     axes = [axis for axis in AXES if axis != "replica"]
     alone = [[f"layout.{axis}=2"] for axis in AXES]
-    return alone + [[f"layout.{a}=2", f"layout.{b}=2"] for index, a in enumerate(axes) for b in axes[index + 1 :]]
+    return alone + [
+        [f"layout.{a}=2", f"layout.{b}=2"] for index, a in enumerate(axes) for b in axes[index + 1 :]
+    ]
 
 
 MORE = [

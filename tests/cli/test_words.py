@@ -1,4 +1,5 @@
-"""What people read: numbers with units that suit them, nouns that follow their numbers, help that shows its brackets."""
+"""What people read: numbers with units that suit them, nouns that follow their numbers, help that shows its
+brackets."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def test_what_a_family_of_models_lacks_is_not_called_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "device", "known"), [("cluster.toml", "cpu", True), (None, "cpu", False), ("x.toml", "cuda", False)]
+    ("file", "device", "known"),
+    [("cluster.toml", "cpu", True), (None, "cpu", False), ("x.toml", "cuda", False)],
 )
 def test_a_measured_peak_is_gone_by_where_it_was_measured(file: str | None, device: str, known: bool) -> None:
     """`plan` shows MFU by the same figure."""
@@ -81,8 +83,12 @@ def test_help_shows_descriptions_whole_and_train_among_the_first() -> None:
 
 def test_what_is_given_three_times_is_not_both(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
-    job.write_text('[model]\npreset = "bytes-2m"\nmodule = "a.py:A"\npretrained = "folder"\n[data]\nsource = "x.txt"\n')
-    with pytest.raises(UserError, match=r"model\.preset, model\.module and model\.pretrained are all given; keep one"):
+    job.write_text(
+        '[model]\npreset = "bytes-2m"\nmodule = "a.py:A"\npretrained = "folder"\n[data]\nsource = "x.txt"\n'
+    )
+    with pytest.raises(
+        UserError, match=r"model\.preset, model\.module and model\.pretrained are all given; keep one"
+    ):
         read(job)
 
 
@@ -91,13 +97,18 @@ def test_what_is_given_three_times_is_not_both(tmp_path: Path) -> None:
     [
         ({}, "AdamW, fused kernel"),
         ({"optimizer": "1bit-adam"}, "1-bit Adam"),
-        ({"precision": "bfloat16", "state_dtype": "bfloat16"}, "AdamW on bfloat16 weights and moments, rounded by chance"),
+        (
+            {"precision": "bfloat16", "state_dtype": "bfloat16"},
+            "AdamW on bfloat16 weights and moments, rounded by chance",
+        ),
     ],
     ids=["adamw", "1bit-adam", "bfloat16"],
 )
 def test_the_header_names_the_optimizer_that_runs(train: dict[str, Any], says: str) -> None:
     settings = Train(**train)
-    made = make_optimizer([("weight", torch.nn.Parameter(torch.zeros(2, 2, dtype=DTYPES[state_dtype(settings)])))], settings)
+    made = make_optimizer(
+        [("weight", torch.nn.Parameter(torch.zeros(2, 2, dtype=DTYPES[state_dtype(settings)])))], settings
+    )
     assert describe_optimizer(made, None).startswith(says)
     assert describe_optimizer(made, 1).endswith("; an outer step of all groups every step")
     assert describe_optimizer(made, 8).endswith("; an outer step of all groups every 8 steps")

@@ -1,4 +1,5 @@
-"""Codecs: what comes back, how far it is from what was sent, and the bytes between, against numpy and the papers' bounds."""
+"""Codecs: what comes back, how far it is from what was sent, and the bytes between, against numpy and the
+papers' bounds."""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ def test_bytes_worked_out_by_hand(name: str, size: int, bytes_: int) -> None:
     assert Compression.parse(name).wire_bytes(size) == bytes_
 
 
-@pytest.mark.parametrize(("name", "share"), [("topk(0.01)", 0.022), ("sign", 1 / 28), ("qsgd(4)", 1 / 7.5), ("int8", 0.26)])
+@pytest.mark.parametrize(
+    ("name", "share"), [("topk(0.01)", 0.022), ("sign", 1 / 28), ("qsgd(4)", 1 / 7.5), ("int8", 0.26)]
+)
 def test_a_gradient_of_a_million_numbers_becomes_so_small(name: str, share: float) -> None:
     compression = Compression.parse(name)
     assert (compression.wire_bytes(10**6) + compression.of_sums.wire_bytes(10**6)) / 2 <= share * 4e6
@@ -81,7 +84,9 @@ def test_packed_bits_are_numpys_in_planes_and_come_back(bits: int, eighth: int, 
     packed = pack(torch.from_numpy(codes), bits)
     numbers = codes.reshape(rows, 8, eighth).transpose(0, 2, 1)  # the eight that share bytes, side by side
     stream = (numbers[..., None] >> np.arange(bits, dtype=np.uint8)) & 1  # lowest bit first
-    expected = np.packbits(stream.reshape(rows, eighth, 8 * bits), axis=2, bitorder="little").transpose(0, 2, 1)
+    expected = np.packbits(stream.reshape(rows, eighth, 8 * bits), axis=2, bitorder="little").transpose(
+        0, 2, 1
+    )
     assert np.array_equal(packed.numpy(), expected.reshape(rows, -1))
     assert np.array_equal(unpack(packed, bits).numpy(), codes)
 
@@ -117,7 +122,9 @@ def test_the_mean_of_many_draws_is_the_number_itself(name: str) -> None:
     deviation = float(row.abs().max()) / most / 2  # of a draw between two neighbours, at most
     expected = row
     if name == "terngrad":  # beyond 2.5 deviations of its block a number is cut off, as in the paper
-        most = torch.cat([2.5 * part.square().mean().sqrt().expand(len(part)) for part in (row[0, :BLOCK], row[0, BLOCK:])])
+        most = torch.cat(
+            [2.5 * part.square().mean().sqrt().expand(len(part)) for part in (row[0, :BLOCK], row[0, BLOCK:])]
+        )
         expected = row.clamp(-most, most)
         assert (expected != row).any()
     assert ((mean - expected).abs() <= 5 * deviation / math.sqrt(draws) + 1e-6).all()
@@ -127,7 +134,9 @@ def test_the_mean_of_many_draws_is_the_number_itself(name: str) -> None:
 
 @given(st.integers(1, 3000), st.sampled_from([0.001, 0.01, 0.3, 1.0]), st.integers(0, 99))
 @settings(max_examples=60)
-def test_of_each_block_the_largest_are_kept_and_leave_the_smaller_part(size: int, share: float, seed: int) -> None:
+def test_of_each_block_the_largest_are_kept_and_leave_the_smaller_part(
+    size: int, share: float, seed: int
+) -> None:
     row, count = normal(1, size, seed=seed), math.ceil(share * SPARSE_BLOCK)
     kept = coded(f"topk({share})", row)
     for first in range(0, size, SPARSE_BLOCK):
@@ -154,7 +163,9 @@ def test_random_places_are_all_equally_likely_and_the_same_for_every_device() ->
     assert isinstance(kept, Tensor)
     assert torch.equal(kept[0], kept[1])
     share = 11 / 103
-    assert (kept / draws - share).abs().max() < 5 * math.sqrt(share / draws) + 1 / 90  # stretches are 9 or 10 long
+    assert (kept / draws - share).abs().max() < 5 * math.sqrt(
+        share / draws
+    ) + 1 / 90  # stretches are 9 or 10 long
     assert kept.sum() == 2 * 11 * draws
 
 
@@ -214,8 +225,10 @@ def test_numbers_at_the_ends_of_the_range_keep_their_size(name: str, size: float
         assert kept.abs().sum() > 0
 
 
-@pytest.mark.parametrize("text", ["", "zip", "topk", "topk()", "topk(0)", "topk(2)", "topk(x)", "qsgd(9)", "qsgd(2.5)", "int8(3)",
-                                  "powersgd(0)", "topk(nan)", "randomk(-1)", "qsgd(4", "int8 int8"])  # fmt: skip
+@pytest.mark.parametrize("text", ["", "zip", "topk", "topk()", "topk(0)", "topk(2)", "topk(x)", "qsgd(9)",
+"qsgd(2.5)", "int8(3)",
+                                  "powersgd(0)", "topk(nan)", "randomk(-1)", "qsgd(4",
+                                  "int8 int8"])  # fmt: skip
 def test_what_is_no_codec_is_refused_with_how_to_write_one(text: str) -> None:
     with pytest.raises(ValueError, match=r"write|one of"):
         Compression.parse(text)

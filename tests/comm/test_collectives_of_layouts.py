@@ -19,13 +19,17 @@ Ledger = dict[str, dict[str, int]]
 
 
 def unit_sizes(model: dict[str, Any], shards: int) -> tuple[list[int], int]:
-    """Elements of each unit but the root, and of the root: what is left beside blocks and an untied embedding.
+    """Elements of each unit but the root, and of the root: what is left beside blocks and an untied
+    embedding.
 
     Rows that do not divide are padded until they do.
     """
     shapes = parameter_shapes(Model(**model))
     padded = {name: -(-shape[0] // shards) * shards * prod(shape[1:]) for name, shape in shapes.items()}
-    blocks = [sum(size for name, size in padded.items() if name.startswith(f"blocks.{i}.")) for i in range(model["layers"])]
+    blocks = [
+        sum(size for name, size in padded.items() if name.startswith(f"blocks.{i}."))
+        for i in range(model["layers"])
+    ]
     embedding = [] if model.get("tied") else [padded["embedding.weight"]]
     units = blocks + embedding
     return units, sum(padded.values()) - sum(units)
@@ -42,7 +46,10 @@ def expected(model: dict[str, Any], zero: int, data: int, replica: int, micro_ba
     if zero == 0:
         axis = "data" if replica == 1 else "replica x data"
         before = ledger.get(f"all_reduce/{axis}", {"count": 0, "bytes": 0})
-        return {**ledger, f"all_reduce/{axis}": {"count": before["count"] + 1, "bytes": before["bytes"] + 4 * size}}
+        return {
+            **ledger,
+            f"all_reduce/{axis}": {"count": before["count"] + 1, "bytes": before["bytes"] + 4 * size},
+        }
     gathers = count if zero < 3 else micro_batches * (2 * count - 1)
     gathered = size if zero < 3 else micro_batches * (2 * size - root)
     scatters = 1 if zero == 1 else micro_batches
@@ -64,7 +71,8 @@ MODELS = {
 
 
 def usual(name: str, zero: int, micro_batches: int) -> bool:
-    """What is tried each time: two models that have between them every stage with one micro-batch and with two."""
+    """What is tried each time: two models that have between them every stage with one micro-batch and with
+    two."""
     return name == ("odd-tied-2x2" if (zero + micro_batches) % 2 else "even-4")
 
 
@@ -72,13 +80,22 @@ def usual(name: str, zero: int, micro_batches: int) -> bool:
     ("model", "data", "replica", "zero", "micro_batches"),
     [
         pytest.param(
-            *MODELS[name], *row, id="-".join(map(str, (name, *row))), marks=[] if usual(name, *row) else pytest.mark.full
+            *MODELS[name],
+            *row,
+            id="-".join(map(str, (name, *row))),
+            marks=[] if usual(name, *row) else pytest.mark.full,
         )
         for name, *row in product(MODELS, range(4), (1, 2))
     ],
 )
 def test_a_step_moves_what_its_zero_stage_says(
-    ranks: Callable[[int], Pool], corpus: str, model: dict[str, Any], data: int, replica: int, zero: int, micro_batches: int
+    ranks: Callable[[int], Pool],
+    corpus: str,
+    model: dict[str, Any],
+    data: int,
+    replica: int,
+    zero: int,
+    micro_batches: int,
 ) -> None:
     tables = job(
         corpus,

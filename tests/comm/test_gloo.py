@@ -32,7 +32,12 @@ def exchanged(worker: Worker, local_world: int) -> int:
 
 def compare(here: Worker, group: dist.ProcessGroup, size: int) -> int:
     rows = torch.randn(here.world, size, generator=torch.Generator().manual_seed(here.rank))
-    before, arrived, gathered, total = rows.clone(), torch.empty_like(rows), torch.empty_like(rows), torch.empty(size)
+    before, arrived, gathered, total = (
+        rows.clone(),
+        torch.empty_like(rows),
+        torch.empty_like(rows),
+        torch.empty(size),
+    )
     dist.all_to_all_single(arrived, rows, group=group)
     assert torch.equal(gloo.exchange(rows, group, here), arrived)
     gloo.reduce_scatter(total, rows.flatten(), group, here)

@@ -22,7 +22,10 @@ SIZES = [0, 1, 2, 5, 7, 8, 102, 103, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77
 @pytest.mark.parametrize("kind", ["normal", "equal", "zeros", "tiny", "nan"])
 @pytest.mark.parametrize("name", ALL)
 def test_bytes_and_numbers_are_those_of_a_cpu(name: str, kind: str, size: int) -> None:
-    how, rows = codec(Compression.parse(name)), torch.randn(3, size, generator=torch.Generator().manual_seed(size))
+    how, rows = (
+        codec(Compression.parse(name)),
+        torch.randn(3, size, generator=torch.Generator().manual_seed(size)),
+    )
     if kind == "zeros":
         rows.zero_()
     elif kind == "equal":

@@ -1,4 +1,5 @@
-"""What arrives from the network is never unpickled: a pickle can run code, and torch cannot tell who sent it."""
+"""What arrives from the network is never unpickled: a pickle can run code, and torch cannot tell who sent
+it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ LAYOUTS = {
 
 
 def whole_life(worker: Worker, tables: Tables) -> int:
-    """All that ranks of a run say to each other, with torch's only way from received bytes to an object closed."""
+    """All that ranks of a run say to each other, with torch's only way from received bytes to an object
+    closed."""
 
     def closed(*_: Any) -> Any:
         raise AssertionError("a pickle came over the network")
@@ -56,12 +58,19 @@ def whole_life(worker: Worker, tables: Tables) -> int:
 FEW = ("pipeline in a V", "data, zero 0")
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[] if name in FEW else pytest.mark.full) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name in FEW else pytest.mark.full) for name in LAYOUTS]
+)
 def test_a_run_saves_checks_copies_and_resumes_without_a_pickle(
     ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, layout: str
 ) -> None:
     train = {"steps": 1, "global_batch": 4, "check_every": 1}
-    sections = {"model": FAMILIES["experts"], "train": train, "layout": LAYOUTS[layout], "run": {"folder": str(tmp_path)}}
+    sections = {
+        "model": FAMILIES["experts"],
+        "train": train,
+        "layout": LAYOUTS[layout],
+        "run": {"folder": str(tmp_path)},
+    }
     world = Layout(**{"data": 1, **LAYOUTS[layout]}).world
     assert ranks(world).run(whole_life, job(corpus, **sections)) == [1] * world
 
@@ -89,6 +98,11 @@ def test_no_file_of_ours_unpickles_or_sends_objects() -> None:
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text())
         named = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        named |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for name in node.names}
+        named |= {
+            name.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in node.names
+        }
         forbidden = {name for name in named if "pickle" in name or name.endswith(("_object", "_object_list"))}
         assert not forbidden, f"{path} uses {forbidden}"

@@ -35,8 +35,10 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_overrides_replace_values_of_every_kind(job: Path) -> None:
-    overrides = ["train.steps=9", "train.learning_rate=1e-2", "train.clip=false", "train.betas=[0.8, 0.9]", "train.compile=true",
-                 "data.tokenizer=folder/my tokenizer.json", "train.recompute=0.5", "observe.wandb=project"]  # fmt: skip
+    overrides = ["train.steps=9", "train.learning_rate=1e-2", "train.clip=false", "train.betas=[0.8, 0.9]",
+    "train.compile=true",
+                 "data.tokenizer=folder/my tokenizer.json", "train.recompute=0.5",
+                 "observe.wandb=project"]  # fmt: skip
     config = read(job, overrides)
     assert (config.train.steps, config.train.learning_rate, config.train.clip) == (9, 1e-2, None)
     assert (config.train.betas, config.train.compile, config.train.recompute) == ((0.8, 0.9), True, 0.5)
@@ -50,11 +52,16 @@ def test_a_preset_fills_the_model_and_given_fields_win() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_a_valid_model(preset: str) -> None:
-    assert from_tables({"model": {"preset": preset}, "data": TEXT}).model.heads % PRESETS[preset]["kv_heads"] == 0
+    assert (
+        from_tables({"model": {"preset": preset}, "data": TEXT}).model.heads % PRESETS[preset]["kv_heads"]
+        == 0
+    )
 
 
 def test_peers_spellings_of_the_axes_are_understood() -> None:
-    layout = from_tables({"layout": {"dp_shard": 4, "dp_replicate": 2, "tp": 1, "pp": 1}, "data": TEXT}).layout
+    layout = from_tables(
+        {"layout": {"dp_shard": 4, "dp_replicate": 2, "tp": 1, "pp": 1}, "data": TEXT}
+    ).layout
     assert (layout.data, layout.replica, layout.data_parallel) == (4, 2, 8)
 
 
@@ -84,7 +91,10 @@ def test_layout_auto_lossy_leaves_compression_to_the_planner_too(tmp_path: Path)
         ({"train": {"recompute": 1.5}}, "between 0 (recompute all) and 1"),
         ({"train": {"betas": [0.9, 1.0]}}, "below 1"),
         ({"train": {"state_dtype": "bfloat16"}}, "needs train.precision = 'bfloat16'"),
-        ({"train": {"precision": "float64", "state_dtype": "float32"}}, "float64 precision keeps float64 states"),
+        (
+            {"train": {"precision": "float64", "state_dtype": "float32"}},
+            "float64 precision keeps float64 states",
+        ),
         ({"data": {"source": "a", "sources": [{"path": "b"}]}}, "both given"),
         ({"data": {"sources": [{"path": "b", "weight": -1}]}}, "weight"),
         ({"layout": {"offload": True, "zero": 0}}, "layout.offload"),
@@ -102,7 +112,9 @@ def test_a_rule_broken_is_a_problem_named(tables: dict[str, dict[str, object]], 
 
 def test_problems_of_one_section_do_not_hide_those_of_another() -> None:
     with pytest.raises(ConfigError) as error:
-        from_tables({"model": {"heads": 6, "kv_heads": 4}, "train": {"steps": 0, "stepz": 1}, "layout": {"zero": 9}})
+        from_tables(
+            {"model": {"heads": 6, "kv_heads": 4}, "train": {"steps": 0, "stepz": 1}, "layout": {"zero": 9}}
+        )
     assert len(error.value.problems) == 5  # heads, steps, stepz, zero, and no data
 
 
@@ -145,7 +157,11 @@ tp = 2
     [
         (["train.steps="], "train", {"steps": 100, "micro_batch": 2}),  # a key with a default
         (["train.micro_batch="], "train", {"steps": 7, "micro_batch": None}),  # an optional key
-        (["model.layers="], "model", {"layers": 2, "hidden": 128, "preset": "bytes-400k"}),  # filled in by the preset
+        (
+            ["model.layers="],
+            "model",
+            {"layers": 2, "hidden": 128, "preset": "bytes-400k"},
+        ),  # filled in by the preset
         (["model.preset=", "model.hidden=64"], "model", {"layers": 3, "hidden": 64, "preset": None}),
         (["layout.tensor="], "layout", {"tensor": 1}),  # whatever it is called in the job
         (["layout.tp="], "layout", {"tensor": 1}),
@@ -178,7 +194,9 @@ def test_an_override_with_nothing_after_its_sign_leaves_a_key_out(
         ("train.micro_batch=none", "write train.micro_batch= with nothing after it to leave it out"),
     ],
 )
-def test_what_cannot_be_left_out_or_is_not_left_out_so_is_answered(tmp_path: Path, override: str, words: str) -> None:
+def test_what_cannot_be_left_out_or_is_not_left_out_so_is_answered(
+    tmp_path: Path, override: str, words: str
+) -> None:
     (tmp_path / "job.toml").write_text(UNSET)
     with pytest.raises(ConfigError) as refusal:
         read(tmp_path / "job.toml", [override])
@@ -198,28 +216,36 @@ def test_the_origin_of_a_key_that_was_left_out_is_what_left_it_out_or_filled_it_
     [
         ({"server": {"max_staleness": -3}, "train": {"driver": "server"}, "layout": {"pipeline": 2}},
          ["server.max_staleness = -3: input should be greater than or equal to 0, or 'unbounded'",
-          "train.driver = 'server': each of layout.data workers has a whole model; leave layout.pipeline out"]),
+          "train.driver = 'server': each of layout.data workers has a whole model; leave "
+          "layout.pipeline out"]),
         ({"train": {"recompute": 1.5, "betas": 0.9, "clip": 0}},
          ["train.betas = 0.9: input should be a list in brackets, such as [0.9, 0.95]",
           "train.clip = 0: input should be greater than 0",
           "train.recompute = 1.5: a memory budget lies between 0 (recompute all) and 1 (keep all)"]),
         ({"train": {"float8_leave_out": "head"}},
-         ["train.float8_leave_out = 'head': input should be a list in brackets, such as ['blocks.0.*', '*.attention.*']"]),
+         ["train.float8_leave_out = 'head': input should be a list in brackets, such as ['blocks.0.*', "
+          "'*.attention.*']"]),
         ({"train": {"recompute": "some"}},
-         ["train.recompute = 'some': input should be 'none', 'selective', 'all-but-attention' or 'full', or a valid number"]),
-        ({"model": {"hidden": 0, "heads": 4, "kv_heads": 3}, "train": {"steps": 0, "global_batch": 8}, "layout": {"data": 3}},
+         ["train.recompute = 'some': input should be 'none', 'selective', 'all-but-attention' or 'full', or "
+          "a valid number"]),
+        ({"model": {"hidden": 0, "heads": 4, "kv_heads": 3}, "train": {"steps": 0, "global_batch": 8},
+        "layout": {"data": 3}},
          ["model.hidden = 0: input should be greater than or equal to 1",
           "train.steps = 0: input should be greater than or equal to 1",
           "model.kv_heads = 3: does not divide model.heads = 4; use one of 1, 2, 4",
-          "train.global_batch = 8: does not divide over 3 data-parallel devices (replica 1 x data 3); use 6 or 9"]),
-        ({"train": {"driver": "servers"}, "server": {"servers": 2}},  # nothing is said of what depends on a wrong value
+          "train.global_batch = 8: does not divide over 3 data-parallel devices (replica 1 x data 3); use "
+          "6 or 9"]),
+        # nothing is said of what depends on a wrong value
+        ({"train": {"driver": "servers"}, "server": {"servers": 2}},
          ["train.driver = 'servers': input should be 'synchronous', 'server', 'local' or 'hogwild'"]),
-        ({"train": {"clip": "none"}}, ["train.clip = 'none': input should be a valid number"]),  # left out, it would be 1.0
+        # left out, it would be 1.0
+        ({"train": {"clip": "none"}}, ["train.clip = 'none': input should be a valid number"]),
         ({"data": {"sources": [{"path": "a", "wieght": 2.0}]}},
          ["data.sources.0.wieght = 2.0: unknown key. Did you mean weight?"]),
         ({"layout": {"tensor": 0}, "model": {"heads": 3, "kv_heads": 3}},
          ["layout.tensor = 0: input should be greater than or equal to 1"]),
-        ({"train": {"driver": "local", "shares": "by speed"}}, ["train.driver = 'local': leave train.shares out"]),
+        ({"train": {"driver": "local", "shares": "by speed"}},
+        ["train.driver = 'local': leave train.shares out"]),
         ({"train": {"driver": "hogwild", "shares": "by speed"}, "layout": {"data": 2}},
          ["train.driver = 'hogwild': leave train.shares out"]),
         ({"train": {"driver": "local"}, "layout": {"compression": "int8"}},
@@ -251,11 +277,18 @@ def test_a_window_over_a_ring_is_refused_with_what_works() -> None:
         "data": {"source": "text", "sequence_length": 64},
         "layout": {"context": 2, "data": 1, "attention": "ring"},
     }
-    with pytest.raises(ConfigError, match=r"cannot keep to model\.window = 16; use layout\.attention = 'ulysses'") as refusal:
+    with pytest.raises(
+        ConfigError, match=r"cannot keep to model\.window = 16; use layout\.attention = 'ulysses'"
+    ) as refusal:
         from_tables(tables)
     assert "the nearest layout that works: layout.attention=auto" in str(refusal.value)
-    assert context_attention(from_tables({**tables, "layout": {"context": 2}}).model, Layout(context=2)) == "ulysses"
-    from_tables({**tables, "data": {"source": "text", "sequence_length": 16}})  # where the window cuts nothing
+    assert (
+        context_attention(from_tables({**tables, "layout": {"context": 2}}).model, Layout(context=2))
+        == "ulysses"
+    )
+    from_tables(
+        {**tables, "data": {"source": "text", "sequence_length": 16}}
+    )  # where the window cuts nothing
     with pytest.raises(ConfigError, match="as many context devices as divide the 3 heads"):
         from_tables({**tables, "model": {"window": 16, "heads": 3, "kv_heads": 3}, "layout": {"context": 2}})
 
@@ -277,9 +310,13 @@ CLASS = "class Mine(nn.Module):\n    pass\n"
         ("from torch import nn\ndef Mine(config):\n    return nn.Linear(2, 2)\n", False),
     ],
 )
-def test_a_module_is_said_to_have_no_table_only_where_its_text_leaves_no_doubt(tmp_path: Path, text: str, sure: bool) -> None:
+def test_a_module_is_said_to_have_no_table_only_where_its_text_leaves_no_doubt(
+    tmp_path: Path, text: str, sure: bool
+) -> None:
     (tmp_path / "own.py").write_text(text)
     model = Model(module=f"{tmp_path / 'own.py'}:Mine")
     assert [*problems_of_module(model, Layout(data=2, zero=3))] == []
     found = [*problems_of_module(model, Layout(data=1, tensor=2, pipeline=2))]
-    assert [problem.partition(":")[0] for problem in found] == (["layout.tensor = 2", "layout.pipeline = 2"] if sure else [])
+    assert [problem.partition(":")[0] for problem in found] == (
+        ["layout.tensor = 2", "layout.pipeline = 2"] if sure else []
+    )

@@ -15,10 +15,16 @@ EIGHT = {"experts": 8, "experts_per_token": 2}
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"experts": 8}, "model.experts_per_token = 0: a token visits at least 1 and at most all model.experts = 8"),
+        (
+            {"experts": 8},
+            "model.experts_per_token = 0: a token visits at least 1 and at most all model.experts = 8",
+        ),
         ({"experts": 8, "experts_per_token": 9}, "model.experts_per_token = 9"),
         ({**EIGHT, "experts_per_token": 1}, "use model.normalise_routing = false"),
-        ({**EIGHT, "experts_per_token": 1, "router": "sigmoid", "balance_loss": 0.1}, "the router learns nothing from the loss"),
+        (
+            {**EIGHT, "experts_per_token": 1, "router": "sigmoid", "balance_loss": 0.1},
+            "the router learns nothing from the loss",
+        ),
         ({**EIGHT, "activation": "gelu"}, "use 'swiglu'"),
         ({**EIGHT, "bias": True}, "experts have no biases"),
         ({"shared_experts": 1}, "model.shared_experts = 1: has no effect without experts"),
@@ -40,5 +46,10 @@ def test_one_expert_a_token_is_taken_where_its_weight_depends_on_the_router(rout
 
 
 def test_the_width_of_an_expert_is_that_of_the_layer_unless_given() -> None:
-    assert from_tables({"model": {**EIGHT, "ffn": 70}, "data": {"source": "text.txt"}}).model.expert_width == 70
-    assert from_tables({"model": {**EIGHT, "expert_ffn": 30}, "data": {"source": "text.txt"}}).model.expert_width == 30
+    assert (
+        from_tables({"model": {**EIGHT, "ffn": 70}, "data": {"source": "text.txt"}}).model.expert_width == 70
+    )
+    assert (
+        from_tables({"model": {**EIGHT, "expert_ffn": 30}, "data": {"source": "text.txt"}}).model.expert_width
+        == 30
+    )

@@ -72,18 +72,27 @@ def test_epochs_are_answered_with_how_many_steps_they_are() -> None:
     assert "The length of a run is train.steps: an epoch has" in problem
 
 
-def test_a_key_of_another_program_outside_of_a_section_or_in_one_of_its_own_is_answered_too(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text('lr = 3e-4\n[data]\nsource = "text.txt"\n[optimizer]\nweight_decay = 0.1\neps = 1e-8\n')
+def test_a_key_of_another_program_outside_of_a_section_or_in_one_of_its_own_is_answered_too(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "job.toml").write_text(
+        'lr = 3e-4\n[data]\nsource = "text.txt"\n[optimizer]\nweight_decay = 0.1\neps = 1e-8\n'
+    )
     with pytest.raises(ConfigError) as refusal:
         read(tmp_path / "job.toml")
     outside, section = refusal.value.problems
     assert outside == "lr = 0.0003: a key outside of a section. Did you mean train.learning_rate?"
-    assert section.endswith("optimizer.weight_decay is train.weight_decay here; optimizer.eps is train.epsilon here")
+    assert section.endswith(
+        "optimizer.weight_decay is train.weight_decay here; optimizer.eps is train.epsilon here"
+    )
 
 
 def test_an_override_without_its_section_is_answered_with_the_whole_key(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('[data]\nsource = "text.txt"\n')
-    with pytest.raises(ConfigError, match=r"override 'lr=1e-3': write it as section\.key=value, here train\.learning_rate=1e-3"):
+    with pytest.raises(
+        ConfigError,
+        match=r"override 'lr=1e-3': write it as section\.key=value, here train\.learning_rate=1e-3",
+    ):
         read(tmp_path / "job.toml", ["lr=1e-3"])
 
 

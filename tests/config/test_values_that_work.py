@@ -26,7 +26,9 @@ def _without_the_nearest_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def merged(*tables: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     names = {name for one in tables for name in one}
-    return {name: {key: value for one in tables for key, value in one.get(name, {}).items()} for name in names}
+    return {
+        name: {key: value for one in tables for key, value in one.get(name, {}).items()} for name in names
+    }
 
 
 def works(tables: dict[str, dict[str, Any]], key: str, value: int) -> bool:
@@ -51,9 +53,11 @@ def named(problem: str) -> set[int]:
     [
         ("layout.tensor", {"layout": {"tensor": 5}}),
         ("layout.tensor", {"layout": {"tensor": 6}}),  # divides the heads, but not the key heads
-        ("layout.tensor", {"layout": {"tensor": 3}, "data": {"sequence_length": 66}}),  # 2 divides it, 4 does not
+        # 2 divides it, 4 does not
+        ("layout.tensor", {"layout": {"tensor": 3}, "data": {"sequence_length": 66}}),
         ("layout.tensor", {"layout": {"tensor": 24, "context": 2}, "data": {"sequence_length": 60}}),
-        ("layout.tensor", {"layout": {"tensor": 8, "context": 3, "attention": "ulysses"}, "data": {"sequence_length": 72}}),
+        ("layout.tensor", {"layout": {"tensor": 8, "context": 3, "attention": "ulysses"},
+        "data": {"sequence_length": 72}}),
         ("layout.context", {"layout": {"context": 3}}),
         ("layout.context", {"layout": {"context": 5, "tensor": 2}, "data": {"sequence_length": 48}}),
         ("layout.context", {"layout": {"context": 5, "attention": "ulysses"}}),
@@ -61,11 +65,14 @@ def named(problem: str) -> set[int]:
         ("layout.pipeline", {"layout": {"pipeline": 7}}),
         ("layout.pipeline", {"layout": {"pipeline": 4, "schedule": "zbv"}}),
         ("layout.expert", {"layout": {"expert": 3}, "model": {"experts": 8, "experts_per_token": 2}}),
-        ("layout.expert", {"layout": {"expert": 8, "data": 4}, "model": {"experts": 8, "experts_per_token": 2}}),
+        ("layout.expert", {"layout": {"expert": 8, "data": 4}, "model": {"experts": 8,
+        "experts_per_token": 2}}),
         ("layout.backward_shards", {"layout": {"backward_shards": 3, "data": 4, "context": 2, "zero": 3}}),
     ],
 )  # fmt: skip
-def test_the_values_that_a_refused_layout_names_are_all_that_work(key: str, tables: dict[str, dict[str, Any]]) -> None:
+def test_the_values_that_a_refused_layout_names_are_all_that_work(
+    key: str, tables: dict[str, dict[str, Any]]
+) -> None:
     job = merged(BASE, tables)
     with pytest.raises(ConfigError) as refusal:
         from_tables(job)
@@ -91,7 +98,9 @@ def test_a_tensor_axis_that_cannot_be_asks_for_no_other_sequence() -> None:
     with pytest.raises(ConfigError) as refusal:
         from_tables(merged(BASE, {"layout": {"tensor": 5, "context": 3}}))
     tensor, sequence = refusal.value.problems
-    assert tensor.startswith("layout.tensor = 5: does not divide model.heads = 12, and heads stay whole; use one of 1, 2, 4")
+    assert tensor.startswith(
+        "layout.tensor = 5: does not divide model.heads = 12, and heads stay whole; use one of 1, 2, 4"
+    )
     assert "context 3 devices share a sequence" in sequence.replace(" x tensor 1", "")
 
 

@@ -56,11 +56,15 @@ def numbers(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", sorted(CLUSTERS))
 def test_what_is_written_of_a_preset_is_read_again(name: str, tmp_path: Path) -> None:
-    assert numbers(asdict(read_text(tmp_path, write_cluster(CLUSTERS[name])))) == numbers(asdict(CLUSTERS[name]))
+    assert numbers(asdict(read_text(tmp_path, write_cluster(CLUSTERS[name])))) == numbers(
+        asdict(CLUSTERS[name])
+    )
 
 
 def test_all_fields_survive_a_file(tmp_path: Path) -> None:
-    rows = tuple(Measured(kind, members, 1.5e-5 * members, 2e10 / members) for kind in KINDS for members in (2, 4))
+    rows = tuple(
+        Measured(kind, members, 1.5e-5 * members, 2e10 / members) for kind in KINDS for members in (2, 4)
+    )
     cluster = replace(
         named("h100x16"),
         name='a "quoted" \\ name',
@@ -91,7 +95,9 @@ def test_devices_that_are_not_whole_nodes_are_refused_with_what_is(name: str) ->
     assert "use 8 or 16" in str(raised.value) or "use 16 or 32" in str(raised.value)
 
 
-@pytest.mark.parametrize(("name", "meant"), [("h10", "h100"), ("a100", "a100-"), ("h100-gcp", "h100-gcp-a3"), ("B20", "b200")])
+@pytest.mark.parametrize(
+    ("name", "meant"), [("h10", "h100"), ("a100", "a100-"), ("h100-gcp", "h100-gcp-a3"), ("B20", "b200")]
+)
 def test_an_unknown_name_is_answered_with_those_it_may_be(name: str, meant: str) -> None:
     with pytest.raises(UserError) as raised:
         named(name)
@@ -157,21 +163,37 @@ BAD: list[tuple[str, str, str]] = [
     ("nodes = 2", "name = 3", "name = 3: give a text"),
     ("nodes = 2", 'corrections = "none"', "corrections: give a table"),
     ("nodes = 2", "corrections = { matmul = 0 }", "corrections.matmul = 0: give a number, more than 0"),
-    ("nodes = 2", "corrections = { matmull = 1.5 }", "corrections.matmull: unknown; known are matmul, attention"),
+    (
+        "nodes = 2",
+        "corrections = { matmull = 1.5 }",
+        "corrections.matmull: unknown; known are matmul, attention",
+    ),
     ("memory_gib = 24", "memory_gib = 0", "device.memory_gib = 0: give a number, more than 0"),
     ("memory_gib = 24", "memory_gib = -24", "device.memory_gib = -24"),
     ("memory_gib = 24", "memory_gib = nan", "device.memory_gib = nan"),
     ("memory_gib = 24", "memory_gib = inf", "device.memory_gib = inf"),
     ("memory_gib = 24", 'memory_gib = "24"', "device.memory_gib = '24'"),
     ("memory_gib = 24", "memory = 24", "device.memory_gib: missing"),
-    ("memory_gib = 24", "memory_gib = 24\nmatmul = 1.2", "device.matmul = 1.2: is a share; give a number from 0 to 1"),
+    (
+        "memory_gib = 24",
+        "memory_gib = 24\nmatmul = 1.2",
+        "device.matmul = 1.2: is a share; give a number from 0 to 1",
+    ),
     ("memory_gib = 24", "memory_gib = 24\nname = 7", "device.name = 7: give a text"),
     ("memory_gib = 24", "memory_gib = 24\nwatts = 0", "device.watts = 0"),
     ("peak = { bfloat16 = 165, float32 = 82.5 }", "peak = 165", "device.peak: give TFLOP/s by precision"),
     ("peak = { bfloat16 = 165, float32 = 82.5 }", "peak = {}", "device.peak: give TFLOP/s by precision"),
-    ("peak = { bfloat16 = 165, float32 = 82.5 }", "peak = { bf16 = 165 }", "device.peak.bf16: unknown; known are"),
+    (
+        "peak = { bfloat16 = 165, float32 = 82.5 }",
+        "peak = { bf16 = 165 }",
+        "device.peak.bf16: unknown; known are",
+    ),
     ("peak = { bfloat16 = 165, float32 = 82.5 }", "peak = { bfloat16 = -1 }", "device.peak.bfloat16 = -1"),
-    ("bandwidth_gb_s = 25", "bandwidth_gb_s = -25", "inside.bandwidth_gb_s = -25: give a number, more than 0"),
+    (
+        "bandwidth_gb_s = 25",
+        "bandwidth_gb_s = -25",
+        "inside.bandwidth_gb_s = -25: give a number, more than 0",
+    ),
     ("bandwidth_gb_s = 25", "", "inside.bandwidth_gb_s: missing"),
     ("bandwidth_gb_s = 25", "bandwith_gb_s = 25", "inside.bandwith_gb_s: unknown"),
     ("latency_us = 10", "latency_us = -1", "inside.latency_us = -1: give a number, 0 or more"),
@@ -183,18 +205,35 @@ BAD: list[tuple[str, str, str]] = [
     ),
     (
         "latency_us = 10",
-        "latency_us = 10\n[[inside.measured]]\nkind = 'all_reduce'\nmembers = 0\nlatency_us = 1\nbandwidth_gb_s = 1",
+        "latency_us = 10\n[[inside.measured]]\nkind = 'all_reduce'\nmembers = 0\nlatency_us = "
+        "1\nbandwidth_gb_s = 1",
         "inside.measured.members = 0: give a whole number from 2",
     ),
     ("nodes = 2", "nodes = 1000000000000", "nodes = 1000000000000: give a whole number from 1, at most"),
     ("nodes = 2", "nodes = [[2]]", "nodes = [[2]]: give a whole number from 1"),
-    ("nodes = 2", "corrections = { matmul = { by = 1 } }", "corrections.matmul = {'by': 1}: give a number, more than 0"),
+    (
+        "nodes = 2",
+        "corrections = { matmul = { by = 1 } }",
+        "corrections.matmul = {'by': 1}: give a number, more than 0",
+    ),
     ("memory_gib = 24", "memory_gib = true", "device.memory_gib = True: give a number"),
-    ("memory_gib = 24", "memory_gib = 1e300", "device.memory_gib = 1e+300: give a number, more than 0, at most 1e+18"),
+    (
+        "memory_gib = 24",
+        "memory_gib = 1e300",
+        "device.memory_gib = 1e+300: give a number, more than 0, at most 1e+18",
+    ),
     ("memory_gib = 24", f"memory_gib = 1{'0' * 400}", "device.memory_gib = 1000"),
-    ("memory_gib = 24", "memory_gib = 24\nmatmul = 0", "device.matmul = 0: is a share; give a number from 0 to 1, more than 0"),
+    (
+        "memory_gib = 24",
+        "memory_gib = 24\nmatmul = 0",
+        "device.matmul = 0: is a share; give a number from 0 to 1, more than 0",
+    ),
     ("peak = { bfloat16 = 165, float32 = 82.5 }", "peak = [165]", "device.peak: give TFLOP/s by precision"),
-    ("peak = { bfloat16 = 165, float32 = 82.5 }", "peak = { bfloat16 = { dense = 1 } }", "device.peak.bfloat16 = {'dense': 1}"),
+    (
+        "peak = { bfloat16 = 165, float32 = 82.5 }",
+        "peak = { bfloat16 = { dense = 1 } }",
+        "device.peak.bfloat16 = {'dense': 1}",
+    ),
     ("latency_us = 10", "latency_us = 10\nmeasured = [1, [2]]", "inside.measured: each row has kind"),
     ("[inside]", "[[inside]]", "inside: give a table"),
     ("[inside]", "[outside]", "inside.bandwidth_gb_s: missing"),
@@ -202,14 +241,18 @@ BAD: list[tuple[str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("old", "new", "said"), BAD, ids=[new.replace("\n", " ")[:80] or "nothing" for _, new, _ in BAD])
+@pytest.mark.parametrize(
+    ("old", "new", "said"), BAD, ids=[new.replace("\n", " ")[:80] or "nothing" for _, new, _ in BAD]
+)
 def test_a_wrong_figure_is_named_with_what_to_give(old: str, new: str, said: str, tmp_path: Path) -> None:
     assert WHOLE.count(old) >= 1
     assert any(problem.startswith(said) for problem in problems(tmp_path, WHOLE.replace(old, new, 1)))
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    found = problems(tmp_path, 'nodes = 0\nspeed = 3\n[device]\nmemory_gib = "much"\n[inside]\nbandwidth_gb_s = -1')
+    found = problems(
+        tmp_path, 'nodes = 0\nspeed = 3\n[device]\nmemory_gib = "much"\n[inside]\nbandwidth_gb_s = -1'
+    )
     said = "\n".join(found)
     for key in (
         "speed",

@@ -33,7 +33,10 @@ def job(codec: str) -> Work:
 def predicted(codec: str, **row: int) -> dict[str, float]:
     """Numbers encoded and decoded in a step of rank 0."""
     works = [flow.codec_work for flow in flows(job(codec), space_of([row])) if flow.codec_work is not None]
-    return {name: sum(float(getattr(work, name)[0]) for work in works) for name in ("encoded", "decoded", "kernels")}
+    return {
+        name: sum(float(getattr(work, name)[0]) for work in works)
+        for name in ("encoded", "decoded", "kernels")
+    }
 
 
 @pytest.fixture
@@ -71,7 +74,9 @@ def summed(kind: str, numbers: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "zero"), [("all_reduce", 0), ("reduce_scatter", 1)])
-def test_as_many_numbers_pass_through_the_codec_as_in_a_sum_that_runs(kind: str, zero: int, counted: Counter[str]) -> None:
+def test_as_many_numbers_pass_through_the_codec_as_in_a_sum_that_runs(
+    kind: str, zero: int, counted: Counter[str]
+) -> None:
     summed(kind, NUMBERS)
     found = predicted("int8", data=4, zero=zero)
     assert found["encoded"] == counted["encoded"]
@@ -92,9 +97,11 @@ def seconds(codec: str, **row: int) -> float:
     return float(found.seconds["data"][0])
 
 
-def test_seconds_on_a_gpu_are_bytes_touched_over_the_share_of_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two devices, int8 at 90 %: the numbers once encoded, one and a half times decoded, 5 + 4/512 bytes each; 12 bytes to add
-    the gradients to residuals, 8 to hand sums over, at 1 TB/s."""
+def test_seconds_on_a_gpu_are_bytes_touched_over_the_share_of_the_bandwidth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two devices, int8 at 90 %: the numbers once encoded, one and a half times decoded, 5 + 4/512 bytes
+    each; 12 bytes to add the gradients to residuals, 8 to hand sums over, at 1 TB/s."""
     monkeypatch.setattr("shardwise.cost.collectives.COPIED", {})
     expected = NUMBERS * (2.5 * (5 + 4 / 512) / 0.9 + 20) / 1e12
     assert seconds("int8", data=2) == pytest.approx(expected, rel=1e-3)
@@ -111,7 +118,9 @@ def test_a_thread_takes_so_long_for_each_number() -> None:
     fast = replace(cluster.inside, bandwidth=1e30, latency=0.0, measured=())
     found = predict(job("sign"), space_of([{"data": 2}]), replace(quiet, inside=fast, between=fast))
     encode, decode = HOST_NANOSECONDS["sign"]
-    assert float(found.seconds["data"][0]) == pytest.approx(BESIDE_BACKWARD * 1e-9 * NUMBERS * (encode + 1.5 * decode), rel=1e-3)
+    assert float(found.seconds["data"][0]) == pytest.approx(
+        BESIDE_BACKWARD * 1e-9 * NUMBERS * (encode + 1.5 * decode), rel=1e-3
+    )
 
 
 def test_every_codec_has_its_cost_and_none_is_free() -> None:

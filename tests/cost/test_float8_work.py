@@ -39,7 +39,8 @@ CLUSTER = replace(H100S, device=DEVICE)
 
 HIDDEN, QUERIES, KEYS, FFN, VOCABULARY = 512, 1024, 256, 2048, 1024
 SIZES: dict[str, Any] = {
-    "layers": 4, "hidden": HIDDEN, "heads": 8, "kv_heads": 2, "head_dim": 128, "ffn": FFN, "vocabulary": VOCABULARY,
+    "layers": 4, "hidden": HIDDEN, "heads": 8, "kv_heads": 2, "head_dim": 128, "ffn": FFN,
+    "vocabulary": VOCABULARY,
 }  # fmt: skip
 EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_ffn": 256}
 WITHOUT_EXPERTS = {"float8_leave_out": ["*.experts.*"]}
@@ -82,7 +83,9 @@ HEAD = flops((VOCABULARY, HIDDEN))
 
 
 def test_a_dense_model_takes_half_of_what_its_products_take_in_bfloat16() -> None:
-    assert matmul_flops(job(precision="bfloat16")) == pytest.approx(6 * matmul_weights(Model(**SIZES)) * TOKENS)
+    assert matmul_flops(job(precision="bfloat16")) == pytest.approx(
+        6 * matmul_weights(Model(**SIZES)) * TOKENS
+    )
     assert matmul_flops(job()) == pytest.approx(3 * matmul_weights(Model(**SIZES)) * TOKENS)
 
 
@@ -98,7 +101,10 @@ def test_products_that_are_left_out_take_what_they_do_in_bfloat16() -> None:
 
 def test_a_router_stays_in_bfloat16_and_grouped_products_reach_less_than_others() -> None:
     attention = 4 * flops(*(WEIGHTS[name] for name in ("query", "key", "value", "output")))
-    bfloat16, alone = matmul_flops(job(EXPERTS, precision="bfloat16")), matmul_flops(job(EXPERTS, **WITHOUT_EXPERTS))
+    bfloat16, alone = (
+        matmul_flops(job(EXPERTS, precision="bfloat16")),
+        matmul_flops(job(EXPERTS, **WITHOUT_EXPERTS)),
+    )
     assert bfloat16 - alone == pytest.approx((attention + HEAD) / 2)
     grouped = 4 * flops(*3 * [(EXPERTS["expert_ffn"], HIDDEN)]) * EXPERTS["experts_per_token"]
     assert alone - matmul_flops(job(EXPERTS)) == pytest.approx(grouped * (1 - 0.5 / compute.GROUPED_FLOAT8))
@@ -119,9 +125,11 @@ def test_kernels_of_a_block_move_what_is_counted_by_hand(stored: str) -> None:
     weights = sum(rows * columns for rows, columns in WEIGHTS.values())
     casts = weights * ({"float32": 4, "bfloat16": 2}[stored] + 1)
     norms, rotary = 9 * 2 * HIDDEN, 2 * 2 * (QUERIES + KEYS)
-    # Forward: both norms put out 8 bits; attention's output is read and written; gate and up are read, 8 bits written.
+    # Forward: both norms put out 8 bits; attention's output is read and written; gate and up are read, 8 bits
+    # written.
     forward = TOKENS * (norms - 2 * HIDDEN + rotary + 3 * QUERIES + 5 * FFN) + casts
-    # Backward: gate, up and a gradient are read, three times 8 bits written; all of it half as long again, for the maxima.
+    # Backward: gate, up and a gradient are read, three times 8 bits written; all of it half as long again,
+    # for the maxima.
     looking = LOOKING * TOKENS * (2 * norms + 2 * rotary + 9 * FFN)
     copies = sum(2 * (TOKENS * (rows + columns) + rows * columns) for rows, columns in WEIGHTS.values())
     assert block_bytes(job(state_dtype=stored)) == pytest.approx((forward, looking + casts + copies))
@@ -140,7 +148,9 @@ def test_blocks_that_are_not_compiled_move_far_more(schedule: str) -> None:
     plain = {**row, "schedule": SCHEDULES.index("interleaved")}
     assert sum(block_bytes(job(), **row)) > 2 * sum(block_bytes(job(), **plain))
     bfloat16 = job(precision="bfloat16")
-    assert block_bytes(bfloat16, **row) == block_bytes(bfloat16, **plain), "in bfloat16 they are compiled in any case"
+    assert block_bytes(bfloat16, **row) == block_bytes(bfloat16, **plain), (
+        "in bfloat16 they are compiled in any case"
+    )
 
 
 def memory(work: Work, cluster: Cluster = CLUSTER, **row: int) -> dict[str, float]:
@@ -150,7 +160,8 @@ def memory(work: Work, cluster: Cluster = CLUSTER, **row: int) -> dict[str, floa
 
 
 def test_a_block_keeps_what_stands_before_the_norms_and_goes_into_attention_and_activation() -> None:
-    """Residual stream twice; queries, keys, values and attention's output; gate and up. The model's input once."""
+    """Residual stream twice; queries, keys, values and attention's output; gate and up. The model's input
+    once."""
     values = 4 * (2 * HIDDEN + QUERIES + 2 * KEYS + QUERIES + 2 * FFN) + HIDDEN
     assert memory(job())["activations"] == pytest.approx(2 * TOKENS * values)
     in_bfloat16 = memory(job(precision="bfloat16"))["activations"]
@@ -159,11 +170,18 @@ def test_a_block_keeps_what_stands_before_the_norms_and_goes_into_attention_and_
 
 
 def test_only_what_no_other_product_needs_is_made_anew() -> None:
-    """A norm's output is kept where one of three products is not in float8; before experts, where the router needs it."""
+    """A norm's output is kept where one of three products is not in float8; before experts, where the router
+    needs it."""
     kept = memory(job())["activations"]
-    assert memory(job(float8_leave_out=["*.value"]))["activations"] - kept == pytest.approx(4 * 2 * TOKENS * HIDDEN)
-    assert memory(job(float8_leave_out=["*.down"]))["activations"] - kept == pytest.approx(4 * 2 * TOKENS * FFN)
-    of_experts = memory(job(EXPERTS, precision="bfloat16"))["activations"] - memory(job(EXPERTS))["activations"]
+    assert memory(job(float8_leave_out=["*.value"]))["activations"] - kept == pytest.approx(
+        4 * 2 * TOKENS * HIDDEN
+    )
+    assert memory(job(float8_leave_out=["*.down"]))["activations"] - kept == pytest.approx(
+        4 * 2 * TOKENS * FFN
+    )
+    of_experts = (
+        memory(job(EXPERTS, precision="bfloat16"))["activations"] - memory(job(EXPERTS))["activations"]
+    )
     assert of_experts == pytest.approx(4 * 2 * TOKENS * HIDDEN)
 
 
@@ -180,7 +198,8 @@ def test_weights_are_cast_once_for_all_micro_batches_of_a_step() -> None:
     assert alone[0] - four[0] == pytest.approx(3 / 4 * 5 * weights)
     assert alone[1] - four[1] == pytest.approx(5 * weights + 3 / 4 * 2 * weights)
     held, sharded = (
-        {n: memory(job(), accumulation=n, **row)["gathered"] for n in (1, 2)} for row in ({}, {"data": 2, "zero": 3})
+        {n: memory(job(), accumulation=n, **row)["gathered"] for n in (1, 2)}
+        for row in ({}, {"data": 2, "zero": 3})
     )
     assert held[2] - held[1] == pytest.approx(2 * 4 * weights)
     assert sharded[2] == pytest.approx(sharded[1])
@@ -198,7 +217,9 @@ def test_the_head_holds_the_larger_of_two_moments(batch: int, chunks: int) -> No
     expected = max(3 * chunk * vocabulary, 2 * chunk * vocabulary + 4 * weight) + 4 * weight
     assert memory(work, micro_batch=batch)["logits"] == pytest.approx(expected)
     small = memory(work, micro_batch=1)["logits"]
-    assert small == pytest.approx(max(3 * length * vocabulary, 2 * length * vocabulary + 4 * weight) + 4 * weight)
+    assert small == pytest.approx(
+        max(3 * length * vocabulary, 2 * length * vocabulary + 4 * weight) + 4 * weight
+    )
 
 
 def test_devices_that_share_a_vocabulary_meet_once_for_each_of_the_larger_chunks() -> None:

@@ -1,5 +1,5 @@
-"""Bytes in the price = bytes in the flows, of every candidate, job and program; tests/parallel/test_predictions.py holds
-both to the ledger of real steps."""
+"""Bytes in the price = bytes in the flows, of every candidate, job and program;
+tests/parallel/test_predictions.py holds both to the ledger of real steps."""
 
 from __future__ import annotations
 
@@ -29,10 +29,17 @@ CUDA, CPU = named("h100x64"), CLUSTERS["cpu"]
 def programs(draw: st.DrawFn) -> Stack:
     """Ours, and others that differ in everything that decides who sends what."""
     facts = {
-        name: draw(st.booleans()) for name in ("sequence_parallel", "gathers_again", "recompute_all", "reduce_each", "balanced")
+        name: draw(st.booleans())
+        for name in ("sequence_parallel", "gathers_again", "recompute_all", "reduce_each", "balanced")
     }
-    numbers = {"gathers_after": draw(st.sampled_from((0, 8))), "selective_repeats": draw(st.sampled_from((0.0, 1.0)))}
-    widths = {"reduce_bytes": draw(st.sampled_from((2.0, 4.0))), "weight_bytes": draw(st.sampled_from((1.0, 2.0)))}
+    numbers = {
+        "gathers_after": draw(st.sampled_from((0, 8))),
+        "selective_repeats": draw(st.sampled_from((0.0, 1.0))),
+    }
+    widths = {
+        "reduce_bytes": draw(st.sampled_from((2.0, 4.0))),
+        "weight_bytes": draw(st.sampled_from((1.0, 2.0))),
+    }
     return draw(st.sampled_from((SHARDWISE, replace(SHARDWISE, **facts, **numbers, **widths))))  # type: ignore[arg-type]
 
 
@@ -52,7 +59,9 @@ def priced(prediction: Prediction) -> np.ndarray:
     programs(),
     st.sampled_from((CUDA, CPU)),
 )
-def test_every_byte_of_the_flows_is_in_the_price(rows: list[dict[str, int]], model: Model, stack: Stack, cluster: object) -> None:
+def test_every_byte_of_the_flows_is_in_the_price(
+    rows: list[dict[str, int]], model: Model, stack: Stack, cluster: object
+) -> None:
     space, device = space_of(rows), "cpu" if cluster is CPU else "cuda"
     found = predict(work(model), space, CPU if cluster is CPU else CUDA, stack)
     assert priced(found) == pytest.approx(sent(work(model), space, stack, device), rel=1e-12)
@@ -83,15 +92,28 @@ def test_what_nodes_wait_for_each_other_is_in_the_price_of_an_axis_they_are_on(
     with_waits = predict(work(), space_of([row]), CUDA)
     monkeypatch.setattr("shardwise.cost.predict.LOCKSTEP", 0.0)
     without = predict(work(), space_of([row]), CUDA)
-    later = {name for name, value in with_waits.seconds.items() if value > without.seconds[name] and name != "launch"}
+    later = {
+        name
+        for name, value in with_waits.seconds.items()
+        if value > without.seconds[name] and name != "launch"
+    }
     assert term in later <= {term, "imbalance", "bubble"}
 
 
 @pytest.mark.parametrize("model", [EVEN, EXPERTS], ids=["dense", "experts"])
 def test_slower_links_cost_more_for_every_candidate_that_sends(model: Model) -> None:
-    """Every byte has a price: where a candidate sends anything, slower links never make it quicker, and no bytes cost nothing."""
-    rows = [{"tensor": 2}, {"data": 4, "zero": 3}, {"context": 2}, {"context": 2, "ring": 1}, {"pipeline": 2, "accumulation": 4}]
-    slow = replace(CUDA, inside=replace(CUDA.inside, bandwidth=1e6), between=replace(CUDA.between, bandwidth=1e6))
+    """Every byte has a price: where a candidate sends anything, slower links never make it quicker, and no
+    bytes cost nothing."""
+    rows = [
+        {"tensor": 2},
+        {"data": 4, "zero": 3},
+        {"context": 2},
+        {"context": 2, "ring": 1},
+        {"pipeline": 2, "accumulation": 4},
+    ]
+    slow = replace(
+        CUDA, inside=replace(CUDA.inside, bandwidth=1e6), between=replace(CUDA.between, bandwidth=1e6)
+    )
     before, after = (predict(work(model), space_of(rows), cluster) for cluster in (CUDA, slow))
     assert (after.total > before.total).all()
 
@@ -107,7 +129,10 @@ def test_no_step_of_hosts_is_shorter_than_what_their_network_carries(
     rows: list[dict[str, int]], model: Model, bandwidth: float, compression: SumCompression | None
 ) -> None:
     hosts = replace(CPU, devices_per_node=1, nodes=4096, between=Link(bandwidth, 0.0))
-    space, job = space_of([{**row, "pipeline": 1} for row in rows]), replace(work(model), compression=compression)
+    space, job = (
+        space_of([{**row, "pipeline": 1} for row in rows]),
+        replace(work(model), compression=compression),
+    )
     wire = np.zeros(len(space))
     for flow in flows(job, space, SHARDWISE, "cpu"):
         wire = wire + flow.bytes * rates(flow.kind, group_of(flow.axis, space, hosts), hosts)[1]
@@ -115,7 +140,9 @@ def test_no_step_of_hosts_is_shorter_than_what_their_network_carries(
 
 
 def test_hosts_wait_for_their_network_beside_computing() -> None:
-    quick, slow = (replace(CPU, devices_per_node=1, nodes=2, between=Link(bandwidth, 0.0)) for bandwidth in (1e15, 1e9))
+    quick, slow = (
+        replace(CPU, devices_per_node=1, nodes=2, between=Link(bandwidth, 0.0)) for bandwidth in (1e15, 1e9)
+    )
     space = space_of([{"data": 2, "zero": 0}, {"data": 2, "zero": 2}, {"data": 2, "zero": 3}])
     without, with_network = (predict(work(), space, cluster) for cluster in (quick, slow))
     wire = np.zeros(len(space))

@@ -1,4 +1,5 @@
-"""Priced seconds of computing against counted FLOPs, on a device that reaches its peak and moves memory in no time."""
+"""Priced seconds of computing against counted FLOPs, on a device that reaches its peak and moves memory in no
+time."""
 
 from __future__ import annotations
 
@@ -42,39 +43,57 @@ TOKENS = LENGTH * BATCH
 
 def seconds(model: Model, **row: int) -> dict[str, float]:
     space = space_of([{"micro_batch": BATCH, **row}])
-    return {name: float(value[0]) for name, value in predict(Work(model, LENGTH, BATCH), space, IDEAL).seconds.items()}
+    return {
+        name: float(value[0])
+        for name, value in predict(Work(model, LENGTH, BATCH), space, IDEAL).seconds.items()
+    }
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_matrices_take_what_their_flops_take_at_the_peak(model: Model, tensor: int) -> None:
-    assert seconds(model, tensor=tensor)["matmul"] * PEAK * tensor == pytest.approx(6 * matmul_weights(model) * TOKENS)
+    assert seconds(model, tensor=tensor)["matmul"] * PEAK * tensor == pytest.approx(
+        6 * matmul_weights(model) * TOKENS
+    )
 
 
 @pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
-def test_recomputing_blocks_takes_their_forward_again_but_for_the_last_product_and_what_is_kept(model: Model) -> None:
-    """A third of all FLOPs are forward's; the head is not recomputed, nor what ends a block, whose output nobody asks for."""
+def test_recomputing_blocks_takes_their_forward_again_but_for_the_last_product_and_what_is_kept(
+    model: Model,
+) -> None:
+    """A third of all FLOPs are forward's; the head is not recomputed, nor what ends a block, whose output
+    nobody asks for."""
     head = model.vocabulary * model.hidden
-    last = model.layers * model.hidden * (model.experts_per_token * model.expert_width if model.experts else model.ffn)
+    last = (
+        model.layers
+        * model.hidden
+        * (model.experts_per_token * model.expert_width if model.experts else model.ffn)
+    )
     forward = flops_per_token(model, LENGTH) / 3 - 2 * head
     took = seconds(model, recompute=RECOMPUTE.index("full"))["recompute"]
     assert took * PEAK == pytest.approx((forward - 2 * last) * TOKENS)
     assert seconds(model)["recompute"] == 0
-    products = model.layers * beside_experts(model) * model.hidden if model.experts else matmul_weights(model) - head - last
+    products = (
+        model.layers * beside_experts(model) * model.hidden
+        if model.experts
+        else matmul_weights(model) - head - last
+    )
     took = seconds(model, recompute=RECOMPUTE.index("all-but-attention"))["recompute"]
     assert took * PEAK == pytest.approx(2 * products * TOKENS), "all but attention and what routed experts do"
 
 
 def beside_experts(model: Model) -> int:
-    """Queries, keys, values, and gate and up of shared experts, each from the hidden states. Attention and shared experts are
-    recomputed by themselves, and the last product of each is not made again."""
+    """Queries, keys, values, and gate and up of shared experts, each from the hidden states. Attention and
+    shared experts are recomputed by themselves, and the last product of each is not made again."""
     return (model.heads + 2 * model.kv_heads) * model.head_dim + 2 * model.shared_experts * model.expert_width
 
 
 def test_sharded_states_are_updated_in_parts() -> None:
     device = replace(DEVICE, bandwidth=1e12, stream=1.0)
     space = space_of([{"data": 4, "zero": zero} for zero in range(4)])
-    whole, *parts = predict(Work(DENSE, LENGTH, BATCH), space, replace(IDEAL, device=device)).seconds["optimizer"]
+    whole, *parts = predict(Work(DENSE, LENGTH, BATCH), space, replace(IDEAL, device=device)).seconds[
+        "optimizer"
+    ]
     assert parts == pytest.approx([whole / 4] * 3)
     least = (4 + 4 + 8) + (4 + 8)  # weight, gradient and two moments read, all but the gradient written
     assert least <= whole * 1e12 / count(DENSE) <= 1.5 * least
@@ -83,13 +102,22 @@ def test_sharded_states_are_updated_in_parts() -> None:
 @pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_gradients_that_stay_whole_are_added_up_whole_whatever_the_stage(schedule: str, zero: int) -> None:
-    """Where backward is split, FSDP2 reduces nothing before the step ends: 10 bytes move for each number on the device."""
-    rows = [{"pipeline": 2, "data": 4, "accumulation": 8, "schedule": SCHEDULES.index(name)} for name in (schedule, "1f1b")]
+    """Where backward is split, FSDP2 reduces nothing before the step ends: 10 bytes move for each number on
+    the device."""
+    rows = [
+        {"pipeline": 2, "data": 4, "accumulation": 8, "schedule": SCHEDULES.index(name)}
+        for name in (schedule, "1f1b")
+    ]
     slow = replace(IDEAL, device=replace(DEVICE, bandwidth=1e9, stream=1.0))
     work = Work(DENSE, LENGTH, 4 * 8 * BATCH)
 
     def elementwise(stage: int) -> list[float]:
-        space = space_of([{**row, "zero": stage, "stages_per_rank": 1 + (row["schedule"] in IN_A_V_PLACES)} for row in rows])
+        space = space_of(
+            [
+                {**row, "zero": stage, "stages_per_rank": 1 + (row["schedule"] in IN_A_V_PLACES)}
+                for row in rows
+            ]
+        )
         return [float(value) for value in predict(work, space, slow).seconds["elementwise"]]
 
     (split, plain), (split_one, plain_one) = elementwise(zero), elementwise(1)

@@ -1,4 +1,5 @@
-"""What recomputation by operators keeps and repeats of blocks with experts, against what torch keeps and repeats of real ones.
+"""What recomputation by operators keeps and repeats of blocks with experts, against what torch keeps and
+repeats of real ones.
 
 On a CPU, where nothing is fused: an expert's activation is kept beside its product.
 """
@@ -30,7 +31,15 @@ from shardwise.parallel.recompute import recompute
 
 TOKENS = 128
 NARROW_AND_WIDE = torch.bfloat16, torch.float32
-SHAPE: dict[str, Any] = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocabulary": 64, "ffn": 128, "expert_ffn": 32}
+SHAPE: dict[str, Any] = {
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "vocabulary": 64,
+    "ffn": 128,
+    "expert_ffn": 32,
+}
 
 
 class Alive(TorchDispatchMode):
@@ -42,7 +51,8 @@ class Alive(TorchDispatchMode):
         self.bytes: dict[int, int] = {}
 
     def held(self) -> int:
-        """Bytes that are held for good: the least of several looks. Threads of gloo let go of what they sent a moment later."""
+        """Bytes that are held for good: the least of several looks. Threads of gloo let go of what they sent
+        a moment later."""
         looks = []
         for _ in range(20):
             time.sleep(0.01)
@@ -83,17 +93,24 @@ def after_forward(shared: int, layers: int, mode: str, dtype: torch.dtype = torc
 
 @pytest.mark.parametrize("shared", [0, 3])
 @pytest.mark.parametrize(("mode", "place"), [("all-but-attention", BUT_ATTENTION), ("selective", SELECTIVE)])
-def test_parts_of_a_block_keep_their_inputs_and_what_the_mode_says(shared: int, mode: str, place: int) -> None:
+def test_parts_of_a_block_keep_their_inputs_and_what_the_mode_says(
+    shared: int, mode: str, place: int
+) -> None:
     (more, _), (less, _) = (after_forward(shared, layers, mode) for layers in (3, 2))
     work = Work(experts(shared), TOKENS, 1, precision="float32")
     predicted = float(kept(work, space_of([{"recompute": place}]), SHARDWISE)[0][0])
     activations = 4 * TOKENS * 2 * SHAPE["expert_ffn"]
-    assert predicted + activations <= more - less <= 1.05 * (predicted + activations), "beside them what routers keep"
+    assert predicted + activations <= more - less <= 1.05 * (predicted + activations), (
+        "beside them what routers keep"
+    )
 
 
 @pytest.mark.parametrize("shared", [0, 3])
-def test_sums_over_tensor_devices_are_kept_before_they_are_taken(ranks: Callable[[int], Pool], corpus: str, shared: int) -> None:
-    """A product that is split by inputs gives a part of a sum, as long as the whole sequence. That is what `selective` keeps."""
+def test_sums_over_tensor_devices_are_kept_before_they_are_taken(
+    ranks: Callable[[int], Pool], corpus: str, shared: int
+) -> None:
+    """A product that is split by inputs gives a part of a sum, as long as the whole sequence. That is what
+    `selective` keeps."""
     tables = [
         job(
             corpus,
@@ -103,13 +120,17 @@ def test_sums_over_tensor_devices_are_kept_before_they_are_taken(ranks: Callable
         )
         for layers in (2, 3)
     ]
-    held = [[ranks(2).run(kept_by_blocks, one, tokens)[0] for one in tables] for tokens in (TOKENS // 2, TOKENS)]
+    held = [
+        [ranks(2).run(kept_by_blocks, one, tokens)[0] for one in tables] for tokens in (TOKENS // 2, TOKENS)
+    ]
     half, whole = (more - less for less, more in held)
     found = whole - half  # what does not depend on tokens, as weights, is gone
     space = space_of([{"recompute": SELECTIVE, "tensor": 2}])
     predicted = float(kept(Work(experts(shared), TOKENS, 1, precision="float64"), space, SHARDWISE)[0][0]) / 2
     activations = 8 * TOKENS // 2 * SHAPE["expert_ffn"]
-    assert predicted + activations <= found <= 1.05 * (predicted + activations), "beside them what routers keep"
+    assert predicted + activations <= found <= 1.05 * (predicted + activations), (
+        "beside them what routers keep"
+    )
 
 
 def kept_by_blocks(worker: Worker, tables: Tables, tokens: int) -> int:
@@ -138,10 +159,17 @@ def test_copies_of_routed_experts_wait_for_backward() -> None:
     """In the computing dtype, where weights are not gathered: only full recomputation makes them again."""
     weights = 2 * 3 * 4 * SHAPE["expert_ffn"] * SHAPE["hidden"]
     for mode, place in (("all-but-attention", BUT_ATTENTION), ("full", FULL)):
-        per_block = [after_forward(0, 3, mode, dtype)[0] - after_forward(0, 2, mode, dtype)[0] for dtype in NARROW_AND_WIDE]
+        per_block = [
+            after_forward(0, 3, mode, dtype)[0] - after_forward(0, 2, mode, dtype)[0]
+            for dtype in NARROW_AND_WIDE
+        ]
         copies = per_block[0] - per_block[1] / 2  # activations are half as large
         gathered = [
-            float(predict(Work(experts(0, layers), TOKENS, 1), space_of([{"recompute": place}]), IDEAL).memory["gathered"][0])
+            float(
+                predict(Work(experts(0, layers), TOKENS, 1), space_of([{"recompute": place}]), IDEAL).memory[
+                    "gathered"
+                ][0]
+            )
             for layers in (3, 2)
         ]
         assert (copies >= weights) == (gathered[0] - gathered[1] >= weights) == (mode == "all-but-attention")

@@ -1,4 +1,5 @@
-"""Experts whose only sharers are tensor devices: what ZeRO does to them is in the memory and the seconds of a step."""
+"""Experts whose only sharers are tensor devices: what ZeRO does to them is in the memory and the seconds of a
+step."""
 
 from __future__ import annotations
 
@@ -11,9 +12,21 @@ from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import Work, space_of
 from shardwise.cost.stack import SHARDWISE
 
-MODEL = Model(layers=2, hidden=64, heads=16, kv_heads=4, head_dim=4, ffn=128, vocabulary=256, experts=8, experts_per_token=2)
+MODEL = Model(
+    layers=2,
+    hidden=64,
+    heads=16,
+    kv_heads=4,
+    head_dim=4,
+    ffn=128,
+    vocabulary=256,
+    experts=8,
+    experts_per_token=2,
+)
 EXPERTS = 8 * 3 * 128 * 64
-DENSE = (64 * 64 + 2 * 64 * 16 + 64 * 64) // 4 + 2 * 64 + 8 * 64  # a quarter of each matrix; norms and the router whole
+DENSE = (
+    (64 * 64 + 2 * 64 * 16 + 64 * 64) // 4 + 2 * 64 + 8 * 64
+)  # a quarter of each matrix; norms and the router whole
 EDGES = 2 * 256 * 64 // 4 + 64
 
 
@@ -34,7 +47,11 @@ def test_under_zero_3_a_device_has_the_units_in_use_gathered_and_no_copies_of_th
 def test_from_zero_2_on_gradients_are_reduced_in_buffers_of_the_largest_unit() -> None:
     buffers = [float(predicted(zero).memory["buffers"][0]) for zero in range(4)]
     assert buffers[0] == buffers[1]
-    assert buffers[2] == buffers[3] == pytest.approx(buffers[0] + SHARDWISE.fragmentation * (4 + 2) * (EXPERTS + DENSE))
+    assert (
+        buffers[2]
+        == buffers[3]
+        == pytest.approx(buffers[0] + SHARDWISE.fragmentation * (4 + 2) * (EXPERTS + DENSE))
+    )
 
 
 def test_what_is_sharded_is_added_up_in_parts_and_cast_once() -> None:

@@ -1,4 +1,5 @@
-"""Predicted collectives against the formulas of papers and the schedules' own lists of actions, and their properties."""
+"""Predicted collectives against the formulas of papers and the schedules' own lists of actions, and their
+properties."""
 
 from __future__ import annotations
 
@@ -18,7 +19,17 @@ from shardwise.plan import SCHEDULES, count, make_schedule, parameter_shapes, st
 from shardwise.plan.grid import devices
 
 EVEN = Model(layers=8, hidden=64, heads=16, kv_heads=4, head_dim=4, ffn=128, vocabulary=256)
-EXPERTS = Model(layers=8, hidden=64, heads=16, kv_heads=4, head_dim=4, ffn=128, vocabulary=256, experts=8, experts_per_token=2)
+EXPERTS = Model(
+    layers=8,
+    hidden=64,
+    heads=16,
+    kv_heads=4,
+    head_dim=4,
+    ffn=128,
+    vocabulary=256,
+    experts=8,
+    experts_per_token=2,
+)
 LENGTH = 64
 powers = st.sampled_from((1, 2, 4))
 
@@ -29,7 +40,11 @@ def candidates(draw: st.DrawFn) -> dict[str, int]:
     row["schedule"] = draw(st.integers(0, len(SCHEDULES) - 1))
     row["stages_per_rank"] = draw(st.sampled_from((1, 2)))
     row["accumulation"] = draw(st.integers(1, 9))
-    row["zero"], row["recompute"], row["ring"] = draw(st.integers(0, 3)), draw(st.integers(0, 3)), draw(st.integers(0, 1))
+    row["zero"], row["recompute"], row["ring"] = (
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 1)),
+    )
     return row
 
 
@@ -53,7 +68,11 @@ def test_blocks_that_are_compiled_on_a_cpu_send_what_they_do_on_a_gpu() -> None:
 
 def number(row: dict[str, int], kind: str, axis: str, when: str, model: Model = EVEN) -> tuple[float, float]:
     """Count and bytes of the flows of this kind, axis and time."""
-    found = [flow for flow in flows(work(model), space_of([row]), device="cpu") if (flow.kind, flow.axis) == (kind, axis)]
+    found = [
+        flow
+        for flow in flows(work(model), space_of([row]), device="cpu")
+        if (flow.kind, flow.axis) == (kind, axis)
+    ]
     chosen = [flow for flow in found if flow.when == when]
     return sum(float(flow.count[0]) for flow in chosen), sum(float(flow.bytes[0]) for flow in chosen)
 
@@ -94,7 +113,8 @@ def test_more_candidates_than_are_computed_at_once_keep_their_places() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_zero_moves_what_its_table_says(micro_batches: int) -> None:
-    """parallel/data.py: c P once, or c (2 P - R) in each micro-batch; r P; in bfloat16, of a model that divides evenly."""
+    """parallel/data.py: c P once, or c (2 P - R) in each micro-batch; r P; in bfloat16, of a model that
+    divides evenly."""
     total, root = count(EVEN), 256 * 64 + 64
     row = {"data": 4, "accumulation": micro_batches}
     assert sent({**row, "zero": 0})["all_reduce/data"]["bytes"] == 4 * total + 8 * (4 + 2 * 4)
@@ -108,13 +128,21 @@ def test_zero_moves_what_its_table_says(micro_batches: int) -> None:
 
 
 def test_a_tensor_layer_moves_four_times_its_activations_each_way() -> None:
-    """Korthikanti et al. 2022: two all-gathers and two reduce-scatters forward, the same backward, each of b s h."""
+    """Korthikanti et al. 2022: two all-gathers and two reduce-scatters forward, the same backward, each of b
+    s h."""
     row, hidden = {"tensor": 4, "micro_batch": 2}, 2 * 2 * LENGTH * 64
     deeper = EVEN.model_copy(update={"layers": 9})
-    for kind, when, times in (("all_gather", "forward", 2), ("reduce_scatter", "forward", 2), ("reduce_scatter", "backward", 2)):
+    for kind, when, times in (
+        ("all_gather", "forward", 2),
+        ("reduce_scatter", "forward", 2),
+        ("reduce_scatter", "backward", 2),
+    ):
         more, less = number(row, kind, "tensor", when, deeper), number(row, kind, "tensor", when)
         assert (more[0] - less[0], more[1] - less[1]) == (times, times * hidden)
-    again = number(row, "all_gather", "tensor", "backward", deeper)[0] - number(row, "all_gather", "tensor", "backward")[0]
+    again = (
+        number(row, "all_gather", "tensor", "backward", deeper)[0]
+        - number(row, "all_gather", "tensor", "backward")[0]
+    )
     assert again == 2 + 2  # and once more each, for the weights' gradients
 
 
@@ -124,7 +152,8 @@ def test_compiled_blocks_do_not_gather_again() -> None:
 
 
 def test_context_moves_what_its_table_says() -> None:
-    """parallel/context.py: 2 E g (context - 1) around a ring, E (2 + 2 g) by all-to-all; E values of queries on a device."""
+    """parallel/context.py: 2 E g (context - 1) around a ring, E (2 + 2 g) by all-to-all; E values of queries
+    on a device."""
     queries, shared = 3 * LENGTH // 4 * EVEN.heads * EVEN.head_dim, EVEN.kv_heads / EVEN.heads
     row = {"context": 4, "micro_batch": 3}
     ring = number({**row, "ring": 1}, "send", "context", "forward")[1]
@@ -142,8 +171,12 @@ def test_experts_take_each_token_as_often_as_it_chooses() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "micro_batches", "per_rank"), [(2, 1, 2), (2, 4, 2), (4, 3, 2), (2, 9, 4), (4, 12, 2)])
-def test_a_pipeline_sends_what_its_list_of_actions_says(name: str, ranks: int, micro_batches: int, per_rank: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "per_rank"), [(2, 1, 2), (2, 4, 2), (4, 3, 2), (2, 9, 4), (4, 12, 2)]
+)
+def test_a_pipeline_sends_what_its_list_of_actions_says(
+    name: str, ranks: int, micro_batches: int, per_rank: int
+) -> None:
     per_rank = {"interleaved": per_rank, "zbv": 2, "dualpipev": 2}.get(name, 1)
     schedule = make_schedule(name, ranks, micro_batches, per_rank)
     border, sends = schedule.rank_of_stage, 0
@@ -151,7 +184,12 @@ def test_a_pipeline_sends_what_its_list_of_actions_says(name: str, ranks: int, m
         there = action.stage + 1 if action.kind == "F" else action.stage - 1
         if action.kind in "FBI" and 0 <= there < schedule.stages and border[there] != 0:
             sends += 1
-    row = {"pipeline": ranks, "accumulation": micro_batches, "schedule": SCHEDULES.index(name), "stages_per_rank": per_rank}
+    row = {
+        "pipeline": ranks,
+        "accumulation": micro_batches,
+        "schedule": SCHEDULES.index(name),
+        "stages_per_rank": per_rank,
+    }
     assert number(row, "send", "pipeline", "pipeline") == (sends, sends * LENGTH * 64 * 2)
 
 
@@ -161,13 +199,20 @@ def test_halves_of_a_backward_each_gather_again(name: str, micro_batches: int) -
     schedule = make_schedule(name, 4, micro_batches)
     blocks = stage_blocks(EVEN, LENGTH, schedule.stages)
     halves = sum(action.kind == "I" and action.stage == schedule.stages - 1 for action in schedule.actions[0])
-    row = {"pipeline": 4, "tensor": 2, "accumulation": micro_batches, "schedule": SCHEDULES.index(name), "stages_per_rank": 2}
+    row = {
+        "pipeline": 4,
+        "tensor": 2,
+        "accumulation": micro_batches,
+        "schedule": SCHEDULES.index(name),
+        "stages_per_rank": 2,
+    }
     always = micro_batches * (blocks[0] + blocks[-1]) * (2 + 2)
     assert number(row, "all_gather", "tensor", "backward")[0] == always + 2 * blocks[-1] * halves
 
 
 def gathered_for_nobody(ranks: int, micro_batches: int, per_rank: int, layers: int) -> int:
-    """By playing rank 0's list: a stage's last backward asks for the block before the forward it belongs to, if there was one."""
+    """By playing rank 0's list: a stage's last backward asks for the block before the forward it belongs to,
+    if there was one."""
     model = EVEN.model_copy(update={"layers": layers})
     schedule = make_schedule("interleaved", ranks, micro_batches, per_rank)
     blocks, found = stage_blocks(model, LENGTH, schedule.stages), 0
@@ -186,21 +231,35 @@ def gathered_for_nobody(ranks: int, micro_batches: int, per_rank: int, layers: i
 
 @settings(max_examples=60)
 @given(st.integers(2, 6), st.integers(1, 30), st.integers(1, 4), st.integers(24, 40))
-def test_gathers_in_vain_are_those_of_the_schedule(ranks: int, micro_batches: int, per_rank: int, layers: int) -> None:
+def test_gathers_in_vain_are_those_of_the_schedule(
+    ranks: int, micro_batches: int, per_rank: int, layers: int
+) -> None:
     model = EVEN.model_copy(update={"layers": layers})
-    row = {"pipeline": ranks, "data": 2, "zero": 3, "accumulation": micro_batches, "stages_per_rank": per_rank}
+    row = {
+        "pipeline": ranks,
+        "data": 2,
+        "zero": 3,
+        "accumulation": micro_batches,
+        "stages_per_rank": per_rank,
+    }
     looped = {**row, "schedule": SCHEDULES.index("interleaved")}
-    used, in_vain = (number(looped, "all_gather", "data x context", when, model)[0] for when in ("backward", "once"))
+    used, in_vain = (
+        number(looped, "all_gather", "data x context", when, model)[0] for when in ("backward", "once")
+    )
     assert used == micro_batches * sum(stage_blocks(model, LENGTH, ranks * per_rank)[::ranks])
     assert in_vain == gathered_for_nobody(ranks, micro_batches, per_rank, layers)
 
 
 def test_recomputing_sends_again_what_the_recomputed_part_sends() -> None:
-    none, selective, attention, full = (sent({"tensor": 2, "recompute": place}) for place in range(len(RECOMPUTE)))
+    none, selective, attention, full = (
+        sent({"tensor": 2, "recompute": place}) for place in range(len(RECOMPUTE))
+    )
     assert selective == attention == full
     assert full["all_gather/tensor"] == none["all_gather/tensor"]
     assert full["reduce_scatter/tensor"]["count"] - none["reduce_scatter/tensor"]["count"] == EVEN.layers
-    ring, *kept, again = (sent({"context": 2, "ring": 1, "recompute": place})["send/context"] for place in range(len(RECOMPUTE)))
+    ring, *kept, again = (
+        sent({"context": 2, "ring": 1, "recompute": place})["send/context"] for place in range(len(RECOMPUTE))
+    )
     assert kept == [ring, ring]
     assert again["count"] == ring["count"] + 2 * EVEN.layers
 

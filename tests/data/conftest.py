@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-WORDS = ["the quick brown fox jumps over the lazy dog", "to be, or not to be: that is the question", "naïve café 中文"]
+WORDS = [
+    "the quick brown fox jumps over the lazy dog",
+    "to be, or not to be: that is the question",
+    "naïve café 中文",
+]
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +22,9 @@ def make_tokenizer() -> Callable[..., Path]:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=size, special_tokens=list(specials), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+            vocab_size=size,
+            special_tokens=list(specials),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         )
         tokenizer.train_from_iterator(WORDS * 5, trainer)
         tokenizer.enable_truncation(4)  # a file in the wild may carry this; we must not obey it

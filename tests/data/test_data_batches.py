@@ -26,7 +26,9 @@ def check(micro_batches: list[Batch], rows: Rows, micro_batch: int) -> None:
     assert torch.equal(torch.cat([batch.targets for batch in micro_batches]), torch.from_numpy(rows.targets))
     assert all(batch.inputs.shape == (micro_batch, 8) for batch in micro_batches)
     assert sum(batch.valid for batch in micro_batches) == rows.valid
-    assert [batch.valid for batch in micro_batches] == [int((batch.targets != -100).sum()) for batch in micro_batches]
+    assert [batch.valid for batch in micro_batches] == [
+        int((batch.targets != -100).sum()) for batch in micro_batches
+    ]
     if rows.documents is None:
         assert all(batch.documents is None for batch in micro_batches)
     else:
@@ -58,7 +60,9 @@ def test_rows_may_change_from_step_to_step_and_micro_batches_are_as_even_as_can_
             sizes = [len(batch.inputs) for batch in found]
             assert len(sizes) == 3
             assert max(sizes) - min(sizes) <= 1
-            assert [batch.first for batch in found] == [9 * step + share.start + sum(sizes[:index]) for index in range(3)]
+            assert [batch.first for batch in found] == [
+                9 * step + share.start + sum(sizes[:index]) for index in range(3)
+            ]
 
 
 class Failing(Dataset):

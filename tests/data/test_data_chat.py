@@ -1,4 +1,5 @@
-"""Conversations: written as transformers does it, learnt where the assistant speaks, packed whole, refused by their line."""
+"""Conversations: written as transformers does it, learnt where the assistant speaks, packed whole, refused by
+their line."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from shardwise.errors import UserError
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% for message in messages %}{{'<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + "
+    "'\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MARKED = """
@@ -70,7 +72,11 @@ CALLS = """
 
 def said(*contents: str, first: str = "user") -> dict[str, Any]:
     roles = ["user", "assistant"] if first == "user" else ["system", "user", "assistant"]
-    return {"messages": [{"role": roles[n % len(roles)], "content": content} for n, content in enumerate(contents)]}
+    return {
+        "messages": [
+            {"role": roles[n % len(roles)], "content": content} for n, content in enumerate(contents)
+        ]
+    }
 
 
 TALKS = [
@@ -81,7 +87,9 @@ TALKS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Callable[..., Path]) -> Callable[[str], Path]:
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Callable[..., Path]
+) -> Callable[[str], Path]:
     """A folder as of a model: a tokenizer and the template."""
     made: dict[str, Path] = {}
 
@@ -89,7 +97,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, make_tokenizer: Callable[..
         if template not in made:
             path = made[template] = tmp_path_factory.mktemp("model")
             make_tokenizer(path / "tokenizer.json", SPECIALS)
-            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
+            settings = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "<|im_end|>",
+                "chat_template": template,
+            }
             (path / "tokenizer_config.json").write_text(json.dumps(settings))
         return made[template]
 
@@ -106,7 +118,9 @@ def documents(prepared: Path) -> list[tuple[list[int], list[bool]]]:
     tokens = Tokens.open(prepared)
     ids, learnt = tokens.read(0, len(tokens)), tokens.learnt(0, len(tokens))
     cuts = tokens.ends[:-1]
-    return [(a.tolist(), b.tolist()) for a, b in zip(np.split(ids, cuts), np.split(learnt, cuts), strict=True)]
+    return [
+        (a.tolist(), b.tolist()) for a, b in zip(np.split(ids, cuts), np.split(learnt, cuts), strict=True)
+    ]
 
 
 def spoken(path: Path, document: tuple[list[int], list[bool]]) -> list[str]:
@@ -120,21 +134,30 @@ def spoken(path: Path, document: tuple[list[int], list[bool]]) -> list[str]:
 def theirs(path: Path, messages: Any, **more: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
-    return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, truncation=False, padding=False, **more)
+    return tokenizer.apply_chat_template(
+        messages, tokenize=True, return_dict=True, truncation=False, padding=False, **more
+    )
 
 
-def test_ids_are_those_of_transformers_and_answers_are_learnt_with_their_end(folder: Any, tmp_path: Path) -> None:
+def test_ids_are_those_of_transformers_and_answers_are_learnt_with_their_end(
+    folder: Any, tmp_path: Path
+) -> None:
     path = folder(CHATML)
     index = prepare(jsonl(tmp_path / "talks.jsonl", TALKS), path, tmp_path / "out")
     assert index.holds_answers
     found = documents(tmp_path / "out")
     assert [ids for ids, _ in found] == [theirs(path, talk["messages"])["input_ids"] for talk in TALKS]
-    answers = [[m["content"] + "<|im_end|>" for m in talk["messages"] if m["role"] == "assistant"] for talk in TALKS]
+    answers = [
+        [m["content"] + "<|im_end|>" for m in talk["messages"] if m["role"] == "assistant"] for talk in TALKS
+    ]
     assert [spoken(path, document) for document in found] == answers
 
 
-def test_white_space_in_an_answer_is_learnt_whatever_a_tokenizer_says_of_offsets(folder: Any, tmp_path: Path) -> None:
-    """Some tokenizers leave white space out of the characters that a token stands for: nothing of an indentation is left."""
+def test_white_space_in_an_answer_is_learnt_whatever_a_tokenizer_says_of_offsets(
+    folder: Any, tmp_path: Path
+) -> None:
+    """Some tokenizers leave white space out of the characters that a token stands for: nothing of an
+    indentation is left."""
     trimming = tmp_path / "trimming"
     trimming.mkdir()
     for file in folder(CHATML).iterdir():
@@ -169,7 +192,11 @@ def test_a_template_that_forgets_thoughts_gives_a_text_for_each_answer(folder: A
 
 
 def test_a_prompt_is_read_and_its_completion_is_learnt_with_the_end(bpe: Path, tmp_path: Path) -> None:
-    prepare(jsonl(tmp_path / "x.jsonl", [{"prompt": "to be, or", "completion": " not to be"}]), bpe, tmp_path / "out")
+    prepare(
+        jsonl(tmp_path / "x.jsonl", [{"prompt": "to be, or", "completion": " not to be"}]),
+        bpe,
+        tmp_path / "out",
+    )
     (document,) = documents(tmp_path / "out")
     assert load_tokenizer(bpe).decode(document[0]) == "to be, or not to be<|endoftext|>"
     assert spoken(bpe, document) == [" not to be<|endoftext|>"]
@@ -212,10 +239,18 @@ def test_another_template_is_other_work_and_text_is_prepared_as_ever(folder: Any
     assert not list((tmp_path / "text").glob("*.answers"))
 
 
-def test_sequences_hold_whole_conversations_that_end_is_filled_up_and_answers_alone_count(folder: Any, tmp_path: Path) -> None:
+def test_sequences_hold_whole_conversations_that_end_is_filled_up_and_answers_alone_count(
+    folder: Any, tmp_path: Path
+) -> None:
     path, length = folder(CHATML), 90
     source = jsonl(tmp_path / "talks.jsonl", [*TALKS * 3, said("to be " * 40, "cut")])
-    data = Data(source=str(source), tokenizer=str(path), cache=str(tmp_path / "cache"), sequence_length=length, held_out=0.0)
+    data = Data(
+        source=str(source),
+        tokenizer=str(path),
+        cache=str(tmp_path / "cache"),
+        sequence_length=length,
+        held_out=0.0,
+    )
     dataset = Dataset.open(data, 0)
     assert dataset.reset_attention
     assert dataset.describe().cut == 1
@@ -238,7 +273,10 @@ def test_sequences_hold_whole_conversations_that_end_is_filled_up_and_answers_al
 
 
 def test_a_sequence_too_short_for_any_answer_is_refused_with_one_that_does(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "x.jsonl", [{"prompt": "a" * 20, "completion": "b"}, {"prompt": "a" * 30, "completion": "b"}])
+    source = jsonl(
+        tmp_path / "x.jsonl",
+        [{"prompt": "a" * 20, "completion": "b"}, {"prompt": "a" * 30, "completion": "b"}],
+    )
     data = Data(source=str(source), cache=str(tmp_path / "cache"), sequence_length=10)
     with pytest.raises(UserError, match=r"sequence_length = 10.* at least 21; 31 reaches an answer of each"):
         Dataset.open(data, 0)
@@ -257,10 +295,16 @@ BAD = [
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
         "message 1, part 1, is of type 'image'; only text is learnt from",
     ),
-    ({"messages": [{"role": "user", "content": ["x"]}]}, "message 1, part 1, is 'x'; only text is learnt from"),
+    (
+        {"messages": [{"role": "user", "content": ["x"]}]},
+        "message 1, part 1, is 'x'; only text is learnt from",
+    ),
     ({"messages": [{"role": "user", "content": {"a": 1}}]}, "the content of message 1 is dict, not text"),
     ({"messages": [{"role": "user", "content": None}]}, "the content of message 1 is null, not text"),
-    ({"messages": [*said("x")["messages"], {"role": "assistant", "content": None}]}, "message 2 is null, not text"),
+    (
+        {"messages": [*said("x")["messages"], {"role": "assistant", "content": None}]},
+        "message 2 is null, not text",
+    ),
     (said("x", []), "message 2 is an empty answer"),
     ({"messages": [{"role": "user", "content": "x"}]}, "no message has the role `assistant`"),
     (said("x", " "), "message 2 is an empty answer"),
@@ -273,7 +317,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("record", "words"), BAD)
-def test_a_bad_record_is_refused_by_file_and_line(folder: Any, tmp_path: Path, record: Any, words: str) -> None:
+def test_a_bad_record_is_refused_by_file_and_line(
+    folder: Any, tmp_path: Path, record: Any, words: str
+) -> None:
     source = jsonl(tmp_path / "talks.jsonl", [TALKS[0], record])
     with pytest.raises(UserError, match=f"talks.jsonl, line 2: .*{words}"):
         prepare(source, folder(FORGETFUL), tmp_path / "out")
@@ -286,25 +332,36 @@ def in_parts(talk: dict[str, Any]) -> dict[str, Any]:
         "messages": [
             {
                 **message,
-                "content": [{"type": "text", "text": message["content"][part]} for part in (slice(cut), slice(cut, None))],
+                "content": [
+                    {"type": "text", "text": message["content"][part]}
+                    for part in (slice(cut), slice(cut, None))
+                ],
             }
             for message, cut in halves
         ]
     }
 
 
-def test_parts_of_text_reach_a_template_that_takes_them_as_in_transformers(folder: Any, tmp_path: Path) -> None:
+def test_parts_of_text_reach_a_template_that_takes_them_as_in_transformers(
+    folder: Any, tmp_path: Path
+) -> None:
     path, talks = folder(PARTS), [in_parts(talk) for talk in TALKS]
     prepare(jsonl(tmp_path / "talks.jsonl", talks), path, tmp_path / "out")
     found = documents(tmp_path / "out")
     assert [ids for ids, _ in found] == [theirs(path, talk["messages"])["input_ids"] for talk in talks]
-    assert spoken(path, found[0]) == ["or not\n to be<|im_end|>"], "the template's own way to put parts together"
+    assert spoken(path, found[0]) == ["or not\n to be<|im_end|>"], (
+        "the template's own way to put parts together"
+    )
 
 
 @pytest.mark.parametrize(
-    "template", [CHATML, MARKED, FORGETFUL.replace("'user', ", "'user', 'system', ")], ids=["plain", "marked", "forgetful"]
+    "template",
+    [CHATML, MARKED, FORGETFUL.replace("'user', ", "'user', 'system', ")],
+    ids=["plain", "marked", "forgetful"],
 )
-def test_parts_of_text_are_joined_for_a_template_of_strings(folder: Any, tmp_path: Path, template: str) -> None:
+def test_parts_of_text_are_joined_for_a_template_of_strings(
+    folder: Any, tmp_path: Path, template: str
+) -> None:
     path = folder(template)
     prepare(jsonl(tmp_path / "parts.jsonl", [in_parts(talk) for talk in TALKS]), path, tmp_path / "parts")
     prepare(jsonl(tmp_path / "talks.jsonl", TALKS), path, tmp_path / "text")
@@ -319,7 +376,12 @@ def test_tool_calls_without_content_are_written_as_in_transformers_and_learnt(
     folder: Any, tmp_path: Path, content: dict[str, Any]
 ) -> None:
     calling = {"role": "assistant", **content, "tool_calls": [CALL]}
-    messages = [*said("Emma?")["messages"], calling, {"role": "tool", "content": "one left"}, *said("", "Yes.")["messages"][1:]]
+    messages = [
+        *said("Emma?")["messages"],
+        calling,
+        {"role": "tool", "content": "one left"},
+        *said("", "Yes.")["messages"][1:],
+    ]
     path = folder(CALLS)
     prepare(jsonl(tmp_path / "talks.jsonl", [{"messages": messages}]), path, tmp_path / "out")
     (document,) = documents(tmp_path / "out")
@@ -327,45 +389,67 @@ def test_tool_calls_without_content_are_written_as_in_transformers_and_learnt(
     assert spoken(path, document) == [json.dumps(CALL["function"]) + "<|im_end|>", "Yes.<|im_end|>"]
 
 
-@pytest.mark.parametrize("template", [CHATML.replace("message.content +", "message.content ~"), "bytes"], ids=["chatml", "bytes"])
-def test_tool_calls_that_a_template_does_not_write_are_refused(folder: Any, tmp_path: Path, template: str) -> None:
+@pytest.mark.parametrize(
+    "template", [CHATML.replace("message.content +", "message.content ~"), "bytes"], ids=["chatml", "bytes"]
+)
+def test_tool_calls_that_a_template_does_not_write_are_refused(
+    folder: Any, tmp_path: Path, template: str
+) -> None:
     messages = [*said("Emma?")["messages"], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
     source = jsonl(tmp_path / "talks.jsonl", [{"messages": messages}])
-    with pytest.raises(UserError, match=r"line 1: .*(writes no tool calls; give|has no way to write tool calls)"):
+    with pytest.raises(
+        UserError, match=r"line 1: .*(writes no tool calls; give|has no way to write tool calls)"
+    ):
         prepare(source, template if template == "bytes" else folder(template), tmp_path / "out")
 
 
 def test_a_template_that_answers_otherwise_than_it_asks_is_refused(folder: Any, tmp_path: Path) -> None:
     path = folder(CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'"))
-    with pytest.raises(UserError, match=r"line 1: message 2: the chat template writes an answer in another way"):
+    with pytest.raises(
+        UserError, match=r"line 1: message 2: the chat template writes an answer in another way"
+    ):
         prepare(jsonl(tmp_path / "talks.jsonl", TALKS), path, tmp_path / "out")
 
 
 def test_a_template_finds_tools_and_documents_given_as_nothing_as_in_transformers(folder: Any) -> None:
-    path = folder("{% if tools is defined and tools is none and documents is none %}none{% else %}some{% endif %}" + CHATML)
+    path = folder(
+        "{% if tools is defined and tools is none and documents is none %}none{% else %}some{% endif %}"
+        + CHATML
+    )
     messages = TALKS[0]["messages"]
     template = find_template(path)
     assert template is not None
-    assert load_tokenizer(path).encode_batch([template.write(messages)])[0].tolist() == theirs(path, messages)["input_ids"]
+    assert (
+        load_tokenizer(path).encode_batch([template.write(messages)])[0].tolist()
+        == theirs(path, messages)["input_ids"]
+    )
 
 
 def test_what_is_no_template_is_said_once_with_its_file(folder: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"line 1: \S+tokenizer_config.json is not a chat template: .*endfor"):
-        prepare(jsonl(tmp_path / "talks.jsonl", TALKS), folder("{% for message in messages %}"), tmp_path / "out")
+        prepare(
+            jsonl(tmp_path / "talks.jsonl", TALKS), folder("{% for message in messages %}"), tmp_path / "out"
+        )
 
 
 def test_a_template_may_compute_but_not_reach_out(folder: Any, tmp_path: Path) -> None:
     path = folder("{{ ''.__class__.__mro__ }}{% for message in messages %}{{ message.content }}{% endfor %}")
     with pytest.raises(UserError, match="refuses it: access to attribute '__class__'"):
         prepare(jsonl(tmp_path / "talks.jsonl", TALKS), path, tmp_path / "out")
-    path = folder("{{ messages | tojson }}<é>{{ strftime_now('%Y') | length }}{% if add_generation_prompt %}!{% endif %}")
+    path = folder(
+        "{{ messages | tojson }}<é>{{ strftime_now('%Y') | length }}{% if add_generation_prompt %}!{% "
+        "endif %}"
+    )
     template = find_template(path)
     assert template is not None
     assert template.write([{"role": "user", "content": "<é>"}]) == '[{"role": "user", "content": "<é>"}]<é>4'
 
 
 LOOPS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
-TWICE = "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ twice(60) }}"
+TWICE = (
+    "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}{{ "
+    "twice(60) }}"
+)
 SQUARED = "{% set n = namespace(x='xy') %}" + "{% set n.x = n.x | replace('', n.x) %}" * 7 + "{{ n.x }}"
 LARGE = r"needs more than 512 MiB"
 LONG = r"writes more than [\d,]+ characters for one conversation"
@@ -401,10 +485,14 @@ def test_a_template_without_end_is_stopped_by_a_limit_that_is_named(
         prepare(talks, folder(source + CHATML), tmp_path / "out")
     template = find_template(folder(CHATML))
     assert template is not None
-    assert template.write(TALKS[0]["messages"]).startswith("<|im_start|>user\nto be?"), "others are written as ever"
+    assert template.write(TALKS[0]["messages"]).startswith("<|im_start|>user\nto be?"), (
+        "others are written as ever"
+    )
 
 
-def test_a_process_that_writes_templates_is_replaced_when_it_is_gone_and_ended_with_this_one(folder: Any) -> None:
+def test_a_process_that_writes_templates_is_replaced_when_it_is_gone_and_ended_with_this_one(
+    folder: Any,
+) -> None:
     template = find_template(folder(CHATML))
     assert template is not None
     expected = template.write(TALKS[0]["messages"])
@@ -442,10 +530,17 @@ def test_a_conversation_of_which_no_token_is_left_to_learn_harms_no_other(tmp_pa
     """As of a tokenizer that drops characters it does not know."""
     tokenizer = Tokenizer(models.BPE({"</s>": 0, ":": 1, "h": 2}, []))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    template = "{% for message in messages %}{{ ':' if message.role == 'user' }}{{ message.content }}{% endfor %}"
+    template = (
+        "{% for message in messages %}{{ ':' if message.role == 'user' }}{{ message.content }}{% endfor %}"
+    )
     (tmp_path / "chat_template.jinja").write_text(template)
     source = jsonl(tmp_path / "talks.jsonl", [said("h", "h"), said("h", "?")])
-    data = Data(source=str(source), tokenizer=str(tmp_path / "tokenizer.json"), cache=str(tmp_path / "cache"), sequence_length=4)
+    data = Data(
+        source=str(source),
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        cache=str(tmp_path / "cache"),
+        sequence_length=4,
+    )
     rows = Dataset.open(data, 0).sequences(0, 1)
     assert rows.inputs.tolist() == [[1, 2, 2, 1]]
     assert rows.targets.tolist() == [[IGNORED, 2, IGNORED, IGNORED]]

@@ -30,20 +30,28 @@ def tables(corpus: str, layout: dict[str, int]) -> Tables:
 
 
 def expected(corpus: str) -> list[str]:
-    """By hand, from the tokens of the file: 24 ids a sequence as 8 bytes each, and no code of batches or steps."""
+    """By hand, from the tokens of the file: 24 ids a sequence as 8 bytes each, and no code of batches or
+    steps."""
     config = from_tables(tables(corpus, {}))
     dataset = Dataset.open(config.data, config.train.seed)
     found = []
     for step in range(config.train.steps):
         positions = np.arange(8, dtype=np.int64) + 8 * step
         sources, samples, _ = dataset.order.at(positions)
-        sequences = [dataset.streams[s].tokens.read(24 * k, 24).tolist() for s, k in zip(sources, samples.tolist(), strict=True)]
-        total = sum(zlib.crc32(b"".join(token.to_bytes(8, "little") for token in sequence)) for sequence in sequences)
+        sequences = [
+            dataset.streams[s].tokens.read(24 * k, 24).tolist()
+            for s, k in zip(sources, samples.tolist(), strict=True)
+        ]
+        total = sum(
+            zlib.crc32(b"".join(token.to_bytes(8, "little") for token in sequence)) for sequence in sequences
+        )
         found.append(f"{total:014x}")
     return found
 
 
-def test_one_devices_checksums_are_those_of_the_files_tokens_and_differ_from_step_to_step(corpus: str) -> None:
+def test_one_devices_checksums_are_those_of_the_files_tokens_and_differ_from_step_to_step(
+    corpus: str,
+) -> None:
     found = [step.data for step in on_one_device(tables(corpus, {})).steps]
     assert found == expected(corpus)
     assert len(set(found)) == len(found) == 3
@@ -51,7 +59,9 @@ def test_one_devices_checksums_are_those_of_the_files_tokens_and_differ_from_ste
 
 @pytest.mark.full  # tests/parallel holds the checksums of every layout it trains against one device's
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_has_the_checksums_of_one_device(ranks: Callable[[int], Pool], corpus: str, layout: dict[str, int]) -> None:
+def test_every_layout_has_the_checksums_of_one_device(
+    ranks: Callable[[int], Pool], corpus: str, layout: dict[str, int]
+) -> None:
     job_of_layout = tables(corpus, layout)
     world = from_tables(job_of_layout).layout.world
     for found in ranks(world).run(train, job_of_layout):

@@ -27,7 +27,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     random = np.random.default_rng(0)
     made = []
     for name, count in (("one", 60), ("two", 25)):
-        rows = [{"text": "".join(random.choice(list("abcde \n"), size=random.integers(1, 60)))} for _ in range(count)]
+        rows = [
+            {"text": "".join(random.choice(list("abcde \n"), size=random.integers(1, 60)))}
+            for _ in range(count)
+        ]
         (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         prepare(root / f"{name}.jsonl", "bytes", root / name, shard_tokens=300)
         made.append(root / name)
@@ -50,10 +53,17 @@ def equal(left: Rows, right: Rows) -> bool:
 
 def join(parts: list[Rows]) -> Rows:
     documents = None if parts[0].documents is None else np.concatenate([part.documents for part in parts])  # type: ignore[misc]
-    return Rows(np.concatenate([p.inputs for p in parts]), np.concatenate([p.targets for p in parts]), documents)
+    return Rows(
+        np.concatenate([p.inputs for p in parts]), np.concatenate([p.targets for p in parts]), documents
+    )
 
 
-@given(cuts=st.sets(st.integers(1, 23)), step=st.integers(0, 10**6), seed=st.integers(0, 2**32), reset=st.booleans())
+@given(
+    cuts=st.sets(st.integers(1, 23)),
+    step=st.integers(0, 10**6),
+    seed=st.integers(0, 2**32),
+    reset=st.booleans(),
+)
 @settings(max_examples=40)
 def test_the_batch_of_a_step_is_the_same_over_any_split(
     folders: list[Path], cuts: set[int], step: int, seed: int, reset: bool
@@ -78,7 +88,9 @@ def windows(folder: Path, length: int) -> list[tuple[int, ...]]:
 
 
 def rows_of(rows: Rows) -> list[tuple[int, ...]]:
-    return [(*line, last) for line, last in zip(rows.inputs.tolist(), rows.targets[:, -1].tolist(), strict=True)]
+    return [
+        (*line, last) for line, last in zip(rows.inputs.tolist(), rows.targets[:, -1].tolist(), strict=True)
+    ]
 
 
 def test_an_epoch_is_every_training_sequence_once_and_epochs_differ(folders: list[Path]) -> None:
@@ -114,7 +126,9 @@ def test_held_out_rows_do_not_depend_on_the_seed_or_the_split(folders: list[Path
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.999])
-def test_small_and_large_held_out_shares_leave_something_to_train_on(folders: list[Path], share: float) -> None:
+def test_small_and_large_held_out_shares_leave_something_to_train_on(
+    folders: list[Path], share: float
+) -> None:
     facts = Dataset.open(one(folders, held_out=share), 0).describe()
     assert facts.samples >= 1
     assert facts.held_out == (0 if share == 0 else facts.held_out)
@@ -173,15 +187,21 @@ def test_the_bundled_text_is_plain_and_large_enough(tmp_path: Path) -> None:
     facts = dataset.describe()
     assert (facts.documents, facts.tokenizer, facts.vocabulary) == (1, "bytes", 257)
     assert 1_000_000 < facts.tokens < 1_200_000
-    text = dataset.tokenizer.decode(dataset.streams[0].tokens.read(0, len(dataset.streams[0].tokens)).tolist())
+    text = dataset.tokenizer.decode(
+        dataset.streams[0].tokens.read(0, len(dataset.streams[0].tokens)).tolist()
+    )
     assert text == SHAKESPEARE.read_text(encoding="ascii")
-    assert 3.0 < unigram_loss(dataset) < 3.6  # about 4.8 bits a character, as is known of English with punctuation
+    assert (
+        3.0 < unigram_loss(dataset) < 3.6
+    )  # about 4.8 bits a character, as is known of English with punctuation
 
 
 def test_a_sequence_longer_than_the_data_is_explained(folders: list[Path]) -> None:
     tokens = len(Tokens.open(folders[0]))
     assert Dataset.open(one(folders, sequence_length=tokens - 1), 0).describe().samples == 1
-    with pytest.raises(UserError, match=rf"longer than the data\. .* holds {tokens} tokens, one sequence needs {tokens + 1}"):
+    with pytest.raises(
+        UserError, match=rf"longer than the data\. .* holds {tokens} tokens, one sequence needs {tokens + 1}"
+    ):
         Dataset.open(one(folders, sequence_length=tokens), 0)
 
 
@@ -204,7 +224,10 @@ def test_the_tokenizer_comes_from_the_prepared_folder(tmp_path: Path, bpe: Path)
     prepare(tmp_path / "a.txt", bpe, tmp_path / "out")
     dataset = Dataset.open(Data(source=str(tmp_path / "out"), sequence_length=8, held_out=0.0), 0)
     tokens = dataset.streams[0].tokens
-    assert dataset.tokenizer.decode(tokens.read(0, len(tokens)).tolist()) == "the quick brown fox " * 20 + "<|endoftext|>"
+    assert (
+        dataset.tokenizer.decode(tokens.read(0, len(tokens)).tolist())
+        == "the quick brown fox " * 20 + "<|endoftext|>"
+    )
     with pytest.raises(UserError, match=r"data\.held_out = 0"):
         unigram_loss(dataset)
 
@@ -230,7 +253,9 @@ def test_the_same_text_has_the_same_content_wherever_it_lies(tmp_path: Path) -> 
     for name, text in texts.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "text.txt").write_text(text)
-        data = Data(source=str(tmp_path / name / "text.txt"), sequence_length=8, cache=str(tmp_path / name / "cache"))
+        data = Data(
+            source=str(tmp_path / name / "text.txt"), sequence_length=8, cache=str(tmp_path / name / "cache")
+        )
         contents[name] = Dataset.open(data, seed=1).content
     assert contents["here"] == contents["there"] != contents["other"]
     assert contents["here"].startswith("163 tokens (checksum ")

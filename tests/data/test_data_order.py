@@ -35,7 +35,8 @@ def test_permute_of_a_part_equals_the_part_of_the_whole(start: int, count: int, 
 
 
 def test_permute_looks_random() -> None:
-    """Displacements, neighbours and keys: each against what a uniform permutation gives, at five standard deviations."""
+    """Displacements, neighbours and keys: each against what a uniform permutation gives, at five standard
+    deviations."""
     size = 20011
     out = permute(np.arange(size), size, 3)
     correlation = np.corrcoef(np.arange(size), out)[0, 1]
@@ -77,7 +78,9 @@ def test_quotas_sum_to_the_cycle_and_follow_the_weights(weights: list[float]) ->
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=10)
-def test_a_cycle_of_the_mixture_has_each_source_in_proportion_and_each_place_once(weights: list[int], seed: int) -> None:
+def test_a_cycle_of_the_mixture_has_each_source_in_proportion_and_each_place_once(
+    weights: list[int], seed: int
+) -> None:
     shares = quotas([float(weight) for weight in weights])
     huge = 10**9  # no source is exhausted, so epochs stay 0 and samples of a source must all differ
     order = Order((huge,) * len(weights), tuple(map(float, weights)), seed)

@@ -17,7 +17,10 @@ from shardwise.errors import UserError
 
 module = import_module("shardwise.data.prepare")  # the package's own attribute of that name is the function
 
-FOREIGN = {"version": 2, "shards": [{"raw_data": {"basename": "shard.00000.mds"}}]}  # as another library writes it
+FOREIGN = {
+    "version": 2,
+    "shards": [{"raw_data": {"basename": "shard.00000.mds"}}],
+}  # as another library writes it
 
 
 class KilledError(Exception):
@@ -52,19 +55,25 @@ def test_a_folder_that_the_system_refuses_is_named_with_the_reason() -> None:
         {".lock": "mine", "x.txt": "mine"},
     ],
 )
-def test_a_folder_of_the_users_own_is_refused_and_left_as_it_is(source: Path, tmp_path: Path, files: dict[str, str]) -> None:
+def test_a_folder_of_the_users_own_is_refused_and_left_as_it_is(
+    source: Path, tmp_path: Path, files: dict[str, str]
+) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     for name, text in files.items():
         (folder / name).write_text(text)
     before = content(folder)
-    with pytest.raises(UserError, match=r"mine is not empty and was not made by shardwise.*Choose another folder"):
+    with pytest.raises(
+        UserError, match=r"mine is not empty and was not made by shardwise.*Choose another folder"
+    ):
         prepare(source, "bytes", folder)
     assert content(folder) == before
 
 
 @pytest.mark.parametrize("files", [(), (".lock",), (".lock", "preparing.json.partial")])
-def test_an_empty_folder_or_one_with_our_lock_is_accepted(source: Path, tmp_path: Path, files: tuple[str, ...]) -> None:
+def test_an_empty_folder_or_one_with_our_lock_is_accepted(
+    source: Path, tmp_path: Path, files: tuple[str, ...]
+) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     for name in files:
@@ -134,7 +143,11 @@ def test_a_damaged_index_of_ours_is_called_damaged(source: Path, tmp_path: Path,
     index = folder / "index.json"
     values = json.loads(index.read_text())
     del values["shards"]
-    texts = {"cut short": index.read_text()[:50], "no shards named": json.dumps(values), "not an object": "[]"}
+    texts = {
+        "cut short": index.read_text()[:50],
+        "no shards named": json.dumps(values),
+        "not an object": "[]",
+    }
     index.write_text(texts.get(damage, "[" * 200_000))
     with pytest.raises(UserError, match=r"index\.json is damaged.*Delete the folder"):
         Tokens.open(prepared(Data(source=str(folder)))[0][0])
@@ -150,7 +163,9 @@ def _socket_at(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "beside", [{}, {"notes.txt": "a text"}, {"more.jsonl": '{"text": "a line"}\n'}], ids=["alone", "text", "json"]
+    "beside",
+    [{}, {"notes.txt": "a text"}, {"more.jsonl": '{"text": "a line"}\n'}],
+    ids=["alone", "text", "json"],
 )
 @pytest.mark.parametrize(
     ("put", "found"),
@@ -161,7 +176,9 @@ def _socket_at(path: Path) -> None:
         pytest.param(lambda path: path.symlink_to(path.name), "is not a regular file", id="link to itself"),
         pytest.param(lambda path: path.symlink_to("/dev/null"), "is not a regular file", id="device"),
         pytest.param(_socket_at, "is not a regular file", id="socket"),
-        pytest.param(lambda path: path.write_text(json.dumps(FOREIGN)), "is not one that shardwise wrote", id="foreign"),
+        pytest.param(
+            lambda path: path.write_text(json.dumps(FOREIGN)), "is not one that shardwise wrote", id="foreign"
+        ),
     ],
 )
 def test_shards_whose_index_is_not_a_file_of_ours_are_never_read_as_text(
@@ -175,7 +192,9 @@ def test_shards_whose_index_is_not_a_file_of_ours_are_never_read_as_text(
         (folder / name).write_text(text)
     before = sorted(os.listdir(folder))
     data = Data(source=str(folder), sequence_length=4, cache=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=rf"out/index\.json {found}.*shard-00000\.bin.*prepare the data again"):
+    with pytest.raises(
+        UserError, match=rf"out/index\.json {found}.*shard-00000\.bin.*prepare the data again"
+    ):
         prepared(data)
     with pytest.raises(UserError, match=r"index\.json"):
         prepare(folder, "bytes", tmp_path / "copy")
@@ -194,12 +213,16 @@ def test_prepared_tokens_are_no_text_wherever_they_are_met(
 
 
 @pytest.mark.parametrize("given", ["out/shard-00000.bin.partial", "out/*", "out"])
-def test_half_prepared_tokens_are_no_text(tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_prepared_tokens_are_no_text(
+    tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As a process that was killed leaves them, and somebody who removes what looks like a leftover."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "shard-00000.bin.partial").write_bytes(b"0" * 64)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"index\.json is missing, so shard-00000\.bin\.partial beside it cannot be read"):
+    with pytest.raises(
+        UserError, match=r"index\.json is missing, so shard-00000\.bin\.partial beside it cannot be read"
+    ):
         prepare(given, "bytes", tmp_path / "copy")
 
 

@@ -30,8 +30,12 @@ def source(tmp_path: Path) -> Path:
     """Three text files and one of JSON lines, larger than a few small shards."""
     folder = tmp_path / "source"
     folder.mkdir()
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"document {i} " * (i % 7)}) + "\n" for i in range(200)))
-    (folder / "b.jsonl").write_text("".join(json.dumps({"text": f"another {i} é " * (i % 5)}) + "\n" for i in range(100)))
+    (folder / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {i} " * (i % 7)}) + "\n" for i in range(200))
+    )
+    (folder / "b.jsonl").write_text(
+        "".join(json.dumps({"text": f"another {i} é " * (i % 5)}) + "\n" for i in range(100))
+    )
     return folder
 
 
@@ -46,7 +50,11 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def expected_texts(source: Path) -> list[str]:
-    lines = [json.loads(line)["text"] for name in ("a", "b") for line in (source / f"{name}.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["text"]
+        for name in ("a", "b")
+        for line in (source / f"{name}.jsonl").read_text().splitlines()
+    ]
     return [text for text in lines if text]
 
 
@@ -91,19 +99,33 @@ def test_resuming_after_an_interruption_gives_the_same_bytes(
         if len(seen) == after:
             raise InterruptedWorkError
 
-    prepare(source, "bytes", tmp_path / "straight", shard_tokens=1000, progress=lambda done, total: straight.append(done))
+    prepare(
+        source,
+        "bytes",
+        tmp_path / "straight",
+        shard_tokens=1000,
+        progress=lambda done, total: straight.append(done),
+    )
     with pytest.raises(InterruptedWorkError):
         prepare(source, "bytes", tmp_path / "broken", shard_tokens=1000, progress=interrupt)
     assert not (tmp_path / "broken" / "index.json").exists()
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "broken").glob("shard-*.bin")}
-    prepare(source, "bytes", tmp_path / "broken", shard_tokens=1000, progress=lambda done, total: continued.append(done))
+    prepare(
+        source,
+        "bytes",
+        tmp_path / "broken",
+        shard_tokens=1000,
+        progress=lambda done, total: continued.append(done),
+    )
     assert content(tmp_path / "broken") == content(tmp_path / "straight")
     assert kept
     assert all((tmp_path / "broken" / name).stat().st_mtime_ns == time for name, time in kept.items())
     assert len(continued) < len(straight)
 
 
-def test_a_changed_source_is_noticed_and_starts_over(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_source_is_noticed_and_starts_over(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     first = prepare(source, "bytes", tmp_path / "out", shard_tokens=500)
     assert prepare(source, "bytes", tmp_path / "out", shard_tokens=500) == first
     (source / "b.jsonl").write_text(json.dumps({"text": "all new"}))
@@ -148,9 +170,14 @@ def test_progress_rises_to_the_total(source: Path, tmp_path: Path, monkeypatch: 
 
 def test_processes_that_prepare_the_same_folder_at_once_agree(source: Path, tmp_path: Path) -> None:
     """Fresh processes, since a file lock is what is tested."""
-    script = "import sys; from shardwise.data.prepare import prepare; print(prepare(*sys.argv[1:4], shard_tokens=1000).tokens)"
+    script = (
+        "import sys; from shardwise.data.prepare import prepare; print(prepare(*sys.argv[1:4], "
+        "shard_tokens=1000).tokens)"
+    )
     command = [sys.executable, "-c", script, str(source), "bytes", str(tmp_path / "out")]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     answers = [process.communicate(timeout=120) for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], answers
     assert len({out for out, _ in answers}) == 1
@@ -165,7 +192,10 @@ def test_preparing_needs_no_torch() -> None:
 
 def test_sources_of_a_job_are_prepared_once_into_the_cache(source: Path, tmp_path: Path, bpe: Path) -> None:
     cache = str(tmp_path / "cache")
-    job = Data(sources=(Source(path=str(source), weight=2.0), Source(path=str(source / "a.jsonl"), weight=1.0)), cache=cache)
+    job = Data(
+        sources=(Source(path=str(source), weight=2.0), Source(path=str(source / "a.jsonl"), weight=1.0)),
+        cache=cache,
+    )
     first = prepared(job)
     assert [weight for _, weight in first] == [2.0, 1.0]
     assert len({folder for folder, _ in first}) == 2
@@ -199,7 +229,9 @@ def test_empty_data_and_unwritable_places_are_explained(source: Path, tmp_path: 
         prepared(Data())
 
 
-def test_documents_end_with_the_token_that_a_job_names(source: Path, tmp_path: Path, make_tokenizer: Callable[..., Path]) -> None:
+def test_documents_end_with_the_token_that_a_job_names(
+    source: Path, tmp_path: Path, make_tokenizer: Callable[..., Path]
+) -> None:
     path = make_tokenizer(tmp_path / "odd.json", ("<stop>", "<|endoftext|>"))
     usual, named = (
         Data(source=str(source), tokenizer=str(path), end_of_document=end, cache=str(tmp_path / "cache"))
@@ -211,5 +243,7 @@ def test_documents_end_with_the_token_that_a_job_names(source: Path, tmp_path: P
     assert {document[-1] for document in documents_of(second)} == {stop}
     assert stop not in {document[-1] for document in documents_of(first)}
     assert Dataset.open(named.model_copy(update={"source": str(second)}), 0).tokenizer.end == stop
-    with pytest.raises(UserError, match=r"prepared with '<\|endoftext\|>' .* data\.end_of_document is '<stop>'"):
+    with pytest.raises(
+        UserError, match=r"prepared with '<\|endoftext\|>' .* data\.end_of_document is '<stop>'"
+    ):
         prepared(named.model_copy(update={"source": str(first)}))

@@ -42,7 +42,9 @@ part = st.tuples(st.lists(st.integers(0, 256), min_size=1, max_size=9), st.boole
 @given(shards=st.lists(st.lists(part, min_size=1, max_size=5), min_size=1, max_size=4), choose=st.data())
 @settings(max_examples=60)
 def test_windows_and_boundaries_equal_those_of_one_long_list(
-    tmp_path_factory: pytest.TempPathFactory, shards: list[list[tuple[list[int], bool]]], choose: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    shards: list[list[tuple[list[int], bool]]],
+    choose: st.DataObject,
 ) -> None:
     folder = tmp_path_factory.mktemp("shards")
     write(folder, shards)
@@ -58,7 +60,9 @@ def test_windows_and_boundaries_equal_those_of_one_long_list(
     start = choose.draw(st.integers(0, len(everything) - 1))
     length = choose.draw(st.integers(1, len(everything) - start))
     assert tokens.read(start, length).tolist() == everything[start : start + length]
-    assert tokens.boundaries(start, length).tolist() == [place - start for place in closing if start <= place < start + length]
+    assert tokens.boundaries(start, length).tolist() == [
+        place - start for place in closing if start <= place < start + length
+    ]
 
 
 @pytest.mark.parametrize(("vocabulary", "width"), [(257, 2), (65536, 2), (65537, 4), (128256, 4)])
@@ -85,7 +89,8 @@ def test_one_flipped_bit_is_found_when_opened(tmp_path: Path, offset: int) -> No
     content[offset] ^= 1
     path.write_bytes(content)
     with pytest.raises(
-        UserError, match=rf"shard-00000\.bin is damaged: the checksum of MiB {offset // BLOCK} .*prepare the data again"
+        UserError,
+        match=rf"shard-00000\.bin is damaged: the checksum of MiB {offset // BLOCK} .*prepare the data again",
     ):
         Tokens.open(tmp_path)
 
@@ -108,7 +113,9 @@ def test_a_truncated_or_missing_file_is_named(tmp_path: Path, name: str) -> None
     large(tmp_path)
     path = tmp_path / name
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(UserError, match=rf"{name} is damaged: it has \d+ bytes, not \d+.*prepare the data again"):
+    with pytest.raises(
+        UserError, match=rf"{name} is damaged: it has \d+ bytes, not \d+.*prepare the data again"
+    ):
         Tokens.open(tmp_path)
     path.unlink()
     with pytest.raises(UserError, match=rf"{name} is damaged: it cannot be read"):
@@ -129,7 +136,9 @@ def test_a_damaged_or_foreign_index_is_explained(tmp_path: Path) -> None:
     assert (values["tokens"], values["documents"]) == (BLOCK + 1000, 1)
     del values["crc32"]
     index.write_bytes(seal({**values, "version": 99}))
-    with pytest.raises(UserError, match=r"index\.json has format 99; this version of shardwise reads 2\. Delete the folder"):
+    with pytest.raises(
+        UserError, match=r"index\.json has format 99; this version of shardwise reads 2\. Delete the folder"
+    ):
         Tokens.open(tmp_path)
     index.write_text(index.read_text()[:50])
     with pytest.raises(UserError, match=r"index\.json is damaged.*prepare the data again"):

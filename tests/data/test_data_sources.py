@@ -45,7 +45,9 @@ def save_to_disk(folder: Path, *, file_form: bool = False) -> Path:
         with form(str(folder / f"data-{number:05d}-of-00002.arrow"), table.schema) as writer:
             writer.write_table(table)
     names = [{"filename": f"data-{number:05d}-of-00002.arrow"} for number in range(2)]
-    (folder / "state.json").write_text(json.dumps({"_data_files": names, "_split": "train", "_indices_data_files": None}))
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": names, "_split": "train", "_indices_data_files": None})
+    )
     (folder / "dataset_info.json").write_text("{}")
     return folder
 
@@ -56,7 +58,9 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
         assert documents(tmp_path / name) == ["one\r\ntwo é\n"]
 
 
-@given(st.lists(st.sampled_from(["a", "\n", "é", "中", "😀", "line of words\n"]), max_size=60), st.integers(1, 9))
+@given(
+    st.lists(st.sampled_from(["a", "\n", "é", "中", "😀", "line of words\n"]), max_size=60), st.integers(1, 9)
+)
 @settings(max_examples=150)
 def test_pieces_of_a_text_file_join_into_the_file_and_end_after_lines(
     tmp_path_factory: pytest.TempPathFactory, parts: list[str], size: int
@@ -83,7 +87,9 @@ def test_a_large_text_file_is_read_in_pieces_cut_after_lines(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "a.jsonl.gz"])
 def test_json_lines_are_read(tmp_path: Path, name: str) -> None:
-    content = (json_lines() + "\n" + json.dumps({"text": None}) + "\n" + json.dumps({"text": ""}) + "\n").encode()
+    content = (
+        json_lines() + "\n" + json.dumps({"text": None}) + "\n" + json.dumps({"text": ""}) + "\n"
+    ).encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     assert documents(tmp_path / name) == DOCUMENTS
 
@@ -126,7 +132,12 @@ def test_folders_and_globs_are_read_in_sorted_order(tmp_path: Path) -> None:
 
 def test_the_folders_of_runs_are_no_data(tmp_path: Path) -> None:
     """As where a job lies beside its data, and its runs beneath them."""
-    for name in ("runs/demo/config.toml", "runs/demo/plan.json", "runs/demo/events.jsonl", "runs/demo/logs/rank-0.log"):
+    for name in (
+        "runs/demo/config.toml",
+        "runs/demo/plan.json",
+        "runs/demo/events.jsonl",
+        "runs/demo/logs/rank-0.log",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}\n")
     (tmp_path / "text.txt").write_text("to be")
@@ -202,7 +213,9 @@ def test_damaged_gzip_and_odd_hugging_face_folders_are_explained(tmp_path: Path)
         find_files(saved)
 
 
-def test_parquet_without_pyarrow_names_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_names_the_install_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"pip install 'shardwise\[parquet\]'"):

@@ -45,7 +45,11 @@ def test_a_folder_with_a_tokenizer_file_will_do_and_fingerprints_follow_the_cont
     bpe: Path, tmp_path: Path, make_tokenizer: Callable[..., Path]
 ) -> None:
     other = make_tokenizer(tmp_path / "tokenizer.json", size=310)
-    assert load_tokenizer(bpe.parent).fingerprint == tokenizer_fingerprint(bpe) == load_tokenizer(bpe).fingerprint
+    assert (
+        load_tokenizer(bpe.parent).fingerprint
+        == tokenizer_fingerprint(bpe)
+        == load_tokenizer(bpe).fingerprint
+    )
     assert len({tokenizer_fingerprint(name) for name in ("bytes", bpe, other)}) == 3
 
 
@@ -68,7 +72,9 @@ def test_the_usual_end_tokens_are_found(
 def test_mistakes_are_explained(tmp_path: Path, make_tokenizer: Callable[..., Path]) -> None:
     with pytest.raises(UserError, match=r"nowhere\.json does not exist"):
         load_tokenizer(tmp_path / "nowhere.json")
-    with pytest.raises(UserError, match=r"data\.tokenizer: x+ cannot be read: File name too long\. Give the path"):
+    with pytest.raises(
+        UserError, match=r"data\.tokenizer: x+ cannot be read: File name too long\. Give the path"
+    ):
         load_tokenizer("x" * 300)
     with pytest.raises(UserError, match=r"tokenizer\.json does not exist"):
         load_tokenizer(tmp_path)
@@ -93,6 +99,8 @@ def test_the_end_of_documents_can_be_named(tmp_path: Path, make_tokenizer: Calla
         load_tokenizer("bytes", "<stop>")
 
 
-def test_a_tokenizer_without_a_usual_end_can_be_used_by_naming_one(tmp_path: Path, make_tokenizer: Callable[..., Path]) -> None:
+def test_a_tokenizer_without_a_usual_end_can_be_used_by_naming_one(
+    tmp_path: Path, make_tokenizer: Callable[..., Path]
+) -> None:
     path = make_tokenizer(tmp_path / "odd.json", ("<stop>",))
     assert load_tokenizer(path, "<stop>").end == Library.from_file(str(path)).token_to_id("<stop>")

@@ -1,4 +1,5 @@
-"""The documentation is true: every command in it runs, every example trains, the reference matches the definitions."""
+"""The documentation is true: every command in it runs, every example trains, the reference matches the
+definitions."""
 
 from __future__ import annotations
 
@@ -31,9 +32,11 @@ SMALL = "model.preset=bytes-400k"
 
 
 def commands() -> dict[str, str]:
-    """The lines of every fenced `sh` block, once each, in the order a reader meets them; and the folder each is typed in, which a
-    `cd` above it in its block says."""
-    blocks = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)]
+    """The lines of every fenced `sh` block, once each, in the order a reader meets them; and the folder each
+    is typed in, which a `cd` above it in its block says."""
+    blocks = [
+        block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
     typed: dict[str, str] = {}
     for block in blocks:
         folder = "."
@@ -79,8 +82,8 @@ def _marks(line: str) -> list[pytest.MarkDecorator]:
     "line", [pytest.param(line, marks=_marks(line)) for line in commands() if not line.startswith(NOT_CALLED)]
 )
 def test_every_command_in_the_documentation_runs(workplace: Path, warm: Server, line: str) -> None:
-    """In order, as a reader would; training is cut to two steps of a small model. The job of `make quickstart` is among the
-    examples below."""
+    """In order, as a reader would; training is cut to two steps of a small model. The job of `make
+    quickstart` is among the examples below."""
     program, *words = shlex.split(line)
     folder = workplace / commands()[line]
     if "train" in words:
@@ -89,19 +92,25 @@ def test_every_command_in_the_documentation_runs(workplace: Path, warm: Server, 
         done = warm.run(*words, cwd=folder, environment={})
     else:
         started = [sys.executable, "-m", "torch.distributed.run"] if program == "torchrun" else [program]
-        done = subprocess.run([*started, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [*started, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+        )
     assert done.returncode == 0, done.stderr
 
 
 def _shown() -> list[tuple[str, str]]:
     """Commands whose output a page shows, and that output: those that start no work."""
-    blocks = [block for page in PAGES for block in re.findall(r"```text\n\$ (.*?)```", page.read_text(), re.DOTALL)]
+    blocks = [
+        block for page in PAGES for block in re.findall(r"```text\n\$ (.*?)```", page.read_text(), re.DOTALL)
+    ]
     parted = (block.partition("\n") for block in blocks)
     return [(command, output) for command, _, output in parted if output.startswith("error:")]
 
 
 @pytest.mark.parametrize(("command", "output"), _shown(), ids=lambda text: text.split("\n")[0])
-def test_a_mistake_is_answered_as_the_documentation_shows(workplace: Path, warm: Server, command: str, output: str) -> None:
+def test_a_mistake_is_answered_as_the_documentation_shows(
+    workplace: Path, warm: Server, command: str, output: str
+) -> None:
     done = warm.run(*command.split()[1:], cwd=workplace, environment={})
     assert (done.returncode, done.stderr) == (2, output)
 
@@ -136,7 +145,12 @@ def test_the_reference_matches_the_definitions() -> None:
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", ROOT / "benchmarks" / "RESULTS.md"]:
+    for page in [
+        *PAGES,
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "examples" / "README.md",
+        ROOT / "benchmarks" / "RESULTS.md",
+    ]:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
@@ -157,5 +171,7 @@ def test_only_one_module_reads_the_environment() -> None:
 
 def test_config_and_plan_work_without_torch() -> None:
     script = "import sys; sys.modules['torch'] = None; import shardwise.config, shardwise.plan; print('fine')"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "fine\n", done.stderr

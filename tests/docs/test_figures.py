@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES.remove(ROOT / "docs" / "configuration.md")  # made from the definitions of the settings; it has no measurements
+PAGES.remove(
+    ROOT / "docs" / "configuration.md"
+)  # made from the definitions of the settings; it has no measurements
 
 NUMBER = r"(?<![\w.,/-])[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\d.]*\d)"
 UNITS = ["tokens/s", "GiB", "MiB", "GB", "%", "times", "seconds", "minutes", "ms", "s", "layouts"]
@@ -37,7 +39,10 @@ NOT_MEASURED = {
         "training.md": ["15 minutes"],
         "verify.md": ["8 times", "1 %"],
     },
-    "in RESULTS.md too, and known in one digit only": {"compression.md": ["7 %", "6 %"], "design.md": ["7 %"]},
+    "in RESULTS.md too, and known in one digit only": {
+        "compression.md": ["7 %", "6 %"],
+        "design.md": ["7 %"],
+    },
     "follows from a formula (of schedules: tests/plan/test_schedule_timeline.py)": {
         "asynchronous.md": ["2.5"],
         "pipelines.md": ["27.3 %", "15.8 %", "11.1 %", "5.9 %", "29.1 %", "34.9 %"],
@@ -65,9 +70,12 @@ def numbers(text: str) -> set[str]:
 
 
 def of_tables(markdown: str) -> Iterator[tuple[str, str]]:
-    """Each number in a table with the units that its cell, the head of its column or the head of its row names."""
+    """Each number in a table with the units that its cell, the head of its column or the head of its row
+    names."""
     for table in re.findall(r"(?:^ *\|.*\n)+", markdown, re.MULTILINE):
-        head, _, *rows = ([cell.strip() for cell in line.strip()[1:-1].split("|")] for line in table.splitlines())
+        head, _, *rows = (
+            [cell.strip() for cell in line.strip()[1:-1].split("|")] for line in table.splitlines()
+        )
         for row in rows:
             for column, cell in zip(head, row, strict=False):
                 named = f"{row[0]} {column}".replace("ratio", "times")
@@ -75,9 +83,14 @@ def of_tables(markdown: str) -> Iterator[tuple[str, str]]:
                     yield from ((number, SHORT.get(unit, unit)) for number in numbers(cell))
 
 
-SECTIONS = [({*quantities(text), *of_tables(text)}, numbers(text)) for text in re.split(r"^## ", RESULTS, flags=re.MULTILINE)]
+SECTIONS = [
+    ({*quantities(text), *of_tables(text)}, numbers(text))
+    for text in re.split(r"^## ", RESULTS, flags=re.MULTILINE)
+]
 SIDE_BY_SIDE = next(
-    {*of_tables(text)} for text in re.split(r"^## ", RESULTS, flags=re.MULTILINE) if text.startswith("Side by side")
+    {*of_tables(text)}
+    for text in re.split(r"^## ", RESULTS, flags=re.MULTILINE)
+    if text.startswith("Side by side")
 )
 
 
@@ -90,14 +103,21 @@ def figures(text: str) -> set[str]:
     """Quantities with their unit, and other numbers that are written with a point or a comma."""
     with_unit = {*quantities(text)}
     bare = numbers(text) - {number for number, _ in with_unit}
-    return {f"{number} {unit}" for number, unit in with_unit} | {number for number in bare if re.search("[.,]", number)}
+    return {f"{number} {unit}" for number, unit in with_unit} | {
+        number for number in bare if re.search("[.,]", number)
+    }
 
 
 def not_in_results(text: str, excepted: list[str]) -> list[set[str]]:
-    """Of each sentence and table cell, the figures that no section of RESULTS.md has, or that none has all together."""
+    """Of each sentence and table cell, the figures that no section of RESULTS.md has, or that none has all
+    together."""
     sections = [{*(f"{number} {unit}" for number, unit in measured), *plain} for measured, plain in SECTIONS]
     statements = (figures(sentence) - {*excepted} for sentence in re.split(r"(?<=[.:])\s+|\n\s*\n|\|", text))
-    return [said for said in statements if not (all(map(told_apart, said)) and any(said <= section for section in sections))]
+    return [
+        said
+        for said in statements
+        if not (all(map(told_apart, said)) and any(said <= section for section in sections))
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -109,7 +129,8 @@ def test_every_measured_figure_of_a_page_is_in_the_results(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["56,400 tokens/s", "73,386 GiB", "57 layouts", "2 to 5 %", "6 %", "35,900", "1.02 and 1.16 times"]
+    "wrong",
+    ["56,400 tokens/s", "73,386 GiB", "57 layouts", "2 to 5 %", "6 %", "35,900", "1.02 and 1.16 times"],
 )
 def test_a_figure_that_was_never_measured_is_found(wrong: str) -> None:
     assert not_in_results(f"It reaches {wrong} on one H200.", []) != []
@@ -119,12 +140,19 @@ def test_no_exception_outlives_what_it_was_for() -> None:
     for pages in NOT_MEASURED.values():
         for name, figures in pages.items():
             text = next(prose(page.read_text()) for page in PAGES if page.name == name)
-            assert set(figures) <= {f"{number} {unit}" for number, unit in quantities(text)} | numbers(text), name
+            assert set(figures) <= {f"{number} {unit}" for number, unit in quantities(text)} | numbers(
+                text
+            ), name
 
 
 def test_one_measurement_has_one_figure_on_all_pages() -> None:
-    """A rate that is less than 2 % from one that was measured side by side is another reading of it: the pages quote that one."""
-    rates = {float(number.replace(",", "")) for number, unit in SIDE_BY_SIDE if unit == "tokens/s" and "," in number}
+    """A rate that is less than 2 % from one that was measured side by side is another reading of it: the
+    pages quote that one."""
+    rates = {
+        float(number.replace(",", ""))
+        for number, unit in SIDE_BY_SIDE
+        if unit == "tokens/s" and "," in number
+    }
     quoted = set[str]().union(*(numbers(prose(page.read_text())) for page in PAGES))
     measured = {number for section, _ in SECTIONS for number, unit in section if unit == "tokens/s"}
     for number in (float(number.replace(",", "")) for number in quoted & measured):

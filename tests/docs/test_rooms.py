@@ -1,4 +1,5 @@
-"""What import-linter's contracts do not say: no module imports itself in a circle, and collectives are sent from `comm` alone."""
+"""What import-linter's contracts do not say: no module imports itself in a circle, and collectives are sent
+from `comm` alone."""
 
 from __future__ import annotations
 
@@ -9,8 +10,26 @@ from pathlib import Path
 import grimp
 
 PACKAGE = Path(__file__).parents[2] / "shardwise"
-COLLECTIVES = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "broadcast", "reduce", "gather", "scatter", "barrier"}
-COLLECTIVES |= {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"}
+COLLECTIVES = {
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+}
+COLLECTIVES |= {
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+}
 COLLECTIVES |= {"all_gather_object", "broadcast_object_list", "all_gather_single", "reduce_scatter_single"}
 BESIDE_TRAINING = {
     "probe": "measures the collectives themselves",
@@ -22,15 +41,22 @@ BESIDE_TRAINING = {
 def test_no_module_imports_itself_in_a_circle() -> None:
     """Imports for type checkers only count too: who has to know whom is the same question there."""
     graph = grimp.build_graph("shardwise", exclude_type_checking_imports=False, cache_dir=None)
-    packages = {module for module in graph.modules if graph.find_children(module)}  # which only name what their modules have
-    imports = {module: graph.find_modules_directly_imported_by(module) - packages for module in graph.modules - packages}
+    packages = {
+        module for module in graph.modules if graph.find_children(module)
+    }  # which only name what their modules have
+    imports = {
+        module: graph.find_modules_directly_imported_by(module) - packages
+        for module in graph.modules - packages
+    }
     TopologicalSorter(imports).prepare()  # raises where there is a cycle, and names it
 
 
 def collectives(source: str) -> set[str]:
     """Collectives of torch.distributed that a file calls or hands on."""
     tree = ast.parse(source)
-    called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_dist(node.value)}
+    called = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_dist(node.value)
+    }
     imported = {
         name.name
         for node in ast.walk(tree)
@@ -41,13 +67,17 @@ def collectives(source: str) -> set[str]:
 
 
 def _is_dist(node: ast.expr) -> bool:
-    return (isinstance(node, ast.Name) and node.id == "dist") or (isinstance(node, ast.Attribute) and node.attr == "distributed")
+    return (isinstance(node, ast.Name) and node.id == "dist") or (
+        isinstance(node, ast.Attribute) and node.attr == "distributed"
+    )
 
 
 def test_what_training_sends_is_sent_from_comm() -> None:
     files = {path.relative_to(PACKAGE): path.read_text() for path in PACKAGE.rglob("*.py")}
     sending = {str(file): sorted(collectives(text)) for file, text in files.items() if collectives(text)}
-    elsewhere = {file: names for file, names in sending.items() if file.split("/")[0] not in {"comm", *BESIDE_TRAINING}}
+    elsewhere = {
+        file: names for file, names in sending.items() if file.split("/")[0] not in {"comm", *BESIDE_TRAINING}
+    }
     assert elsewhere == {}
     assert {"comm/comm.py", "comm/hooks.py", "comm/peers.py"} <= set(sending)
 

@@ -1,4 +1,5 @@
-"""What is built is what people get: the package needs nothing of the repository, and its page leads somewhere."""
+"""What is built is what people get: the package needs nothing of the repository, and its page leads
+somewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "shardwise", source / "shardwise", ignore=shutil.ignore_patterns("__pycache__"))
-    done = subprocess.run([sys.executable, "-c", BUILD, str(target)], cwd=source, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(target)], cwd=source, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     with zipfile.ZipFile(next(target.glob("*.whl"))) as wheel:
         wheel.extractall(target)
@@ -31,11 +34,21 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_new_folder_is_made_from_the_wheel_alone(unpacked: Path, tmp_path: Path) -> None:
-    code = f"import sys; sys.path[0] = {str(unpacked)!r}; sys.argv = ['shardwise', 'new', 'demo', '--template', 'own-module']\n"
+    code = (
+        f"import sys; sys.path[0] = {str(unpacked)!r}; sys.argv = ['shardwise', 'new', 'demo', '--template', "
+        f"'own-module']\n"
+    )
     code += "from shardwise.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in (tmp_path / "demo").iterdir()} == {"demo.toml", "README.md", "model.py", "text.txt"}
+    assert {path.name for path in (tmp_path / "demo").iterdir()} == {
+        "demo.toml",
+        "README.md",
+        "model.py",
+        "text.txt",
+    }
 
 
 def test_the_page_of_the_package_has_addresses_and_no_link_into_the_repository(unpacked: Path) -> None:

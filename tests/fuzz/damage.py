@@ -1,7 +1,8 @@
 """Seeded damage to files, and what must hold of whoever reads them: taken as meant, or refused in safe words.
 
-Bytes are flipped, cut, removed, doubled and overwritten; values are replaced by others of the wrong type or an absurd size,
-removed, doubled and renamed, by a hand that knows the format and writes it well. The same seed gives the same cases.
+Bytes are flipped, cut, removed, doubled and overwritten; values are replaced by others of the wrong type or
+an absurd size, removed, doubled and renamed, by a hand that knows the format and writes it well. The same
+seed gives the same cases.
 """
 
 from __future__ import annotations
@@ -33,13 +34,71 @@ MARKUP = "x/[/x][red]y"
 _DEEP, _DIGITS = "@deep@", "@digits@"
 _RAW = {_DEEP: "[" * 20_000 + "]" * 20_000, _DIGITS: "9" * 5000}
 _ODD: list[Any] = [
-    *(None, True, False, -1, 0, 1, 3, 2**31, 2**62, 2**63, 2**70, 1 << 20_000, -(2**62), 0.5, -0.5, 1e308, 1e-320, 1e18),
-    *("", "x", "1", "x" * 100_000, ESCAPE, "../x.bin", "/etc/passwd", "..", "a\nb", "a\0b", "\u202eabc", "\ud800", "nan", ">u2"),
+    *(
+        None,
+        True,
+        False,
+        -1,
+        0,
+        1,
+        3,
+        2**31,
+        2**62,
+        2**63,
+        2**70,
+        1 << 20_000,
+        -(2**62),
+        0.5,
+        -0.5,
+        1e308,
+        1e-320,
+        1e18,
+    ),
+    *(
+        "",
+        "x",
+        "1",
+        "x" * 100_000,
+        ESCAPE,
+        "../x.bin",
+        "/etc/passwd",
+        "..",
+        "a\nb",
+        "a\0b",
+        "\u202eabc",
+        "\ud800",
+        "nan",
+        ">u2",
+    ),
     *(MARKUP, {MARKUP: MARKUP}),
-    *([], {}, [1], [[]], {"a": 1}, [1] * 20_000, {"x" * 5000: 1}, {ESCAPE: ESCAPE}, _DEEP, _DIGITS, float("inf"), float("nan")),
+    *(
+        [],
+        {},
+        [1],
+        [[]],
+        {"a": 1},
+        [1] * 20_000,
+        {"x" * 5000: 1},
+        {ESCAPE: ESCAPE},
+        _DEEP,
+        _DIGITS,
+        float("inf"),
+        float("nan"),
+    ),
 ]
 _THROUGHOUT: list[list[Any]] = [
-    *([0], [0.0], [-1], [1e-320], [2**62], [1e308], [-1e308], [1e308, -1e308], ["NaN", "Infinity", 1.0], [MARKUP]),
+    *(
+        [0],
+        [0.0],
+        [-1],
+        [1e-320],
+        [2**62],
+        [1e308],
+        [-1e308],
+        [1e308, -1e308],
+        ["NaN", "Infinity", 1.0],
+        [MARKUP],
+    ),
     [{MARKUP: {"count": 1, "bytes": 1}}],
 ]
 
@@ -63,7 +122,9 @@ def damaged(content: bytes, seed: int, count: int) -> Iterator[bytes]:
             case "overwrite":
                 changed[start:end] = draw.randbytes(end - start)
             case "insert":
-                changed[start:start] = draw.choice((ESCAPE.encode(), b"\0", b"[" * 5000, b"9" * 5000, b'"', b"}", b"\xff\xfe"))
+                changed[start:start] = draw.choice(
+                    (ESCAPE.encode(), b"\0", b"[" * 5000, b"9" * 5000, b'"', b"}", b"\xff\xfe")
+                )
             case "zero":
                 changed[start:end] = bytes(end - start)
         yield bytes(changed)
@@ -83,7 +144,9 @@ def rewritten(value: Any, seed: int, count: int) -> Iterator[Any]:
             case "double" if isinstance(holder, list):
                 holder.insert(key, copy.deepcopy(holder[key]))
             case "double" | "rename" if isinstance(holder, dict):
-                holder[draw.choice((f"{key}x", ESCAPE, MARKUP, "", "__class__", str(key).upper()))] = holder[key]
+                holder[draw.choice((f"{key}x", ESCAPE, MARKUP, "", "__class__", str(key).upper()))] = holder[
+                    key
+                ]
             case _:
                 other, place = draw.choice(list(_places(changed)))
                 holder[key], other[place] = copy.deepcopy(other[place]), copy.deepcopy(holder[key])
@@ -100,7 +163,8 @@ def lacking(value: Any) -> Iterator[Any]:
 
 
 def throughout(values: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The same records with one field replaced in all of them: each field in turn, by one value, or by several by turns."""
+    """The same records with one field replaced in all of them: each field in turn, by one value, or by
+    several by turns."""
     for field in dict.fromkeys(key for value in values for key in value):
         for numbers in _THROUGHOUT:
             yield [{**value, field: numbers[index % len(numbers)]} for index, value in enumerate(values)]
@@ -165,18 +229,23 @@ def _with_raw(text: str) -> str:
 
 
 def read_or_refused(read: Callable[[], T], what: object) -> T | None:
-    """What was read; None where it was refused, as a user must be told: bounded, and without a command to the terminal."""
+    """What was read; None where it was refused, as a user must be told: bounded, and without a command to the
+    terminal."""
     try:
         return read()
     except UserError as error:
         message = str(error)
     except BaseException as error:
-        raise AssertionError(f"{type(error).__name__} instead of a refusal, for {str(what)[:2000]!r}") from error
+        raise AssertionError(
+            f"{type(error).__name__} instead of a refusal, for {str(what)[:2000]!r}"
+        ) from error
     assert message
     lines = message.split("\n")
     assert len(lines) <= 2 * MOST_PROBLEMS + 2, message
     assert all(len(line) <= 2 * LONGEST for line in lines), message[:5000]
-    assert not [mark for line in lines for mark in line if unicodedata.category(mark) in ("Cc", "Cf", "Cs")], message
+    assert not [
+        mark for line in lines for mark in line if unicodedata.category(mark) in ("Cc", "Cf", "Cs")
+    ], message
     return None
 
 

@@ -1,8 +1,9 @@
 """Every call of the file system by some work, made to fail in turn, as SQLite tests itself.
 
-A call counts if it is about the folder under test: a path in it, or a file opened there. The n-th fails with an error of the
-operating system, once or from then on, or is the last that the process makes: a crash, after which nothing reaches the disk, not
-even what a `finally` would do. Then the truth is looked up on the disk, without faults.
+A call counts if it is about the folder under test: a path in it, or a file opened there. The n-th fails with
+an error of the operating system, once or from then on, or is the last that the process makes: a crash, after
+which nothing reaches the disk, not even what a `finally` would do. Then the truth is looked up on the disk,
+without faults.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ from typing import Any
 import pytest
 
 KINDS = ("ENOSPC", "EIO", "EIO for good", "crash")
-_BY_PATH = ("open", "stat", "lstat", "listdir", "scandir", "replace", "rename", "unlink", "mkdir", "rmdir", "truncate")
+_BY_PATH = (
+    "open",
+    "stat",
+    "lstat",
+    "listdir",
+    "scandir",
+    "replace",
+    "rename",
+    "unlink",
+    "mkdir",
+    "rmdir",
+    "truncate",
+)
 _BY_FILE = ("fsync", "fstat", "ftruncate")
 _OF_STREAMS = ("write", "writelines", "read", "readinto", "readline", "flush", "truncate", "seek")
 
@@ -56,7 +69,9 @@ class Disk:
     def is_here(self, target: Any) -> bool:
         if isinstance(target, int):
             return target in self.files
-        return isinstance(target, str | os.PathLike) and os.path.abspath(os.fspath(target)).startswith(str(self.folder))
+        return isinstance(target, str | os.PathLike) and os.path.abspath(os.fspath(target)).startswith(
+            str(self.folder)
+        )
 
 
 class _Stream:
@@ -127,7 +142,8 @@ def faulty(folder: Path, kind: str = "none", fails_at: int = -1) -> Iterator[Dis
         patch.setattr(io, "open", open_stream)
         patch.setattr(builtins, "open", open_stream)
         patch.setattr(
-            "shardwise.observe.files.FileIO", lambda path, mode, opener=None: open_stream(path, mode + "b", buffering=0)
+            "shardwise.observe.files.FileIO",
+            lambda path, mode, opener=None: open_stream(path, mode + "b", buffering=0),
         )
         yield disk
 

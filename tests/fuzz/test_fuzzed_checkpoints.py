@@ -1,4 +1,5 @@
-"""Checkpoints and Hugging Face folders: the tensors that were written, or a refusal; nothing outside of the folder is read."""
+"""Checkpoints and Hugging Face folders: the tensors that were written, or a refusal; nothing outside of the
+folder is read."""
 
 from __future__ import annotations
 
@@ -15,12 +16,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fuzz.damage import SOME_AND_MANY, as_json, damaged, lacking, nothing_outside, read_or_refused, rewritten, sealed
+from fuzz.damage import (
+    SOME_AND_MANY,
+    as_json,
+    damaged,
+    lacking,
+    nothing_outside,
+    read_or_refused,
+    rewritten,
+    sealed,
+)
 from ranks.jobs import ALONE, job, start
 from torch import Tensor
 
 from shardwise.checkpoint import read_manifest
-from shardwise.checkpoint.contents import Contents, StoredTensor, TensorPiece, commit, data_file, write_checkpoint
+from shardwise.checkpoint.contents import (
+    Contents,
+    StoredTensor,
+    TensorPiece,
+    commit,
+    data_file,
+    write_checkpoint,
+)
 from shardwise.checkpoint.folder import MANIFEST, Manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.pretrained import open_folder
@@ -42,7 +59,8 @@ Tensors = dict[str, Tensor]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint by two ranks, each with a part of two tensors; and beside it a file that nobody may read."""
+    """A checkpoint by two ranks, each with a part of two tensors; and beside it a file that nobody may
+    read."""
     where, files = storage(tmp_path / "step-3"), {}
     pieces: dict[str, list[TensorPiece]] = defaultdict(list)
     where.make()
@@ -58,7 +76,13 @@ def folder(tmp_path: Path) -> Path:
         key: StoredTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(pieces[key]))
         for key, tensor in WHOLE.items()
     }
-    commit(where, Manifest(3, TINY.model_dump(exclude={"preset"}), {}, {}, {}, {}, 2, "2", {}), stored, files, "0a")
+    commit(
+        where,
+        Manifest(3, TINY.model_dump(exclude={"preset"}), {}, {}, {}, {}, 2, "2", {}),
+        stored,
+        files,
+        "0a",
+    )
     (tmp_path / "x.bin").write_bytes(bytes(1000))
     return tmp_path / "step-3"
 
@@ -85,7 +109,11 @@ def assert_pieces_fill(contents: Contents) -> None:
     for stored in contents.tensors.values():
         covered = np.zeros(stored.shape, np.int64)
         for piece in stored.pieces:
-            covered[tuple(slice(begin, begin + size) for begin, size in zip(piece.offset, piece.shape, strict=True))] += 1
+            covered[
+                tuple(
+                    slice(begin, begin + size) for begin, size in zip(piece.offset, piece.shape, strict=True)
+                )
+            ] += 1
             used[piece.file][piece.start : piece.start + stored.bytes_of(piece.shape)] += 1
         assert (covered == 1).all()
     assert all((counts <= 1).all() for counts in used.values())
@@ -166,7 +194,9 @@ def test_the_manifest_of_a_run_that_a_hand_has_changed_is_used_or_refused(
 
 
 @pytest.mark.parametrize("count", SOME_AND_MANY)
-def test_a_list_of_tensors_that_a_hand_has_changed_has_pieces_that_fill_them_or_is_refused(folder: Path, count: int) -> None:
+def test_a_list_of_tensors_that_a_hand_has_changed_has_pieces_that_fill_them_or_is_refused(
+    folder: Path, count: int
+) -> None:
     values, taken = json.loads((folder / TENSORS).read_bytes()), 0
     for changed in rewritten(values, 17, 6 * count):
         sign(folder, TENSORS, as_json(changed))
@@ -187,7 +217,9 @@ def test_a_list_of_tensors_that_a_hand_has_changed_has_pieces_that_fill_them_or_
         (0, {"start": "0"}, "model.a.pieces[0].start = '0'"),
     ],
 )
-def test_pieces_that_no_save_writes_are_refused(folder: Path, piece: int, change: dict[str, Any], reason: str) -> None:
+def test_pieces_that_no_save_writes_are_refused(
+    folder: Path, piece: int, change: dict[str, Any], reason: str
+) -> None:
     values = json.loads((folder / TENSORS).read_bytes())
     values["model.a"]["pieces"][piece] |= change
     sign(folder, TENSORS, as_json(values))
@@ -204,14 +236,16 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(folder: Path, name:
         everything(folder)
 
 
-# -- Hugging Face ---------------------------------------------------------------------------------------------------------
+# -- Hugging Face --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
     """A model of theirs in several files."""
     tensors = ((f"model.{name}", torch.randn(shape)) for name, shape in parameter_shapes(TINY).items())
-    manifest = Manifest(3, TINY.model_dump(exclude={"preset"}), {}, {"tokenizer": "bytes"}, {}, {}, 1, "2", {})
+    manifest = Manifest(
+        3, TINY.model_dump(exclude={"preset"}), {}, {"tokenizer": "bytes"}, {}, {}, 1, "2", {}
+    )
     write_checkpoint(tmp_path / "step-3", manifest, tensors)
     export_checkpoint(str(tmp_path / "step-3"), tmp_path / "model", shard_bytes=2000)
     return tmp_path / "model"
@@ -256,7 +290,9 @@ def test_a_damaged_header_of_weights_is_refused_or_says_the_same(theirs: Path, c
         ({"sliding_window": "4"}, "sliding_window = '4': not a number"),
     ],
 )
-def test_a_configuration_of_theirs_beyond_reason_is_refused_by_key(theirs: Path, change: dict[str, Any], reason: str) -> None:
+def test_a_configuration_of_theirs_beyond_reason_is_refused_by_key(
+    theirs: Path, change: dict[str, Any], reason: str
+) -> None:
     config = json.loads((theirs / "config.json").read_bytes())
     (theirs / "config.json").write_bytes(as_json({**config, **change}))
     with pytest.raises(UserError) as refusal:

@@ -1,4 +1,5 @@
-"""Prepared data and tokenizers: read as they were written, or refused; never a token that the model has no row for."""
+"""Prepared data and tokenizers: read as they were written, or refused; never a token that the model has no
+row for."""
 
 from __future__ import annotations
 
@@ -89,7 +90,9 @@ def test_an_index_that_a_hand_has_changed_and_sealed_again_reads_nothing_outside
         ({"version": 1}, "has format 1; this version of shardwise reads 2"),
     ],
 )
-def test_what_an_index_may_not_say_is_refused_by_place(folder: Path, change: dict[str, Any], reason: str) -> None:
+def test_what_an_index_may_not_say_is_refused_by_place(
+    folder: Path, change: dict[str, Any], reason: str
+) -> None:
     path = folder / "index.json"
     path.write_bytes(seal({**sealed_values(path), **change}))
     with pytest.raises(UserError) as refusal:
@@ -107,7 +110,9 @@ def test_what_an_index_may_not_say_is_refused_by_place(folder: Path, change: dic
         ({"documents": 10**9}, "tokens and 1000000000 documents"),
     ],
 )
-def test_what_a_shard_may_not_say_is_refused_by_place(folder: Path, change: dict[str, Any], reason: str) -> None:
+def test_what_a_shard_may_not_say_is_refused_by_place(
+    folder: Path, change: dict[str, Any], reason: str
+) -> None:
     path = folder / "index.json"
     values = sealed_values(path)
     path.write_bytes(seal({**values, "shards": [{**values["shards"][0], **change}, *values["shards"][1:]]}))
@@ -127,7 +132,9 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(folder: Path, name:
 def test_an_index_of_an_earlier_version_is_made_again_by_its_owner(folder: Path) -> None:
     values = sealed_values(folder / "index.json")
     (folder / "index.json").write_text(json.dumps({**values, "version": 1}))
-    with pytest.raises(UserError, match=r"index\.json has format 1; this version of shardwise reads 2\. Delete the folder"):
+    with pytest.raises(
+        UserError, match=r"index\.json has format 1; this version of shardwise reads 2\. Delete the folder"
+    ):
         Index.read(folder)
 
 
@@ -158,7 +165,9 @@ def test_a_damaged_record_of_unfinished_work_never_changes_what_is_prepared(
         again = tmp_path / "again"
         shutil.copytree(half, again)
         (again / "preparing.json").write_bytes(content)
-        done = read_or_refused(lambda folder=again: prepare(text, "bytes", folder, shard_tokens=1500), content)
+        done = read_or_refused(
+            lambda folder=again: prepare(text, "bytes", folder, shard_tokens=1500), content
+        )
         assert done is None or everything(again) == whole
         shutil.rmtree(again)
 
@@ -175,7 +184,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.mark.parametrize("count", SOME_AND_MANY)
-def test_a_tokenizer_file_gives_ids_of_its_vocabulary_or_is_refused(tokenizer: bytes, tmp_path: Path, count: int) -> None:
+def test_a_tokenizer_file_gives_ids_of_its_vocabulary_or_is_refused(
+    tokenizer: bytes, tmp_path: Path, count: int
+) -> None:
     path = tmp_path / "tokenizer.json"
     values = json.loads(tokenizer)
     for content in [*damaged(tokenizer, 9, count), *map(as_json, rewritten(values, 10, 2 * count))]:
@@ -186,7 +197,9 @@ def test_a_tokenizer_file_gives_ids_of_its_vocabulary_or_is_refused(tokenizer: b
 
 def ids_of(path: Path) -> tuple[int, list[int]]:
     tokenizer = load_tokenizer(path)
-    return tokenizer.vocabulary, np.append(tokenizer.encode_batch(["the lazy dog is brown"])[0], tokenizer.end).tolist()
+    return tokenizer.vocabulary, np.append(
+        tokenizer.encode_batch(["the lazy dog is brown"])[0], tokenizer.end
+    ).tolist()
 
 
 @pytest.mark.parametrize("count", SOME_AND_MANY)
@@ -201,4 +214,6 @@ def test_the_files_of_a_saved_data_set_are_in_its_folder_or_it_is_refused(tmp_pa
     for content in [*damaged(as_json(state), 11, count), *map(as_json, rewritten(state, 12, count))]:
         (folder / "state.json").write_bytes(content)
         files = read_or_refused(lambda: find_files(folder), content)
-        assert files is None or all(file.path.parent == folder and os.path.exists(file.path) for file in files)
+        assert files is None or all(
+            file.path.parent == folder and os.path.exists(file.path) for file in files
+        )

@@ -15,7 +15,16 @@ from shardwise.cost.cluster_file import read_cluster, write_cluster
 from shardwise.cost.clusters import CLUSTERS
 from shardwise.errors import UserError
 
-MODEL = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 128, "experts": 4, "experts_per_token": 2}
+MODEL = {
+    "layers": 4,
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "ffn": 128,
+    "experts": 4,
+    "experts_per_token": 2,
+}
 TABLES = {
     "model": MODEL,
     "data": {"sources": [{"path": "a", "weight": 1.0}, {"path": "b"}], "sequence_length": 128},
@@ -41,7 +50,10 @@ def test_a_job_file_is_a_job_or_is_refused(tmp_path: Path, count: int) -> None:
 @pytest.mark.parametrize("count", SOME_AND_MANY)
 def test_a_cluster_file_is_a_cluster_or_is_refused(tmp_path: Path, count: int) -> None:
     path, taken, whole = tmp_path / "cluster.toml", 0, write_cluster(CLUSTERS[sorted(CLUSTERS)[0]])
-    contents = [*damaged(whole.encode(), 3, count), *map(as_toml, rewritten(tomllib.loads(whole), 4, 2 * count))]
+    contents = [
+        *damaged(whole.encode(), 3, count),
+        *map(as_toml, rewritten(tomllib.loads(whole), 4, 2 * count)),
+    ]
     for content in contents:
         path.write_bytes(content)
         cluster = read_or_refused(lambda: read_cluster(path, CLUSTERS), content)
@@ -83,7 +95,8 @@ def test_a_pipe_that_nobody_writes_to_is_refused(tmp_path: Path) -> None:
 def test_the_nearest_layout_of_the_most_divisible_world_is_found_in_time(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(
-        "[model]\nheads = 4\nexperts = 55440\nexperts_per_token = 1\n[data]\nsource = 'x'\n[layout]\ntensor = 720\ndata = 1001"
+        "[model]\nheads = 4\nexperts = 55440\nexperts_per_token = 1\n[data]\nsource = 'x'\n[layout]\ntensor "
+        "= 720\ndata = 1001"
     )
     with pytest.raises(UserError, match="does not divide"):
         read(path)

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.damage import ESCAPE, SOME_AND_MANY, as_json, as_toml, damaged, lacking, read_or_refused, rewritten, throughout
+from fuzz.damage import (
+    ESCAPE,
+    SOME_AND_MANY,
+    as_json,
+    as_toml,
+    damaged,
+    lacking,
+    read_or_refused,
+    rewritten,
+    throughout,
+)
 from rich.console import Console
 
 from shardwise.config import Observe, from_tables, to_toml
@@ -30,8 +40,10 @@ JOB = {
     "cluster": {"preset": "cpux2"},
 }
 LINE = {
-    "loss": 1.5, "seconds": 0.25, "tokens": 4096, "tokens_per_second": 16384.0, "sequences_per_second": 128.0, "mfu": 0.4,
-    "memory_bytes": 10**9, "spans": {"data": 0.01, "forward_backward": 0.2, "exposed_communication": 0.02, "optimizer": 0.01},
+    "loss": 1.5, "seconds": 0.25, "tokens": 4096, "tokens_per_second": 16384.0, "sequences_per_second": 128.0,
+    "mfu": 0.4,
+    "memory_bytes": 10**9, "spans": {"data": 0.01, "forward_backward": 0.2, "exposed_communication": 0.02,
+    "optimizer": 0.01},
     "collectives": {"all_reduce/data": {"count": 4, "bytes": 4000}}, "expert_load": [0.5, 1.5, 1.0, 1.0],
     "expert_imbalance": 1.5, "latest": {"rank": 1, "behind": 0.01},
 }  # fmt: skip
@@ -48,17 +60,30 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sinks = open_sinks(folder, Observe())
     (folder / "config.toml").write_text(to_toml(config))
     (folder / "plan.json").write_text(json.dumps({**choose(config, 2).to_json(), "predicted": predicted}))
-    sinks.event("start", step=0, device="2 x CPU", memory_kind="resident set of the process", world=2, layout={"data": 2})
+    sinks.event(
+        "start",
+        step=0,
+        device="2 x CPU",
+        memory_kind="resident set of the process",
+        world=2,
+        layout={"data": 2},
+    )
     for step in range(1, 8):
-        sinks.metrics({"step": step, "time": 1.9e9 + step, **LINE, **({"held_out_loss": 2.0} if step == 4 else {})})
+        sinks.metrics(
+            {"step": step, "time": 1.9e9 + step, **LINE, **({"held_out_loss": 2.0} if step == 4 else {})}
+        )
     sinks.event("straggler", rank=1, factor=2.0, cause="computing", step=3)
     sinks.event("save", step=4, seconds=0.5, stall_seconds=0.1, bytes=1000)
     sinks.event("evaluate", step=4, seconds=0.1, loss=2.0)
     sinks.event("fault", step=5, kind="died", rank=1, where="worker 1", cause="killed", generation=1)
     sinks.event("recovery", step=4, seconds=1.0, lost_steps=1, source="checkpoint", generation=2)
     sinks.event("straggler_gone", rank=1, step=6)
-    sinks.event("fault", step=7, kind="hung", rank=None, where="worker 0", cause="no step for a minute", generation=2)
-    sinks.event("recovery", step=6, seconds=1.0, lost_steps=1, lost_seconds=0.5, source="copies", generation=3)
+    sinks.event(
+        "fault", step=7, kind="hung", rank=None, where="worker 0", cause="no step for a minute", generation=2
+    )
+    sinks.event(
+        "recovery", step=6, seconds=1.0, lost_steps=1, lost_seconds=0.5, source="copies", generation=3
+    )
     sinks.event("end", step=7)
     sinks.close()
     return folder
@@ -92,7 +117,9 @@ FORMS = {
 
 @pytest.mark.parametrize("count", SOME_AND_MANY)
 @pytest.mark.parametrize("name", FORMS)
-def test_a_run_folder_is_reported_or_the_damaged_file_is_named(whole: Path, tmp_path: Path, name: str, count: int) -> None:
+def test_a_run_folder_is_reported_or_the_damaged_file_is_named(
+    whole: Path, tmp_path: Path, name: str, count: int
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     parse, write = FORMS[name]

@@ -1,4 +1,5 @@
-"""A failure of every single call of the file system: a save, a resume, a log and a preparation lose nothing that was there."""
+"""A failure of every single call of the file system: a save, a resume, a log and a preparation lose nothing
+that was there."""
 
 from __future__ import annotations
 
@@ -100,7 +101,9 @@ def test_a_save_that_fails_at_any_call_leaves_a_whole_checkpoint_and_the_next_on
         where = f"call {number} ({disk.calls[number]})"
         assert 2 in left if said or again else 1 in left or (2 in left and keep == 1), where
         assert keep == 1 or 1 in left, where
-        assert {step_of(address) for address in checkpoints(folder)} - left <= set(), where  # what is listed is whole
+        assert {step_of(address) for address in checkpoints(folder)} - left <= set(), (
+            where
+        )  # what is listed is whole
         assert save(checkpointer, folder, 3, keep)
         assert 3 in whole(folder), where
         shutil.rmtree(folder)
@@ -142,7 +145,10 @@ def test_a_resume_that_fails_at_any_call_loads_what_was_saved_or_nothing_and_cha
                 assert disk.failed
         assert step == 2, f"what cannot be read now may be whole: call {number} ({disk.calls[number]})"
         assert torch.equal(weight, state(2)["model.weight"]), f"call {number} ({disk.calls[number]})"
-    allowed: dict[str, set[type[BaseException]]] = {"EIO for good": {Unreadable}, "crash": {UserError, Unreadable, Crashed}}
+    allowed: dict[str, set[type[BaseException]]] = {
+        "EIO for good": {Unreadable},
+        "crash": {UserError, Unreadable, Crashed},
+    }
     assert refused == (refused & allowed.get(kind, set())), "what fails once is tried again"
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == held
     assert resume()[0] == 2
@@ -194,7 +200,9 @@ def test_a_log_that_fails_at_any_call_keeps_what_was_written_and_loses_no_record
     def steps(folder: Path) -> list[int]:
         """Of the whole lines."""
         return [
-            json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines(keepends=True) if "}\n" in line
+            json.loads(line)["step"]
+            for line in (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+            if "}\n" in line
         ]
 
     counted = begun("counted")
@@ -208,7 +216,10 @@ def test_a_log_that_fails_at_any_call_keeps_what_was_written_and_loses_no_record
         assert disk.failed
         there = steps(folder)
         assert there[:3] == [1, 2, 3], where
-        if kind in ("ENOSPC", "EIO"):  # a fault that passes: all is written in the end, and what cannot be undone is said
+        if kind in (
+            "ENOSPC",
+            "EIO",
+        ):  # a fault that passes: all is written in the end, and what cannot be undone is said
             assert sorted(set(there)) == [*range(1, 9)], where
             assert there == [*range(1, 9)] or said, where
         go_on(folder)

@@ -39,17 +39,26 @@ def test_workers_for_which_there_are_too_few_gpus_all_compute_on_the_cpu(
 
 
 def test_workers_that_are_asked_to_share_gpus_take_turns_with_them(gpus: list[torch.device]) -> None:
-    five = [Worker(rank, world=5, local_rank=rank, local_world=5, address="", port=0, launcher="test") for rank in range(5)]
+    five = [
+        Worker(rank, world=5, local_rank=rank, local_world=5, address="", port=0, launcher="test")
+        for rank in range(5)
+    ]
     assert [pick_device(worker, "cuda").index for worker in five] == [0, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(("workers", "backend"), [(2, "nccl"), (3, through_host.NAME)])
-def test_nccl_carries_what_workers_send_unless_two_share_a_gpu(gpus: list[torch.device], workers: int, backend: str) -> None:
-    worker = Worker(rank=0, world=workers, local_rank=0, local_world=2**20, address="", port=0, launcher="test")
+def test_nccl_carries_what_workers_send_unless_two_share_a_gpu(
+    gpus: list[torch.device], workers: int, backend: str
+) -> None:
+    worker = Worker(
+        rank=0, world=workers, local_rank=0, local_world=2**20, address="", port=0, launcher="test"
+    )
     assert _backend(worker, torch.device("cuda", 0)) == backend
 
 
-def test_workers_that_share_a_gpu_have_its_memory_together(gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_share_a_gpu_have_its_memory_together(
+    gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=120))
     assert [device_memory(workers, "cuda") for workers in (1, 2, 3, 6)] == [120, 120, 60, 40]
 

@@ -19,15 +19,18 @@ TORCHRUN = {
     "MASTER_PORT": "29511",
 }
 SLURM = {
-    "SLURM_JOB_ID": "41234", "SLURM_STEP_ID": "0", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "41234", "SLURM_STEP_ID": "0", "SLURM_PROCID": "9", "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
     "SLURM_NTASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[007-008]",
 }  # fmt: skip
 ENVIRONMENTS: dict[str, tuple[dict[str, str], Launched]] = {
     "nothing": ({"HOME": "/root", "PATH": "/bin"}, ALONE),
     "torchrun": (TORCHRUN, Worker(5, 8, 1, 4, "n1", 29511, "torchrun")),
-    "torchrun, least said": ({"RANK": "0", "WORLD_SIZE": "1"}, Worker(0, 1, 0, 1, "localhost", 29500, "torchrun")),
+    "torchrun, least said": ({"RANK": "0", "WORLD_SIZE": "1"}, Worker(0, 1, 0, 1, "localhost", 29500,
+    "torchrun")),
     "torchrun inside srun": ({**SLURM, **TORCHRUN}, Worker(5, 8, 1, 4, "n1", 29511, "torchrun")),
-    "torchrun inside a PET pod": ({**TORCHRUN, "PET_NNODES": "2"}, Worker(5, 8, 1, 4, "n1", 29511, "torchrun")),
+    "torchrun inside a PET pod": ({**TORCHRUN, "PET_NNODES": "2"}, Worker(5, 8, 1, 4, "n1", 29511,
+    "torchrun")),
     "srun, one a device": (SLURM, Worker(9, 16, 1, 8, "gpu007", 21234, "srun, one process a device")),
     "srun, one a device, address given": (
         {**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"},
@@ -38,16 +41,20 @@ ENVIRONMENTS: dict[str, tuple[dict[str, str], Launched]] = {
         Node(2, 1, None, "gpu007", 21234, "slurm-41234-0", "srun, one process a node"),
     ),
     "srun on one node": (
-        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "3", "SLURM_PROCID": "0", "SLURM_NNODES": "1", "SLURM_NODELIST": "login1"},
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "3", "SLURM_PROCID": "0", "SLURM_NNODES": "1",
+        "SLURM_NODELIST": "login1"},
         Node(1, 0, None, "login1", 20007, "slurm-7-3", "srun, one process a node"),
     ),
-    "inside an sbatch script, not a step": ({"SLURM_JOB_ID": "41234", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, ALONE),
+    "inside an sbatch script, not a step": ({"SLURM_JOB_ID": "41234", "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "16"}, ALONE),
     "a Kubernetes operator's PET": (
-        {"PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "8", "PET_MASTER_ADDR": "pod-0", "PET_MASTER_PORT": "77"},
+        {"PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_NPROC_PER_NODE": "8", "PET_MASTER_ADDR": "pod-0",
+        "PET_MASTER_PORT": "77"},
         Node(3, 2, 8, "pod-0", 77, "", "PET_* variables"),
     ),
     "PET with a rendezvous": (
-        {"PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "auto", "PET_RDZV_ENDPOINT": "pod-0:29401", "PET_RDZV_ID": "job-1"},
+        {"PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "auto", "PET_RDZV_ENDPOINT": "pod-0:29401",
+        "PET_RDZV_ID": "job-1"},
         Node(4, 0, None, "pod-0", 29401, "job-1", "PET_* variables"),
     ),
     "PET with a rendezvous without a port": (
@@ -95,8 +102,14 @@ def test_the_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
 
 
 @given(nodes=st.integers(1, 6), devices=st.integers(2, 8), job=st.integers(0, 10**9))
-def test_the_tasks_of_one_srun_agree_on_their_meeting_point_and_number_themselves(nodes: int, devices: int, job: int) -> None:
-    shared = {"SLURM_JOB_ID": str(job), "SLURM_NTASKS": str(nodes * devices), "SLURM_STEP_NUM_NODES": str(nodes)}
+def test_the_tasks_of_one_srun_agree_on_their_meeting_point_and_number_themselves(
+    nodes: int, devices: int, job: int
+) -> None:
+    shared = {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_NTASKS": str(nodes * devices),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+    }
     workers = []
     for rank in range(nodes * devices):
         own = {"SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % devices)}
@@ -110,7 +123,9 @@ def test_the_tasks_of_one_srun_agree_on_their_meeting_point_and_number_themselve
     assert 1024 < workers[0].port < 65536
 
 
-def test_our_workers_share_the_cores_and_what_the_user_set_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_workers_share_the_cores_and_what_the_user_set_is_respected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert worker_environment(10**6) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")

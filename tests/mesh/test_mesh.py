@@ -46,7 +46,13 @@ degrees = st.integers(1, 3)
 
 
 @settings(max_examples=12)
-@given(pipeline=st.integers(1, 2), replica=degrees, data=degrees, context=st.integers(1, 2), tensor=st.integers(1, 2))
+@given(
+    pipeline=st.integers(1, 2),
+    replica=degrees,
+    data=degrees,
+    context=st.integers(1, 2),
+    tensor=st.integers(1, 2),
+)
 def test_each_share_of_the_batch_has_one_reader_for_each_place_on_the_other_axes(**sizes: int) -> None:
     layout = Layout(**sizes)
     shape = tuple(sizes[axis] for axis in RANK_AXES)
@@ -67,7 +73,11 @@ def test_each_share_of_the_batch_has_one_reader_for_each_place_on_the_other_axes
 def groups(worker: Worker, layout: dict[str, int]) -> dict[str, Any]:
     mesh = join(worker, Layout(**layout))
     comm = Comm(mesh)
-    members = {axis: group and dist.get_process_group_ranks(group) for axis in RANK_AXES for group in [mesh.group(axis)]}
+    members = {
+        axis: group and dist.get_process_group_ranks(group)
+        for axis in RANK_AXES
+        for group in [mesh.group(axis)]
+    }
     both = mesh.group("replica x data")
     assert both is not None
     total = comm.sum_over_data(torch.tensor(2.0**worker.rank))
@@ -114,10 +124,16 @@ def test_workers_of_several_nodes_meet_where_other_machines_can_call(
 
 def test_nobody_waits_long_for_an_agent_of_torchrun_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh_module, "AGENT_TIMEOUT", datetime.timedelta(seconds=1))
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    where = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     for name, value in where.items():
         monkeypatch.setenv(name, value)
     worker = Worker(0, 2, 0, 2, where["MASTER_ADDR"], int(where["MASTER_PORT"]), launcher="torchrun")
-    with pytest.raises(dist.DistNetworkError) as raised:  # after half an hour without the agent's own patience
+    with pytest.raises(
+        dist.DistNetworkError
+    ) as raised:  # after half an hour without the agent's own patience
         mesh_module.join(worker, Layout(data=2))
     assert peer_is_gone(raised.value)

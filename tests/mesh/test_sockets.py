@@ -28,13 +28,23 @@ def names(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
 
 def network(monkeypatch: pytest.MonkeyPatch, default_route: bool, *addresses: str) -> None:
     """This machine has these addresses beside its loopback address."""
-    entries = {f"eth{number}": [SimpleNamespace(family=socket.AF_INET, address=one)] for number, one in enumerate(addresses)}
-    lo = [SimpleNamespace(family=socket.AF_INET, address=LOOPBACK), SimpleNamespace(family=socket.AF_PACKET, address="00:00")]
+    entries = {
+        f"eth{number}": [SimpleNamespace(family=socket.AF_INET, address=one)]
+        for number, one in enumerate(addresses)
+    }
+    lo = [
+        SimpleNamespace(family=socket.AF_INET, address=LOOPBACK),
+        SimpleNamespace(family=socket.AF_PACKET, address="00:00"),
+    ]
     monkeypatch.setattr(sockets.psutil, "net_if_addrs", lambda: {"lo": lo, **entries})
-    monkeypatch.setattr(sockets, "address_towards", lambda address, port: addresses[0] if default_route else LOOPBACK)
+    monkeypatch.setattr(
+        sockets, "address_towards", lambda address, port: addresses[0] if default_route else LOOPBACK
+    )
 
 
-@pytest.mark.parametrize("name", ["localhost", "ip6-localhost", "localhost.localdomain", "127.0.1.1", "10.9.9.9", "::1"])
+@pytest.mark.parametrize(
+    "name", ["localhost", "ip6-localhost", "localhost.localdomain", "127.0.1.1", "10.9.9.9", "::1"]
+)
 def test_what_says_itself_which_address_it_is_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     names(monkeypatch, "127.0.0.1")
     network(monkeypatch, True, OUTSIDE)
@@ -42,7 +52,9 @@ def test_what_says_itself_which_address_it_is_stays(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("answers", [(), ("10.9.9.9",), ("10.9.9.9", "127.0.1.1")])
-def test_a_name_that_leads_outside_or_is_not_known_yet_stays(monkeypatch: pytest.MonkeyPatch, answers: tuple[str, ...]) -> None:
+def test_a_name_that_leads_outside_or_is_not_known_yet_stays(
+    monkeypatch: pytest.MonkeyPatch, answers: tuple[str, ...]
+) -> None:
     names(monkeypatch, *answers)
     network(monkeypatch, True, OUTSIDE)
     assert address_for_other_machines("node-1") == "node-1"
@@ -71,11 +83,15 @@ def test_a_machine_of_which_nobody_knows_the_address_outside_is_refused(
 ) -> None:
     names(monkeypatch, "127.0.1.1")
     network(monkeypatch, False, *addresses)
-    with pytest.raises(UserError, match=r"node-1 leads to 127.0.1.1 here, .*name the first node by its address"):
+    with pytest.raises(
+        UserError, match=r"node-1 leads to 127.0.1.1 here, .*name the first node by its address"
+    ):
         address_for_other_machines("node-1")
 
 
-def test_a_name_that_cannot_be_resolved_is_named_with_what_to_set_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_cannot_be_resolved_is_named_with_what_to_set_instead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names(monkeypatch)
     network(monkeypatch, True, OUTSIDE)
     with pytest.raises(UserError) as refused:
@@ -83,5 +99,8 @@ def test_a_name_that_cannot_be_resolved_is_named_with_what_to_set_instead(monkey
     told = str(refused.value)
     assert told.startswith("the name n1, by which the launcher names the first node, cannot be resolved on ")
     assert "(Temporary failure in name resolution)" in told
-    assert "MASTER_ADDR=ADDRESS under Slurm (export it before srun), PET_RDZV_ENDPOINT=ADDRESS:PORT elsewhere" in told
+    assert (
+        "MASTER_ADDR=ADDRESS under Slurm (export it before srun), PET_RDZV_ENDPOINT=ADDRESS:PORT elsewhere"
+        in told
+    )
     assert told.endswith(f"The address of {socket.gethostname()} is {OUTSIDE}")

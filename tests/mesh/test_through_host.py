@@ -1,6 +1,8 @@
-"""Workers that share a GPU: what every collective brings, that streams wait as they would for NCCL, and what a lost peer does.
+"""Workers that share a GPU: what every collective brings, that streams wait as they would for NCCL, and what
+a lost peer does.
 
-Each case runs twice: on tensors in host memory, where threads, order and failures are the same, and on a GPU, where streams are.
+Each case runs twice: on tensors in host memory, where threads, order and failures are the same, and on a GPU,
+where streams are.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def meet(worker: Worker, device: str, longest_delay: float = 0.0) -> None:
         dist.Backend.register_backend(ON_HOST, _on_host, devices=["cpu"])
     name = through_host.NAME if device == "cuda" else ON_HOST
     timeout = timedelta(seconds=60)
-    dist.init_process_group(name, rank=worker.rank, world_size=worker.world, timeout=timeout, **_rendezvous(worker))
+    dist.init_process_group(
+        name, rank=worker.rank, world_size=worker.world, timeout=timeout, **_rendezvous(worker)
+    )
 
 
 def _on_host(store: Any, rank: int, size: int, timeout: timedelta) -> ThroughHost:
@@ -92,7 +96,10 @@ def every_collective(worker: Worker, device: str, longest_delay: float) -> None:
     uneven = torch.full((sum(sent), 2), float(rank), device=device)
     received = torch.empty(sum((rank + other) % 3 for other in everybody), 2, device=device)
     dist.all_to_all_single(received, uneven, sent, sent)
-    same(received, [[float(other)] * 2 for other in everybody for _ in range((rank + other) % 3)] or torch.empty(0, 2))
+    same(
+        received,
+        [[float(other)] * 2 for other in everybody for _ in range((rank + other) % 3)] or torch.empty(0, 2),
+    )
 
     told = torch.tensor([rank, 7.5], device=device)
     dist.broadcast(told, src=world - 1)
@@ -103,7 +110,8 @@ def every_collective(worker: Worker, device: str, longest_delay: float) -> None:
 
 
 def every_message(worker: Worker, device: str, longest_delay: float) -> None:
-    """Around a ring, twice, with both halves asked for at once; then from the first rank to the last, one after the other."""
+    """Around a ring, twice, with both halves asked for at once; then from the first rank to the last, one
+    after the other."""
     meet(worker, device, longest_delay)
     rank, world = worker.rank, worker.world
     after, before = (rank + 1) % world, (rank - 1) % world
@@ -112,7 +120,10 @@ def every_message(worker: Worker, device: str, longest_delay: float) -> None:
         arriving = [torch.zeros(5, device=device) for _ in leaving]
         operations = []
         for tag, (out, into) in enumerate(zip(leaving, arriving, strict=True)):
-            operations += [dist.P2POp(dist.irecv, into, before, tag=tag), dist.P2POp(dist.isend, out, after, tag=tag)]
+            operations += [
+                dist.P2POp(dist.irecv, into, before, tag=tag),
+                dist.P2POp(dist.isend, out, after, tag=tag),
+            ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         for part, into in zip((0.0, 0.5), arriving, strict=True):
@@ -229,8 +240,8 @@ def a_failure_elsewhere(worker: Worker, device: str) -> str:
 
 
 def waits_order_streams(worker: Worker) -> tuple[int, int]:
-    """Of ten sums without a wait, how many were not there yet; of ten messages that were overwritten without one, how many
-    arrived so."""
+    """Of ten sums without a wait, how many were not there yet; of ten messages that were overwritten without
+    one, how many arrived so."""
     meet(worker, "cuda", longest_delay=0.1)
     rank, world = worker.rank, worker.world
     total, stale, spoilt = float(sum(range(world))), 0, 0
@@ -254,7 +265,9 @@ def waits_order_streams(worker: Worker) -> tuple[int, int]:
 @pytest.mark.parametrize("longest_delay", [0.0, 0.01])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_collective_brings_what_it_must(ranks: Ranks, device: str, world: int, longest_delay: float) -> None:
+def test_every_collective_brings_what_it_must(
+    ranks: Ranks, device: str, world: int, longest_delay: float
+) -> None:
     ranks(world).run(every_collective, device, longest_delay, seconds=SECONDS)
 
 
@@ -274,7 +287,9 @@ def test_collectives_keep_their_order_whatever_holds_them_up(ranks: Ranks, devic
 
 @pytest.mark.parametrize("longest_delay", [0.0, 0.01])
 @pytest.mark.parametrize("device", DEVICES)
-def test_torchs_own_engines_train_as_one_process_does(ranks: Ranks, device: str, longest_delay: float) -> None:
+def test_torchs_own_engines_train_as_one_process_does(
+    ranks: Ranks, device: str, longest_delay: float
+) -> None:
     ranks(2).run(engines_train, device, longest_delay, seconds=SECONDS)
 
 

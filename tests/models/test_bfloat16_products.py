@@ -1,4 +1,5 @@
-"""Products of bfloat16 tensors on a CPU that has no instructions for them: made in float32, and rounded once."""
+"""Products of bfloat16 tensors on a CPU that has no instructions for them: made in float32, and rounded
+once."""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ def drawn(*shape: int) -> Tensor:
 
 
 def is_rounded_once(result: Tensor, exact: Tensor, magnitude: Tensor) -> bool:
-    """Whether each number is the exact one rounded once: off by at most half the distance of its neighbours in bfloat16, which
-    has 8 bits, and by what a sum of summands with this total magnitude loses in float32."""
+    """Whether each number is the exact one rounded once: off by at most half the distance of its neighbours
+    in bfloat16, which has 8 bits, and by what a sum of summands with this total magnitude loses in
+    float32."""
     half_a_step = exact.abs().log2().floor().exp2() * 2.0**-8
     return bool(((result.double() - exact).abs() <= half_a_step + magnitude * 2.0**-20).all())
 
@@ -87,13 +89,17 @@ def test_linear_and_its_gradients_are_those_of_float64_rounded_once(shape: tuple
 def test_linear_keeps_nothing_in_float32_for_backward() -> None:
     x, weight = drawn(4, 300).requires_grad_(), drawn(70, 300).requires_grad_()
     kept: list[torch.dtype] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved.dtype) or saved, lambda saved: saved):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: kept.append(saved.dtype) or saved, lambda saved: saved
+    ):
         products.linear(x, weight)
     assert kept == [torch.bfloat16] * 2
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_no_product_of_a_model_is_in_bfloat16_where_the_processor_has_none(model: Model, native: bool) -> None:
+def test_no_product_of_a_model_is_in_bfloat16_where_the_processor_has_none(
+    model: Model, native: bool
+) -> None:
     module = Transformer(model).to(torch.bfloat16)
     nn.init.normal_(module.get_parameter("head.weight"))
     tokens = torch.randint(0, model.vocabulary, (2, 12))
@@ -133,7 +139,9 @@ def test_where_the_processor_has_bfloat16_torch_multiplies(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_other_dtypes_and_gpus_multiply_as_they_are(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_dtypes_and_gpus_multiply_as_they_are(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(products, "CPU_MULTIPLIES_BFLOAT16", False)
     assert not products.multiplies_in_float32(dtype, "cpu")
     assert not products.multiplies_in_float32(torch.bfloat16, "cuda")

@@ -1,4 +1,5 @@
-"""Normal numbers by index: the published generator, the distribution, and the same bits of any slice on any device."""
+"""Normal numbers by index: the published generator, the distribution, and the same bits of any slice on any
+device."""
 
 from __future__ import annotations
 
@@ -42,7 +43,13 @@ def test_the_reference_gives_the_authors_known_answers(numbers: list[int], expec
     assert philox(numbers[:4], numbers[4:]) == expected
 
 
-def whole(*shape: int, seed: int = 0, name: str = "weight", deviation: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+def whole(
+    *shape: int,
+    seed: int = 0,
+    name: str = "weight",
+    deviation: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     return part(shape, tuple(slice(0, size) for size in shape), seed, name, deviation, dtype)
 
 
@@ -66,7 +73,9 @@ def test_each_number_is_the_quantile_that_sixteen_bits_of_its_count_name() -> No
     bits = [word >> shift & 0xFFFF for word in words for shift in (0, 16, 32, 48)]
     variance = math.fsum(NORMAL.inv_cdf((i + 0.5) / 65536) ** 2 for i in range(65536)) / 65536
     expected = [0.02 * NORMAL.inv_cdf((place + 0.5) / 65536) / math.sqrt(variance) for place in bits]
-    assert whole(160, seed=7, name="blocks.0.weight", deviation=0.02).tolist() == pytest.approx(expected, rel=1e-6)
+    assert whole(160, seed=7, name="blocks.0.weight", deviation=0.02).tolist() == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_the_table_has_the_mean_and_the_variance_of_the_distribution() -> None:
@@ -80,11 +89,20 @@ def test_the_table_has_the_mean_and_the_variance_of_the_distribution() -> None:
 def slices(chosen: st.DrawFn) -> tuple[tuple[int, ...], tuple[slice, ...]]:
     shape = tuple(chosen(st.lists(st.integers(1, 40), min_size=1, max_size=4)))
     bounds = [sorted(chosen(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
-    return shape, tuple(slice(0, size) if chosen(st.booleans()) else slice(*own) for size, own in zip(shape, bounds, strict=True))
+    return shape, tuple(
+        slice(0, size) if chosen(st.booleans()) else slice(*own)
+        for size, own in zip(shape, bounds, strict=True)
+    )
 
 
-@given(slices(), st.sampled_from([7, 100, 1 << 18]), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
-def test_a_slice_is_that_of_the_whole(where: tuple[tuple[int, ...], tuple[slice, ...]], at_once: int, dtype: torch.dtype) -> None:
+@given(
+    slices(),
+    st.sampled_from([7, 100, 1 << 18]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)
+def test_a_slice_is_that_of_the_whole(
+    where: tuple[tuple[int, ...], tuple[slice, ...]], at_once: int, dtype: torch.dtype
+) -> None:
     shape, held = where
     expected = whole(*shape)
     with pytest.MonkeyPatch.context() as patch:
@@ -104,7 +122,9 @@ def test_nothing_is_made_but_what_is_held() -> None:
     shape, rows, columns = (1 << 20, 1 << 20), slice(1_000_000, 1_000_003), slice(999_000, 999_040)
     own = part(shape, (rows, columns))
     for index in (0, 1, 2):
-        assert torch.equal(own[index], part((1 << 40,), (slice((start := (1_000_000 + index << 20) + 999_000), start + 40),)))
+        assert torch.equal(
+            own[index], part((1 << 40,), (slice((start := (1_000_000 + index << 20) + 999_000), start + 40),))
+        )
     assert part(shape, (slice(7, 7), slice(0, 1 << 20))).shape == (0, 1 << 20)
 
 
@@ -132,11 +152,18 @@ def test_numbers_are_normal() -> None:
 
 
 def test_numbers_tell_nothing_of_each_other() -> None:
-    """Within a count, from count to count, from row to row, between names and between seeds: no correlation, of them or of
-    their squares."""
+    """Within a count, from count to count, from row to row, between names and between seeds: no correlation,
+    of them or of their squares."""
     numbers, size = whole(MANY + 4096, name="a"), MANY
-    pairs = {f"{lag} apart": (numbers[:size], numbers[lag : lag + size]) for lag in (1, 2, 3, 4, 8, 15, 16, 17, 64, 1024, 4096)}
-    others = {"seeds": {"seed": 1, "name": "a"}, "far seeds": {"seed": 1 << 32, "name": "a"}, "names": {"name": "b"}}
+    pairs = {
+        f"{lag} apart": (numbers[:size], numbers[lag : lag + size])
+        for lag in (1, 2, 3, 4, 8, 15, 16, 17, 64, 1024, 4096)
+    }
+    others = {
+        "seeds": {"seed": 1, "name": "a"},
+        "far seeds": {"seed": 1 << 32, "name": "a"},
+        "names": {"name": "b"},
+    }
     for what, other in others.items():
         pairs[what] = numbers[:size], whole(size, **other)  # type: ignore[arg-type]
     for what, (left, right) in pairs.items():
@@ -154,7 +181,8 @@ def test_each_of_the_sixteen_numbers_of_a_count_is_normal_by_itself() -> None:
 
 @pytest.mark.parametrize("shape", [(512, 512), (500, 1000), (256, 2048)])
 def test_a_matrix_has_the_singular_values_of_a_random_one(shape: tuple[int, int]) -> None:
-    """Between the edges of Marchenko and Pastur's law, to which rows or columns that are alike do not keep."""
+    """Between the edges of Marchenko and Pastur's law, to which rows or columns that are alike do not
+    keep."""
     values = torch.linalg.svdvals(whole(*shape, name="matrix").double())
     rows, columns = map(math.sqrt, shape)
     assert rows + columns - 3 < values.max().item() < rows + columns + 2
@@ -183,7 +211,9 @@ def test_a_matrix_has_the_singular_values_of_a_random_one(shape: tuple[int, int]
         ((70_000, 70_000), (slice(69_000, 69_100), slice(69_001, 69_900))),
     ],
 )
-def test_a_gpu_draws_the_bits_of_a_cpu(shape: tuple[int, ...], held: tuple[slice, ...], dtype: torch.dtype) -> None:
+def test_a_gpu_draws_the_bits_of_a_cpu(
+    shape: tuple[int, ...], held: tuple[slice, ...], dtype: torch.dtype
+) -> None:
     expected = part(shape, held, seed=3, deviation=0.02, dtype=dtype)
     found = part(shape, held, seed=3, deviation=0.02, dtype=dtype, device="cuda")
     assert found.dtype == dtype

@@ -1,4 +1,5 @@
-"""The mixture of experts against Hugging Face's blocks, and against formulas written token by token, in float64."""
+"""The mixture of experts against Hugging Face's blocks, and against formulas written token by token, in
+float64."""
 
 from __future__ import annotations
 
@@ -28,7 +29,14 @@ from shardwise.models.sorting import inverse, mix, permute
 transformers = pytest.importorskip("transformers")
 
 SHAPE = {"hidden": 16, "ffn": 40, "expert_ffn": 24, "experts": 6, "experts_per_token": 2}
-DEEPSEEK = {**SHAPE, "router": "sigmoid", "shared_experts": 2, "routing_scale": 2.5, "experts_per_token": 3, "balance_bias": 0.05}
+DEEPSEEK = {
+    **SHAPE,
+    "router": "sigmoid",
+    "shared_experts": 2,
+    "routing_scale": 2.5,
+    "experts_per_token": 3,
+    "balance_bias": 0.05,
+}
 BALANCED = {"balance_loss": 0.3, "router_z_loss": 0.02}
 EXACT = {"experts_implementation": "eager"}  # Hugging Face's other one knows no float64
 Gradients = dict[str, Tensor]
@@ -49,7 +57,9 @@ def tokens(batch: int = 3, sequence: int = 7) -> Tensor:
 
 def gradients(module: nn.Module, x: Tensor, loss: Tensor) -> Gradients:
     named = {**dict(module.named_parameters()), "x": x}
-    return dict(zip(named, torch.autograd.grad(loss, list(named.values()), materialize_grads=True), strict=True))
+    return dict(
+        zip(named, torch.autograd.grad(loss, list(named.values()), materialize_grads=True), strict=True)
+    )
 
 
 def close(actual: Any, expected: Any) -> None:
@@ -75,8 +85,14 @@ def hugging_block(model: Model, family: str) -> nn.Module:
 
 
 def mixtral_config(model: Model) -> Any:
-    fields = {**shared(model), "num_local_experts": model.experts, "num_experts_per_tok": model.experts_per_token}
-    return transformers.MixtralConfig(**{**fields, "intermediate_size": model.expert_width, "sliding_window": None, **EXACT})
+    fields = {
+        **shared(model),
+        "num_local_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+    }
+    return transformers.MixtralConfig(
+        **{**fields, "intermediate_size": model.expert_width, "sliding_window": None, **EXACT}
+    )
 
 
 def qwen_config(model: Model) -> Any:
@@ -105,7 +121,11 @@ def exact_router(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Hugging Face fixes the router's softmax to float32; the comparison needs it in float64."""
     logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)
     best, chosen = logits.softmax(-1).topk(self.top_k, dim=-1)
-    return logits, best / best.sum(-1, keepdim=True) if getattr(self, "norm_topk_prob", True) else best, chosen
+    return (
+        logits,
+        best / best.sum(-1, keepdim=True) if getattr(self, "norm_topk_prob", True) else best,
+        chosen,
+    )
 
 
 @pytest.mark.parametrize(("family", "normalised"), [("mixtral", True), ("qwen", True), ("qwen", False)])
@@ -133,9 +153,20 @@ def test_outputs_and_gradients_equal_hugging_faces_block(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen"])
-def test_logits_equal_those_of_hugging_faces_whole_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_equal_those_of_hugging_faces_whole_model(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     more = {"qk_norm": True} if family == "qwen" else {}
-    model = Model(**{**SHAPE, "hidden": 48}, layers=2, heads=4, kv_heads=2, head_dim=6, vocabulary=61, max_positions=64, **more)
+    model = Model(
+        **{**SHAPE, "hidden": 48},
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=6,
+        vocabulary=61,
+        max_positions=64,
+        **more,
+    )
     theirs = (
         transformers.MixtralForCausalLM(mixtral_config(model))
         if family == "mixtral"
@@ -153,7 +184,9 @@ def test_logits_equal_those_of_hugging_faces_whole_model(family: str, monkeypatc
         torch.testing.assert_close(ours(ids), expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("family", "layers", "chosen"), [("mixtral", 1, 2), ("mixtral", 3, 3), ("qwen", 4, 2)])
+@pytest.mark.parametrize(
+    ("family", "layers", "chosen"), [("mixtral", 1, 2), ("mixtral", 3, 3), ("qwen", 4, 2)]
+)
 def test_routers_that_route_alike_get_the_gradient_of_hugging_faces_balancing_loss(
     family: str, layers: int, chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +196,9 @@ def test_routers_that_route_alike_get_the_gradient_of_hugging_faces_balancing_lo
     converted, ours = to_config(model)[1], random_model(model)
     assert to_model(converted, "config.json")[1].balance_loss == pytest.approx(0.07, rel=1e-15)
     first = ours.blocks[0]
-    with torch.no_grad():  # layers that put out nothing leave x as it is: all see the same, and no gradient but this loss's
+    with (
+        torch.no_grad()
+    ):  # layers that put out nothing leave x as it is: all see the same, and no gradient but this loss's
         for block in ours.blocks:
             block.attention.output.weight.zero_()
             block.feed_forward.experts.down.zero_()
@@ -186,7 +221,9 @@ def test_routers_that_route_alike_get_the_gradient_of_hugging_faces_balancing_lo
     for block, layer in zip(ours.blocks, theirs.model.layers, strict=True):
         found, expected = block.feed_forward.router.weight.grad, layer.mlp.gate.weight.grad
         assert expected.norm() > 1e-4
-        assert (found - expected).norm() < 1e-6 * expected.norm()  # their sums are in float32 whatever the model is in
+        assert (
+            found - expected
+        ).norm() < 1e-6 * expected.norm()  # their sums are in float32 whatever the model is in
 
 
 def _whole_model(ours: Transformer) -> dict[str, Tensor]:
@@ -197,7 +234,12 @@ def _whole_model(ours: Transformer) -> dict[str, Tensor]:
                 name = re.sub(pattern, new, name)
             copied[name] = value
     for index, block in enumerate(ours.blocks.children()):
-        copied.update({f"model.layers.{index}.mlp.{name}": value for name, value in hugging_names(block.feed_forward).items()})
+        copied.update(
+            {
+                f"model.layers.{index}.mlp.{name}": value
+                for name, value in hugging_names(block.feed_forward).items()
+            }
+        )
     return copied
 
 
@@ -212,7 +254,9 @@ def plain(module: MixtureOfExperts, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = weight @ token
         scores = logits.softmax(0) if config.router == "softmax" else 1 / (1 + torch.exp(-logits))
         ranked = scores.detach() if module.router.bias is None else scores.detach() + module.router.bias
-        chosen = sorted(range(config.experts), key=lambda i, ranked=ranked: -float(ranked[i]))[: config.experts_per_token]
+        chosen = sorted(range(config.experts), key=lambda i, ranked=ranked: -float(ranked[i]))[
+            : config.experts_per_token
+        ]
         divisor = sum(scores[i] for i in chosen) if config.normalise_routing else 1.0
         output = torch.zeros_like(token)
         for i in chosen:
@@ -240,7 +284,9 @@ def plain_loss(module: MixtureOfExperts, x: Tensor, shares: Tensor, choices: Ten
     return loss + config.router_z_loss * logits.exp().sum(-1).log().square().sum()
 
 
-@pytest.mark.parametrize("fields", [SHAPE, DEEPSEEK, {**SHAPE, "experts_per_token": 6}, {**SHAPE, "experts_per_token": 1}])
+@pytest.mark.parametrize(
+    "fields", [SHAPE, DEEPSEEK, {**SHAPE, "experts_per_token": 6}, {**SHAPE, "experts_per_token": 1}]
+)
 def test_outputs_and_gradients_equal_the_formula_token_by_token(fields: dict[str, Any]) -> None:
     module, x = mixture(**fields), tokens()
     if module.router.bias is not None:
@@ -253,7 +299,9 @@ def test_outputs_and_gradients_equal_the_formula_token_by_token(fields: dict[str
 
 @pytest.mark.parametrize("fields", [SHAPE, DEEPSEEK])
 @pytest.mark.parametrize("losses", [{"balance_loss": 0.3}, {"router_z_loss": 0.02}, BALANCED])
-def test_attached_losses_give_the_gradients_of_the_written_ones(fields: dict[str, Any], losses: dict[str, float]) -> None:
+def test_attached_losses_give_the_gradients_of_the_written_ones(
+    fields: dict[str, Any], losses: dict[str, float]
+) -> None:
     module, x = mixture(**fields, **losses), tokens()
     module.gradient_scale = torch.tensor(0.25, dtype=torch.float64)
     expected, shares, choices = plain(module, x)
@@ -290,7 +338,9 @@ def test_sums_over_a_split_sequence_make_the_loss_that_of_the_whole() -> None:
         module(half)
     parts = []
     for half, other in zip(halves, reversed(sums), strict=True):
-        module.sum_sequence = lambda local, other=other: local + other  # what an all-reduce gives, gradient the identity
+        module.sum_sequence = lambda local, other=other: (
+            local + other
+        )  # what an all-reduce gives, gradient the identity
         parts.append(gradients(module, x, module(half).sum()))
     close({name: parts[0][name] + parts[1][name] for name in whole}, whole)
 
@@ -301,7 +351,10 @@ def test_an_expert_without_rows_gets_a_gradient_of_zeros_and_one_may_take_all(co
     x = torch.randn(sum(count), SHAPE["hidden"], dtype=torch.float64, requires_grad=True)
     y = experts(x, torch.tensor(count))
     rows = [i for i, rows in enumerate(count) for _ in range(rows)]
-    expected = [experts.down[i] @ (F.silu(experts.gate[i] @ r) * (experts.up[i] @ r)) for i, r in zip(rows, x, strict=True)]
+    expected = [
+        experts.down[i] @ (F.silu(experts.gate[i] @ r) * (experts.up[i] @ r))
+        for i, r in zip(rows, x, strict=True)
+    ]
     close(y, torch.stack(expected) if expected else x)
     y.square().sum().backward()
     for parameter in experts.parameters():
@@ -314,14 +367,21 @@ def test_sums_over_a_tokens_experts_are_rounded_once(chosen: int) -> None:
     """In 16 bits, against the same numbers in float64."""
     torch.manual_seed(6)
     order = torch.randperm(40 * chosen)
-    numbers = torch.randn(40 * chosen, 32), torch.rand(40, chosen), torch.randn(40, 32), torch.randn(40 * chosen, 32)
+    numbers = (
+        torch.randn(40 * chosen, 32),
+        torch.rand(40, chosen),
+        torch.randn(40, 32),
+        torch.randn(40 * chosen, 32),
+    )
     rows, weights, token, sorted_row = (each.bfloat16() for each in numbers)
 
     def run(dtype: torch.dtype) -> list[Tensor]:
         visited, by, x = (each.to(dtype).requires_grad_() for each in (rows, weights, token))
         mixed = mix(visited, by, order, inverse(order))
         permuted = permute(x, order, inverse(order), copies=chosen)
-        found = torch.autograd.grad((mixed, permuted), (visited, by, x), (token.to(dtype), sorted_row.to(dtype)))
+        found = torch.autograd.grad(
+            (mixed, permuted), (visited, by, x), (token.to(dtype), sorted_row.to(dtype))
+        )
         return [mixed, permuted, *found]
 
     for found, truth in zip(run(torch.bfloat16), run(torch.float64), strict=True):
@@ -399,7 +459,9 @@ def test_the_bias_moves_by_its_step_towards_the_mean_load() -> None:
 
 def test_bias_updates_even_out_a_skewed_router() -> None:
     module = mixture(**{**DEEPSEEK, "balance_bias": 0.005})
-    x = tokens(batch=16, sequence=16).detach() + 1.0  # a common direction, so that some experts win everywhere
+    x = (
+        tokens(batch=16, sequence=16).detach() + 1.0
+    )  # a common direction, so that some experts win everywhere
     with torch.enable_grad():
         module(x)
         first = module.take_load()

@@ -18,7 +18,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 def as_cast_by_hand(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest 8-bit numbers of a tensor whose largest is brought to the last power of two below the range's end."""
+    """The nearest 8-bit numbers of a tensor whose largest is brought to the last power of two below the
+    range's end."""
     scale = 2.0 ** math.floor(math.log2(LARGEST[dtype] / x.abs().max().item()))
     return (x.double() * scale).float().to(dtype).double() / scale
 
@@ -49,20 +50,29 @@ def test_a_smaller_scale_changes_only_what_falls_below_the_range(power: int, see
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_product_and_its_gradients_are_those_of_the_8_bit_numbers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(3, 32, 48).to(dtype).requires_grad_(), torch.randn(16, 48).to(dtype).requires_grad_()
+    x, weight = (
+        torch.randn(3, 32, 48).to(dtype).requires_grad_(),
+        torch.randn(16, 48).to(dtype).requires_grad_(),
+    )
     gradient = (torch.randn(3, 32, 16) * 1e-4).to(dtype)
     float8 = Float8()
     float8.weight.value.copy_(scale_for(weight.detach().abs().max(), LARGEST[E4M3]))
     y = float8(x, weight)
     y.backward(gradient)
-    x8, w8, g8 = as_cast_by_hand(x.detach(), E4M3), as_cast_by_hand(weight.detach(), E4M3), as_cast_by_hand(gradient, E5M2)
+    x8, w8, g8 = (
+        as_cast_by_hand(x.detach(), E4M3),
+        as_cast_by_hand(weight.detach(), E4M3),
+        as_cast_by_hand(gradient, E5M2),
+    )
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0.0 if dtype == torch.float64 else 1e-6}
     torch.testing.assert_close(y.double(), x8 @ w8.T, **close)
     assert x.grad is not None
     assert weight.grad is not None
     close["atol"] *= 1e-4
     torch.testing.assert_close(x.grad.double(), g8 @ w8, **close)
-    torch.testing.assert_close(weight.grad.double(), g8.flatten(0, 1).T @ x8.flatten(0, 1), **{**close, "atol": 1e-9})
+    torch.testing.assert_close(
+        weight.grad.double(), g8.flatten(0, 1).T @ x8.flatten(0, 1), **{**close, "atol": 1e-9}
+    )
     (seen,) = float8.noted
     assert seen[:, 0].tolist() == pytest.approx([t.abs().max().item() for t in (x, gradient)], rel=1e-6)
 
@@ -71,14 +81,21 @@ def test_a_product_and_its_gradients_are_those_of_the_8_bit_numbers(dtype: torch
 def test_tensors_may_lie_column_by_column(device: str) -> None:
     """As the gradient of a single sequence's keys does, when it comes out of attention."""
     torch.manual_seed(0)
-    x, weight = torch.randn(48, 32, dtype=torch.float64, device=device).T.requires_grad_(), torch.randn(16, 48, device=device)
+    x, weight = (
+        torch.randn(48, 32, dtype=torch.float64, device=device).T.requires_grad_(),
+        torch.randn(16, 48, device=device),
+    )
     weight = weight.double().requires_grad_()
     gradient = torch.randn(16, 32, dtype=torch.float64, device=device).T
     assert not gradient.is_contiguous()
     float8 = Float8().to(device)
     float8.weight.value.copy_(scale_for(weight.detach().abs().max(), LARGEST[E4M3]))
     float8(x, weight).backward(gradient)
-    x8, w8, g8 = as_cast_by_hand(x.detach(), E4M3), as_cast_by_hand(weight.detach(), E4M3), as_cast_by_hand(gradient, E5M2)
+    x8, w8, g8 = (
+        as_cast_by_hand(x.detach(), E4M3),
+        as_cast_by_hand(weight.detach(), E4M3),
+        as_cast_by_hand(gradient, E5M2),
+    )
     torch.testing.assert_close(x.grad, g8 @ w8)
     torch.testing.assert_close(weight.grad, g8.T @ x8)
     assert cast(gradient, float8.input.value, E4M3).is_contiguous()
@@ -88,7 +105,9 @@ def test_what_backward_needs_of_the_input_is_kept_in_8_bits() -> None:
     kept: list[Tensor] = []
     x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         Float8()(x, weight)
     of_input = [tensor for tensor in kept if tensor.numel() == x.numel()]
     assert [tensor.dtype for tensor in of_input] == [E4M3]
@@ -101,7 +120,9 @@ def test_numbers_below_the_range_are_counted() -> None:
 
 
 def test_what_is_above_the_range_becomes_its_end_and_is_seen() -> None:
-    x8, _, seen = quantise(torch.tensor([[1000.0, -1000.0]]), torch.ones(()), E4M3, dynamic=False, plain=False)
+    x8, _, seen = quantise(
+        torch.tensor([[1000.0, -1000.0]]), torch.ones(()), E4M3, dynamic=False, plain=False
+    )
     assert x8.float().tolist() == [[448.0, -448.0]]
     assert seen[0] == 1000
 
@@ -118,7 +139,9 @@ def test_compiled_for_a_gpu_what_is_above_the_range_becomes_its_end(dtype: torch
 
 def test_a_number_that_is_none_is_seen() -> None:
     for value in (math.nan, -math.nan, math.inf):
-        _, _, seen = quantise(torch.tensor([[1.0, value], [3.0, 2.0]]), torch.ones(()), E4M3, dynamic=False, plain=False)
+        _, _, seen = quantise(
+            torch.tensor([[1.0, value], [3.0, 2.0]]), torch.ones(()), E4M3, dynamic=False, plain=False
+        )
         assert not seen[0].isfinite()
 
 

@@ -43,7 +43,9 @@ def test_the_window_slides_once_the_text_is_longer() -> None:
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another() -> None:
-    first, again, other = (generate(successor, [0], 60, max_positions=8, temperature=3.0, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (
+        generate(successor, [0], 60, max_positions=8, temperature=3.0, seed=seed) for seed in (1, 1, 2)
+    )
     assert first == again != other
     assert len(first) == 61
 

@@ -1,4 +1,5 @@
-"""Experts' products in float8 against the same 8-bit numbers multiplied row by row in float64, and what is seen of them."""
+"""Experts' products in float8 against the same 8-bit numbers multiplied row by row in float64, and what is
+seen of them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ INPUTS, OUTPUTS = 32, 16
 
 
 def rounded(x: Tensor, largest: float | None = None, dtype: torch.dtype = E4M3) -> Tensor:
-    """The nearest 8-bit numbers of a tensor whose largest is brought to the last power of two below the range's end."""
+    """The nearest 8-bit numbers of a tensor whose largest is brought to the last power of two below the
+    range's end."""
     scale = 2.0 ** math.floor(math.log2(LARGEST[dtype] / (largest or x.abs().max().item())))
     return (x.double() * scale).float().to(dtype).double() / scale
 
@@ -46,7 +48,9 @@ def scaled_for(product: GroupedFloat8, weights: tuple[Tensor, ...]) -> float:
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_grouped_product_and_its_gradients_are_those_of_the_8_bit_numbers(counts: list[int], dtype: torch.dtype) -> None:
+def test_a_grouped_product_and_its_gradients_are_those_of_the_8_bit_numbers(
+    counts: list[int], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     x, weights = torch.randn(13, INPUTS).to(dtype).requires_grad_(), two_weights(dtype)
     gradient = (torch.randn(13, 2 * OUTPUTS) * 1e-4).to(dtype)
@@ -58,7 +62,9 @@ def test_a_grouped_product_and_its_gradients_are_those_of_the_8_bit_numbers(coun
     w8 = rounded(torch.cat([weight.detach() for weight in weights], dim=1), largest)
     of_rows = experts_of(counts)
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0.0 if dtype == torch.float64 else 1e-6}
-    torch.testing.assert_close(y.double(), torch.stack([w8[i] @ row for i, row in zip(of_rows, x8, strict=True)]), **close)
+    torch.testing.assert_close(
+        y.double(), torch.stack([w8[i] @ row for i, row in zip(of_rows, x8, strict=True)]), **close
+    )
     assert x.grad is not None
     close["atol"] *= 1e-3
     expected = torch.stack([row @ w8[i] for i, row in zip(of_rows, g8, strict=True)])
@@ -93,7 +99,9 @@ def test_rows_cast_before_they_are_copied_are_rows_cast_after() -> None:
     upstream = torch.randn_like(found)
     inputs = (tokens, *weights)
     for own, expected in zip(
-        torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(truth, inputs, upstream), strict=True
+        torch.autograd.grad(found, inputs, upstream),
+        torch.autograd.grad(truth, inputs, upstream),
+        strict=True,
     ):
         torch.testing.assert_close(own, expected, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(before.noted[0], after.noted[0])
@@ -103,10 +111,16 @@ def test_backward_keeps_one_row_of_8_bits_for_each_token() -> None:
     kept: list[Tensor] = []
     tokens = torch.randn(40, INPUTS, dtype=torch.bfloat16, requires_grad=True)
     sorting, counts = sorting_of(40, copies=3)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    ):
         GroupedFloat8("gate", "up")(tokens, ends_of(counts), two_weights(torch.bfloat16), sorting)
     assert [tensor.shape[0] for tensor in kept if tensor.dtype == E4M3] == [40]
-    assert not [tensor for tensor in kept if tensor.is_floating_point() and tensor.shape == tokens.shape and tensor.dtype != E4M3]
+    assert not [
+        tensor
+        for tensor in kept
+        if tensor.is_floating_point() and tensor.shape == tokens.shape and tensor.dtype != E4M3
+    ]
 
 
 def test_where_no_row_comes_gradients_are_zeros_and_nothing_is_seen() -> None:
@@ -129,7 +143,9 @@ def test_compiled_code_notes_and_computes_what_eager_code_does() -> None:
 
     def run(product: GroupedFloat8, call: object) -> tuple[Tensor, ...]:
         y = call(tokens, ends_of(counts), weights, sorting)  # type: ignore[operator]
-        return torch.autograd.grad(y.square().sum(), (tokens, *weights, *([] if product is eager else [product.probe])))
+        return torch.autograd.grad(
+            y.square().sum(), (tokens, *weights, *([] if product is eager else [product.probe]))
+        )
 
     truth = run(eager, eager)
     found = run(compiled, torch.compile(compiled.forward, fullgraph=True, backend="aot_eager"))
@@ -189,7 +205,8 @@ def test_where_nothing_is_cast_experts_are_what_they_are_without_float8() -> Non
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="grouped float8 products are for GPUs"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="grouped float8 products are for GPUs",
 )
 @pytest.mark.parametrize("counts", [[3, 900, 0, 41], [0, 0, 700, 0], [128] * 4, [0] * 4, None], ids=str)
 def test_the_kernels_of_a_gpu_multiply_the_same_8_bit_numbers(counts: list[int] | None) -> None:
@@ -206,7 +223,11 @@ def test_the_kernels_of_a_gpu_multiply_the_same_8_bit_numbers(counts: list[int] 
     def run(device: str) -> list[Tensor]:
         product.to(device)
         x, gate, up = (each.to(device).requires_grad_() for each in (rows, *weights))
-        there = None if sorting is None else Sorting(sorting.order.to(device), sorting.back.to(device), sorting.copies)
+        there = (
+            None
+            if sorting is None
+            else Sorting(sorting.order.to(device), sorting.back.to(device), sorting.copies)
+        )
         y = product(x, ends_of(counts).to(device), (gate, up), there)
         return [y, *torch.autograd.grad(y, (x, gate, up), gradient.to(device))]
 

@@ -9,7 +9,9 @@ from torch import Tensor
 from shardwise.config import Model
 from shardwise.models import Transformer, check_values, initial_value, initialise
 
-CONFIG = Model(layers=8, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=256, vocabulary=300, qk_norm=True, bias=True)
+CONFIG = Model(
+    layers=8, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=256, vocabulary=300, qk_norm=True, bias=True
+)
 
 
 def make(dtype: torch.dtype = torch.float32, seed: int = 0, config: Model = CONFIG) -> Transformer:
@@ -22,8 +24,13 @@ def test_a_value_depends_on_seed_and_name_alone_whatever_else_exists_or_was_draw
     values = dict(make().named_parameters())
     torch.manual_seed(99)
     for name in reversed(list(values)):  # another order
-        assert torch.equal(initial_value(name, tuple(values[name].shape), CONFIG.layers, seed=0), values[name])
-    untied, tied = values, dict(make(config=CONFIG.model_copy(update={"tied": True})).named_parameters())  # a subset
+        assert torch.equal(
+            initial_value(name, tuple(values[name].shape), CONFIG.layers, seed=0), values[name]
+        )
+    untied, tied = (
+        values,
+        dict(make(config=CONFIG.model_copy(update={"tied": True})).named_parameters()),
+    )  # a subset
     assert all(torch.equal(value, untied[name]) for name, value in tied.items())
 
 
@@ -65,11 +72,15 @@ def test_deviations_are_gpt2s() -> None:
             assert value.std().item() == pytest.approx(expected, rel=4 / math.sqrt(2 * value.numel())), name
             assert abs(value.mean().item()) < 4 * expected / math.sqrt(value.numel()), name
         else:
-            assert torch.equal(value, torch.zeros_like(value) if name.endswith("bias") else torch.ones_like(value)), name
+            assert torch.equal(
+                value, torch.zeros_like(value) if name.endswith("bias") else torch.ones_like(value)
+            ), name
 
 
 def test_float64_starts_from_the_float32_numbers_and_bfloat16_from_their_rounding() -> None:
-    narrow, wide, low = (dict(make(dtype).named_parameters()) for dtype in (torch.float32, torch.float64, torch.bfloat16))
+    narrow, wide, low = (
+        dict(make(dtype).named_parameters()) for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    )
     for name, value in narrow.items():
         assert torch.equal(wide[name], value.double()), name
         assert torch.equal(low[name], value.bfloat16()), name

@@ -92,7 +92,9 @@ def test_a_second_backward_is_refused_rather_than_wrong() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+)
 def test_low_precision_is_close_to_float64_and_float32_weights_get_float32_gradients(
     dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -104,7 +106,9 @@ def test_low_precision_is_close_to_float64_and_float32_weights_get_float32_gradi
     assert hidden.grad is not None
     assert master.grad is not None
     assert (hidden.grad.dtype, master.grad.dtype) == (dtype, torch.float32)
-    for actual, truth in zip((loss.detach(), hidden.grad, master.grad), plain(hidden, weight, targets), strict=True):
+    for actual, truth in zip(
+        (loss.detach(), hidden.grad, master.grad), plain(hidden, weight, targets), strict=True
+    ):
         assert (actual.double() - truth).norm() <= tolerance * truth.norm()
 
 
@@ -132,7 +136,9 @@ def test_the_traced_chunk_function_gives_the_same_numbers() -> None:
     logits = (hidden @ weight.t()).detach()
     eager, traced = logits.clone(), logits.clone()
     compiled = torch.compile(_chunk_loss_and_gradient, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(traced, targets, traced, 1.0), _chunk_loss_and_gradient(eager, targets, eager, 1.0))
+    torch.testing.assert_close(
+        compiled(traced, targets, traced, 1.0), _chunk_loss_and_gradient(eager, targets, eager, 1.0)
+    )
     torch.testing.assert_close(traced, eager)
 
 
@@ -160,11 +166,19 @@ def test_a_chunk_of_logits_stays_within_its_budget_and_chunks_are_even(dtype: to
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("softcap", [None, 4.0])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
-def test_the_gpu_agrees_with_float64(dtype: torch.dtype, tolerance: float, softcap: float | None, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+)
+def test_the_gpu_agrees_with_float64(
+    dtype: torch.dtype, tolerance: float, softcap: float | None, compiled: bool
+) -> None:
     hidden, weight, targets = problem(dtype)
     device_hidden = hidden.detach().cuda().requires_grad_()
-    master = weight.detach().to("cuda", torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    master = (
+        weight.detach()
+        .to("cuda", torch.float64 if dtype == torch.float64 else torch.float32)
+        .requires_grad_()
+    )
     loss = linear_cross_entropy(device_hidden, master, targets.cuda(), 8, compiled=compiled, softcap=softcap)
     loss.backward()
     results = (loss.detach(), device_hidden.grad, master.grad)

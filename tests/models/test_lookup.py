@@ -1,4 +1,5 @@
-"""The gradient of an embedding is a sum over tokens, as exact as its last rounding, however often a token occurs."""
+"""The gradient of an embedding is a sum over tokens, as exact as its last rounding, however often a token
+occurs."""
 
 from __future__ import annotations
 
@@ -41,9 +42,14 @@ def gradient_of(weight: Tensor, dtype: torch.dtype | None, padding: int | None =
     ],
     ids=str,
 )
-def test_frequent_tokens_lose_nothing(stored: torch.dtype, computed: torch.dtype | None, bound: float) -> None:
+def test_frequent_tokens_lose_nothing(
+    stored: torch.dtype, computed: torch.dtype | None, bound: float
+) -> None:
     weight = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2))
-    found, truth = gradient_of(weight.to(stored), computed).double(), gradient_of(weight.double(), torch.float64)
+    found, truth = (
+        gradient_of(weight.to(stored), computed).double(),
+        gradient_of(weight.double(), torch.float64),
+    )
     assert found.isfinite().all()
     assert ((found - truth).abs() / truth.abs()).max() <= bound
 

@@ -7,10 +7,17 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.config import Model
-from shardwise.models import Transformer, attention_backends, describe_attention, initialise, weights_without_memory
+from shardwise.models import (
+    Transformer,
+    attention_backends,
+    describe_attention,
+    initialise,
+    weights_without_memory,
+)
 from shardwise.models.rotary import rotary_frequencies
 
-SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48, "vocabulary": 61,
+SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 48,
+"vocabulary": 61,
                          "max_positions": 48}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SHAPE, "rope_scale": 8.0, "rope_original": 16},
@@ -45,7 +52,9 @@ def make(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Tra
     initialise(module, seed=5)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.mul_(4.0 if parameter.ndim == 2 else 1.0)  # far from uniform predictions; exact in every dtype
+            parameter.mul_(
+                4.0 if parameter.ndim == 2 else 1.0
+            )  # far from uniform predictions; exact in every dtype
     return module
 
 
@@ -62,7 +71,9 @@ def test_the_loss_is_the_summed_cross_entropy_of_the_logits_with_the_same_gradie
     logits = module(inputs)
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    for actual, truth in zip(gradients, torch.autograd.grad(expected, list(module.parameters())), strict=True):
+    for actual, truth in zip(
+        gradients, torch.autograd.grad(expected, list(module.parameters())), strict=True
+    ):
         torch.testing.assert_close(actual, truth, rtol=1e-10, atol=1e-10)
 
 
@@ -92,9 +103,16 @@ def test_documents_in_one_row_give_what_each_gives_alone_with_rotary_positions()
     module, inputs = make("llama"), tokens(2, 24)
     documents = torch.tensor([[0] * 9 + [1] * 15, [3] * 20 + [4] * 4])
     packed = module(inputs, documents=documents)
-    for row, split in ((0, 9), (1, 20)):  # rotary attention sees distances only, so a document may begin anywhere
-        torch.testing.assert_close(packed[row, :split], module(inputs[row : row + 1, :split])[0], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(packed[row, split:], module(inputs[row : row + 1, split:])[0], rtol=1e-9, atol=1e-9)
+    for row, split in (
+        (0, 9),
+        (1, 20),
+    ):  # rotary attention sees distances only, so a document may begin anywhere
+        torch.testing.assert_close(
+            packed[row, :split], module(inputs[row : row + 1, :split])[0], rtol=1e-9, atol=1e-9
+        )
+        torch.testing.assert_close(
+            packed[row, split:], module(inputs[row : row + 1, split:])[0], rtol=1e-9, atol=1e-9
+        )
 
 
 def test_learned_positions_begin_anew_with_each_document() -> None:
@@ -112,9 +130,12 @@ def test_one_document_a_row_is_the_same_as_no_documents() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("compute", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 0.04), (torch.float16, 5e-3), (torch.float64, 2e-7)]
+    ("compute", "tolerance"),
+    [(torch.float32, 3e-6), (torch.bfloat16, 0.04), (torch.float16, 5e-3), (torch.float64, 2e-7)],
 )
-def test_float32_weights_train_in_any_compute_dtype_close_to_float64(family: str, compute: torch.dtype, tolerance: float) -> None:
+def test_float32_weights_train_in_any_compute_dtype_close_to_float64(
+    family: str, compute: torch.dtype, tolerance: float
+) -> None:
     inputs, targets = tokens(2, 24), tokens(2, 24, seed=1)
     module, exact = make(family, torch.float32), make(family)
     for embedding in (module.embedding, module.positions):
@@ -131,7 +152,8 @@ def test_float32_weights_train_in_any_compute_dtype_close_to_float64(family: str
         assert truth.grad is not None
         assert parameter.grad.dtype == torch.float32, name
         error = (parameter.grad.double() - truth.grad).norm()
-        # A key's bias shifts all scores of a query alike: its true gradient is zero, and only rounding is left of it.
+        # A key's bias shifts all scores of a query alike: its true gradient is zero, and only rounding is
+        # left of it.
         assert error <= tolerance * truth.grad.norm() or name.endswith("key.bias"), name
 
 
@@ -140,7 +162,10 @@ def test_weights_kept_in_bfloat16_compute_in_bfloat16() -> None:
     loss = module(tokens(1, 24), tokens(1, 24, seed=1))
     loss.backward()
     assert module(tokens(1, 24)).dtype == torch.bfloat16
-    assert all(parameter.grad is not None and parameter.grad.dtype == torch.bfloat16 for parameter in module.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
+        for parameter in module.parameters()
+    )
 
 
 def test_a_cast_of_the_model_leaves_the_rotary_table_exact() -> None:
@@ -164,7 +189,9 @@ def test_on_cpu_the_preferred_attention_is_the_fused_one_and_is_named_so() -> No
     config = Model(**FAMILIES["llama"])
     query = torch.randn(1, 4, 8, 8, requires_grad=True)
     with attention_backends("cpu"):
-        mixed = F.scaled_dot_product_attention(query, query[:, :2], query[:, :2], is_causal=True, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(
+            query, query[:, :2], query[:, :2], is_causal=True, enable_gqa=True
+        )
     assert "FlashAttentionForCpu" in type(mixed.grad_fn).__name__
     assert describe_attention(config, "cpu", torch.float32, 8) == "flash (CPU)"
 
@@ -174,7 +201,9 @@ def test_on_cpu_the_preferred_attention_is_the_fused_one_and_is_named_so() -> No
 def test_the_gpu_uses_the_attention_that_it_names(masked: bool) -> None:
     config = Model(**{**FAMILIES["llama"], "heads": 8, "kv_heads": 2, "head_dim": 64})
     named = describe_attention(config, "cuda", torch.bfloat16, 128, masked=masked)
-    query = torch.randn(1, 128, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True).transpose(1, 2)
+    query = torch.randn(1, 128, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True).transpose(
+        1, 2
+    )
     mask = torch.ones(1, 1, 128, 128, device="cuda", dtype=torch.bool).tril() if masked else None
     with attention_backends("cuda"):
         mixed = F.scaled_dot_product_attention(

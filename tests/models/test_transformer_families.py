@@ -27,11 +27,13 @@ TINY = {
 }
 LLAMA = {**TINY, "rope_theta": 10000.0, "rope_scale": 8.0, "rope_original": 32}
 QWEN = {**TINY, "qk_norm": True, "norm_epsilon": 1e-6, "rope_theta": 1e6, "tied": True}
-GEMMA2 = {**TINY, "hidden": 64, "layers": 3, "norm": "rms+1", "post_norms": True, "activation": "geglu", "scaled_embedding": True,
+GEMMA2 = {**TINY, "hidden": 64, "layers": 3, "norm": "rms+1", "post_norms": True, "activation": "geglu",
+"scaled_embedding": True,
           "tied": True, "query_scalar": 7.0, "attention_softcap": 3.0, "logit_softcap": 5.0, "window": 7,
           "window_layers": "even"}  # fmt: skip
 QWEN2 = {**TINY, "bias": "qkv", "norm_epsilon": 1e-6, "rope_theta": 1e6}
-GPT = {**TINY, "kv_heads": 4, "head_dim": 12, "ffn": 192, "norm": "layer", "positions": "learned", "activation": "gelu",
+GPT = {**TINY, "kv_heads": 4, "head_dim": 12, "ffn": 192, "norm": "layer", "positions": "learned",
+"activation": "gelu",
        "bias": True, "tied": True}  # fmt: skip
 
 LLAMA_NAMES = [
@@ -91,9 +93,15 @@ def hugging_mistral(model: Model) -> nn.Module:
 
 
 def hugging_gemma2(model: Model) -> nn.Module:
-    more = {"attn_implementation": "eager", "sliding_window": model.window, "query_pre_attn_scalar": int(model.query_scalar or 0)}
+    more = {
+        "attn_implementation": "eager",
+        "sliding_window": model.window,
+        "query_pre_attn_scalar": int(model.query_scalar or 0),
+    }
     caps = {"attn_logit_softcapping": model.attention_softcap, "final_logit_softcapping": model.logit_softcap}
-    config = transformers.Gemma2Config(**{**shared(model), **more, **caps}, pad_token_id=None)  # a padding row gets no gradient
+    config = transformers.Gemma2Config(
+        **{**shared(model), **more, **caps}, pad_token_id=None
+    )  # a padding row gets no gradient
     return transformers.Gemma2ForCausalLM(config).double().eval()
 
 
@@ -146,7 +154,9 @@ def copy_gpt(ours: Transformer, theirs: nn.Module) -> None:
             copied[f"{new}ln_1.{kind}"] = state[f"{old}attention_norm.{kind}"]
             copied[f"{new}ln_2.{kind}"] = state[f"{old}feed_forward_norm.{kind}"]
             joined = torch.cat([state[f"{old}attention.{part}.{kind}"] for part in ("query", "key", "value")])
-            copied[f"{new}attn.c_attn.{kind}"] = joined.t()  # Conv1D keeps (inputs, outputs); a vector is its own transpose
+            copied[f"{new}attn.c_attn.{kind}"] = (
+                joined.t()
+            )  # Conv1D keeps (inputs, outputs); a vector is its own transpose
             copied[f"{new}attn.c_proj.{kind}"] = state[f"{old}attention.output.{kind}"].t()
             copied[f"{new}mlp.c_fc.{kind}"] = state[f"{old}feed_forward.up.{kind}"].t()
             copied[f"{new}mlp.c_proj.{kind}"] = state[f"{old}feed_forward.down.{kind}"].t()
@@ -193,7 +203,9 @@ def compare_gradients(ours: Transformer, theirs: nn.Module) -> None:
     tokens = torch.randint(0, ours.config.vocabulary, (3, 40))
     targets = torch.randint(0, ours.config.vocabulary, (3, 40))
     ours(tokens, targets).backward()
-    nn.functional.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    nn.functional.cross_entropy(
+        theirs(tokens).logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    ).backward()
     expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     for name, parameter in ours.named_parameters():
         gradient, wanted = parameter.grad, expected.pop(their_name(name))
@@ -232,13 +244,16 @@ def exact_capped_attention(
 def test_logits_and_gradients_equal_hugging_faces_gemma2(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(**GEMMA2)
     theirs, ours = hugging_gemma2(model), random_model(model)
-    norms = [("feed_forward_norm", "pre_feedforward_layernorm"), ("attention_post_norm", "post_attention_layernorm"),
+    norms = [("feed_forward_norm", "pre_feedforward_layernorm"), ("attention_post_norm",
+    "post_attention_layernorm"),
              ("feed_forward_post_norm", "post_feedforward_layernorm")]  # fmt: skip
     monkeypatch.setattr(f"{__name__}.LLAMA_NAMES", [*norms, *LLAMA_NAMES])
     copy_llama(ours, theirs)
     theirs.model.rotary_emb = ExactRotary(rotary_frequencies(model))
     monkeypatch.setattr(type(theirs.model.norm), "forward", exact_offset_norm)
-    monkeypatch.setattr("transformers.models.gemma2.modeling_gemma2.eager_attention_forward", exact_capped_attention)
+    monkeypatch.setattr(
+        "transformers.models.gemma2.modeling_gemma2.eager_attention_forward", exact_capped_attention
+    )
     compare(ours, theirs)
     compare_gradients(ours, theirs)
 

@@ -47,10 +47,16 @@ LOST: dict[str, tuple[Callable[[Built], object], dict[str, float | None]]] = {
     "data.copy_": (lambda module: module.proj.weight.data.copy_(TABLE), {"proj.weight": None}),
     "copy_": (lambda module: module.proj.weight.copy_(TABLE), {"proj.weight": None}),
     "rows": (lambda module: module.proj.weight[2:4].copy_(TABLE[2:4]), {"proj.weight": None}),
-    "assigned rows": (lambda module: module.proj.weight.__setitem__(slice(2), TABLE[:2]), {"proj.weight": None}),
+    "assigned rows": (
+        lambda module: module.proj.weight.__setitem__(slice(2), TABLE[:2]),
+        {"proj.weight": None},
+    ),
     "filled rows": (lambda module: module.proj.weight.__setitem__(slice(4), 7.0), {"proj.weight": None}),
     "a row of zeros": (lambda module: module.proj.weight[0].zero_(), {"proj.weight": None}),
-    "padding": (lambda module: setattr(module, "table", nn.Embedding(8, 4, padding_idx=0)), {"table.weight": None}),
+    "padding": (
+        lambda module: setattr(module, "table", nn.Embedding(8, 4, padding_idx=0)),
+        {"table.weight": None},
+    ),
     "zeros_": (lambda module: nn.init.zeros_(module.proj.weight), {"proj.weight": 0.0}),
     "constant_": (lambda module: nn.init.constant_(module.proj.bias, 0.1), {"proj.bias": 0.1}),
 }

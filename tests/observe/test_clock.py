@@ -66,7 +66,12 @@ def test_time_inside_a_nested_span_is_counted_once_and_the_spans_sum_to_the_tota
     step(timed, time)
     split = timed.finish()
     total = split.pop("total")
-    assert split == {"data": 0.0625, "forward_backward": 2.5, "exposed_communication": 0.75, "optimizer": 0.125}
+    assert split == {
+        "data": 0.0625,
+        "forward_backward": 2.5,
+        "exposed_communication": 0.75,
+        "optimizer": 0.125,
+    }
     assert sum(split.values()) == total == 3.4375
 
 

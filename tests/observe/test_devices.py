@@ -48,8 +48,8 @@ def test_an_unknown_device_or_precision_has_no_peak_and_no_mfu(name, precision):
 
 
 def test_mfu_is_model_flops_over_the_peak_of_all_devices():
-    # PaLM 540B (Chowdhery et al. 2022, appendix B): 238.3k tokens/s on 6,144 TPU v4 of 275 TFLOP/s is 46.2 % with attention
-    # counted, from 6 N + 12 L H Q T = 3.28e12 FLOPs a token.
+    # PaLM 540B (Chowdhery et al. 2022, appendix B): 238.3k tokens/s on 6,144 TPU v4 of 275 TFLOP/s is 46.2 %
+    # with attention counted, from 6 N + 12 L H Q T = 3.28e12 FLOPs a token.
     flops = 6 * 540.35e9 + 12 * 118 * 48 * 256 * 2048
     assert mfu(238.3e3, flops, 6144, 275e12) == pytest.approx(0.462, abs=1e-3)
 

@@ -16,7 +16,11 @@ T0 = 1_700_000_000.0
 
 
 def event(at: float, name: str, **facts):
-    return {"time": datetime.fromtimestamp(T0 + at, UTC).isoformat(timespec="milliseconds"), "event": name, **facts}
+    return {
+        "time": datetime.fromtimestamp(T0 + at, UTC).isoformat(timespec="milliseconds"),
+        "event": name,
+        **facts,
+    }
 
 
 def step(number: int, end: float, seconds: float = 1.0, data: float = 0.0, **more):
@@ -54,13 +58,24 @@ FAULT = {"kind": "died", "rank": 2, "step": 5, "cause": "signal 9", "generation"
 
 
 def test_a_fault_costs_the_work_after_the_last_save_and_the_time_until_a_step_counts_again() -> None:
-    """Steps 3 and 4 are done, lost in the fault at 4.5, and done again after 3 seconds of recovery, of which step 3 takes 1."""
+    """Steps 3 and 4 are done, lost in the fault at 4.5, and done again after 3 seconds of recovery, of which
+    step 3 takes 1."""
     events = [
         event(0, "start"),
         event(2.1, "save", step=2, seconds=0.1, stall_seconds=0.1),
         event(4.7, "fault", **FAULT),
         event(6, "resume", step=2),
-        event(7.5, "recovery", step=2, lost_steps=2, lost_seconds=2.0, seconds=3.0, generation=2, world=4, parts={}),
+        event(
+            7.5,
+            "recovery",
+            step=2,
+            lost_steps=2,
+            lost_seconds=2.0,
+            seconds=3.0,
+            generation=2,
+            world=4,
+            parts={},
+        ),
         event(9.6, "end", step=5),
     ]
     steps = [step(1, 1), step(2, 2), step(3, 7.5), step(4, 8.5), step(5, 9.5)]
@@ -112,7 +127,12 @@ def test_the_night_between_a_stop_or_a_last_fault_and_a_new_start_is_not_the_run
 
 
 def test_parting_for_more_workers_is_recovery_without_loss() -> None:
-    events = [event(0, "start"), event(2, "regroup", step=2), event(3, "resume", step=2), event(5, "end", step=3)]
+    events = [
+        event(0, "start"),
+        event(2, "regroup", step=2),
+        event(3, "resume", step=2),
+        event(5, "end", step=3),
+    ]
     parts(goodput(events, [step(1, 1), step(2, 2), step(3, 5)]), productive=3.0, recovery=2.0)
 
 
@@ -177,7 +197,13 @@ def test_what_an_event_does_not_know_is_null_or_left_out_alike() -> None:
             event(0, "start"),
             event(3, "save", step=9, stall_seconds=0.5, **unknown),
             event(4, "fault", **FAULT),
-            event(6, "recovery", step=2, seconds=2.5, **{key.replace("seconds", "lost_seconds"): None for key in unknown}),
+            event(
+                6,
+                "recovery",
+                step=2,
+                seconds=2.5,
+                **{key.replace("seconds", "lost_seconds"): None for key in unknown},
+            ),
         ]
 
     assert goodput(history(seconds=None), [])["parts"] == goodput(history(), [])["parts"]
@@ -189,15 +215,32 @@ def test_records_without_times_have_no_goodput(events) -> None:
     assert (found["share"], found["wall_seconds"]) == (None, 0.0)
 
 
-NAMES = ["start", "resume", "save", "evaluate", "fault", "recovery", "regroup", "stop", "end", "straggler", "skip"]
+NAMES = [
+    "start",
+    "resume",
+    "save",
+    "evaluate",
+    "fault",
+    "recovery",
+    "regroup",
+    "stop",
+    "end",
+    "straggler",
+    "skip",
+]
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 100), st.sampled_from(NAMES), st.floats(0, 20), st.integers(1, 5)), max_size=20),
+    st.lists(
+        st.tuples(st.floats(0, 100), st.sampled_from(NAMES), st.floats(0, 20), st.integers(1, 5)), max_size=20
+    ),
     st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 10)), max_size=20),
 )
 def test_whatever_happens_the_parts_add_up_to_the_whole(happened, done) -> None:
-    events = [event(at, name, seconds=seconds, step=number, generation=number) for at, name, seconds, number in happened]
+    events = [
+        event(at, name, seconds=seconds, step=number, generation=number)
+        for at, name, seconds, number in happened
+    ]
     steps = [step(number, end, seconds) for number, (end, seconds) in enumerate(sorted(done), start=1)]
     found = goodput(events, steps)
     assert sum(found["parts"].values()) == pytest.approx(found["wall_seconds"], abs=1e-5)
@@ -206,7 +249,8 @@ def test_whatever_happens_the_parts_add_up_to_the_whole(happened, done) -> None:
 
 
 def history(seed: int):
-    """A run as it could have been: pauses, evaluations, saves that end later, faults with their recoveries."""
+    """A run as it could have been: pauses, evaluations, saves that end later, faults with their
+    recoveries."""
     draw, at, events, steps, saves = random.Random(seed), 1.0, [event(0, "start")], [], []
     for number in range(1, 60):
         at += draw.choice([0.0, 0.01, 0.2])
@@ -216,9 +260,15 @@ def history(seed: int):
             events.append(event(at + lost, "fault", **{**FAULT, "generation": number}))
             events.append(event(at + lost + restart / 2, "resume", step=number - 1))
             at += lost + restart
-            events.append(event(at + seconds, "recovery", step=number - 1, lost_seconds=0.0, seconds=restart + seconds))
+            events.append(
+                event(at + seconds, "recovery", step=number - 1, lost_seconds=0.0, seconds=restart + seconds)
+            )
         at += seconds
-        steps.append(step(number, at, seconds, data=seconds * draw.random(), latest={"rank": 1, "behind": seconds / 10}))
+        steps.append(
+            step(
+                number, at, seconds, data=seconds * draw.random(), latest={"rank": 1, "behind": seconds / 10}
+            )
+        )
         if draw.random() < 0.1:
             at += 0.3
             events.append(event(at, "evaluate", step=number, seconds=0.3))
@@ -232,8 +282,12 @@ def history(seed: int):
 @pytest.mark.parametrize("seed", range(20))
 def test_steps_that_are_added_up_while_they_are_read_give_the_parts_of_single_ones(seed: int) -> None:
     events, steps = history(seed)
-    marks = [event(one["time"] - T0, "mark") for one in steps]  # something happens after every step: none is added to another
-    assert goodput(events, iter(steps))["parts"] == pytest.approx(goodput([*events, *marks], steps)["parts"], abs=1e-6)
+    marks = [
+        event(one["time"] - T0, "mark") for one in steps
+    ]  # something happens after every step: none is added to another
+    assert goodput(events, iter(steps))["parts"] == pytest.approx(
+        goodput([*events, *marks], steps)["parts"], abs=1e-6
+    )
 
 
 def test_what_passed_before_the_first_record_is_start_up():

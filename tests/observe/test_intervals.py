@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from shardwise.observe.intervals import Interval, joined, length, without
 
-intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)).map(lambda pair: (float(pair[0]), float(sum(pair)))))
+intervals = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 8)).map(lambda pair: (float(pair[0]), float(sum(pair))))
+)
 
 
 def ticks(stretches: list[Interval]) -> set[int]:
@@ -23,7 +25,9 @@ def test_joined_stretches_are_the_same_time_without_overlap(some: list[Interval]
 
 
 @given(intervals, intervals)
-def test_what_is_left_without_others_is_what_only_the_first_have(some: list[Interval], others: list[Interval]) -> None:
+def test_what_is_left_without_others_is_what_only_the_first_have(
+    some: list[Interval], others: list[Interval]
+) -> None:
     left = without(joined(some), joined(others))
     assert ticks(left) == ticks(some) - ticks(others)
     assert length(left) == len(ticks(left))

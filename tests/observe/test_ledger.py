@@ -9,7 +9,10 @@ def test_take_gives_what_came_since_the_last_take():
     ledger.record("all_gather", "data", 40)
     ledger.record("all_gather", "data", 2)
     first = ledger.take()
-    assert first == {"all_gather/data": {"count": 2, "bytes": 42}, "reduce_scatter/data": {"count": 1, "bytes": 100}}
+    assert first == {
+        "all_gather/data": {"count": 2, "bytes": 42},
+        "reduce_scatter/data": {"count": 1, "bytes": 100},
+    }
     assert list(first) == sorted(first)
     assert ledger.take() == {}
     ledger.record("all_gather", "data", 8)
@@ -41,7 +44,13 @@ def test_an_axis_is_busy_while_any_collective_runs_and_hidden_where_nobody_waits
     def ran(axis: str, start: float, ended: float | None) -> Collective:
         return Collective("all_reduce", axis, 8, None, start, ended)
 
-    collectives = [ran("data", 1, 4), ran("data", 3, 5), ran("tensor", 4, 6), ran("data", 8, 9), ran("pipeline", 1, None)]
+    collectives = [
+        ran("data", 1, 4),
+        ran("data", 3, 5),
+        ran("tensor", 4, 6),
+        ran("data", 8, 9),
+        ran("pipeline", 1, None),
+    ]
     waits = [(4.5, 5.5), (8.0, 10.0)]
     assert axis_times(collectives, waits) == {
         "data": {"seconds": 5.0, "hidden": 3.5},

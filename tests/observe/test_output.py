@@ -53,7 +53,14 @@ def test_all_that_was_said_is_there_when_it_ends(monkeypatch: pytest.MonkeyPatch
 def test_progress_is_drawn_on_a_terminal_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "LAST_SECONDS", 0.1)
     leader, follower = os.openpty()
-    record = {"loss": 1.0, "seconds": 0.1, "tokens_per_second": 1.0, "sequences_per_second": 1.0, "mfu": None, "memory_bytes": 1}
+    record = {
+        "loss": 1.0,
+        "seconds": 0.1,
+        "tokens_per_second": 1.0,
+        "sequences_per_second": 1.0,
+        "mfu": None,
+        "memory_bytes": 1,
+    }
 
     def train() -> None:
         with TrainingProgress(Console(file=UnblockedStream(terminal), force_terminal=True), 1000) as progress:

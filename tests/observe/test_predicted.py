@@ -9,7 +9,9 @@ from shardwise.observe import render, summarise
 GIB = 2**30
 SUM = "all_reduce/data"
 TERMS = {
-    **dict.fromkeys(("tensor", "context", "expert", "replica", "imbalance", "bubble", "pipeline_sends", "offload"), 0.0),
+    **dict.fromkeys(
+        ("tensor", "context", "expert", "replica", "imbalance", "bubble", "pipeline_sends", "offload"), 0.0
+    ),
     **{"matmul": 0.5, "attention": 0.125, "elementwise": 0.25, "launch": 0.0625, "recompute": 0.0625},
     **{"optimizer": 0.25, "data": 0.75, "total": 2.0},
 }
@@ -25,7 +27,13 @@ CPU, GPU = "resident set of the process", "allocated by torch on the GPU"
 
 
 def line(step, seconds=4.0, spans=SPANS, **more):
-    common = {"step": step, "loss": 1.0, "seconds": seconds, "tokens_per_second": 1000 / seconds, "memory_bytes": 4 * GIB}
+    common = {
+        "step": step,
+        "loss": 1.0,
+        "seconds": seconds,
+        "tokens_per_second": 1000 / seconds,
+        "memory_bytes": 4 * GIB,
+    }
     return {**common, "spans": spans, "collectives": {SUM: {"count": 2, "bytes": 4096}}, **more}
 
 
@@ -73,7 +81,8 @@ def test_each_term_has_what_was_predicted_and_what_the_steady_steps_measured(tmp
 
 def test_the_terms_of_both_sides_add_up_to_the_step(tmp_path):
     lines = [
-        line(step, seconds, {**SPANS, "forward_backward": seconds / 3}) for step, seconds in enumerate((9, 8, 4, 5, 11, 3, 4), 1)
+        line(step, seconds, {**SPANS, "forward_backward": seconds / 3})
+        for step, seconds in enumerate((9, 8, 4, 5, 11, 3, 4), 1)
     ]
     rows = rows_of(write_run(tmp_path, lines))
     parts = [row for row in rows.values() if "terms" in row]
@@ -104,13 +113,20 @@ def test_on_a_gpu_waits_of_the_tensor_axis_are_part_of_computing(tmp_path):
 
 
 def test_one_gpu_waits_for_nobody_and_that_is_known(tmp_path):
-    rows = rows_of(write_run(tmp_path, [line(1, spans={**SPANS, "exposed_communication": 0.0})], layout={"data": 1}, kind=GPU))
+    rows = rows_of(
+        write_run(
+            tmp_path, [line(1, spans={**SPANS, "exposed_communication": 0.0})], layout={"data": 1}, kind=GPU
+        )
+    )
     assert rows["exposed communication"]["measured"] == 0.0
     assert rows["computing"]["measured"] == 2.0
 
 
 def test_the_allocator_of_a_gpu_does_not_see_the_runtime(tmp_path):
-    assert rows_of(write_run(tmp_path, [line(1)], kind=GPU))["peak memory, without overhead"]["predicted"] == 3.0 * GIB
+    assert (
+        rows_of(write_run(tmp_path, [line(1)], kind=GPU))["peak memory, without overhead"]["predicted"]
+        == 3.0 * GIB
+    )
 
 
 def test_reading_behind_the_devices_work_costs_only_what_is_left_of_the_step(tmp_path):
@@ -131,7 +147,8 @@ def test_spans_that_were_not_recorded_are_not_known(tmp_path):
     folder = write_run(tmp_path, [bare])
     rows = rows_of(folder)
     assert all(
-        rows[name]["measured"] is None for name in ("computing", "optimizer", "reading data", "unclaimed", "peak memory", SUM)
+        rows[name]["measured"] is None
+        for name in ("computing", "optimizer", "reading data", "unclaimed", "peak memory", SUM)
     )
     assert "Nothing but the step time was measured." in shown(folder)
 

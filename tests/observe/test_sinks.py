@@ -78,7 +78,9 @@ def test_resuming_at_a_step_leaves_each_step_once_even_after_a_torn_line(tmp_pat
         second.write({"step": step, "loss": 0.1 * step, "life": 2})
     second.close()
     kept_records = list(read_metrics(tmp_path))
-    assert [(record["step"], record["life"]) for record in kept_records] == [(s, 1 if s <= 5 else 2) for s in range(1, 9)]
+    assert [(record["step"], record["life"]) for record in kept_records] == [
+        (s, 1 if s <= 5 else 2) for s in range(1, 9)
+    ]
     assert path.read_bytes().splitlines(keepends=True)[:5] == kept
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -153,19 +155,31 @@ def test_resuming_reads_the_end_of_a_long_file_and_leaves_the_rest_alone(tmp_pat
 
 
 @pytest.mark.parametrize("size", [1, 7, 40, 1000])
-def test_a_line_that_is_too_long_is_damaged_from_either_end_and_never_put_together(tmp_path, monkeypatch, size):
+def test_a_line_that_is_too_long_is_damaged_from_either_end_and_never_put_together(
+    tmp_path, monkeypatch, size
+):
     monkeypatch.setattr(records, "LONGEST_LINE", 200)
     monkeypatch.setattr(records, "_BLOCK", size)
     path, put_together = tmp_path / "metrics.jsonl", []
     fills = [0, 250, 60, 900, 900, 30, 5000]
-    path.write_text("".join(json.dumps(step(number, data="0" * fill)) + "\n" for number, fill in enumerate(fills, start=1)))
+    path.write_text(
+        "".join(
+            json.dumps(step(number, data="0" * fill)) + "\n" for number, fill in enumerate(fills, start=1)
+        )
+    )
     ends = [end for end, byte in enumerate(path.read_bytes(), start=1) if byte == ord("\n")]
     lines = read_metrics(tmp_path)
     assert [record["step"] for record in lines] == [1, 3, 6]
     assert lines.damaged == 4
     parse = records.Lines.parse
-    monkeypatch.setattr(records.Lines, "parse", lambda self, line: put_together.append(len(line)) or parse(self, line))
-    assert [(end, record["step"]) for end, record in lines.backwards()] == [(ends[5], 6), (ends[2], 3), (ends[0], 1)]
+    monkeypatch.setattr(
+        records.Lines, "parse", lambda self, line: put_together.append(len(line)) or parse(self, line)
+    )
+    assert [(end, record["step"]) for end, record in lines.backwards()] == [
+        (ends[5], 6),
+        (ends[2], 3),
+        (ends[0], 1),
+    ]
     assert lines.damaged == 4
     assert max(put_together) <= 200 + max(200, size)
 
@@ -173,11 +187,15 @@ def test_a_line_that_is_too_long_is_damaged_from_either_end_and_never_put_togeth
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
 def test_records_that_are_no_regular_file_are_refused_and_hold_nobody_up(tmp_path, name, kind):
-    make = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": Path.mkdir}[kind]
+    make = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": Path.mkdir}[
+        kind
+    ]
     make(tmp_path / name)
     lines = (read_metrics if name == "metrics.jsonl" else read_events)(tmp_path)
     for read in (iter(lines), lines.backwards()):
-        with pytest.raises(UserError, match=r"jsonl is (not a regular file|a folder)\. It is written by `shardwise train`"):
+        with pytest.raises(
+            UserError, match=r"jsonl is (not a regular file|a folder)\. It is written by `shardwise train`"
+        ):
             next(read)
     assert newest(tmp_path) == {}
 
@@ -197,7 +215,10 @@ def test_what_is_no_regular_file_in_a_run_folder_is_never_waited_for(tmp_path, k
     for name in ("metrics.jsonl", "events.jsonl", "plan.json.part"):
         NOT_FILES[kind](tmp_path / name)
     said = []
-    metrics, events = MetricsFile(tmp_path / "metrics.jsonl", 3, said.append), EventsFile(tmp_path / "events.jsonl", said.append)
+    metrics, events = (
+        MetricsFile(tmp_path / "metrics.jsonl", 3, said.append),
+        EventsFile(tmp_path / "events.jsonl", said.append),
+    )
     metrics.write({"step": 4, "loss": 1.0})
     events.write("save")
     files.write_text(tmp_path / "plan.json", "{}", said.append)
@@ -219,7 +240,8 @@ def test_a_run_folder_with_such_files_is_refused_before_workers_start(tmp_path, 
     with pytest.raises(UserError) as refused:
         files.check_run_files(tmp_path)
     assert str(refused.value) == (
-        f"run.folder = {str(tmp_path)!r}: config.toml, events.jsonl, logs/rank-1.log, metrics.jsonl, plan.json and wandb-id are "
+        f"run.folder = {str(tmp_path)!r}: config.toml, events.jsonl, logs/rank-1.log, metrics.jsonl, "
+        f"plan.json and wandb-id are "
         "not regular files, which a run would write. Remove them, or give another run.folder"
     )
     files.check_run_files(tmp_path / "elsewhere")
@@ -244,7 +266,9 @@ class Disk:
 
 
 @pytest.mark.parametrize("room", [0, 25, 60])
-def test_what_a_full_disk_does_not_take_is_said_once_and_written_when_there_is_room(tmp_path, monkeypatch, room):
+def test_what_a_full_disk_does_not_take_is_said_once_and_written_when_there_is_room(
+    tmp_path, monkeypatch, room
+):
     disk, said = Disk(monkeypatch), []
     sinks = open_sinks(tmp_path, Observe(), 0, said.append)
     sinks.metrics(step(1))
@@ -326,7 +350,9 @@ def test_a_mirror_that_fails_is_said_and_done_without(tmp_path, monkeypatch, kin
     assert len(list(read_metrics(tmp_path))) == 2
 
 
-def test_a_mirror_that_cannot_be_opened_is_said_and_holds_up_neither_the_run_nor_the_other_mirror(tmp_path, monkeypatch):
+def test_a_mirror_that_cannot_be_opened_is_said_and_holds_up_neither_the_run_nor_the_other_mirror(
+    tmp_path, monkeypatch
+):
     class CommError(Exception):
         """As wandb raises it, of no kind that Python knows."""
 
@@ -379,8 +405,12 @@ def test_neither_the_step_nor_the_time_of_day_is_a_curve():
     assert dict(curves(record)) == {"loss": 2.5, "spans/data": 0.1}
 
 
-@pytest.mark.parametrize(("setting", "package"), [({"tensorboard": True}, "tensorboard"), ({"wandb": "p"}, "wandb")])
-def test_a_missing_extra_is_named_with_its_install_line_before_any_metrics_are_touched(tmp_path, monkeypatch, setting, package):
+@pytest.mark.parametrize(
+    ("setting", "package"), [({"tensorboard": True}, "tensorboard"), ({"wandb": "p"}, "wandb")]
+)
+def test_a_missing_extra_is_named_with_its_install_line_before_any_metrics_are_touched(
+    tmp_path, monkeypatch, setting, package
+):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     for name in list(sys.modules):
         if name.split(".")[0] == package:
@@ -400,7 +430,12 @@ def test_scalars_are_every_number_by_its_path():
         "collectives": {"all_reduce/data": {"count": 1}},
         "skipped": True,
     }
-    assert dict(scalars(record)) == {"step": 3, "spans/data": 0.5, "collectives/all_reduce/data/count": 1, "skipped": 1}
+    assert dict(scalars(record)) == {
+        "step": 3,
+        "spans/data": 0.5,
+        "collectives/all_reduce/data/count": 1,
+        "skipped": 1,
+    }
 
 
 def test_tensorboard_reads_back_what_was_written_and_drops_steps_a_resume_repeats(tmp_path):
@@ -416,7 +451,12 @@ def test_tensorboard_reads_back_what_was_written_and_drops_steps_a_resume_repeat
                 file.rename(file.with_name(f"events.out.tfevents.000000000{resume}.host.{resume}"))
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 2.0),
+        (4, 2.0),
+    ]
     assert [event.value for event in events.Scalars("spans/data")] == [0.25] * 4
 
 
@@ -431,7 +471,9 @@ def test_wandb_gets_the_job_and_the_records_and_a_resume_continues_its_run(tmp_p
     fake = types.SimpleNamespace(init=init)  # and nothing else: the service's own helpers come and go
     monkeypatch.setitem(sys.modules, "wandb", fake)
     (tmp_path / "config.toml").write_text("[train]\nsteps = 7\n")
-    (tmp_path / "plan.json").write_text('{"decisions": {"layout.zero": {"value": 1, "asked": false, "why": "it fits"}}}')
+    (tmp_path / "plan.json").write_text(
+        '{"decisions": {"layout.zero": {"value": 1, "asked": false, "why": "it fits"}}}'
+    )
     for resume in (0, 1):
         sinks = open_sinks(tmp_path, Observe(wandb="project"), resume)
         sinks.metrics({"step": resume + 1, "loss": 0.5})
@@ -446,7 +488,9 @@ def test_wandb_gets_the_job_and_the_records_and_a_resume_continues_its_run(tmp_p
 def test_a_folder_without_room_is_refused_at_the_start_with_the_reason(tmp_path, monkeypatch):
     files.check_room(tmp_path / "run", "run.folder", 1)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match=r"checkpoint\.folder = .* are free, and one checkpoint of this model takes 1024 PiB"):
+    with pytest.raises(
+        UserError, match=r"checkpoint\.folder = .* are free, and one checkpoint of this model takes 1024 PiB"
+    ):
         files.check_room(tmp_path / "run", "checkpoint.folder", 2**60)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run\.folder = .*cannot be written \(Not a directory\)"):

@@ -45,7 +45,12 @@ def record(step, loss, seconds, speed, exposed, **more):
         "seconds": seconds,
         "mfu": None,
         "memory_bytes": 100 * step,
-        "spans": {"data": 0.0625, "forward_backward": 0.5, "exposed_communication": exposed, "optimizer": 0.125},
+        "spans": {
+            "data": 0.0625,
+            "forward_backward": 0.5,
+            "exposed_communication": exposed,
+            "optimizer": 0.125,
+        },
         "collectives": {GATHER: {"count": 4, "bytes": 4000}},
         **more,
     }
@@ -94,7 +99,11 @@ def test_a_summary_equals_the_values_worked_out_by_hand(run):
     assert summary["events"] == {"start": 1, "save": 1}
     unknown = dict.fromkeys(("save_seconds", "stall_seconds", "bytes", "advice"))
     assert summary["checkpoints"] == {"saved": 1, "kept_steps": [6], **unknown}
-    assert (summary["layout"], summary["precision"], summary["device"]) == (PLAN["layout"], "bfloat16", "4 x CPU")
+    assert (summary["layout"], summary["precision"], summary["device"]) == (
+        PLAN["layout"],
+        "bfloat16",
+        "4 x CPU",
+    )
     assert [step for step, _ in summary["curve"]] == [1, 2, 3, 4, 5, 6]
 
 
@@ -123,7 +132,9 @@ def test_overlap_is_the_share_of_communication_that_was_hidden(tmp_path):
     write_run(tmp_path / "run", steps)
     found = summarise(tmp_path / "run")["communication"]
     assert (found["efficiency"], found["overlap"]) == (0.75, 0.75)
-    assert {axis: (used["seconds"], used["hidden"]) for axis, used in found["axes"].items()} == {"data": (0.5, 0.5)}
+    assert {axis: (used["seconds"], used["hidden"]) for axis, used in found["axes"].items()} == {
+        "data": (0.5, 0.5)
+    }
 
 
 def test_collectives_are_those_of_a_typical_step_and_of_the_whole_run(run):
@@ -161,12 +172,20 @@ def test_a_long_run_keeps_few_points_with_both_ends(tmp_path):
 @pytest.mark.parametrize("width", [40, 100])
 def test_the_report_shows_the_numbers_and_fits_any_output(run, encoding, width):
     raw = io.BytesIO()
-    out = Console(file=io.TextIOWrapper(raw, encoding=encoding, write_through=True), width=width, highlight=False)
+    out = Console(
+        file=io.TextIOWrapper(raw, encoding=encoding, write_through=True), width=width, highlight=False
+    )
     render(summarise(run), out)
     text = raw.getvalue().decode(encoding)
     assert all(len(line) <= width for line in text.splitlines())
     if width == 100:
-        for part in ("6.0000 to 3.0000, lowest 2.0000 at step 5", "3.5000 at step 6", "n/a", "data 4, zero 3", "1.50 GiB"):
+        for part in (
+            "6.0000 to 3.0000, lowest 2.0000 at step 5",
+            "3.5000 at step 6",
+            "n/a",
+            "data 4, zero 3",
+            "1.50 GiB",
+        ):
             assert part in text
         assert "12.5 %" in text
         assert "all gather" in text
@@ -176,7 +195,11 @@ T0 = 1_700_000_000.0
 
 
 def event(at, name, **facts):
-    return {"time": datetime.fromtimestamp(T0 + at, UTC).isoformat(timespec="milliseconds"), "event": name, **facts}
+    return {
+        "time": datetime.fromtimestamp(T0 + at, UTC).isoformat(timespec="milliseconds"),
+        "event": name,
+        **facts,
+    }
 
 
 FAULT = {"kind": "died", "rank": 2, "step": 6, "cause": "signal 9 (SIGKILL)", "generation": 1}
@@ -185,7 +208,9 @@ HISTORY = [
     event(5.5, "save", step=4, checkpoint="a", seconds=2.0, stall_seconds=0.5, bytes=1000),
     event(6.5, "fault", **FAULT),
     event(8.0, "resume", step=4, checkpoint="a", world=4),
-    event(9.5, "recovery", step=4, lost_steps=1, lost_seconds=1.0, seconds=3.0, parts={}, generation=2, world=4),
+    event(
+        9.5, "recovery", step=4, lost_steps=1, lost_seconds=1.0, seconds=3.0, parts={}, generation=2, world=4
+    ),
     event(9.6, "straggler", rank=3, factor=2.1, cause="data", step=5),
     event(11.0, "save", step=6, checkpoint="b", seconds=3.0, stall_seconds=0.5, bytes=2000),
 ]
@@ -193,7 +218,8 @@ HISTORY = [
 
 @pytest.fixture
 def disturbed(tmp_path):
-    """Four steps, of which the first takes two seconds to start; a fault at 6.5 that costs step 5; then steps 5 and 6."""
+    """Four steps, of which the first takes two seconds to start; a fault at 6.5 that costs step 5; then steps
+    5 and 6."""
     folder = tmp_path / "disturbed"
     folder.mkdir()
     ends = {1: 2.0, 2: 3.0, 3: 4.0, 4: 5.0, 5: 9.5, 6: 10.5}
@@ -208,8 +234,17 @@ def test_goodput_and_saves_are_summed_up(disturbed):
     found = summary["goodput"]
     assert found["wall_seconds"] == pytest.approx(11)
     assert found["share"] == pytest.approx(6 * 0.9375 / 11)  # of each second a sixteenth is data
-    expected = {"start_up": 1.0, "data": 0.375, "productive": 5.625, "checkpoint": 1.0, "lost": 1.0, "recovery": 2.0}
-    assert {name: seconds for name, seconds in found["parts"].items() if seconds > 0} == pytest.approx(expected, abs=2e-3)
+    expected = {
+        "start_up": 1.0,
+        "data": 0.375,
+        "productive": 5.625,
+        "checkpoint": 1.0,
+        "lost": 1.0,
+        "recovery": 2.0,
+    }
+    assert {name: seconds for name, seconds in found["parts"].items() if seconds > 0} == pytest.approx(
+        expected, abs=2e-3
+    )
     assert found["faults"] == [{"time": HISTORY[2]["time"], **FAULT, "recovery": 0}]
     assert found["stragglers"] == [{"rank": 3, "factor": 2.1, "cause": "data", "step": 5, "until_step": None}]
     assert summary["checkpoints"] == {
@@ -234,7 +269,9 @@ def test_advice_on_saving_is_youngs_interval_of_what_was_measured(disturbed):
 @pytest.mark.parametrize("width", [40, 100, 130])
 def test_faults_and_goodput_are_drawn_on_any_output(disturbed, encoding, width):
     raw = io.BytesIO()
-    out = Console(file=io.TextIOWrapper(raw, encoding=encoding, write_through=True), width=width, highlight=False)
+    out = Console(
+        file=io.TextIOWrapper(raw, encoding=encoding, write_through=True), width=width, highlight=False
+    )
     render(summarise(disturbed, advise), out)
     text = raw.getvalue().decode(encoding)
     assert all(len(line) <= width for line in text.splitlines())
@@ -260,7 +297,10 @@ def test_the_load_of_experts_is_that_of_the_last_step_beside_the_worst(tmp_path)
     ]
     write_run(tmp_path / "run", steps)
     summary = summarise(tmp_path / "run")
-    assert summary["experts"] == {"imbalance": {"last": 1.25, "worst": 2.5, "worst_step": 2}, "load": [1.0, 1.0]}
+    assert summary["experts"] == {
+        "imbalance": {"last": 1.25, "worst": 2.5, "worst_step": 2},
+        "load": [1.0, 1.0],
+    }
     out = Console(file=io.StringIO(), width=100)
     render(summary, out)
     assert "1.25 times an even load, worst 2.50 at step 2" in out.file.getvalue()
@@ -277,7 +317,9 @@ def test_of_very_many_experts_the_busiest_and_the_idlest_are_drawn(tmp_path):
     out = Console(file=io.StringIO(), width=100)
     render(summarise(tmp_path / "run"), out)
     drawn = out.file.getvalue().partition("load of each expert")[2]
-    numbers = [int(line.split()[0]) for line in drawn.splitlines() if line[:2] == "  " and line.split()[0].isdigit()]
+    numbers = [
+        int(line.split()[0]) for line in drawn.splitlines() if line[:2] == "  " and line.split()[0].isdigit()
+    ]
     assert numbers == [*range(99, 83, -1), *range(15, -1, -1)]
 
 
@@ -286,7 +328,9 @@ def test_what_is_not_a_run_is_the_users_mistake(tmp_path):
         summarise(tmp_path / "absent")
     with pytest.raises(UserError, match="no metrics yet"):
         summarise(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "seconds": 0.5, "tokens_per_second": 10.0}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.5, "seconds": 0.5, "tokens_per_second": 10.0}\n'
+    )
     (tmp_path / "plan.json").write_text("{not json")
     with pytest.raises(UserError, match=r"plan\.json is not valid JSON.*restore or remove it"):
         summarise(tmp_path)
@@ -324,17 +368,28 @@ def test_an_event_that_lacks_what_it_is_about_is_damaged(tmp_path, lacking):
     number = next(index for index, one in enumerate(history) if one["event"] == name)
     for damage in ({field: None}, {}):
         history[number] = {key: value for key, value in history[number].items() if key != field} | damage
-        text, summary = report_of(tmp_path / f"run-{len(damage)}", [record(1, 1.0, 1.0, 1.0, 0.0, time=T0 + 2)], history)
+        text, summary = report_of(
+            tmp_path / f"run-{len(damage)}", [record(1, 1.0, 1.0, 1.0, 0.0, time=T0 + 2)], history
+        )
         assert summary["damaged_lines"]["events.jsonl"] == 1
         assert "in 2.0 s" in text
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"seconds": 1e308}, {"loss": -1e308}, {"spans": {"data": 1e300}}, {"seconds": -1.0}, {"memory_bytes": 1e200}]
+    "wrong",
+    [
+        {"seconds": 1e308},
+        {"loss": -1e308},
+        {"spans": {"data": 1e300}},
+        {"seconds": -1.0},
+        {"memory_bytes": 1e200},
+    ],
 )
 def test_a_number_that_no_run_measures_is_damage(tmp_path, wrong):
     steps = [record(step, 1e30, 1.0, 1.0, 0.0) for step in range(1, 5)]
-    text, summary = report_of(tmp_path / "run", [*steps, {**steps[0], "step": 5, **wrong}, {**steps[0], "step": 6, **wrong}])
+    text, summary = report_of(
+        tmp_path / "run", [*steps, {**steps[0], "step": 5, **wrong}, {**steps[0], "step": 6, **wrong}]
+    )
     assert summary["damaged_lines"]["metrics.jsonl"] == 2
     assert (summary["seconds"], summary["loss"]["last"]) == (4.0, 1e30)
     assert "2 of metrics.jsonl (skipped)" in text
@@ -343,7 +398,9 @@ def test_a_number_that_no_run_measures_is_damage(tmp_path, wrong):
 @pytest.mark.parametrize("seconds", [0.0, 1e-320])
 def test_steps_that_took_no_time_get_no_advice(tmp_path, seconds):
     history = [event(0, "start"), event(5, "save", step=1, seconds=1.0)]
-    _, summary = report_of(tmp_path / "run", [record(step, 1.0, seconds, 1.0, 0.0) for step in range(1, 5)], history)
+    _, summary = report_of(
+        tmp_path / "run", [record(step, 1.0, seconds, 1.0, 0.0) for step in range(1, 5)], history
+    )
     assert summary["checkpoints"]["advice"] is None
 
 
@@ -355,22 +412,32 @@ def test_names_with_brackets_are_shown_as_they_are(tmp_path):
 
 def test_loads_of_experts_that_are_no_numbers_are_drawn_without_a_bar(tmp_path):
     load = ["NaN", "Infinity", 1.0]
-    text, _ = report_of(tmp_path / "run", [record(1, 1.0, 1.0, 1.0, 0.0, expert_imbalance="Infinity", expert_load=load)])
+    text, _ = report_of(
+        tmp_path / "run", [record(1, 1.0, 1.0, 1.0, 0.0, expert_imbalance="Infinity", expert_load=load)]
+    )
     assert "load of each expert" in text
 
 
 def long_history(steps):
-    """Saves every thousand steps; a step takes a second, of which a quarter is spent on waiting for data, and a pause follows."""
+    """Saves every thousand steps; a step takes a second, of which a quarter is spent on waiting for data, and
+    a pause follows."""
     at = 0.0
     for number in range(1, steps + 1):
         at += 1.25
-        yield {**record(number, 1.0 / number, 1.0, 1000.0, 0.0), "time": T0 + at, "spans": {"data": 0.25, "optimizer": 0.75}}
+        yield {
+            **record(number, 1.0 / number, 1.0, 1000.0, 0.0),
+            "time": T0 + at,
+            "spans": {"data": 0.25, "optimizer": 0.75},
+        }
 
 
 def test_the_memory_of_a_summary_does_not_grow_with_the_steps_and_sums_stay_exact():
     peaks = []
     for count in (5_000, 15_000):
-        history = [event(0, "start"), *(event(1.25 * n, "save", step=n, seconds=0.1) for n in range(5_000, count + 1, 5_000))]
+        history = [
+            event(0, "start"),
+            *(event(1.25 * n, "save", step=n, seconds=0.1) for n in range(5_000, count + 1, 5_000)),
+        ]
         tracemalloc.start()
         totals = RunTotals(0)
         found = goodput(history, totals.gather(long_history(count)))
@@ -390,4 +457,6 @@ def test_of_a_layout_what_is_usual_is_left_out():
     assert _layout(plan) == "one device"
     assert _layout(plan | {"data": 2}) == "data 2, zero 0"
     chosen = {"pipeline": 2, "schedule": "zbv", "zero": 1, "offload": True}
-    assert sorted(_layout(plan | chosen).split(", ")) == sorted(f"{name} {value}" for name, value in chosen.items())
+    assert sorted(_layout(plan | chosen).split(", ")) == sorted(
+        f"{name} {value}" for name, value in chosen.items()
+    )

@@ -7,7 +7,14 @@ from rich.console import Console
 
 from shardwise.observe import TrainingProgress, header
 from shardwise.observe.draw import Series, bar, line_plot, sparkline
-from shardwise.observe.format import format_bytes, format_count, format_duration, format_energy, format_percent, format_span
+from shardwise.observe.format import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_energy,
+    format_percent,
+    format_span,
+)
 from shardwise.observe.terminal import shown_steps
 from shardwise.words import counted
 
@@ -29,10 +36,14 @@ def record(step: int, **more):
 
 
 def console(terminal: bool, width: int = 100) -> Console:
-    return Console(file=io.StringIO(), force_terminal=terminal, width=width, highlight=False, color_system=None)
+    return Console(
+        file=io.StringIO(), force_terminal=terminal, width=width, highlight=False, color_system=None
+    )
 
 
-@pytest.mark.parametrize(("first", "steps"), [(1, 1), (1, 7), (1, 20), (1, 21), (1, 300), (11, 20), (501, 1000), (1, 10**6)])
+@pytest.mark.parametrize(
+    ("first", "steps"), [(1, 1), (1, 7), (1, 20), (1, 21), (1, 300), (11, 20), (501, 1000), (1, 10**6)]
+)
 def test_plain_lines_are_about_twenty_with_the_first_and_the_last(first, steps):
     shown = shown_steps(first, steps)
     count = steps - first + 1
@@ -98,7 +109,9 @@ def test_the_header_shows_every_fact(terminal):
     shown = console(terminal)
     header(shown, "shardwise train [job]", {"layout": "data 4, zero 3", "attention": "cuDNN [flash]"})
     text = shown.file.getvalue()
-    assert all(part in text for part in ("shardwise train [job]", "layout", "data 4, zero 3", "cuDNN [flash]"))
+    assert all(
+        part in text for part in ("shardwise train [job]", "layout", "data 4, zero 3", "cuDNN [flash]")
+    )
 
 
 def test_a_sparkline_follows_the_values():
@@ -131,7 +144,10 @@ def test_a_bar_is_drawn_to_an_eighth():
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_a_falling_line_runs_from_the_top_left_to_the_bottom_right(ascii_only):
     lines = line_plot([(1, 10.0), (100, 0.0)], [(100, 10.0)], width=30, height=6, ascii_only=ascii_only)
-    rows = [line.split("+" if index in (0, 2, 5) else "|")[1] if ascii_only else line[4:] for index, line in enumerate(lines[:6])]
+    rows = [
+        line.split("+" if index in (0, 2, 5) else "|")[1] if ascii_only else line[4:]
+        for index, line in enumerate(lines[:6])
+    ]
     filled = [[x for x, cell in enumerate(row) if cell not in " ●o"] for row in rows]
     centres = [sum(row) / len(row) for row in filled]
     assert centres == sorted(centres)
@@ -164,7 +180,8 @@ def test_numbers_read_as_people_write_them():
 
 
 class Screen:
-    """A terminal that folds long lines anew when it becomes narrower, as tmux does: what is written, as rows of one width."""
+    """A terminal that folds long lines anew when it becomes narrower, as tmux does: what is written, as rows
+    of one width."""
 
     def __init__(self, width: int) -> None:
         self.width, self.rows, self.row, self.column = width, [""], 0, 0
@@ -187,7 +204,9 @@ class Screen:
                 self.column += 1
 
     def narrow(self, width: int) -> None:
-        folded = [[row[start : start + width] for start in range(0, max(1, len(row)), width)] for row in self.rows]
+        folded = [
+            [row[start : start + width] for start in range(0, max(1, len(row)), width)] for row in self.rows
+        ]
         assert self.row == len(self.rows) - 1
         self.width, self.rows = width, [part for row in folded for part in row]
         self.row, self.column = len(self.rows) - 1, len(self.rows[-1])
@@ -222,7 +241,12 @@ def test_lengths_of_time_and_energy_have_a_unit_that_suits_them():
     assert [format_span(seconds) for seconds in (0.5, 95, 477, 4 * 3600, 54 * 86400, 500 * 86400)] == [
         "0.5 seconds", "95 seconds", "7.95 minutes", "4 hours", "54 days", "500 days",
     ]  # fmt: skip
-    assert [format_energy(kwh) for kwh in (0.00021, 12.3, 1430.0, 2.5e6)] == ["0.00021 kWh", "12.3 kWh", "1.43 MWh", "2,500 MWh"]
+    assert [format_energy(kwh) for kwh in (0.00021, 12.3, 1430.0, 2.5e6)] == [
+        "0.00021 kWh",
+        "12.3 kWh",
+        "1.43 MWh",
+        "2,500 MWh",
+    ]
 
 
 def test_nouns_follow_their_numbers():

@@ -1,4 +1,5 @@
-"""Timelines against the format's rules: events of a lane nest or lie apart, times are microseconds, ranks are processes."""
+"""Timelines against the format's rules: events of a lane nest or lie apart, times are microseconds, ranks are
+processes."""
 
 import json
 from itertools import pairwise
@@ -45,7 +46,9 @@ def test_events_of_a_lane_do_not_overlap(tmp_path: Path) -> None:
     done = [event for event in traced(0, tmp_path) if event["ph"] == "X"]
     for lane in {event["tid"] for event in done}:
         own = sorted((event["ts"], event["ts"] + event["dur"]) for event in done if event["tid"] == lane)
-        assert all(before[1] <= after[0] + 1 for before, after in pairwise(own))  # a microsecond: times are of the epoch
+        assert all(
+            before[1] <= after[0] + 1 for before, after in pairwise(own)
+        )  # a microsecond: times are of the epoch
 
 
 def test_the_merged_trace_has_every_ranks_events(tmp_path: Path) -> None:

@@ -35,14 +35,19 @@ def test_a_llama_decays_its_matrices_and_its_head_only() -> None:
     feed_forward = {f"blocks.0.feed_forward.{name}.weight" for name in ("gate", "up", "down")}
     head_norms = {f"blocks.0.attention.{name}_norm.weight" for name in ("query", "key")}
     norms = {"blocks.0.attention_norm.weight", "blocks.0.feed_forward_norm.weight", "norm.weight"}
-    assert found == {0.3: attention | feed_forward | {"head.weight"}, 0.0: norms | head_norms | {"embedding.weight"}}
+    assert found == {
+        0.3: attention | feed_forward | {"head.weight"},
+        0.0: norms | head_norms | {"embedding.weight"},
+    }
 
 
 def test_a_tied_gpt_decays_neither_embeddings_nor_biases_nor_norms() -> None:
     with torch.device("meta"):
         model = Transformer(Model(**GPT))
     found = names_by_decay(model, Train(weight_decay=0.3))
-    assert all(name.startswith("blocks.") and name.endswith(".weight") and "norm" not in name for name in found[0.3])
+    assert all(
+        name.startswith("blocks.") and name.endswith(".weight") and "norm" not in name for name in found[0.3]
+    )
     assert len(found[0.3]) == 2 * 6
     assert len(found[0.3]) + len(found[0.0]) == len(list(model.parameters()))
 
@@ -96,12 +101,16 @@ def test_a_skipped_update_changes_no_bit(dtype: torch.dtype) -> None:
     update(optimizer, 0.1, torch.tensor(torch.nan, dtype=dtype), ONE)
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     found = optimizer.state_dict()["state"]
-    assert all(torch.equal(state[index][key], value) for index in state for key, value in found[index].items())
+    assert all(
+        torch.equal(state[index][key], value) for index in state for key, value in found[index].items()
+    )
     # Only the gradient that was bad is bad, so that it can be named.
     assert [bool(torch.isfinite(p.grad).all()) for p in model.parameters()].count(False) == 1
 
 
-@pytest.mark.parametrize(("whole", "dtype"), [(False, torch.float64), (True, torch.float64), (False, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("whole", "dtype"), [(False, torch.float64), (True, torch.float64), (False, torch.bfloat16)], ids=str
+)
 def test_uneven_pieces_are_updated_as_the_whole_is_also_where_torch_has_put_the_gradient_together(
     ranks: Callable[[int], Pool], whole: bool, dtype: torch.dtype
 ) -> None:
@@ -116,7 +125,9 @@ def test_uneven_pieces_are_updated_as_the_whole_is_also_where_torch_has_put_the_
 
 
 def matrices(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    weight, gradient = torch.randn(2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight, gradient = torch.randn(
+        2, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).to(dtype)
     return weight, gradient
 
 

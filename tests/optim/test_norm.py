@@ -16,19 +16,26 @@ from shardwise.train.sources import count_tokens, forward_backward
 
 
 def norms(worker: Worker, tables: Tables) -> tuple[float, float, set[tuple[str, ...]]]:
-    """Ours over the shards, torch's over the whole gradients put together, and the axes gradients are sharded over."""
+    """Ours over the shards, torch's over the whole gradients put together, and the axes gradients are sharded
+    over."""
     from shardwise.data.batches import Batches
 
     training = start(worker, tables)
     rows = training.shares.of(training.mesh.data_index)
-    with Batches(training.dataset, training.config.train.global_batch, rows, training.plan.accumulation, "cpu") as batches:
+    with Batches(
+        training.dataset, training.config.train.global_batch, rows, training.plan.accumulation, "cpu"
+    ) as batches:
         batch = next(batches)
     forward_backward(training, batch, count_tokens(training, batch))
     parameters = list(training.parallel.model.parameters())
     own = {str(index): parameter.grad for index, parameter in enumerate(parameters)}
     gradients = put_together(own, worker.world).values()
     axes = {sharded_axes(parameter.grad) for parameter in parameters}
-    return float(global_norm(parameters, training.comm)), float(torch.nn.utils.get_total_norm(gradients)), axes
+    return (
+        float(global_norm(parameters, training.comm)),
+        float(torch.nn.utils.get_total_norm(gradients)),
+        axes,
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""States in bfloat16: small updates are not lost, on average nothing is, and who holds which part does not matter."""
+"""States in bfloat16: small updates are not lost, on average nothing is, and who holds which part does not
+matter."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def trained(
 
 
 def test_a_norm_moves_as_far_as_in_float32() -> None:
-    """An update of 1e-3 is less than half the distance from 1 to its neighbours, 2^-8 below and 2^-7 above."""
+    """An update of 1e-3 is less than half the distance from 1 to its neighbours, 2^-8 below and 2^-7
+    above."""
     exact, stored = (trained(dtype, 60).detach().double() for dtype in (torch.float32, torch.bfloat16))
     assert (stored != 1).double().mean() > 0.99
     for pulled in (0, 1):
@@ -57,7 +59,9 @@ def test_a_second_moment_falls_when_gradients_do() -> None:
     for step in range(101):
         weight.grad = torch.full_like(weight, 1.0 if step == 0 else 0.0)
         update(optimizer, LR, ONE, ZERO)
-    assert float(optimizer.state[weight]["exp_avg_sq"].double().mean()) == pytest.approx(1e-3 * 0.999**100, rel=0.02)
+    assert float(optimizer.state[weight]["exp_avg_sq"].double().mean()) == pytest.approx(
+        1e-3 * 0.999**100, rel=0.02
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

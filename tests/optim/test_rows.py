@@ -41,7 +41,9 @@ def test_where_every_row_is_looked_up_it_is_adamw(embeddings: list[str], sparse:
         for table, optimizer in zip((ours, theirs), optimizers, strict=True):
             look_up(table, torch.tensor([*range(9), step]), step + 1)
             update(optimizer, 0.1, 3 * ONE, ZERO, shared=shared and table is ours)
-    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-6, atol=1e-9)  # torch counts steps in float32
+    torch.testing.assert_close(
+        ours.weight, theirs.weight, rtol=1e-6, atol=1e-9
+    )  # torch counts steps in float32
 
 
 def test_of_some_rows_it_is_sparse_adam_and_leaves_the_others_alone() -> None:
@@ -57,7 +59,9 @@ def test_of_some_rows_it_is_sparse_adam_and_leaves_the_others_alone() -> None:
         update(optimizer, 0.1, ONE, ZERO)
         assert ours.weight.grad.is_sparse, "it is there for whoever looks at it after the step"
         reference.step()
-    torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-5, atol=1e-7)  # which adds epsilon at another place
+    torch.testing.assert_close(
+        ours.weight, theirs.weight, rtol=1e-5, atol=1e-7
+    )  # which adds epsilon at another place
     others = [0, 3, 4, 5, 6, 8]
     assert torch.equal(ours.weight[others], before[others])
     assert not optimizer.state[ours.weight]["exp_avg"][others].any()
@@ -83,7 +87,10 @@ def test_no_gradients_make_the_quotient_of_moments_larger_than_its_bound() -> No
         for gradients in (worst, *others):
             first = second = 0.0
             for gradient in gradients:
-                first, second = first + (1 - beta1) * (gradient - first), second + (1 - beta2) * (gradient**2 - second)
+                first, second = (
+                    first + (1 - beta1) * (gradient - first),
+                    second + (1 - beta2) * (gradient**2 - second),
+                )
                 quotients.append(abs(first) / second**0.5 if second else 0.0)
         assert max(quotients) <= bound * (1 + 1e-9)
         assert max(quotients) >= bound * 0.99

@@ -17,8 +17,11 @@ def scales(start: LossScale, overflows: list[bool]) -> list[LossScale]:
 
 
 @given(overflows=HISTORY, every=st.integers(1, 7))
-def test_the_scale_halves_at_each_overflow_and_doubles_after_each_run_of_clean_steps(overflows: list[bool], every: int) -> None:
-    """Counted over the whole history at once: runs of clean steps between overflows, each worth whole doublings."""
+def test_the_scale_halves_at_each_overflow_and_doubles_after_each_run_of_clean_steps(
+    overflows: list[bool], every: int
+) -> None:
+    """Counted over the whole history at once: runs of clean steps between overflows, each worth whole
+    doublings."""
     words = "".join("x" if overflowed else "." for overflowed in overflows).split("x")
     doublings = sum(len(word) // every for word in words)
     last = scales(LossScale(2.0**20, every), overflows)[-1]
@@ -36,7 +39,9 @@ def test_a_scale_is_all_there_is_to_resume_from(overflows: list[bool], every: in
 
 @given(overflows=HISTORY)
 def test_a_power_of_two_stays_one_so_that_scaling_is_exact(overflows: list[bool]) -> None:
-    assert all(one.value.hex().startswith("0x1.0000000000000p") for one in scales(LossScale(65536.0, 2), overflows))
+    assert all(
+        one.value.hex().startswith("0x1.0000000000000p") for one in scales(LossScale(65536.0, 2), overflows)
+    )
 
 
 @given(overflows=HISTORY)

@@ -39,7 +39,9 @@ def test_the_fall_is_the_closed_form(name: str, quarter: float, half: float, las
 def test_wsd_is_stable_and_then_falls_over_a_fifth_of_the_run() -> None:
     train = schedule("wsd")  # decay left out: the last 22 of 110 steps
     assert {learning_rate(train, step) for step in range(10, 89)} == {4.0}
-    assert [learning_rate(train, step) for step in (99, 110)] == pytest.approx([4 * (1 - 0.75 / 2), 1.0], rel=1e-14)
+    assert [learning_rate(train, step) for step in (99, 110)] == pytest.approx(
+        [4 * (1 - 0.75 / 2), 1.0], rel=1e-14
+    )
 
 
 def test_wsd_falls_over_as_many_steps_as_asked() -> None:
@@ -68,7 +70,13 @@ def test_no_warm_up_starts_at_the_first_step_of_the_fall() -> None:
 def test_every_rate_lies_between_zero_and_the_peak_and_never_rises_after_warm_up(
     name: str, steps: int, warmup: int, decay: int | None, final: float
 ) -> None:
-    values = {"schedule": name, "steps": steps, "warmup": warmup, "decay": decay, "final_learning_rate": final}
+    values = {
+        "schedule": name,
+        "steps": steps,
+        "warmup": warmup,
+        "decay": decay,
+        "final_learning_rate": final,
+    }
     train = TRAIN.model_copy(update=values)
     rates = [learning_rate(train, step) for step in range(1, steps + 1)]
     assert all(0 <= rate <= 4.0 for rate in rates)

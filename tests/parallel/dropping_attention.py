@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 @torch.library.custom_op("shardwise_tests::attend", mutates_args=())
 def attend(x: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-    """Causal means of the rows of x (tokens, hidden) of which a share is left out, and the weights of the means."""
+    """Causal means of the rows of x (tokens, hidden) of which a share is left out, and the weights of the
+    means."""
     weights = torch.ones(len(x), len(x), dtype=x.dtype).tril()
     weights = F.dropout(weights / weights.sum(1, keepdim=True), dropout_p)
     return weights @ x, weights

@@ -1,4 +1,5 @@
-"""Modules as a user may write them: one that is different from ours in all it may be, and some that are wrong in one thing."""
+"""Modules as a user may write them: one that is different from ours in all it may be, and some that are wrong
+in one thing."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Layer(nn.Module):
 
 
 class Tied(nn.Module):
-    """Nested, tied, with a buffer, first values of its own (zeros among them), documents, and neither positions nor logits_at."""
+    """Nested, tied, with a buffer, first values of its own (zeros among them), documents, and neither
+    positions nor logits_at."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -68,9 +70,14 @@ class Tied(nn.Module):
     def initial_value(self, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         if name.endswith(("out.weight", "bias")):
             return torch.zeros(shape)
-        return torch.randn(shape, generator=torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))) * 0.1
+        return (
+            torch.randn(shape, generator=torch.Generator().manual_seed(seed + zlib.crc32(name.encode())))
+            * 0.1
+        )
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         x = inputs if self.body.words is None else self.body.words(inputs) * self.scale
         mask = None if documents is None else (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
         for layer in self.body.layers:
@@ -92,7 +99,9 @@ class Dropping(Tied):
         self.drop = nn.Dropout(0.3)
         self.idle = nn.Dropout(0.5).eval()
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         x = inputs if self.body.words is None else self.idle(self.drop(self.body.words(inputs)) * self.scale)
         for layer in self.body.layers:
             x = layer(x, None)
@@ -109,7 +118,11 @@ class NoTable(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         logits = self.scores(self.table(inputs))
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return (
+            logits
+            if targets is None
+            else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        )
 
 
 class NoLoss(NoTable):
@@ -192,12 +205,17 @@ class AllFrozen(NoTable):
 
 
 class Buffers(NoTable):
-    """Buffers of all kinds, made as their author would on one device: computed, drawn, shared, persistent or not."""
+    """Buffers of all kinds, made as their author would on one device: computed, drawn, shared, persistent or
+    not."""
 
     def __init__(self, config: Model) -> None:
         super().__init__(config)
-        rates = [rate.item() for rate in torch.linspace(0.5, 1, 3)]  # a value is looked at, which no meta tensor has
-        self.register_buffer("angles", torch.outer(torch.arange(24).float(), torch.arange(config.hidden).float()).cos())
+        rates = [
+            rate.item() for rate in torch.linspace(0.5, 1, 3)
+        ]  # a value is looked at, which no meta tensor has
+        self.register_buffer(
+            "angles", torch.outer(torch.arange(24).float(), torch.arange(config.hidden).float()).cos()
+        )
         made = torch.randn(config.hidden, generator=torch.Generator().manual_seed(7)) * rates[0]
         self.register_buffer("made", made, persistent=False)
         self.register_buffer("again", self.made, persistent=False)
@@ -207,7 +225,11 @@ class Buffers(NoTable):
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.table(inputs) * self.angles[: inputs.shape[1]] + self.made
         logits = self.scores(x * self.again) * self.exact.to(x.dtype)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return (
+            logits
+            if targets is None
+            else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        )
 
 
 class Headed(Tied):
@@ -228,18 +250,25 @@ class Headed(Tied):
             return None  # drawn as any weight
         return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.3
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         x = inputs if self.body.words is None else self.body.words(inputs) * self.scale
         for layer in self.body.layers:
             x = layer(x, None)
         if self.head is None:
             return x
         logits = self.head(x)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return (
+            logits
+            if targets is None
+            else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        )
 
 
 class Tuned(Headed):
-    """Beside the head, the norm and one matrix of each block are trained: frozen and trained weights side by side."""
+    """Beside the head, the norm and one matrix of each block are trained: frozen and trained weights side by
+    side."""
 
     trained = ("head", "norm", "mix.q")
 
@@ -258,7 +287,8 @@ class Convolving(nn.Module):
 
 
 class Convolved(nn.Module):
-    """Splits of all that can be split: an embedding with padding, convolutions, and one whose features are put together."""
+    """Splits of all that can be split: an embedding with padding, convolutions, and one whose features are
+    put together."""
 
     def __init__(self, config: Model) -> None:
         super().__init__()
@@ -281,7 +311,9 @@ class Convolved(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         logits = self.head(x)  # (batch, vocabulary, sequence)
-        return logits.transpose(1, 2) if targets is None else F.cross_entropy(logits, targets, reduction="sum")
+        return (
+            logits.transpose(1, 2) if targets is None else F.cross_entropy(logits, targets, reduction="sum")
+        )
 
 
 class Channels(nn.Module):
@@ -337,7 +369,9 @@ class Classes(Tied):
     def count_items(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return (targets[:, -1] != -100).sum()
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         x = inputs if self.body.words is None else self.body.words(inputs) * self.scale
         mask = None if documents is None else (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
         for layer in self.body.layers:
@@ -414,7 +448,11 @@ class Turning(NoTable):
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         logits = self.scores((self.table(inputs) * self.turns).real)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return (
+            logits
+            if targets is None
+            else F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        )
 
 
 class Averaged(NoTable):
@@ -452,7 +490,9 @@ def number(config: Model) -> int:
 class MeanOfTokens(Tied):
     """Returns torch's default, the mean, where a sum is asked for."""
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         result = super().forward(inputs, targets, documents)
         return result if targets is None or self.head is None else result / (targets != -100).sum()
 
@@ -486,7 +526,9 @@ class Noting(Dropping):
         super().__init__(config)
         self.register_buffer("forwards", torch.zeros(()))
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         self.forwards += 1
         torch.rand(3)
         return super().forward(inputs, targets, documents)

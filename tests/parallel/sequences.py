@@ -1,4 +1,5 @@
-"""Attention of whole sequences, written out in softmax and matrix products: the truth for sequences that are split over ranks."""
+"""Attention of whole sequences, written out in softmax and matrix products: the truth for sequences that are
+split over ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Sequence:
-    """Each tensor is (batch, length, heads, head_dim), as projections leave it; `weight` is the gradient of the result."""
+    """Each tensor is (batch, length, heads, head_dim), as projections leave it; `weight` is the gradient of
+    the result."""
 
     query: Tensor
     key: Tensor
@@ -57,7 +59,8 @@ def make(shape: Shape) -> Sequence:
 
 
 def truth(shape: Shape) -> tuple[Tensor, ...]:
-    """Result and gradients of query, key and value, on one device in float64: softmax over an explicit triangle."""
+    """Result and gradients of query, key and value, on one device in float64: softmax over an explicit
+    triangle."""
     sequence = make(shape)
     leaves = [tensor.double().requires_grad_() for tensor in (sequence.query, sequence.key, sequence.value)]
     query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
@@ -70,7 +73,9 @@ def truth(shape: Shape) -> tuple[Tensor, ...]:
     return out.detach(), *torch.autograd.grad(out, leaves, sequence.weight.double())
 
 
-def local(worker: Worker, shape: Shape, attend: Attend, places: Places, layout: dict[str, int]) -> tuple[Tensor, ...]:
+def local(
+    worker: Worker, shape: Shape, attend: Attend, places: Places, layout: dict[str, int]
+) -> tuple[Tensor, ...]:
     """The same of this rank's tokens, and last where they are in the sequence."""
     comm = Comm(join(worker, Layout(**{"data": 1, **layout})))
     mine = places(shape.length, layout["context"], comm.mesh.coordinate("context"))

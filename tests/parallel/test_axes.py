@@ -1,10 +1,10 @@
 """Every axis and their products, in float64: tensor, pipeline, context and experts, with all they meet.
 
-Each row is trained once. Its losses, norms and weights are those of one device, its collectives and its bytes of state those
-that were predicted.
+Each row is trained once. Its losses, norms and weights are those of one device, its collectives and its bytes
+of state those that were predicted.
 
-Sizes are uneven where the axes allow it: 259 ids and 50 inner features on two or four tensor devices, three blocks on two stages,
-five on four; the q/k norms leave some ranks with an empty shard.
+Sizes are uneven where the axes allow it: 259 ids and 50 inner features on two or four tensor devices, three
+blocks on two stages, five on four; the q/k norms leave some ranks with an empty shard.
 """
 
 from __future__ import annotations
@@ -40,14 +40,25 @@ class Row:
 
     def __str__(self) -> str:
         layout = "-".join(f"{name}{value}" for name, value in self.layout.items() if value != 1)
-        odd = f"-{self.global_batch}x{self.micro_batch}" if (self.global_batch, self.micro_batch) != (None, 2) else ""
+        odd = (
+            f"-{self.global_batch}x{self.micro_batch}"
+            if (self.global_batch, self.micro_batch) != (None, 2)
+            else ""
+        )
         recompute = "" if self.recompute == "none" else f"-{self.recompute}"
         return f"{self.model}-{layout}{odd}{recompute}{'-reset' if self.reset else ''}"
 
     def tables(self, corpus: str) -> Tables:
         layout = Layout(**self.layout)
-        batch = self.global_batch or self.micro_batch * layout.data_parallel * (4 if layout.pipeline > 1 else 2)
-        train = {"micro_batch": self.micro_batch, "global_batch": batch, "recompute": self.recompute, "steps": 2}
+        batch = self.global_batch or self.micro_batch * layout.data_parallel * (
+            4 if layout.pipeline > 1 else 2
+        )
+        train = {
+            "micro_batch": self.micro_batch,
+            "global_batch": batch,
+            "recompute": self.recompute,
+            "steps": 2,
+        }
         return job(
             corpus,
             model={**MODELS[self.model], "layers": self.layers(layout)},
@@ -60,7 +71,9 @@ class Row:
         """As few as show what is to be seen: two blocks, or one more than stages."""
         if layout.pipeline == 1:
             return 2
-        stages = layout.pipeline * (layout.stages_per_rank or 1 + (layout.schedule in ("interleaved", "zbv", "dualpipev")))
+        stages = layout.pipeline * (
+            layout.stages_per_rank or 1 + (layout.schedule in ("interleaved", "zbv", "dualpipev"))
+        )
         return min(stages + 1, MODELS[self.model]["layers"])
 
 
@@ -83,11 +96,16 @@ ALONE = [
     Row(layout(context=4, attention="ulysses"), reset=True),
     Row(layout(data=2, expert=2), "experts"),
     Row(layout(tensor=2, expert=2), "experts"),
-    Row(layout(tensor=4, expert=2), "experts"),  # experts borrow a part of the axis; fewer key heads than devices
+    Row(
+        layout(tensor=4, expert=2), "experts"
+    ),  # experts borrow a part of the axis; fewer key heads than devices
     Row(layout(context=2, expert=2), "experts"),
 ]
 PIPELINES = [
-    *(Row(layout(pipeline=2, schedule=schedule), "tied" if schedule == "zbv" else "llama") for schedule in SCHEDULES),
+    *(
+        Row(layout(pipeline=2, schedule=schedule), "tied" if schedule == "zbv" else "llama")
+        for schedule in SCHEDULES
+    ),
     Row(layout(pipeline=2, schedule="zbv", data=2, zero=3), "tied"),
     *(Row(layout(pipeline=2, schedule="1f1b"), global_batch=count, micro_batch=1) for count in (1, 3)),
     Row(layout(pipeline=3), "gpt", micro_batch=1),
@@ -132,8 +150,15 @@ MORE = [
     Row(layout(context=2, tensor=2), "experts", recompute="all-but-attention"),
 ]
 MATRIX = [
-    *(Row(layout(pipeline=2, schedule="1f1b"), global_batch=count, micro_batch=1) for count in (4, 6, 7, 8, 9)),
-    *(Row(layout(**{axis: 2}, data=2, zero=zero), "tied") for axis in ("tensor", "context", "pipeline") for zero in (1, 3)),
+    *(
+        Row(layout(pipeline=2, schedule="1f1b"), global_batch=count, micro_batch=1)
+        for count in (4, 6, 7, 8, 9)
+    ),
+    *(
+        Row(layout(**{axis: 2}, data=2, zero=zero), "tied")
+        for axis in ("tensor", "context", "pipeline")
+        for zero in (1, 3)
+    ),
     Row(layout(pipeline=2, schedule="gpipe", data=2, zero=3), "tied"),
     Row(layout(pipeline=2, data=2, tensor=2, zero=0), "gpt"),
     Row(layout(pipeline=2, context=2, data=2, tensor=2, expert=2, zero=3), "experts"),
@@ -144,7 +169,11 @@ MATRIX = [
             for degrees, model, recompute, reset in product(
                 [
                     *(layout(**{axis: 2}) for axis in ("tensor", "context", "pipeline")),
-                    *(layout(**{axis: 2}, data=2, zero=zero) for axis in ("tensor", "context", "pipeline") for zero in range(4)),
+                    *(
+                        layout(**{axis: 2}, data=2, zero=zero)
+                        for axis in ("tensor", "context", "pipeline")
+                        for zero in range(4)
+                    ),
                     *(layout(pipeline=2, tensor=2, schedule=schedule) for schedule in SCHEDULES),
                     *(layout(pipeline=2, data=2, zero=2, schedule=schedule) for schedule in SCHEDULES),
                     *(layout(context=2, tensor=2, attention=attention) for attention in ("ring", "ulysses")),
@@ -153,9 +182,12 @@ MATRIX = [
                 ("none", "selective", "all-but-attention", "full", 0.5),
                 (False, True),
             )
-            if Layout(**degrees).pipeline * (2 if degrees.get("schedule") in ("interleaved", "zbv", "dualpipev") else 1)
+            if Layout(**degrees).pipeline
+            * (2 if degrees.get("schedule") in ("interleaved", "zbv", "dualpipev") else 1)
             <= MODELS[model]["layers"]
-            and not (recompute in BY_OPERATOR and degrees.get("schedule") in SPLIT_BACKWARD)  # which is refused
+            and not (
+                recompute in BY_OPERATOR and degrees.get("schedule") in SPLIT_BACKWARD
+            )  # which is refused
             and not ("window" in MODELS[model] and degrees.get("attention") == "ring")  # and so is this
         )
     ),

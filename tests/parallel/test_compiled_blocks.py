@@ -1,6 +1,8 @@
-"""Compiled blocks that come in pieces, recomputed: the same numbers, side effects once, and compiled in truth.
+"""Compiled blocks that come in pieces, recomputed: the same numbers, side effects once, and compiled in
+truth.
 
-The compiler's own code generation is left out (`aot_eager`): what is cut into graphs, and what is run again, is the same.
+The compiler's own code generation is left out (`aot_eager`): what is cut into graphs, and what is run again,
+is the same.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ LAYOUTS = [
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a compiled run came to, how many graphs it was cut into, and how many choices of experts a step counted."""
+    """What a compiled run came to, how many graphs it was cut into, and how many choices of experts a step
+    counted."""
 
     trained: Trained
     graphs: int
@@ -47,8 +50,12 @@ def test_blocks_in_pieces_are_compiled_though_they_are_recomputed(
     for found in ranks(2).run(train_compiled, tables):
         assert found.graphs > 0
         assert worst_difference(found.trained, truth) < EXACT
-        if model == "experts":  # a load that was counted again, as a block was recomputed, would be twice as large
-            tokens = SMALL["global_batch"] * tables["data"]["sequence_length"] // 2  # of a data shard, or of a part of a sequence
+        if (
+            model == "experts"
+        ):  # a load that was counted again, as a block was recomputed, would be twice as large
+            tokens = (
+                SMALL["global_batch"] * tables["data"]["sequence_length"] // 2
+            )  # of a data shard, or of a part of a sequence
             assert found.loads == [tokens * FAMILIES["experts"]["experts_per_token"]] * SMALL["steps"]
 
 
@@ -71,9 +78,12 @@ def train_compiled(worker: Worker, tables: Tables) -> Compiled:
 
 
 def test_all_blocks_run_what_the_first_compiled(ranks: Callable[[int], Pool], corpus: str) -> None:
-    """The compiler allows few versions of a function: blocks for which it made one each would not all be compiled."""
+    """The compiler allows few versions of a function: blocks for which it made one each would not all be
+    compiled."""
     train = {"compile": True, "micro_batch": 2, "evaluate_sequences": 2}
-    tables = job(corpus, model={**FAMILIES["llama"], "layers": 2}, train=train, layout={"data": 1, "tensor": 2})
+    tables = job(
+        corpus, model={**FAMILIES["llama"], "layers": 2}, train=train, layout={"data": 1, "tensor": 2}
+    )
     for first, second in ranks(2).run(graphs_after_blocks, tables):
         assert second == first > 0
 

@@ -1,4 +1,5 @@
-"""A user's module that draws: the same numbers on any layout, in recomputation and after a resume, and none in evaluation."""
+"""A user's module that draws: the same numbers on any layout, in recomputation and after a resume, and none
+in evaluation."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def dropping(corpus: str, layout: dict[str, Any] | None = None, **more: Any) -> 
     ],
     ids=str,
 )
-def test_layouts_drop_what_one_device_drops(ranks: Callable[[int], Pool], corpus: str, layout: dict[str, Any]) -> None:
+def test_layouts_drop_what_one_device_drops(
+    ranks: Callable[[int], Pool], corpus: str, layout: dict[str, Any]
+) -> None:
     truth, world = train(ALONE, dropping(corpus)), 1
     for axis in ("data", "pipeline", "replica"):
         world *= layout.get(axis, 1)
@@ -46,7 +49,8 @@ def test_layouts_drop_what_one_device_drops(ranks: Callable[[int], Pool], corpus
 
 
 def test_steps_and_seeds_drop_others(corpus: str) -> None:
-    """Else the tests above would pass without any dropout: one batch, over and over, and weights that hardly move."""
+    """Else the tests above would pass without any dropout: one batch, over and over, and weights that hardly
+    move."""
     still = {"learning_rate": 1e-12, "steps": 3}
     one, other = (train(ALONE, dropping(corpus, seed=seed, **still)) for seed in (3, 4))
     losses = [*one.losses, *other.losses]
@@ -55,7 +59,9 @@ def test_steps_and_seeds_drop_others(corpus: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_each_block_of_each_micro_batch_drops_numbers_of_its_own(corpus: str, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_each_block_of_each_micro_batch_drops_numbers_of_its_own(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
     """Else blocks that all draw alike would pass every comparison here: both sides would draw so."""
     masks: list[tuple[bool, ...]] = []
     honest, training = F.dropout, start(ALONE, dropping(corpus, steps=1, recompute=mode))
@@ -86,7 +92,8 @@ def test_recomputation_drops_what_forward_dropped(corpus: str, mode: str | float
 def test_attention_that_drops_is_computed_again_so_that_what_follows_drops_the_same(
     monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """torch's attention on a CPU drops only in parts that are never kept. This one is a single operator, as on a GPU."""
+    """torch's attention on a CPU drops only in parts that are never kept. This one is a single operator, as
+    on a GPU."""
     monkeypatch.setitem(recompute._DROPOUT, ATTEND, 1)
     monkeypatch.setattr(recompute, "_ATTENTION", {*recompute._ATTENTION, ATTEND})
     gradients = []

@@ -1,4 +1,5 @@
-"""Experts on several devices against all of them on one, in float64: outputs, and gradients of rows and weights."""
+"""Experts on several devices against all of them on one, in float64: outputs, and gradients of rows and
+weights."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from shardwise.optim import local
 from shardwise.parallel.expert import exchange, split_over_experts
 
 HIDDEN, WIDTH, EXPERTS = 6, 10, 8
-MODEL = Model(hidden=HIDDEN, expert_ffn=WIDTH, experts=EXPERTS, experts_per_token=2, shared_experts=1, balance_loss=0.2,
+MODEL = Model(hidden=HIDDEN, expert_ffn=WIDTH, experts=EXPERTS, experts_per_token=2, shared_experts=1,
+balance_loss=0.2,
               router_z_loss=0.01)  # fmt: skip
 
 
@@ -43,7 +45,9 @@ def exchanged(worker: Worker, counts: list[list[int]]) -> dict[str, Any]:
     mine = [weight[worker.rank * own :][:own].clone().requires_grad_() for weight in weights()]
     rows, upstream = rows_and_upstream(worker.rank, counts[worker.rank])
     rows.requires_grad_()
-    result = exchange(lambda rows, counts: visit(rows, counts, *mine), rows, torch.tensor(counts[worker.rank]), comm)
+    result = exchange(
+        lambda rows, counts: visit(rows, counts, *mine), rows, torch.tensor(counts[worker.rank]), comm
+    )
     gradients = torch.autograd.grad(result, [rows, *mine], upstream)
     return {"result": result.detach(), "gradients": gradients, "ledger": comm.ledger.take()}
 
@@ -60,12 +64,19 @@ def routings(world: int) -> dict[str, list[list[int]]]:
     }
 
 
-@pytest.mark.parametrize("routing", ["random", "empty-experts", "all-on-one", "a-rank-without-rows", "no-rows-at-all"])
+@pytest.mark.parametrize(
+    "routing", ["random", "empty-experts", "all-on-one", "a-rank-without-rows", "no-rows-at-all"]
+)
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_exchange_equals_all_experts_on_one_device(ranks: Callable[[int], Pool], world: int, routing: str) -> None:
+def test_the_exchange_equals_all_experts_on_one_device(
+    ranks: Callable[[int], Pool], world: int, routing: str
+) -> None:
     counts = routings(world)[routing]
     found = ranks(world).run(exchanged, counts)
-    full, summed = [weight.requires_grad_() for weight in weights()], [torch.zeros_like(weight) for weight in weights()]
+    full, summed = (
+        [weight.requires_grad_() for weight in weights()],
+        [torch.zeros_like(weight) for weight in weights()],
+    )
     for rank, part in enumerate(found):
         rows, upstream = rows_and_upstream(rank, counts[rank])
         truth = visit(rows.requires_grad_(), torch.tensor(counts[rank]), *full)
@@ -104,14 +115,25 @@ def in_parallel(worker: Worker, layout: dict[str, int]) -> dict[str, Tensor]:
     module.gradient_scale = 0.5
     split_over_experts(module, Sharding({"experts": experts()}), Comm(mesh))
     x = x.chunk(mesh.size("data"))[mesh.coordinate("data")]
-    x = x.chunk(mesh.size("context x tensor"), dim=1)[mesh.coordinate("context x tensor")].clone().requires_grad_()
+    x = (
+        x.chunk(mesh.size("context x tensor"), dim=1)[mesh.coordinate("context x tensor")]
+        .clone()
+        .requires_grad_()
+    )
     y = module(x)
     y.square().sum().backward()
     gradients = {name: local(parameter.grad) for name, parameter in module.named_parameters()}
-    return {**gradients, "y": y.detach(), "x": x.grad, "load": module.take_load(), "expert": mesh.coordinate("expert")}
+    return {
+        **gradients,
+        "y": y.detach(),
+        "x": x.grad,
+        "load": module.take_load(),
+        "expert": mesh.coordinate("expert"),
+    }
 
 
-LAYOUTS = [{"data": 2, "expert": 2}, {"data": 1, "context": 2, "expert": 2}, {"data": 2, "context": 2, "expert": 4},
+LAYOUTS = [{"data": 2, "expert": 2}, {"data": 1, "context": 2, "expert": 2}, {"data": 2, "context": 2,
+"expert": 4},
            {"data": 2, "context": 1, "tensor": 2, "expert": 2}, {"data": 4, "expert": 2}]  # fmt: skip
 
 
@@ -133,7 +155,9 @@ def test_a_block_with_its_balancing_losses_computes_what_one_device_does(
     assert torch.equal(sum(part["load"] for part in found), module.take_load())
     for name, parameter in module.named_parameters():
         if name.startswith("experts."):
-            own = [[part[name] for part in found if part["expert"] == index] for index in range(layout["expert"])]
+            own = [
+                [part[name] for part in found if part["expert"] == index] for index in range(layout["expert"])
+            ]
             total = torch.cat([torch.stack(copies).sum(0) for copies in own])
         else:
             total = torch.stack([part[name] for part in found]).sum(0)

@@ -1,4 +1,5 @@
-"""Weights with requires_grad=False: held and sharded like others, and never trained, on any layout and by any driver.
+"""Weights with requires_grad=False: held and sharded like others, and never trained, on any layout and by any
+driver.
 
 That the others train as in a plain torch loop is seen in test_own_module.py.
 """
@@ -39,11 +40,15 @@ def first_values(tables: Tables) -> tuple[Weights, set[str]]:
 
 
 def trained(worker: Worker, tables: Tables) -> tuple[Weights, set[str], set[str], Bytes]:
-    """What a run came to: its weights, and on this rank the names of those with moments and with residuals, and the bytes of the
-    last step by kind of collective."""
+    """What a run came to: its weights, and on this rank the names of those with moments and with residuals,
+    and the bytes of the last step by kind of collective."""
     training = start(worker, tables)
     done = list(steps(training))
-    moved = {name for name, parameter in training.parallel.named_parameters() if parameter in training.optimizer.state}
+    moved = {
+        name
+        for name, parameter in training.parallel.named_parameters()
+        if parameter in training.optimizer.state
+    }
     kept = {name for name, _ in training.parallel.residuals()}
     sent: Bytes = {}
     for key, counted in done[-1].collectives.items():
@@ -74,8 +79,11 @@ def test_frozen_weights_keep_their_bits_and_have_neither_moments_nor_sums(
         assert not any(torch.equal(found[name], first[name]) for name in first.keys() - frozen)
         assert not moved & frozen
         if layout == {"data": 2, "zero": 2}:
-            # A row that two devices share is padded to two; each of the two micro-batches is summed, in float64.
-            padded = [-(-len(first[name]) // 2) * 2 * prod(first[name].shape[1:]) for name in first.keys() - frozen]
+            # A row that two devices share is padded to two; each of the two micro-batches is summed, in
+            # float64.
+            padded = [
+                -(-len(first[name]) // 2) * 2 * prod(first[name].shape[1:]) for name in first.keys() - frozen
+            ]
             assert sent["reduce_scatter"] == 2 * 8 * sum(padded)
 
 
@@ -85,12 +93,18 @@ def test_of_frozen_weights_no_gradient_is_summed(ranks: Callable[[int], Pool], c
     for name in ("Tuned", "Headed"):
         _, _, _, sent = ranks(2).run(trained, tables_of(corpus, own(name), {"data": 2, "zero": 0}))[0]
         sums[name] = sent["all_reduce"]
-    sizes = {name: value.numel() for name, value in first_values(tables_of(corpus, own("Tuned"), {}))[0].items()}
-    assert sums["Tuned"] - sums["Headed"] == 8 * sum(size for name, size in sizes.items() if "norm" in name or "mix.q" in name)
+    sizes = {
+        name: value.numel() for name, value in first_values(tables_of(corpus, own("Tuned"), {}))[0].items()
+    }
+    assert sums["Tuned"] - sums["Headed"] == 8 * sum(
+        size for name, size in sizes.items() if "norm" in name or "mix.q" in name
+    )
 
 
 @pytest.mark.parametrize("zero", [0, 2])
-def test_compression_leaves_nothing_of_frozen_weights(ranks: Callable[[int], Pool], corpus: str, zero: int) -> None:
+def test_compression_leaves_nothing_of_frozen_weights(
+    ranks: Callable[[int], Pool], corpus: str, zero: int
+) -> None:
     layout = {"data": 2, "zero": zero, "compression": "topk(0.1)", "compression_warmup": 0}
     tables = tables_of(corpus, own("Tuned"), layout)
     tables["model"] |= {"hidden": 72, "heads": 12}  # matrices large enough to be compressed
@@ -109,7 +123,7 @@ def test_frozen_weights_stored_in_16_bits_are_not_rounded_again(corpus: str) -> 
     assert moved == first.keys() - frozen
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------------------------
+# -- checkpoints ---------------------------------------------------------------------------------------------
 
 
 def saved(worker: Worker, tables: Tables, count: int) -> Weights:
@@ -150,22 +164,28 @@ def test_frozen_weights_are_saved_without_moments_and_a_run_goes_on_to_the_bit(
         assert all(torch.equal(loaded[name], first[name]) for name in frozen)
         assert not moments.keys() & frozen
         assert all(torch.equal(after[name], last[name]) for name in first)
-    # On another layout, with more of the weights trained, those begin without moments; with fewer, moments are left alone.
+    # On another layout, with more of the weights trained, those begin without moments; with fewer, moments
+    # are left alone.
     (head,) = {name for name in first if name == "head.0.weight"}
-    other = {**tables, "layout": {"data": 2, "zero": 3}, "model": {**tables["model"], "module": own("Headed")}}
+    other = {
+        **tables,
+        "layout": {"data": 2, "zero": 3},
+        "model": {**tables["model"], "module": own("Headed")},
+    }
     for loaded, moments, after in ranks(2).run(gone_on, other, folder):
         assert all(torch.equal(loaded[name], after[name]) for name in first if not name.startswith("head"))
         assert moments.keys() == {"head.0.weight", "head.0.bias"}
         assert bool(moments[head].any())
     ranks(2).run(saved, other, STEPS)
-    for _, moments, after in ranks(2).run(gone_on, {**tables, "train": {**tables["train"], "steps": STEPS + 1}},
+    for _, moments, after in ranks(2).run(gone_on, {**tables, "train": {**tables["train"],
+    "steps": STEPS + 1}},
                                           str(tmp_path / "checkpoints" / f"step-{STEPS}")):  # fmt: skip
         assert not moments["body.layers.0.mix.q.weight"].any()
         assert bool(moments[head].any())
         assert not torch.equal(after["body.layers.0.mix.q.weight"], first["body.layers.0.mix.q.weight"])
 
 
-# -- drivers ------------------------------------------------------------------------------------------------------------------
+# -- drivers -------------------------------------------------------------------------------------------------
 
 
 def test_one_worker_without_locks_is_one_device_to_the_bit(corpus: str) -> None:
@@ -179,7 +199,14 @@ def test_one_worker_without_locks_is_one_device_to_the_bit(corpus: str) -> None:
     list(steps(shared, source=LockFree(shared, shared.shared)))
     assert all(torch.equal(weight, truth[name]) for name, weight in weights(shared).items())
     _, frozen = first_values(tables)
-    assert not {name for name, parameter in shared.parallel.named_parameters() if parameter in shared.optimizer.state} & frozen
+    assert (
+        not {
+            name
+            for name, parameter in shared.parallel.named_parameters()
+            if parameter in shared.optimizer.state
+        }
+        & frozen
+    )
 
 
 def in_groups(worker: Worker, tables: Tables) -> Weights:
@@ -209,5 +236,7 @@ def test_groups_that_train_by_themselves_leave_frozen_weights_alone(
 def test_servers_refuse_frozen_weights(corpus: str) -> None:
     tables = tables_of(corpus, own("Headed"), {}, driver="server")
     config: Config = from_tables({**tables, "server": {"servers": 1}})
-    with pytest.raises(UserError, match=r"train.driver = 'server': Headed has frozen parameters \(body.words.weight\)"):
+    with pytest.raises(
+        UserError, match=r"train.driver = 'server': Headed has frozen parameters \(body.words.weight\)"
+    ):
         check_module(config, Layout(data=1))

@@ -68,7 +68,10 @@ MORE = [
     *(Row(layout, micro_batch=2) for layout in LAYOUTS),
     *(Row({"data": 4, "zero": zero}, micro_batch=1) for zero in range(4)),
     Row({"replica": 2, "data": 2, "zero": 1}, model=GPT),
-    *(Row({"data": 2, "zero": zero}, recompute=mode) for zero, mode in ((0, "selective"), (3, 0.5), (3, "full"))),
+    *(
+        Row({"data": 2, "zero": zero}, recompute=mode)
+        for zero, mode in ((0, "selective"), (3, 0.5), (3, "full"))
+    ),
     Row({"data": 4, "zero": 2}, reset=True),
     Row({"replica": 2, "data": 2, "zero": 3}, reset=True, recompute="selective"),
 ]
@@ -76,7 +79,13 @@ ALL = [*ROWS, *(row for row in MORE if row not in ROWS)]
 MATRIX = [
     Row(layout, micro_batch, model, recompute, reset)
     for layout, micro_batch, model, recompute, reset in every_pair(
-        product(LAYOUTS, (1, 2), (LLAMA, TIED, GPT), ("none", "selective", "all-but-attention", "full", 0.5), (False, True))
+        product(
+            LAYOUTS,
+            (1, 2),
+            (LLAMA, TIED, GPT),
+            ("none", "selective", "all-but-attention", "full", 0.5),
+            (False, True),
+        )
     )
 ]
 

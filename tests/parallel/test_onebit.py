@@ -1,4 +1,5 @@
-"""1-bit Adam on real ranks, against AdamW on one device: what ranks get of its momentum and what they keep add up to it."""
+"""1-bit Adam on real ranks, against AdamW on one device: what ranks get of its momentum and what they keep
+add up to it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ MODELS = {
 
 
 def tables_of(corpus: str, layout: dict[str, Any], optimizer: str, model: str = "llama") -> Tables:
-    train = {"micro_batch": 1, "clip": False, "steps": WARM_UP + 2, "betas": list(BETAS), "optimizer": optimizer}
+    train = {
+        "micro_batch": 1,
+        "clip": False,
+        "steps": WARM_UP + 2,
+        "betas": list(BETAS),
+        "optimizer": optimizer,
+    }
     return job(corpus, model=MODELS[model], layout=layout, train=train)
 
 
@@ -44,7 +51,9 @@ def states(worker: Worker, tables: Tables) -> list[State]:
         named = dict(training.parallel.named_parameters())
         parts = {"weights": {name: parameter.detach() for name, parameter in named.items()}}
         for moment in ("exp_avg", "exp_avg_sq"):
-            parts[moment] = {name: training.optimizer.state[parameter][moment] for name, parameter in named.items()}
+            parts[moment] = {
+                name: training.optimizer.state[parameter][moment] for name, parameter in named.items()
+            }
         state = {what: put_together(tensors, worker.world) for what, tensors in parts.items()}
         found.append({**state, "kept": left_out(training, state["weights"])})
     return found
@@ -67,7 +76,9 @@ def test_the_first_compressed_momentum_and_what_is_kept_are_those_of_one_device(
 ) -> None:
     plain = states(ALONE, tables_of(corpus, {}, "adamw", model))
     world = layout.get("replica", 1) * layout["data"] * layout.get("tensor", 1) * layout.get("pipeline", 1)
-    tables = tables_of(corpus, {**layout, "compression": codec, "compression_warmup": WARM_UP}, "1bit-adam", model)
+    tables = tables_of(
+        corpus, {**layout, "compression": codec, "compression_warmup": WARM_UP}, "1bit-adam", model
+    )
     train = from_tables(tables).train
     rate = learning_rate(train, WARM_UP + 1)
     compared = 0
@@ -75,7 +86,9 @@ def test_the_first_compressed_momentum_and_what_is_kept_are_those_of_one_device(
         before, after, truth = found[WARM_UP - 1], found[WARM_UP], plain[WARM_UP]
         for name, expected in truth["exp_avg"].items():
             scale = max(float(expected.abs().max()), 1e-12)
-            assert ((after["exp_avg"][name] + after["kept"][name] - expected).abs() <= 1e-6 * scale).all(), name
+            assert ((after["exp_avg"][name] + after["kept"][name] - expected).abs() <= 1e-6 * scale).all(), (
+                name
+            )
             if not after["kept"][name].any():  # it is summed as it is
                 assert (after["exp_avg_sq"][name] - truth["exp_avg_sq"][name]).abs().max() <= 1e-6 * scale**2
                 continue
@@ -89,14 +102,25 @@ def test_the_first_compressed_momentum_and_what_is_kept_are_those_of_one_device(
 
 
 def norms(worker: Worker, tables: Tables) -> list[tuple[float, float, float]]:
-    """Of each step: the logged gradient norm, that of all gradients, and that with momenta in place of compressed gradients."""
+    """Of each step: the logged gradient norm, that of all gradients, and that with momenta in place of
+    compressed gradients."""
     training, found = start(worker, tables), []
-    compressed = {name for part in training.parallel.parts for compressor in part.compressors for name in compressor.names}
+    compressed = {
+        name
+        for part in training.parallel.parts
+        for compressor in part.compressors
+        for name in compressor.names
+    }
     before: dict[str, Any] = {}
     for step in steps(training):
-        momenta = {name: training.optimizer.state[p]["exp_avg"].clone() for name, p in training.parallel.named_parameters()}
+        momenta = {
+            name: training.optimizer.state[p]["exp_avg"].clone()
+            for name, p in training.parallel.named_parameters()
+        }
         # The gradients are gone: what they added to the momenta tells them.
-        gradients = {name: (new - BETAS[0] * before.get(name, 0.0)) / (1 - BETAS[0]) for name, new in momenta.items()}
+        gradients = {
+            name: (new - BETAS[0] * before.get(name, 0.0)) / (1 - BETAS[0]) for name, new in momenta.items()
+        }
         mixed = {**gradients, **{name: momenta[name] for name in compressed}}
         found.append((step.gradient_norm, total_norm(gradients), total_norm(mixed)))
         before = momenta
@@ -160,7 +184,11 @@ def test_signs_in_1_bit_adam_are_not_warned_of(ranks: Ranks, corpus: str) -> Non
         ),
     ],
 )
-def test_what_cannot_work_is_refused(corpus: str, layout: dict[str, Any], more: dict[str, Any], said: str) -> None:
-    tables = job(corpus, model=FAMILIES["llama"], layout=layout, train={"optimizer": "1bit-adam", "steps": 5, **more})
+def test_what_cannot_work_is_refused(
+    corpus: str, layout: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    tables = job(
+        corpus, model=FAMILIES["llama"], layout=layout, train={"optimizer": "1bit-adam", "steps": 5, **more}
+    )
     with pytest.raises(ConfigError, match=said):
         from_tables(tables)

@@ -1,4 +1,5 @@
-"""What goes on behind computing on CPU workers gives the bits of what blocks, and the ledger that the plan asks for."""
+"""What goes on behind computing on CPU workers gives the bits of what blocks, and the ledger that the plan
+asks for."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ def _own(weight: Any) -> torch.Tensor:
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
-def test_each_bucket_is_summed_once_it_has_the_bytes_that_the_plan_says(ranks: Callable[[int], Pool], corpus: str) -> None:
+def test_each_bucket_is_summed_once_it_has_the_bytes_that_the_plan_says(
+    ranks: Callable[[int], Pool], corpus: str
+) -> None:
     bucket = 5000
     tables = job(corpus, train={"precision": "float32", "steps": 2}, layout={"data": 2, "zero": 0})
     buckets, held = 0, bucket
@@ -84,4 +87,6 @@ def test_each_bucket_is_summed_once_it_has_the_bytes_that_the_plan_says(ranks: C
         held += 4 * prod(shape)
     assert buckets > 3
     for found in ranks(2).run(train_in_buckets, tables, bucket):
-        assert [step.collectives["all_reduce/data"]["count"] for step in found] == [buckets + 1] * 2  # and what ranks share
+        assert [step.collectives["all_reduce/data"]["count"] for step in found] == [
+            buckets + 1
+        ] * 2  # and what ranks share

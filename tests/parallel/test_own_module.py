@@ -34,7 +34,15 @@ from shardwise.train.steps import steps
 
 HERE = Path(__file__).parent
 EXAMPLE = f"{HERE.parents[1] / 'examples' / 'own_model.py'}:OwnModel"
-SHAPE = {"layers": 4, "hidden": 24, "heads": 4, "head_dim": 6, "ffn": 50, "vocabulary": 259, "max_positions": 24}
+SHAPE = {
+    "layers": 4,
+    "hidden": 24,
+    "heads": 4,
+    "head_dim": 6,
+    "ffn": 50,
+    "vocabulary": 259,
+    "max_positions": 24,
+}
 STEPS, BATCH = 2, 4
 SPLIT = ["nn.Linear", "nn.Conv1d", "nn.Embedding", "shardwise.models.Head"]
 """What a refusal lists as that which can be split."""
@@ -52,7 +60,9 @@ FROZEN = [
     (own("Tuned"), {"data": 2, "zero": 0}, False),
     (own("Headed"), {"pipeline": 2, "data": 2, "zero": 1}, False),
     pytest.param(own("Headed"), {"pipeline": 2, "schedule": "zb1p"}, False, marks=pytest.mark.full),
-    pytest.param(own("Tuned"), {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, False, marks=pytest.mark.full),
+    pytest.param(
+        own("Tuned"), {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, False, marks=pytest.mark.full
+    ),
     pytest.param(own("Tuned"), {"data": 2, "replica": 2, "zero": 2}, False, marks=pytest.mark.full),
     pytest.param(own("Headed"), {"data": 2, "zero": 2}, False, marks=pytest.mark.full),
 ]
@@ -64,7 +74,14 @@ def tables_of(corpus: str, module: str, layout: dict[str, Any], reset: bool = Fa
         corpus,
         model={**SHAPE, "module": module},
         data={"reset_attention": reset},
-        train={"steps": STEPS, "global_batch": BATCH, "micro_batch": 1, "schedule": "constant", "check_every": 1, **more},
+        train={
+            "steps": STEPS,
+            "global_batch": BATCH,
+            "micro_batch": 1,
+            "schedule": "constant",
+            "check_every": 1,
+            **more,
+        },
         layout={"data": 1, **layout},
     )
 
@@ -82,7 +99,9 @@ def plain_module(config: Config) -> nn.Module:
     with torch.no_grad():
         for path, parameter in module.named_parameters():
             shape = tuple(parameter.shape)
-            own = getattr(module, "initial_value", lambda path, shape, seed: None)(path, shape, config.train.seed)
+            own = getattr(module, "initial_value", lambda path, shape, seed: None)(
+                path, shape, config.train.seed
+            )
             parameter.copy_(initial_value(path, shape, None, config.train.seed) if own is None else own)
     return module
 
@@ -122,8 +141,15 @@ def plain_loop(text: str) -> tuple[list[tuple[float, float]], dict[str, Tensor]]
 def worst(found: Trained, tables: Tables) -> float:
     numbers, truth = plain_loop(json.dumps({**tables, "layout": {}}))
     assert found.weights.keys() == truth.keys()
-    pairs = zip((*found.losses, *found.norms), (*(loss for loss, _ in numbers), *(norm for _, norm in numbers)), strict=True)
-    return max(*(abs(a - b) / abs(b) for a, b in pairs), *(difference(found.weights[name], truth[name]) for name in truth))
+    pairs = zip(
+        (*found.losses, *found.norms),
+        (*(loss for loss, _ in numbers), *(norm for _, norm in numbers)),
+        strict=True,
+    )
+    return max(
+        *(abs(a - b) / abs(b) for a, b in pairs),
+        *(difference(found.weights[name], truth[name]) for name in truth),
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,12 +159,19 @@ def worst(found: Trained, tables: Tables) -> float:
         pytest.param(EXAMPLE, {"tensor": 2, "data": 2, "zero": 3}, False, marks=pytest.mark.full),
         (EXAMPLE, {"pipeline": 2}, False),
         (EXAMPLE, {"pipeline": 2, "tensor": 2, "schedule": "zbv"}, False),
-        pytest.param(EXAMPLE, {"context": 2, "tensor": 2, "attention": "ring"}, False, marks=pytest.mark.full),
+        pytest.param(
+            EXAMPLE, {"context": 2, "tensor": 2, "attention": "ring"}, False, marks=pytest.mark.full
+        ),
         (EXAMPLE, {"data": 2, "zero": 0}, False),
         (own("Tied"), {}, True),
         (own("Tied"), {"tensor": 2, "data": 2, "zero": 3}, True),
         (own("Tied"), {"pipeline": 2, "data": 2, "zero": 1}, True),
-        pytest.param(own("Tied"), {"pipeline": 2, "tensor": 2, "schedule": "interleaved"}, False, marks=pytest.mark.full),
+        pytest.param(
+            own("Tied"),
+            {"pipeline": 2, "tensor": 2, "schedule": "interleaved"},
+            False,
+            marks=pytest.mark.full,
+        ),
         (own("NoTable"), {"data": 4, "zero": 3}, False),
         (own("NoTable"), {"data": 2, "replica": 2}, False),
         (own("Buffers"), {"data": 2, "zero": 3}, False),
@@ -182,7 +215,9 @@ def test_a_users_module_goes_on_under_another_layout(
 ) -> None:
     tables = tables_of(corpus, own("Tied"), {"tensor": 2, "data": 2, "zero": 3})
     before = ranks(4).run(saved, {**tables, "run": {"folder": str(tmp_path)}})[0]
-    for after in ranks(4).run(restored, {**tables, "layout": layout}, tmp_path / "checkpoints" / f"step-{STEPS}"):
+    for after in ranks(4).run(
+        restored, {**tables, "layout": layout}, tmp_path / "checkpoints" / f"step-{STEPS}"
+    ):
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -221,8 +256,12 @@ def evaluated_plainly(tables: Tables) -> float:
         return float(module(inputs, targets, **documents) / module.count_items(inputs, targets))
 
 
-def test_a_module_that_counts_its_own_items_is_evaluated_by_them(ranks: Callable[[int], Pool], corpus: str) -> None:
-    tables = tables_of(corpus, own("Classes"), {"data": 2}, reset=True, evaluate_sequences=7)  # no multiple of the devices
+def test_a_module_that_counts_its_own_items_is_evaluated_by_them(
+    ranks: Callable[[int], Pool], corpus: str
+) -> None:
+    tables = tables_of(
+        corpus, own("Classes"), {"data": 2}, reset=True, evaluate_sequences=7
+    )  # no multiple of the devices
     truth = evaluated_plainly(tables)
     assert truth > 1, "of one class, not of one of many tokens"
     for loss, _ in ranks(2).run(evaluated, tables):
@@ -241,7 +280,9 @@ def test_other_drivers_divide_by_the_same_items(corpus: str) -> None:
     hogwild = {**tables, "train": {**tables["train"], "driver": "hogwild"}, "hogwild": {}}
     assert without_locks(hogwild) == pytest.approx(truth, rel=1e-12)
     server = {"servers": 1, "portions": 2, "max_staleness": 0}
-    config = from_tables({**tables, "train": {**tables["train"], "driver": "server", "micro_batch": None}, "server": server})
+    config = from_tables(
+        {**tables, "train": {**tables["train"], "driver": "server", "micro_batch": None}, "server": server}
+    )
     training = build(config, Planner(config, 2, None).first, ALONE)
     found = [step.loss for step in steps(training, source=Replay(training, [Pace()] * 2, seed=1))]
     assert found == pytest.approx(truth, rel=1e-12)
@@ -249,7 +290,12 @@ def test_other_drivers_divide_by_the_same_items(corpus: str) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, pytest.param({"tensor": 2, "zero": 3, "data": 2}, marks=pytest.mark.full), {"data": 2, "zero": 0}, {"pipeline": 2}],
+    [
+        {},
+        pytest.param({"tensor": 2, "zero": 3, "data": 2}, marks=pytest.mark.full),
+        {"data": 2, "zero": 0},
+        {"pipeline": 2},
+    ],
     ids=str,
 )
 def test_bfloat16_differs_from_float64_by_rounding_alone(
@@ -279,7 +325,11 @@ TOO_LARGE = "one weight alone takes more than this machine's memory"
         (own("NoLoss"), {}, ["NoLoss.forward returned a tensor of shape (1, 24, 259)", 'reduction="sum"']),
         (own("Pair"), {}, ["Pair.forward returned tuple", "the loss", "count_items(inputs, targets)"]),
         (own("Unfilled"), {}, ["the buffer average has no values", "requires_grad=False", "initial_value"]),
-        (own("Loading"), {}, ["could not be built", "own_modules.py, line", "initial_value(name, shape, seed)", "pretrained"]),
+        (
+            own("Loading"),
+            {},
+            ["could not be built", "own_modules.py, line", "initial_value(name, shape, seed)", "pretrained"],
+        ),
         (own("Leaving"), {}, ["own_modules.py, line", "sys.exit(3) would end the run"]),
         (own("AllFrozen"), {}, ["AllFrozen has no parameters to train", "requires_grad=False"]),
         (own("CountsEach"), {}, ["CountsEach.count_items gave a tensor of shape (1,)", "one number"]),
@@ -289,14 +339,26 @@ TOO_LARGE = "one weight alone takes more than this machine's memory"
         (own("Stateful"), {}, ["get_extra_state gives what no checkpoint holds"]),
         (own("Averaged"), {"data": 2}, ["norm is BatchNorm1d", "nn.LayerNorm"]),
         (own("NotATable"), {}, ["NotATable.sharding is tuple", "shardwise.models.Sharding"]),
-        (own("NoTable"), {"tensor": 2}, ["layout.tensor = 2", "NoTable has no sharding table", "docs/sharding.md"]),
+        (
+            own("NoTable"),
+            {"tensor": 2},
+            ["layout.tensor = 2", "NoTable has no sharding table", "docs/sharding.md"],
+        ),
         (own("NoTable"), {"pipeline": 2}, ["layout.pipeline = 2", "NoTable has no sharding table"]),
         (own("NoTable"), {"context": 2}, ["layout.context = 2", "NoTable has no sharding table"]),
         (own("MissingEntry"), {"tensor": 2}, ["no entry for scores", "weight, bias", '"scores": whole()']),
         (own("MisspeltEntry"), {}, ["names 'score'", "no module"]),
         (own("WrongRole"), {"tensor": 2}, ["scores: the role vocabulary() does not fit Linear", *SPLIT]),
-        (own("Grouped"), {"tensor": 2}, ["depth: the role columns() does not fit Conv1d: it has groups=24", *SPLIT]),
-        (own("Attending"), {"tensor": 2}, ["attention: the role whole() does not fit MultiheadAttention", *SPLIT]),
+        (
+            own("Grouped"),
+            {"tensor": 2},
+            ["depth: the role columns() does not fit Conv1d: it has groups=24", *SPLIT],
+        ),
+        (
+            own("Attending"),
+            {"tensor": 2},
+            ["attention: the role whole() does not fit MultiheadAttention", *SPLIT],
+        ),
         (own("Looked"), {"tensor": 2}, ["table: the role columns() does not fit Embedding", *SPLIT]),
         (own("Homeless"), {"pipeline": 2}, ["spare.weight", "no stage would own it"]),
         (own("UntoldTie"), {"pipeline": 2}, ["head.weight", "tied={'head.weight': 'body.words.weight'}"]),
@@ -305,7 +367,9 @@ TOO_LARGE = "one weight alone takes more than this machine's memory"
     ],
     ids=lambda value: value.rpartition(":")[2] if isinstance(value, str) else "",
 )
-def test_what_a_module_lacks_is_named(corpus: str, module: str, layout: dict[str, Any], words: list[str]) -> None:
+def test_what_a_module_lacks_is_named(
+    corpus: str, module: str, layout: dict[str, Any], words: list[str]
+) -> None:
     config = from_tables(tables_of(corpus, module, layout))
     with pytest.raises(UserError) as error:
         check_module(config, choose(config, config.layout.world).layout)
@@ -340,7 +404,11 @@ def refusal(worker: Worker, tables: Tables) -> str:
         ("MeanOfTokens", {"pipeline": 2, "data": 2, "zero": 1}, "MeanOfTokens.forward returns a mean"),
         ("MeanOfTokens", {"tensor": 2}, "MeanOfTokens.forward returns a mean"),
         ("MeanOfRows", {"data": 2, "zero": 3}, "MeanOfRows.forward returns a mean"),
-        ("NoTargets", {"data": 2, "zero": 0}, "NoTargets.forward returns nan for a sequence whose targets are all -100"),
+        (
+            "NoTargets",
+            {"data": 2, "zero": 0},
+            "NoTargets.forward returns nan for a sequence whose targets are all -100",
+        ),
     ],
     ids=str,
 )
@@ -367,7 +435,10 @@ def checked_first(worker: Worker, tables: Tables) -> tuple[bool, Trained]:
 
     before = present()
     check_summed_loss(training)
-    same = all(torch.equal(*pair) for pair in zip(before, present(), strict=True)) and not training.comm.ledger.take()
+    same = (
+        all(torch.equal(*pair) for pair in zip(before, present(), strict=True))
+        and not training.comm.ledger.take()
+    )
     return same, Trained(list(steps(training)), weights(training))
 
 
@@ -386,7 +457,9 @@ def test_the_check_of_a_summed_loss_leaves_no_trace(
     ranks: Callable[[int], Pool], corpus: str, module: str, layout: dict[str, Any]
 ) -> None:
     pool, tables = ranks(Layout(**{"data": 1, **layout}).world), tables_of(corpus, own(module), layout)
-    for (same, found), unchecked in zip(pool.run(checked_first, tables), pool.run(train, tables), strict=True):
+    for (same, found), unchecked in zip(
+        pool.run(checked_first, tables), pool.run(train, tables), strict=True
+    ):
         assert same
         assert (found.losses, found.norms) == (unchecked.losses, unchecked.norms)
         assert [step.collectives for step in found.steps] == [step.collectives for step in unchecked.steps]
@@ -405,7 +478,11 @@ def test_complex_buffers_are_saved_and_come_back(corpus: str, tmp_path: Path) ->
 
 
 def test_documents_and_blocks_are_asked_for_only_where_needed(corpus: str) -> None:
-    for changes, word in (({"reset": True}, "documents"), ({"recompute": "full"}, "blocks"), ({"compile": True}, "blocks")):
+    for changes, word in (
+        ({"reset": True}, "documents"),
+        ({"recompute": "full"}, "blocks"),
+        ({"compile": True}, "blocks"),
+    ):
         config = from_tables(tables_of(corpus, own("NoTable"), {}, **changes))
         with pytest.raises(UserError, match=word):
             check_module(config, config.layout)
@@ -422,7 +499,9 @@ def test_the_plan_of_a_users_module_counts_its_own_parameters(corpus: str) -> No
     assert plan.to_json()["flop_convention"].startswith("6 per parameter")
 
 
-def test_the_plan_of_a_module_with_frozen_weights_has_gradients_and_moments_of_the_others_alone(corpus: str) -> None:
+def test_the_plan_of_a_module_with_frozen_weights_has_gradients_and_moments_of_the_others_alone(
+    corpus: str,
+) -> None:
     config = from_tables(tables_of(corpus, own("Headed"), {}))
     counted = count_parameters(config)
     assert counted is not None

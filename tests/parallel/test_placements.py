@@ -1,4 +1,5 @@
-"""Who holds what is as written down in placements/*.txt, and what is written down is every parameter, once."""
+"""Who holds what is as written down in placements/*.txt, and what is written down is every parameter,
+once."""
 
 from __future__ import annotations
 
@@ -21,18 +22,26 @@ SOME = ["moe-tiny-all-axes.txt"]
 
 @pytest.mark.parametrize("names", [SOME, pytest.param([], marks=pytest.mark.full)], ids=["some", "all"])
 def test_every_rank_holds_the_slices_written_down(tmp_path: Path, names: list[str]) -> None:
-    """In a process of its own, which forks one for each rank: a process that has used torch's threads should not fork."""
-    subprocess.run([sys.executable, str(WRITE), str(tmp_path), *(Path(name).stem for name in names)], check=True)
+    """In a process of its own, which forks one for each rank: a process that has used torch's threads should
+    not fork."""
+    subprocess.run(
+        [sys.executable, str(WRITE), str(tmp_path), *(Path(name).stem for name in names)], check=True
+    )
     names = names or TABLES
     assert sorted(path.name for path in tmp_path.glob("*.txt")) == names
     different = [line for name in names for line in changes(FOLDER / name, tmp_path / name)]
     if different:
-        pytest.fail("\n".join([*different, "", "If that is meant: python tests/parallel/placements/write.py"]), pytrace=False)
+        pytest.fail(
+            "\n".join([*different, "", "If that is meant: python tests/parallel/placements/write.py"]),
+            pytrace=False,
+        )
 
 
 def changes(old: Path, new: Path) -> list[str]:
     lines = (path.read_text().splitlines() for path in (old, new))
-    return list(difflib.unified_diff(*lines, f"{old.name} as committed", f"{old.name} as built", n=2, lineterm=""))
+    return list(
+        difflib.unified_diff(*lines, f"{old.name} as committed", f"{old.name} as built", n=2, lineterm="")
+    )
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -43,7 +52,9 @@ def test_the_slices_of_a_parameter_make_up_the_whole_without_overlap(name: str) 
         slices = [line.split("  ranks ")[0].strip() for line in entry.splitlines() if line.startswith(" ")]
         boxes = [box(words, shape) for words in slices if words != "nothing"]
         assert sum(prod(stop - start for start, stop in bounds) for bounds in boxes) == prod(shape), head
-        assert not any(overlap(one, other) for index, one in enumerate(boxes) for other in boxes[:index]), head
+        assert not any(overlap(one, other) for index, one in enumerate(boxes) for other in boxes[:index]), (
+            head
+        )
 
 
 def box(words: str, shape: list[int]) -> list[tuple[int, int]]:
@@ -56,4 +67,6 @@ def box(words: str, shape: list[int]) -> list[tuple[int, int]]:
 
 
 def overlap(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> bool:
-    return all(first[0] < second[1] and second[0] < first[1] for first, second in zip(one, other, strict=True))
+    return all(
+        first[0] < second[1] and second[0] < first[1] for first, second in zip(one, other, strict=True)
+    )

@@ -1,15 +1,17 @@
-"""What rounding costs: below float64, several ranks differ from one by as much as the computing dtype rounds, and no more.
+"""What rounding costs: below float64, several ranks differ from one by as much as the computing dtype rounds,
+and no more.
 
-The forward of a sequence does not depend on the other sequences, so the first loss is the same but for the order of a float32
-sum. Weight gradients are products over tokens that are rounded to the computing dtype once a rank, so they differ by its
-unit roundoff u (2^-24, 2^-8, 2^-11), and the norm, which averages over thousands of them, by a fraction: a quarter of u bounds
-it in 16 bits. Later losses are means over hundreds of tokens of weights moved by such gradients: a sixteenth of u. In float32
-the order of summation counts too; there the bound is the 1e-5 that every layout of a float32 job has to keep.
+The forward of a sequence does not depend on the other sequences, so the first loss is the same but for the
+order of a float32 sum. Weight gradients are products over tokens that are rounded to the computing dtype once
+a rank, so they differ by its unit roundoff u (2^-24, 2^-8, 2^-11), and the norm, which averages over
+thousands of them, by a fraction: a quarter of u bounds it in 16 bits. Later losses are means over hundreds of
+tokens of weights moved by such gradients: a sixteenth of u. In float32 the order of summation counts too;
+there the bound is the 1e-5 that every layout of a float32 job has to keep.
 
-All of that supposes that weights move in proportion to gradients. AdamW's first updates do not: with its usual epsilon they are
-the signs of gradients, also of those that are nothing but rounding, so two runs of equal exactness part by 30 times as much (in
-float16 by 1e-3 at the third norm, each 5e-4 from float64's, on either side of it). An epsilon of the size of these gradients,
-1e-3, makes updates proportional.
+All of that supposes that weights move in proportion to gradients. AdamW's first updates do not: with its
+usual epsilon they are the signs of gradients, also of those that are nothing but rounding, so two runs of
+equal exactness part by 30 times as much (in float16 by 1e-3 at the third norm, each 5e-4 from float64's, on
+either side of it). An epsilon of the size of these gradients, 1e-3, makes updates proportional.
 """
 
 from __future__ import annotations
@@ -42,7 +44,13 @@ def test_two_ranks_differ_from_one_by_rounding_only(
 ) -> None:
     tables = job(
         corpus,
-        train={"precision": precision, "steps": 6, "initial_scale": 1024.0, "micro_batch": 4, "epsilon": 1e-3},
+        train={
+            "precision": precision,
+            "steps": 6,
+            "initial_scale": 1024.0,
+            "micro_batch": 4,
+            "epsilon": 1e-3,
+        },
         layout={"data": 2, "zero": zero},
     )
     truth = on_one_device(tables)

@@ -1,7 +1,9 @@
-"""What a step sends and what a rank holds in mixed precision is what was predicted, to the call and the byte, on every axis.
+"""What a step sends and what a rank holds in mixed precision is what was predicted, to the call and the byte,
+on every axis.
 
-In bfloat16 weights are gathered in two bytes and gradients summed in four, so that a collective or a buffer of the wrong dtype
-shows. The same of float64, where they are all alike, is in test_axes.py and test_layouts.py, for every layout that is there.
+In bfloat16 weights are gathered in two bytes and gradients summed in four, so that a collective or a buffer
+of the wrong dtype shows. The same of float64, where they are all alike, is in test_axes.py and
+test_layouts.py, for every layout that is there.
 """
 
 from __future__ import annotations
@@ -20,16 +22,33 @@ from shardwise.config import BY_OPERATOR, Layout
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev")
 MODELS: Tables = {
     **FAMILIES,
-    "experts": {**FAMILIES["experts"], "experts_per_token": 4},  # all of them, so that every device gets the same load
-    "plain experts": {**FAMILIES["experts"], "experts_per_token": 4, "balance_loss": 0.0, "router_z_loss": 0.0},
+    "experts": {
+        **FAMILIES["experts"],
+        "experts_per_token": 4,
+    },  # all of them, so that every device gets the same load
+    "plain experts": {
+        **FAMILIES["experts"],
+        "experts_per_token": 4,
+        "balance_loss": 0.0,
+        "router_z_loss": 0.0,
+    },
     "deep": {**FAMILIES["llama"], "layers": 9},
     "deep experts": {**FAMILIES["experts"], "experts_per_token": 4, "layers": 9},
-    "wide": {**FAMILIES["llama"], "layers": 2, "hidden": 128, "vocabulary": 4096},  # gradients fill several buckets
+    "wide": {
+        **FAMILIES["llama"],
+        "layers": 2,
+        "hidden": 128,
+        "vocabulary": 4096,
+    },  # gradients fill several buckets
     "fitting": {
         **{**FAMILIES["experts"], "experts_per_token": 4, "expert_ffn": 32},
         **{"hidden": 32, "heads": 4, "kv_heads": 4, "head_dim": 16},
     },  # into float8
-    "many ids": {**FAMILIES["llama"], "layers": 1, "vocabulary": 100_001},  # a chunk of the loss is not all of it
+    "many ids": {
+        **FAMILIES["llama"],
+        "layers": 1,
+        "vocabulary": 100_001,
+    },  # a chunk of the loss is not all of it
 }
 
 
@@ -42,7 +61,12 @@ class Row:
     train: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        words = (f"{name}{value}" for table in (self.layout, self.train) for name, value in table.items() if value != 1)
+        words = (
+            f"{name}{value}"
+            for table in (self.layout, self.train)
+            for name, value in table.items()
+            if value != 1
+        )
         return "-".join([self.model, *words])
 
     def tables(self, corpus: str) -> Tables:
@@ -107,7 +131,15 @@ MORE = [
     *(row("tied", SINGLES, pipeline=2, schedule=schedule) for schedule in SCHEDULES),
     *(row("tied", SINGLES, pipeline=2, data=2, zero=3, schedule=schedule) for schedule in SCHEDULES),
     *(row("gpt", SINGLES, pipeline=2, data=2, zero=zero) for zero in (0, 3)),
-    row("deep", {**SINGLES, "global_batch": 10}, pipeline=2, data=2, zero=3, schedule="interleaved", stages_per_rank=4),
+    row(
+        "deep",
+        {**SINGLES, "global_batch": 10},
+        pipeline=2,
+        data=2,
+        zero=3,
+        schedule="interleaved",
+        stages_per_rank=4,
+    ),
     row("llama", SINGLES, pipeline=2, tensor=2, schedule="zbv"),
     *(row("llama", {}, **{one: 2, other: 2}, zero=3) for one, other in combinations(AXES, 2)),
     *(row("experts", data=2, tensor=2, expert=4, zero=zero) for zero in (0, 1)),
@@ -118,15 +150,21 @@ MORE = [
     *(row(data=4, zero=zero) for zero in range(4)),
     *(row("gpt", data=4, zero=zero) for zero in (1, 2, 3)),
     row("tied", data=2, context=2, zero=2),
-    *(row("llama", ONE_MICRO_BATCH, data=4, zero=zero) for zero in (0, 1, 2)),  # zero 1: gradients are never whole
+    *(
+        row("llama", ONE_MICRO_BATCH, data=4, zero=zero) for zero in (0, 1, 2)
+    ),  # zero 1: gradients are never whole
     row("llama", {"precision": "float32"}, data=4, zero=1),
     *(row("llama", {"state_dtype": "bfloat16"}, data=4, zero=zero) for zero in (0, 1, 2)),
     *(row(data=2, tensor=2, zero=zero) for zero in (0, 1, 2)),
     row(replica=2, data=2, zero=2),
     *(row("experts", data=4, expert=2, zero=zero) for zero in range(4)),
     row("experts", tensor=2, zero=1),
-    # Gathers that nobody waits for, where experts have somebody to share with and the rest has not, and where all have.
-    *(row("deep experts", SINGLES, pipeline=2, zero=3, schedule="interleaved", **{axis: 2}) for axis in ("tensor", "data")),
+    # Gathers that nobody waits for, where experts have somebody to share with and the rest has not, and where
+    # all have.
+    *(
+        row("deep experts", SINGLES, pipeline=2, zero=3, schedule="interleaved", **{axis: 2})
+        for axis in ("tensor", "data")
+    ),
     *(row("tied", SINGLES, pipeline=2, data=2, zero=zero) for zero in (0, 1, 2)),
     *(row("llama", SINGLES, pipeline=2, data=2, zero=zero, schedule="zbv") for zero in (0, 1)),
     row("gpt", SINGLES, pipeline=2, tensor=2, schedule="zb1p"),
@@ -137,8 +175,16 @@ MATRIX = [
         (layout, model, mode)
         for layout, model, mode in product(
             [
-                *({one: 2, other: 2, "zero": zero} for one, other in combinations((*AXES, "replica"), 2) for zero in range(4)),
-                *({"pipeline": 2, axis: 2, "schedule": name} for axis in ("tensor", "context", "data") for name in SCHEDULES),
+                *(
+                    {one: 2, other: 2, "zero": zero}
+                    for one, other in combinations((*AXES, "replica"), 2)
+                    for zero in range(4)
+                ),
+                *(
+                    {"pipeline": 2, axis: 2, "schedule": name}
+                    for axis in ("tensor", "context", "data")
+                    for name in SCHEDULES
+                ),
                 *({"context": 2, "tensor": 2, "attention": attention} for attention in ("ring", "ulysses")),
             ],
             ("tied", "gpt", "deep", "deep experts"),

@@ -19,7 +19,14 @@ from shardwise.config import Layout
 from shardwise.errors import UserError
 from shardwise.mesh import Worker, join
 from shardwise.parallel import blockwise
-from shardwise.parallel.ring import Neighbours, backward_pass, forward_pass, ring_attention, zigzag_block, zigzag_positions
+from shardwise.parallel.ring import (
+    Neighbours,
+    backward_pass,
+    forward_pass,
+    ring_attention,
+    zigzag_block,
+    zigzag_positions,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from memory import LiveBytes
@@ -38,9 +45,11 @@ SHAPES = [
     pytest.param(Shape(heads=3, kv_heads=3, length=1200), id="long"),
 ]
 WITH_DOCUMENTS = [
-    # Chunks of 2C = 4, 6 and 8 ranks are 12, 8 and 6 tokens long: ends inside and at the edges of chunks, documents of one
-    # token, and documents over several ranks.
-    pytest.param(Shape(batch=2, heads=4, kv_heads=2, length=48, ends=((1, 2, 11, 29), (40,))), id="documents"),
+    # Chunks of 2C = 4, 6 and 8 ranks are 12, 8 and 6 tokens long: ends inside and at the edges of chunks,
+    # documents of one token, and documents over several ranks.
+    pytest.param(
+        Shape(batch=2, heads=4, kv_heads=2, length=48, ends=((1, 2, 11, 29), (40,))), id="documents"
+    ),
     pytest.param(Shape(length=48, kv_heads=1, ends=(tuple(range(9, 47)),)), id="lonely-tokens"),
     pytest.param(Shape(length=48, ends=((),)), id="one-document"),
 ]
@@ -55,7 +64,9 @@ def test_result_and_gradients_are_those_of_one_device(ranks: Ranks, shape: Shape
 
 @pytest.mark.parametrize("ends", [None, ((5, 17, 30),)], ids=["whole", "documents"])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str)
-def test_lower_precisions_are_right_to_their_rounding(ranks: Ranks, dtype: torch.dtype, error: float, ends: Any) -> None:
+def test_lower_precisions_are_right_to_their_rounding(
+    ranks: Ranks, dtype: torch.dtype, error: float, ends: Any
+) -> None:
     shape = Shape(heads=4, kv_heads=2, length=48, ends=ends, dtype=dtype)
     found = together(ranks(4).run(split, shape))
     assert {tensor.dtype for tensor in found} == {dtype}
@@ -108,7 +119,9 @@ def test_a_length_that_cannot_be_cut_is_refused_with_one_that_can() -> None:
 
 @pytest.mark.parametrize("context", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_the_ledger_holds_what_the_module_says_is_sent(ranks: Ranks, context: int, dtype: torch.dtype) -> None:
+def test_the_ledger_holds_what_the_module_says_is_sent(
+    ranks: Ranks, context: int, dtype: torch.dtype
+) -> None:
     shape = Shape(heads=4, kv_heads=2, length=48, dtype=dtype)
     tokens = shape.length // context
     keys = 2 * tokens * shape.kv_heads * shape.head_dim
@@ -146,9 +159,16 @@ def recomputed(worker: Worker, shape: Shape, mode: str) -> tuple[tuple[Tensor, .
 
     def attend(query: Tensor, key: Tensor, value: Tensor, comm: Comm, documents: Tensor | None) -> Tensor:
         kept.append(comm)
-        more: Any = {"context_fn": lambda: create_selective_checkpoint_contexts(keep)} if mode == "selective" else {}
+        more: Any = (
+            {"context_fn": lambda: create_selective_checkpoint_contexts(keep)} if mode == "selective" else {}
+        )
         return checkpoint(
-            lambda *tensors: ring_attention(*tensors, comm, documents) * 1.0, query, key, value, use_reentrant=False, **more
+            lambda *tensors: ring_attention(*tensors, comm, documents) * 1.0,
+            query,
+            key,
+            value,
+            use_reentrant=False,
+            **more,
         )
 
     part = local(worker, shape, attend, zigzag_positions, {"context": worker.world})
@@ -169,7 +189,10 @@ def summed(worker: Worker, shape: Shape) -> list[list[Tensor]]:
     def block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return ring_attention(query.sin(), key, value, comm).sum(-1).mean()
 
-    return [list(torch.autograd.grad(run(*leaves), leaves)) for run in (block, torch.compile(block, backend="aot_eager"))]
+    return [
+        list(torch.autograd.grad(run(*leaves), leaves))
+        for run in (block, torch.compile(block, backend="aot_eager"))
+    ]
 
 
 @pytest.mark.parametrize("ends", [None, ((3, 4, 13), (20,))], ids=["whole", "documents"])
@@ -180,7 +203,9 @@ def test_each_kernel_is_attention_however_its_mask_is_sliced(
     monkeypatch.setattr(blockwise, "MASK_ELEMENTS", 300)
     shape = Shape(batch=2, heads=6, kv_heads=2, length=24, ends=ends)
     whole = make(shape)
-    query, key, value, weight = (t.transpose(1, 2) for t in (whole.query, whole.key, whole.value, whole.weight))
+    query, key, value, weight = (
+        t.transpose(1, 2) for t in (whole.query, whole.key, whole.value, whole.weight)
+    )
     documents = None if whole.documents is None else (whole.documents, whole.documents)
     merged = blockwise.attend(kernel, query, key, value, True, documents)
     gradients = blockwise.attend_backward(kernel, weight, query, key, value, merged, True, documents)
@@ -190,9 +215,13 @@ def test_each_kernel_is_attention_however_its_mask_is_sliced(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernel", [blockwise.CPU, blockwise.PLAIN], ids=lambda kernel: kernel.name)
-def test_a_query_that_sees_no_key_of_a_block_gets_exactly_nothing_from_it(kernel: blockwise.Kernel, dtype: torch.dtype) -> None:
+def test_a_query_that_sees_no_key_of_a_block_gets_exactly_nothing_from_it(
+    kernel: blockwise.Kernel, dtype: torch.dtype
+) -> None:
     whole = make(Shape(length=16, dtype=dtype))
-    query, key, value, weight = (t.transpose(1, 2) for t in (whole.query, whole.key, whole.value, whole.weight))
+    query, key, value, weight = (
+        t.transpose(1, 2) for t in (whole.query, whole.key, whole.value, whole.weight)
+    )
     out, lse = blockwise.attend(kernel, query, key, value, True)
     out = out.to(blockwise.wide(dtype))
     before = out.clone(), lse.clone()
@@ -213,7 +242,8 @@ def test_buffers_do_not_grow_with_the_ring(ranks: Ranks, context: int) -> None:
     small = queries // 4  # lse and the weights of a merge
     for forward, backward in ranks(context).run(live_bytes, shape):
         assert forward < 2 * keys + 2 * queries + small  # keys here and arriving; out and a block's out
-        # Keys here and arriving; their gradients leaving and arriving, at home, and of the block; of the query, and of the block.
+        # Keys here and arriving; their gradients leaving and arriving, at home, and of the block; of the
+        # query, and of the block.
         assert backward < 6 * keys + 2 * queries + small
 
 
@@ -222,12 +252,18 @@ def live_bytes(worker: Worker, shape: Shape) -> tuple[int, int]:
     comm = Comm(join(worker, Layout(data=1, context=worker.world)))
     mine = zigzag_positions(shape.length, worker.world, worker.rank)
     whole = make(shape)
-    query, key, value, weight = (t[:, mine].transpose(1, 2) for t in (whole.query, whole.key, whole.value, whole.weight))
+    query, key, value, weight = (
+        t[:, mine].transpose(1, 2) for t in (whole.query, whole.key, whole.value, whole.weight)
+    )
     del whole
     ring = Neighbours(comm)
-    merged, forward = fullest((query, key, value), lambda: forward_pass(ring, blockwise.CPU, query, key, value, None))
+    merged, forward = fullest(
+        (query, key, value), lambda: forward_pass(ring, blockwise.CPU, query, key, value, None)
+    )
     given = (query, key, value, weight, *merged)
-    _, backward = fullest(given, lambda: backward_pass(ring, blockwise.CPU, weight, (query, key, value), merged, None))
+    _, backward = fullest(
+        given, lambda: backward_pass(ring, blockwise.CPU, weight, (query, key, value), merged, None)
+    )
     return forward, backward
 
 

@@ -46,7 +46,9 @@ def weights_of_routers(worker: Worker, tables: Tables) -> tuple[dict[str, Tensor
 )
 def test_no_layout_rounds_a_router(ranks: Callable[[int], Pool], corpus: str, layout: dict[str, Any]) -> None:
     model = {**FAMILIES["experts"], "layers": 2}
-    tables = job(corpus, model=model, train={"precision": "bfloat16", "steps": 1}, layout={"data": 1, **layout})
+    tables = job(
+        corpus, model=model, train={"precision": "bfloat16", "steps": 1}, layout={"data": 1, **layout}
+    )
     for seen, stored in ranks(Layout(**{"data": 1, **layout}).world).run(weights_of_routers, tables):
         assert seen.keys() == stored.keys()
         for name, value in seen.items():

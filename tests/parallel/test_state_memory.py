@@ -1,4 +1,5 @@
-"""ZeRO must have the memory its names promise: bytes of model state a rank really holds, against the planner's formula."""
+"""ZeRO must have the memory its names promise: bytes of model state a rank really holds, against the
+planner's formula."""
 
 from __future__ import annotations
 
@@ -26,11 +27,13 @@ COUNTERS = 4 * (9 * memory.MODEL["layers"] + 3)
 TOKENS = 1024
 """More than the ids of the micro-batches take, of 16 tokens each."""
 LAST_REDUCED = 2 * 4 * 4 * 65 * memory.MODEL["hidden"]
-"""The sum still under way, of the unit reduced last, the embedding: what leaves, and room for as much that comes. 257 rows padded
-to four times 65, in float32."""
+"""The sum still under way, of the unit reduced last, the embedding: what leaves, and room for as much that
+comes. 257 rows padded to four times 65, in float32."""
 
 
-@pytest.mark.parametrize("zero", [pytest.param(zero, marks=[] if zero == 3 else pytest.mark.full) for zero in memory.STAGES])
+@pytest.mark.parametrize(
+    "zero", [pytest.param(zero, marks=[] if zero == 3 else pytest.mark.full) for zero in memory.STAGES]
+)
 def test_a_rank_holds_the_states_of_the_formula_and_nothing_else_that_has_no_name(
     ranks: Callable[[int], Pool], tokens: Path, zero: int
 ) -> None:

@@ -24,9 +24,15 @@ def split(worker: Worker, shape: Shape, **layout: int) -> tuple[Tensor, ...]:
     return local(worker, shape, ulysses_attention, contiguous_positions, {"context": worker.world, **layout})
 
 
-# 12 query heads over 2, 3 and 4 ranks; of the kv heads, 12 and 6 divide by some, 4 are as many or fewer, 1 is everybody's.
-HEADS = [pytest.param(Shape(batch=2, heads=12, kv_heads=heads, length=24), id=f"{heads}-kv-heads") for heads in (12, 6, 4, 2, 1)]
-DOCUMENTS = [pytest.param(Shape(batch=2, heads=12, kv_heads=3, length=24, ends=((1, 5, 7, 14), ())), id="documents")]
+# 12 query heads over 2, 3 and 4 ranks; of the kv heads, 12 and 6 divide by some, 4 are as many or fewer, 1 is
+# everybody's.
+HEADS = [
+    pytest.param(Shape(batch=2, heads=12, kv_heads=heads, length=24), id=f"{heads}-kv-heads")
+    for heads in (12, 6, 4, 2, 1)
+]
+DOCUMENTS = [
+    pytest.param(Shape(batch=2, heads=12, kv_heads=3, length=24, ends=((1, 5, 7, 14), ())), id="documents")
+]
 
 
 @pytest.mark.parametrize("context", [2, 3, 4])
@@ -74,12 +80,18 @@ def test_a_length_that_cannot_be_cut_is_refused_with_one_that_can() -> None:
 def test_the_ledger_holds_one_exchange_each_way_a_pass(ranks: Ranks, recompute: bool) -> None:
     shape = Shape(heads=4, kv_heads=1, length=48)
     tokens = shape.length // 2
-    there = tokens * shape.head_dim * (shape.heads + 2 * 2) * 8  # the one kv head is repeated for each of two ranks
+    there = (
+        tokens * shape.head_dim * (shape.heads + 2 * 2) * 8
+    )  # the one kv head is repeated for each of two ranks
     back = tokens * shape.head_dim * shape.heads * 8
-    again = there if recompute else 0  # the way back is not repeated: backward needs nothing that comes after it
+    again = (
+        there if recompute else 0
+    )  # the way back is not repeated: backward needs nothing that comes after it
     found = ranks(2).run(recorded, shape, recompute)
     for _, ledger in found:
-        assert ledger == {"all_to_all/context": {"count": 4 + bool(again), "bytes": 2 * (there + back) + again}}
+        assert ledger == {
+            "all_to_all/context": {"count": 4 + bool(again), "bytes": 2 * (there + back) + again}
+        }
     assert worst(together([part for part, _ in found]), truth(shape)) < 1e-12
 
 
@@ -90,7 +102,13 @@ def recorded(worker: Worker, shape: Shape, recompute: bool) -> tuple[tuple[Tenso
         kept.append(comm)
         if not recompute:
             return ulysses_attention(query, key, value, comm, documents)
-        return checkpoint(lambda *tensors: ulysses_attention(*tensors, comm, documents), query, key, value, use_reentrant=False)
+        return checkpoint(
+            lambda *tensors: ulysses_attention(*tensors, comm, documents),
+            query,
+            key,
+            value,
+            use_reentrant=False,
+        )
 
     part = local(worker, shape, attend, contiguous_positions, {"context": worker.world})
     return part, kept[0].ledger.take()

@@ -1,5 +1,5 @@
-"""Tensor devices with unequal parts of the vocabulary cut the loss into the same chunks: else one would wait for sums of a chunk
-that the other does not have, forever.
+"""Tensor devices with unequal parts of the vocabulary cut the loss into the same chunks: else one would wait
+for sums of a chunk that the other does not have, forever.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ BUDGET = {"cpu": 2 * (VOCABULARY // 2) * VALUE_BYTES}
 
 @pytest.fixture
 def tables(corpus: str) -> Tables:
-    return job(corpus, model={**FAMILIES["llama"], "layers": 1}, train={"steps": 1}, layout={"data": 1, "tensor": 2})
+    return job(
+        corpus, model={**FAMILIES["llama"], "layers": 1}, train={"steps": 1}, layout={"data": 1, "tensor": 2}
+    )
 
 
-def test_a_step_ends_where_the_parts_would_fit_different_numbers_of_tokens(ranks: Callable[[int], Pool], tables: Tables) -> None:
-    larger, smaller = (BUDGET["cpu"] // (rows * VALUE_BYTES) for rows in (VOCABULARY - VOCABULARY // 2, VOCABULARY // 2))
+def test_a_step_ends_where_the_parts_would_fit_different_numbers_of_tokens(
+    ranks: Callable[[int], Pool], tables: Tables
+) -> None:
+    larger, smaller = (
+        BUDGET["cpu"] // (rows * VALUE_BYTES) for rows in (VOCABULARY - VOCABULARY // 2, VOCABULARY // 2)
+    )
     assert larger < smaller, "by its own rows, each device would cut otherwise"
     truth = on_one_device(tables)
     for step in ranks(2).run(first_step_in_small_chunks, tables, seconds=60):

@@ -1,4 +1,5 @@
-"""The plan: open degrees are filled in, the lowest ZeRO stage that fits is taken, the memory formulas are the published ones."""
+"""The plan: open degrees are filled in, the lowest ZeRO stage that fits is taken, the memory formulas are the
+published ones."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from shardwise.plan.memory import state_bytes
 
 
 def job(**layout: object) -> Config:
-    tables = {"model": {"preset": "gpt2"}, "data": {"source": "text.txt"}, "train": {"precision": "bfloat16"}, "layout": layout}
+    tables = {
+        "model": {"preset": "gpt2"},
+        "data": {"source": "text.txt"},
+        "train": {"precision": "bfloat16"},
+        "layout": layout,
+    }
     return from_tables(tables)  # type: ignore[arg-type]
 
 
@@ -60,18 +66,30 @@ def test_what_would_help_a_model_that_is_too_large_is_only_what_does() -> None:
             choose(config.model_copy(update={"train": train_section}), devices, memory_bytes=memory)
         return str(refusal.value).rpartition("; use ")[2]
 
-    assert said(needed[0] - 1, zero=0) == "more devices, layout.zero = 1, train.state_dtype = 'bfloat16', or a smaller model"
-    assert said(needed[1] - 1, zero=1) == "more devices, layout.zero = 3, train.state_dtype = 'bfloat16', or a smaller model"
+    assert (
+        said(needed[0] - 1, zero=0)
+        == "more devices, layout.zero = 1, train.state_dtype = 'bfloat16', or a smaller model"
+    )
+    assert (
+        said(needed[1] - 1, zero=1)
+        == "more devices, layout.zero = 3, train.state_dtype = 'bfloat16', or a smaller model"
+    )
     assert said(needed[3] - 1, zero=3) == "more devices, train.state_dtype = 'bfloat16', or a smaller model"
     assert said(1e6, zero=0) == "more devices, or a smaller model"
-    assert said(1e6, devices=1, zero=3) == "more devices, or a smaller model"  # one device has nothing to shard with
+    assert (
+        said(1e6, devices=1, zero=3) == "more devices, or a smaller model"
+    )  # one device has nothing to shard with
     assert said(1e6, {"state_dtype": "bfloat16"}, zero=3) == "more devices, or a smaller model"
 
 
 @pytest.mark.parametrize(
     ("precision", "states", "expected"),
     [
-        ("bfloat16", "auto", [16, 6 + 12 / 4, 2 + 16 / 4, 16 / 4]),  # Megatron-LM's 18 → 6 + 12/d, FSDP2's 16/N
+        (
+            "bfloat16",
+            "auto",
+            [16, 6 + 12 / 4, 2 + 16 / 4, 16 / 4],
+        ),  # Megatron-LM's 18 → 6 + 12/d, FSDP2's 16/N
         ("float32", "auto", [16, 8 + 12 / 4, 4 + 16 / 4, 16 / 4]),
         ("bfloat16", "bfloat16", [8, 6 + 6 / 4, 2 + 8 / 4, 8 / 4]),
         ("float64", "auto", [32, 16 + 24 / 4, 8 + 32 / 4, 32 / 4]),
@@ -81,7 +99,9 @@ def test_bytes_a_parameter_are_the_published_ones(precision: str, states: str, e
     train = Train.model_validate({"precision": precision, "state_dtype": states})
     config = job().model_copy(update={"train": train})
     layouts = [Layout(data=4, zero=zero) for zero in (0, 1, 2, 3)]
-    assert [state_bytes(config, layout, 2, parameters=OwnParameters(1)).total for layout in layouts] == pytest.approx(expected)
+    assert [
+        state_bytes(config, layout, 2, parameters=OwnParameters(1)).total for layout in layouts
+    ] == pytest.approx(expected)
 
 
 @given(devices=st.integers(1, 64), batch=st.integers(1, 512), replica=st.integers(1, 4))
@@ -106,8 +126,12 @@ def test_a_plan_covers_the_batch_exactly_or_is_refused(devices: int, batch: int,
         (5, 4, {"tensor": 2, "data": 2}),
     ],
 )
-def test_a_run_that_lost_devices_gets_a_layout_near_the_one_asked_for(devices: int, world: int, degrees: dict[str, int]) -> None:
-    asked = from_tables({"data": {"source": "x"}, "train": {"global_batch": 12}, "layout": {"tensor": 2, "data": 2}})
+def test_a_run_that_lost_devices_gets_a_layout_near_the_one_asked_for(
+    devices: int, world: int, degrees: dict[str, int]
+) -> None:
+    asked = from_tables(
+        {"data": {"source": "x"}, "train": {"global_batch": 12}, "layout": {"tensor": 2, "data": 2}}
+    )
     plan = fit(asked, devices, least=1)
     assert plan is not None
     assert plan.layout.world == world
@@ -129,22 +153,38 @@ def whys(plan: Plan) -> dict[str, tuple[object, bool, str]]:
 def test_a_plan_says_of_every_setting_whether_it_was_asked_for_or_chosen_and_why() -> None:
     plan = choose(job(tensor=2, zero=1), 8)
     found = whys(plan)
-    assert found.keys() == {f"layout.{field}" for field in Layout.model_fields} | {"train.micro_batch", "train.recompute"}
+    assert found.keys() == {f"layout.{field}" for field in Layout.model_fields} | {
+        "train.micro_batch",
+        "train.recompute",
+    }
     assert found["layout.tensor"] == (2, True, "as asked")
     assert found["layout.zero"] == (1, True, "as asked")
     assert found["layout.data"] == (4, False, "the devices that the other axes leave")
     assert found["layout.pipeline"] == (1, False, "the default")
     assert found["train.micro_batch"] == (8, False, "a device's whole share of the batch")
-    assert plan.chosen() == "data 4: the devices that the other axes leave; micro_batch 8: a device's whole share of the batch"
+    assert (
+        plan.chosen()
+        == "data 4: the devices that the other axes leave; micro_batch 8: a device's whole share of the batch"
+    )
 
 
 def test_what_comes_out_otherwise_than_asked_is_not_called_asked() -> None:
     alone = whys(choose(job(zero=3, data=1), 1))
-    assert alone["layout.zero"] == (0, False, "3 was asked for; nothing to shard: no other device holds the same weights")
-    asked = from_tables({"data": {"source": "x"}, "train": {"global_batch": 12}, "layout": {"tensor": 2, "data": 2}})
+    assert alone["layout.zero"] == (
+        0,
+        False,
+        "3 was asked for; nothing to shard: no other device holds the same weights",
+    )
+    asked = from_tables(
+        {"data": {"source": "x"}, "train": {"global_batch": 12}, "layout": {"tensor": 2, "data": 2}}
+    )
     three = fit(asked, 3, least=1)
     assert three is not None
-    assert whys(three)["layout.tensor"] == (1, False, "2 was asked for; the nearest that works on 3 of 3 devices")
+    assert whys(three)["layout.tensor"] == (
+        1,
+        False,
+        "2 was asked for; the nearest that works on 3 of 3 devices",
+    )
     assert whys(three)["layout.data"][:2] == (3, False)
 
 
@@ -158,7 +198,12 @@ def test_a_layout_that_a_plan_completes_leaves_nothing_open() -> None:
 @given(
     devices=st.sampled_from([1, 2, 4, 8, 16]),
     layout=st.fixed_dictionaries(
-        {}, optional={"pipeline": st.sampled_from([1, 2]), "tensor": st.sampled_from([1, 2]), "zero": st.integers(0, 3)}
+        {},
+        optional={
+            "pipeline": st.sampled_from([1, 2]),
+            "tensor": st.sampled_from([1, 2]),
+            "zero": st.integers(0, 3),
+        },
     ),
     memory=st.none() | st.floats(1e8, 1e11),
 )
@@ -167,7 +212,11 @@ def test_a_plan_is_the_same_after_json(devices: int, layout: dict[str, object], 
         plan = choose(job(**layout), devices, memory)
     except ConfigError:
         return
-    plan = replace(plan, cluster_file="here.toml", predicted={"step_seconds": {"total": 0.1}, "bytes": [{"axis": "data"}]})
+    plan = replace(
+        plan,
+        cluster_file="here.toml",
+        predicted={"step_seconds": {"total": 0.1}, "bytes": [{"axis": "data"}]},
+    )
     text = json.dumps(plan.to_json())
     assert Plan.from_json(json.loads(text)) == plan
     assert json.dumps(Plan.from_json(json.loads(text)).to_json()) == text
@@ -175,10 +224,14 @@ def test_a_plan_is_the_same_after_json(devices: int, layout: dict[str, object], 
 
 def test_a_micro_batch_that_nobody_asked_for_is_cut_so_that_all_devices_that_are_left_work() -> None:
     open_job = from_tables({"data": {"source": "x"}, "train": {"global_batch": 24}})
-    searched = from_tables({"data": {"source": "x"}, "train": {"global_batch": 24, "micro_batch": 6}, "layout": {"data": 4}})
+    searched = from_tables(
+        {"data": {"source": "x"}, "train": {"global_batch": 24, "micro_batch": 6}, "layout": {"data": 4}}
+    )
     plan = fit(searched, 3, least=1, asked=Asked(open_job, "planned"))
     assert plan is not None
-    assert (plan.layout.data, plan.micro_batch, plan.accumulation) == (3, 4, 2), "6 does not divide a share of 8"
+    assert (plan.layout.data, plan.micro_batch, plan.accumulation) == (3, 4, 2), (
+        "6 does not divide a share of 8"
+    )
     assert whys(plan)["train.micro_batch"] == (4, False, "the nearest that works on 3 of 3 devices")
     asked_for = fit(searched, 3, least=1, asked=Asked(searched, "planned"))
     assert asked_for is not None

@@ -1,4 +1,5 @@
-"""What is said once of the runtime holds for one layout as for arrays of them: the same functions, asked both ways."""
+"""What is said once of the runtime holds for one layout as for arrays of them: the same functions, asked both
+ways."""
 
 from __future__ import annotations
 
@@ -47,7 +48,15 @@ def test_the_engine_of_each_layout_is_that_of_the_array(rows: list[dict[str, int
     together = engine_of(space, experts)
     for place, (row, layout) in enumerate(zip(rows, layouts, strict=True)):
         engine = engine_of(layout, experts)
-        for name in ("zero", "single", "replicated", "sharded", "splits_backward", "keeps_gathered", "reduces_each"):
+        for name in (
+            "zero",
+            "single",
+            "replicated",
+            "sharded",
+            "splits_backward",
+            "keeps_gathered",
+            "reduces_each",
+        ):
             assert getattr(engine, name) == getattr(together, name)[place], name
         whole = together.keeps_whole_gradients(space.accumulation)[place]
         assert engine.keeps_whole_gradients(row["accumulation"]) == whole
@@ -66,7 +75,10 @@ def test_the_grid_of_each_layout_is_that_of_the_array(rows: list[dict[str, int]]
         assert [borrowed(layout)[axis] for layout in layouts] == taken.tolist()
     for layout in layouts:
         assert prod(grid_dims(layout).values()) == layout.world
-        assert devices("expert", layout) * devices("expert_data", layout) == layout.data * layout.context * layout.tensor
+        assert (
+            devices("expert", layout) * devices("expert_data", layout)
+            == layout.data * layout.context * layout.tensor
+        )
 
 
 @pytest.mark.parametrize(
@@ -86,20 +98,26 @@ def test_the_grid_of_each_layout_is_that_of_the_array(rows: list[dict[str, int]]
         (Layout(data=2, zero=1), 0, "sharded"),
     ],
 )
-def test_known_layouts_have_the_engine_that_the_table_gives_them(layout: Layout, experts: int, engine: str) -> None:
+def test_known_layouts_have_the_engine_that_the_table_gives_them(
+    layout: Layout, experts: int, engine: str
+) -> None:
     found = engine_of(layout, experts)
     assert [name for name in ("single", "replicated", "sharded") if getattr(found, name)] == [engine]
 
 
 def test_the_schedules_said_to_split_backward_are_those_with_actions_for_weights_alone() -> None:
     def splits(name: Any) -> bool:
-        return any(action.kind == "W" for actions in make_schedule(name, 2, 4, None).actions for action in actions)
+        return any(
+            action.kind == "W" for actions in make_schedule(name, 2, 4, None).actions for action in actions
+        )
 
     assert tuple(name for name in SCHEDULES if splits(name)) == SPLIT_BACKWARD
 
 
 @given(tokens=st.integers(1, 10**5), vocabulary=st.integers(1, 10**6), width=st.sampled_from([2, 4, 8]))
-def test_chunks_of_the_loss_are_the_same_for_numbers_and_arrays(tokens: int, vocabulary: int, width: int) -> None:
+def test_chunks_of_the_loss_are_the_same_for_numbers_and_arrays(
+    tokens: int, vocabulary: int, width: int
+) -> None:
     alone = chunk_tokens(tokens, vocabulary, width, "cpu")
     assert chunk_tokens(np.array([tokens]), np.array([vocabulary]), width, "cpu").tolist() == [alone]
     assert alone == 1 or alone * vocabulary * width <= CHUNK_BYTES["cpu"]

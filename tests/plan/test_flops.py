@@ -12,10 +12,13 @@ from shardwise.plan.flops import flops_per_token, matmul_weights
 SHAPES = {
     "llama": {"kv_heads": 2, "tied": True},
     "qwen": {"head_dim": 16, "qk_norm": True},  # head_dim is not hidden / heads
-    "mixture": {"experts": 5, "experts_per_token": 2, "expert_ffn": 24, "shared_experts": 1, "balance_loss": 0.1},
+    "mixture": {"experts": 5, "experts_per_token": 2, "expert_ffn": 24, "shared_experts": 1,
+    "balance_loss": 0.1},
     "mistral": {"window": 16},  # as long as the sequence
-    "gemma": {"norm": "rms+1", "post_norms": True, "activation": "geglu", "attention_softcap": 5.0, "logit_softcap": 5.0,
-              "window": 16, "window_layers": "even", "query_scalar": 4.0, "scaled_embedding": True, "tied": True},
+    "gemma": {"norm": "rms+1", "post_norms": True, "activation": "geglu", "attention_softcap": 5.0,
+    "logit_softcap": 5.0,
+              "window": 16, "window_layers": "even", "query_scalar": 4.0, "scaled_embedding": True,
+              "tied": True},
     "gpt": {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True},
 }  # fmt: skip
 
@@ -36,7 +39,8 @@ def test_the_formula_equals_what_torch_counts_once_the_causal_half_is_put_back(f
 
 
 def test_a_window_counts_the_tokens_that_are_seen() -> None:
-    """Against a sum over every token of a long sequence; the formula is the limit for long ones, as the causal half is."""
+    """Against a sum over every token of a long sequence; the formula is the limit for long ones, as the
+    causal half is."""
     length, window = 4096, 512
     shape = {
         "layers": 3,

@@ -7,7 +7,8 @@ from shardwise.config import PRESETS, Model
 from shardwise.models import Transformer
 from shardwise.plan.parameters import active_count, count, parameter_shapes
 
-# The numbers of the released checkpoints (model cards and safetensors indexes); GPT-3's from its published shape.
+# The numbers of the released checkpoints (model cards and safetensors indexes); GPT-3's from its published
+# shape.
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -33,7 +34,11 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
 }
-ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3, "llama3-8b": 8.0}  # billions, as the model cards round them
+ACTIVE = {
+    "mixtral-8x7b": 12.9,
+    "qwen3-30b-a3b": 3.3,
+    "llama3-8b": 8.0,
+}  # billions, as the model cards round them
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
@@ -67,7 +72,8 @@ def test_a_tied_head_counts_once(preset: str) -> None:
 
 
 def test_parameters_are_counted_as_by_hand() -> None:
-    model = Model(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=6, vocabulary=5, max_positions=3, norm="layer",
+    model = Model(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=6, vocabulary=5, max_positions=3,
+    norm="layer",
                   positions="learned", activation="gelu", bias=True, qk_norm=True)  # fmt: skip
     embedding = 5 * 8 + 3 * 8
     attention = 8 * 8 + 2 * 4 * 8 + 8 * 8 + (8 + 4 + 4 + 8)
@@ -77,7 +83,8 @@ def test_parameters_are_counted_as_by_hand() -> None:
 
 
 def test_router_and_shared_experts_count_as_active_feed_forward() -> None:
-    model = Model(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=99, vocabulary=5, experts=7, experts_per_token=3,
+    model = Model(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=99, vocabulary=5, experts=7,
+    experts_per_token=3,
                   expert_ffn=6, shared_experts=2)  # fmt: skip
     per_layer = 7 * 8 + 3 * 2 * 6 * 8
     per_layer += 7 * 3 * 6 * 8
@@ -86,4 +93,6 @@ def test_router_and_shared_experts_count_as_active_feed_forward() -> None:
     assert count(model) - active_count(model) == 2 * (7 - 3) * 3 * 6 * 8
     with torch.device("meta"):
         module = Transformer(model)
-    assert list(parameter_shapes(model).items()) == [(name, tuple(value.shape)) for name, value in module.named_parameters()]
+    assert list(parameter_shapes(model).items()) == [
+        (name, tuple(value.shape)) for name, value in module.named_parameters()
+    ]

@@ -34,19 +34,23 @@ def halves(schedule: Schedule) -> list[tuple[int, str, int]]:
 
 
 def graph(schedule: Schedule) -> TopologicalSorter[tuple[int, str, int]]:
-    """What must come before what, written down from the definition of a pipeline: the chain of a micro-batch through the
-    stages and back, its weights after its gradient, and each rank's own order."""
+    """What must come before what, written down from the definition of a pipeline: the chain of a micro-batch
+    through the stages and back, its weights after its gradient, and each rank's own order."""
     sorter: TopologicalSorter[tuple[int, str, int]] = TopologicalSorter()
     last = schedule.stages - 1
     for index in range(schedule.micro_batches):
-        chain = [(stage, "F", index) for stage in range(last + 1)] + [(stage, "I", index) for stage in range(last, -1, -1)]
+        chain = [(stage, "F", index) for stage in range(last + 1)] + [
+            (stage, "I", index) for stage in range(last, -1, -1)
+        ]
         for before, after in pairwise(chain):
             sorter.add(after, before)
         for stage in range(last + 1):
             sorter.add((stage, "W", index), (stage, "I", index))
     for row in schedule.actions:
         order = [
-            (action.stage, kind, action.micro_batch) for action in row for kind in ("IW" if action.kind == "B" else action.kind)
+            (action.stage, kind, action.micro_batch)
+            for action in row
+            for kind in ("IW" if action.kind == "B" else action.kind)
         ]
         for before, after in pairwise(order):
             sorter.add(after, before)
@@ -55,10 +59,15 @@ def graph(schedule: Schedule) -> TopologicalSorter[tuple[int, str, int]]:
 
 @settings(max_examples=150)
 @given(names, ranks_, micro_batches_, per_rank_)
-def test_every_schedule_does_the_same_work_and_cannot_hang(name: str, ranks: int, micro_batches: int, per_rank: int) -> None:
+def test_every_schedule_does_the_same_work_and_cannot_hang(
+    name: str, ranks: int, micro_batches: int, per_rank: int
+) -> None:
     schedule = make(name, ranks, micro_batches, per_rank)
     assert halves(schedule) == sorted(
-        (stage, kind, index) for stage in range(schedule.stages) for kind in "FIW" for index in range(micro_batches)
+        (stage, kind, index)
+        for stage in range(schedule.stages)
+        for kind in "FIW"
+        for index in range(micro_batches)
     )
     graph(schedule).prepare()  # raises CycleError for an order that hangs
     assert problems_of(schedule) == []
@@ -66,11 +75,18 @@ def test_every_schedule_does_the_same_work_and_cannot_hang(name: str, ranks: int
 
 @settings(max_examples=40)
 @given(names, st.integers(2, 8), st.integers(1, 20), st.integers(1, 3))
-def test_torch_reads_every_action_and_can_place_the_messages(name: str, ranks: int, micro_batches: int, per_rank: int) -> None:
+def test_torch_reads_every_action_and_can_place_the_messages(
+    name: str, ranks: int, micro_batches: int, per_rank: int
+) -> None:
     schedule = make(name, ranks, micro_batches, per_rank)
-    rows = {rank: [torch_schedules._Action.from_str(str(action)) for action in row] for rank, row in enumerate(schedule.actions)}
+    rows = {
+        rank: [torch_schedules._Action.from_str(str(action)) for action in row]
+        for rank, row in enumerate(schedule.actions)
+    }
     assert [str(action) for action in rows[0]] == [str(action) for action in schedule.actions[0]]
-    with_messages = torch_schedules._add_send_recv(rows, lambda stage: schedule.rank_of_stage[stage], schedule.stages)
+    with_messages = torch_schedules._add_send_recv(
+        rows, lambda stage: schedule.rank_of_stage[stage], schedule.stages
+    )
     crossings = sum(a != b for a, b in pairwise(schedule.rank_of_stage))
     kinds = [action.computation_type.value for row in with_messages.values() for action in row]
     for message in ("SEND_F", "RECV_F", "SEND_B", "RECV_B"):
@@ -80,9 +96,11 @@ def test_torch_reads_every_action_and_can_place_the_messages(name: str, ranks: i
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_stages_are_placed_in_a_loop_or_in_a_v(name: str) -> None:
     placed = make(name, 3, 4, 3).rank_of_stage
-    assert placed == {"interleaved": (0, 1, 2) * 3, "zbv": (0, 1, 2, 2, 1, 0), "dualpipev": (0, 1, 2, 2, 1, 0)}.get(
-        name, (0, 1, 2)
-    )
+    assert placed == {
+        "interleaved": (0, 1, 2) * 3,
+        "zbv": (0, 1, 2, 2, 1, 0),
+        "dualpipev": (0, 1, 2, 2, 1, 0),
+    }.get(name, (0, 1, 2))
 
 
 def test_an_action_is_written_as_torch_reads_it() -> None:
@@ -131,9 +149,15 @@ def test_weights_before_inputs_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "per_rank", "advice"),
-    [("zbv", 3, "exactly 2 a rank"), ("1f1b", 2, "'interleaved' for 2 stages"), ("interleaved", 0, "give 1 or more")],
+    [
+        ("zbv", 3, "exactly 2 a rank"),
+        ("1f1b", 2, "'interleaved' for 2 stages"),
+        ("interleaved", 0, "give 1 or more"),
+    ],
 )
-def test_a_number_of_stages_that_a_schedule_cannot_have_is_refused(name: str, per_rank: int, advice: str) -> None:
+def test_a_number_of_stages_that_a_schedule_cannot_have_is_refused(
+    name: str, per_rank: int, advice: str
+) -> None:
     with pytest.raises(ConfigError, match=advice):
         make_schedule(name, 2, 4, per_rank)
 

@@ -34,7 +34,8 @@ def test_gpipe_and_1f1b_wait_p_minus_1_micro_batches(name: str, p: int, m: int) 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
 def test_interleaving_divides_the_bubble_by_the_stages_a_rank(p: int, m: int, v: int) -> None:
-    """Narayanan et al. 2021 (Megatron-LM), section 2.2: 1/v (p-1)/m of the busy time; here also where p does not divide m."""
+    """Narayanan et al. 2021 (Megatron-LM), section 2.2: 1/v (p-1)/m of the busy time; here also where p does
+    not divide m."""
     timeline = simulate(make_schedule("interleaved", p, m, v))
     assert timeline.bubble == pytest.approx((p - 1) / (v * m + p - 1), rel=1e-12)
     (work,) = set(timeline.busy)
@@ -49,21 +50,28 @@ def test_zb1p_waits_as_zb_h1_does(p: int, m: int, forward: int, inputs: int, wei
     assert waiting(timeline) == (p - 1) * (forward + inputs - weights)
 
 
-@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (1, 2, 3, 4, 7, 8) for m in (2 * p, 2 * p + 1, 3 * p, 5 * p + 2)])
+@pytest.mark.parametrize(
+    ("p", "m"), [(p, m) for p in (1, 2, 3, 4, 7, 8) for m in (2 * p, 2 * p + 1, 3 * p, 5 * p + 2)]
+)
 def test_zbv_has_no_gap_on_any_rank_when_all_halves_take_the_same_time(p: int, m: int) -> None:
-    """Qi et al. 2023, section 6, and Qi et al. 2024 (Controllable Memory), table of V-ZB: no bubble between a rank's first and
-    last action if T_F = T_B = T_W. Over all ranks that leaves (p-1) T_F, the time in which the last rank gets its first
-    input, which no schedule of this placement can avoid."""
+    """Qi et al. 2023, section 6, and Qi et al. 2024 (Controllable Memory), table of V-ZB: no bubble between a
+    rank's first and last action if T_F = T_B = T_W. Over all ranks that leaves (p-1) T_F, the time in which
+    the last rank gets its first input, which no schedule of this placement can avoid."""
     timeline = simulate(make_schedule("zbv", p, m))
     assert timeline.gaps == (0.0,) * p
     assert timeline.makespan == 6 * m + p - 1
 
 
-@pytest.mark.parametrize(("p", "m"), [(p, m) for p in (1, 2, 3, 4, 7, 8) for m in (2 * p, 2 * p + 1, 3 * p, 5 * p + 2)])
+@pytest.mark.parametrize(
+    ("p", "m"), [(p, m) for p in (1, 2, 3, 4, 7, 8) for m in (2 * p, 2 * p + 1, 3 * p, 5 * p + 2)]
+)
 @pytest.mark.parametrize(("forward", "inputs", "weights"), COSTS)
-def test_dualpipev_waits_no_longer_than_published(p: int, m: int, forward: int, inputs: int, weights: int) -> None:
-    """DeepSeek's DualPipe, table of bubbles: (PP/2-1)(F&B + B - 3W) with PP = 2p stages and B the whole backward. A pair that
-    merely follows each other takes F&B = F + B; it may begin before both inputs are there, so we can only be faster."""
+def test_dualpipev_waits_no_longer_than_published(
+    p: int, m: int, forward: int, inputs: int, weights: int
+) -> None:
+    """DeepSeek's DualPipe, table of bubbles: (PP/2-1)(F&B + B - 3W) with PP = 2p stages and B the whole
+    backward. A pair that merely follows each other takes F&B = F + B; it may begin before both inputs are
+    there, so we can only be faster."""
     waited = waiting(simulate(make_schedule("dualpipev", p, m), forward, inputs, weights))
     backward = inputs + weights
     assert (p - 1) * forward <= waited <= (p - 1) * ((forward + backward) + backward - 3 * weights)
@@ -72,10 +80,18 @@ def test_dualpipev_waits_no_longer_than_published(p: int, m: int, forward: int, 
 
 
 @settings(max_examples=100)
-@given(st.sampled_from(SCHEDULES), st.integers(1, 8), st.integers(1, 24), st.integers(1, 3), st.sampled_from(COSTS))
-def test_no_schedule_beats_the_bounds_of_the_pipeline(name: str, p: int, m: int, v: int, costs: tuple[int, int, int]) -> None:
-    """The last rank cannot start before p-1 forwards; one micro-batch cannot be quicker than its own chain; and nothing
-    takes longer than doing all the work one after the other."""
+@given(
+    st.sampled_from(SCHEDULES),
+    st.integers(1, 8),
+    st.integers(1, 24),
+    st.integers(1, 3),
+    st.sampled_from(COSTS),
+)
+def test_no_schedule_beats_the_bounds_of_the_pipeline(
+    name: str, p: int, m: int, v: int, costs: tuple[int, int, int]
+) -> None:
+    """The last rank cannot start before p-1 forwards; one micro-batch cannot be quicker than its own chain;
+    and nothing takes longer than doing all the work one after the other."""
     schedule = make_schedule(name, p, m, v if name == "interleaved" else None)
     forward, inputs, _ = costs
     timeline = simulate(schedule, *costs)
@@ -93,8 +109,8 @@ def test_1f1b_keeps_p_minus_rank_activations_and_gpipe_all(p: int, m: int) -> No
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
 def test_the_others_keep_what_their_papers_say(p: int) -> None:
-    """ZB-H1: as 1F1B's first rank (Qi et al. 2023). V-ZB: p micro-batches of a rank's two stages (Qi et al. 2024).
-    DualPipeV: PP + 1 with PP = 2p (DeepSeek). Interleaved: Megatron's warm-up and one more."""
+    """ZB-H1: as 1F1B's first rank (Qi et al. 2023). V-ZB: p micro-batches of a rank's two stages (Qi et al.
+    2024). DualPipeV: PP + 1 with PP = 2p (DeepSeek). Interleaved: Megatron's warm-up and one more."""
     m, v = 4 * p, 3
     assert max(peak_in_flight(make_schedule("zb1p", p, m))) == p
     assert max(peak_in_flight(make_schedule("zbv", p, m))) == 2 * p
@@ -110,9 +126,13 @@ def test_activations_stay_flat_as_micro_batches_grow(name: str) -> None:
 
 
 def test_times_of_a_small_pipeline_by_hand() -> None:
-    """Two ranks, one micro-batch, forward 2 and 3, backward twice that, a message 1: 0-2, 3-6, 6-12, 13-17."""
+    """Two ranks, one micro-batch, forward 2 and 3, backward twice that, a message 1: 0-2, 3-6, 6-12,
+    13-17."""
     timeline = simulate(make_schedule("1f1b", 2, 1), [2, 3], [2, 3], [2, 3], send=1)
-    assert [[(span.start, span.end) for span in row] for row in timeline.spans] == [[(0, 2), (13, 17)], [(3, 6), (6, 12)]]
+    assert [[(span.start, span.end) for span in row] for row in timeline.spans] == [
+        [(0, 2), (13, 17)],
+        [(3, 6), (6, 12)],
+    ]
     assert timeline.makespan == 17
     assert timeline.busy == (6, 9)
     assert timeline.gaps == (11, 0)

@@ -78,7 +78,9 @@ def test_the_head_takes_blocks_off_the_last_stage() -> None:
     """llama3-8b: a block has 218 million matrix weights, the head 525 million."""
     model = Model(**PRESETS["llama3-8b"])
     costs, _, last = block_costs(model, 8)
-    assert last / costs[0] == pytest.approx(128256 * 4096 / (4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)), rel=1e-3)
+    assert last / costs[0] == pytest.approx(
+        128256 * 4096 / (4096 * (4096 * 2 + 1024 * 2 + 14336 * 3)), rel=1e-3
+    )
     assert stage_blocks(model, 8192, 4)[-1] == 6
     assert sum(stage_blocks(model, 8192, 4)) == 32
 
@@ -95,7 +97,9 @@ def test_counts_by_hand_are_kept() -> None:
         ((6, 0, 0), "at least one block"),
     ],
 )
-def test_counts_by_hand_that_do_not_fit_are_refused_with_ones_that_do(counts: tuple[int, ...], problem: str) -> None:
+def test_counts_by_hand_that_do_not_fit_are_refused_with_ones_that_do(
+    counts: tuple[int, ...], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         stage_blocks(Model(layers=6), 128, 3, counts)  # type: ignore[call-arg]
     assert "cut by cost it would be [2, 2, 2]" in str(caught.value)

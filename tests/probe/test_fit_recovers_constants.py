@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from shardwise.cost.cluster import KINDS
 from shardwise.probe.budget import FULL, QUICK
-from shardwise.probe.fit import fit_attention, fit_collective, fit_products, relative_least_squares, speed_with_knee
+from shardwise.probe.fit import (
+    fit_attention,
+    fit_collective,
+    fit_products,
+    relative_least_squares,
+    speed_with_knee,
+)
 
 SPEEDS = st.floats(1e9, 1e15)
 KNEES = st.floats(5.0, 200.0)
@@ -26,12 +32,17 @@ def product_time(m: int, n: int, k: int, speed: float, knee: float, launch: floa
 
 
 def noisy(times: list[float], seed: int, share: float = 0.03) -> list[float]:
-    return [float(time) for time in np.array(times) * (1 + share * np.random.default_rng(seed).uniform(-1, 1, len(times)))]
+    return [
+        float(time)
+        for time in np.array(times) * (1 + share * np.random.default_rng(seed).uniform(-1, 1, len(times)))
+    ]
 
 
 @settings(max_examples=40)
 @given(SPEEDS, KNEES, st.floats(0, 5))
-def test_products_without_noise_give_speed_and_knee_exactly(speed: float, knee: float, launches: float) -> None:
+def test_products_without_noise_give_speed_and_knee_exactly(
+    speed: float, knee: float, launches: float
+) -> None:
     launch = launches * product_time(*SHAPES[0], speed, knee)  # the smallest product may be mostly launch
     found = fit_products(SHAPES, [product_time(*shape, speed, knee, launch) for shape in SHAPES], launch)
     assert found.flops == pytest.approx(speed, rel=1e-6)
@@ -98,10 +109,14 @@ RINGS = {  # seconds by the tables of a ring, full tensor of so many bytes
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=20)
 @given(st.integers(2, 64), st.floats(1e-6, 1e-3), st.floats(1e8, 5e11), st.integers(0, 10**6))
-def test_collectives_give_latency_and_bus_bandwidth(kind: str, members: int, latency: float, bandwidth: float, seed: int) -> None:
+def test_collectives_give_latency_and_bus_bandwidth(
+    kind: str, members: int, latency: float, bandwidth: float, seed: int
+) -> None:
     times = [latency + RINGS[kind](size, members, bandwidth) for size in SIZES]
     exact = fit_collective(kind, members, SIZES, times)
-    assert exact.latency + RINGS[kind](SIZES[0], members, exact.bandwidth) == pytest.approx(times[0], rel=1e-6)
+    assert exact.latency + RINGS[kind](SIZES[0], members, exact.bandwidth) == pytest.approx(
+        times[0], rel=1e-6
+    )
     if times[-1] / latency - 1 > 0.1 and times[0] / latency - 1 < 10:  # both leave their mark on some time
         assert exact.latency == pytest.approx(latency, rel=1e-4)
         assert exact.bandwidth == pytest.approx(bandwidth, rel=1e-4)
@@ -124,7 +139,9 @@ def test_whatever_was_timed_the_figures_are_usable(times: list[float], kind: str
 
 @settings(max_examples=40)
 @given(st.floats(0.1, 5.0), st.floats(0.1, 5.0), st.floats(0.01, 0.5))
-def test_where_a_factor_would_be_negative_it_is_none_and_the_rest_is_the_best_without_it(a: float, b: float, less: float) -> None:
+def test_where_a_factor_would_be_negative_it_is_none_and_the_rest_is_the_best_without_it(
+    a: float, b: float, less: float
+) -> None:
     """Falling times cannot come from a cost that grows with size: what is left is a constant."""
     sizes = np.arange(1.0, 6.0)
     times = a + b - less * b * sizes / 5
@@ -140,7 +157,9 @@ def test_the_sizes_of_each_budget_tell_the_constants_apart(budget) -> None:
     assert (found.flops, found.knee) == (pytest.approx(3e12, rel=1e-6), pytest.approx(40.0, rel=1e-5))
     flops = [float(length**2) for length in budget.lengths]
     attending = fit_attention(
-        budget.lengths, flops, [work / 1e9 * (1 + 70 / length) for work, length in zip(flops, budget.lengths, strict=True)]
+        budget.lengths,
+        flops,
+        [work / 1e9 * (1 + 70 / length) for work, length in zip(flops, budget.lengths, strict=True)],
     )
     assert (attending.flops, attending.knee) == (pytest.approx(1e9, rel=1e-6), pytest.approx(70.0, rel=1e-5))
     cost = fit_collective("all_gather", 4, budget.sizes, [5e-5 + 0.75 * size / 2e9 for size in budget.sizes])

@@ -1,4 +1,5 @@
-"""A probe of a few milliseconds a figure, really run: what it writes, what it remembers, and what it does when a worker dies."""
+"""A probe of a few milliseconds a figure, really run: what it writes, what it remembers, and what it does
+when a worker dies."""
 
 from __future__ import annotations
 
@@ -82,7 +83,14 @@ def test_two_workers_measure_a_cluster_that_reads_back(tmp_path: Path) -> None:
     device = back.device
     assert device.peak["float32"] > 0
     assert set(device.peak) <= {"float32", "bfloat16", "float64"}
-    figures = (device.memory, device.bandwidth, device.launch, device.overhead, device.host_bandwidth, device.attention)
+    figures = (
+        device.memory,
+        device.bandwidth,
+        device.launch,
+        device.overhead,
+        device.host_bandwidth,
+        device.attention,
+    )
     assert min(figures) > 0
     assert (device.matmul, device.stream, device.overlap) == (1.0, 1.0, 0.0)
     assert [(row.kind, row.members) for row in back.inside.measured] == [(kind, 2) for kind in KINDS]
@@ -103,7 +111,9 @@ def test_a_worker_that_is_killed_ends_the_probe_with_its_name() -> None:
     before = set(multiprocessing.active_children())
 
     def kill_the_second(what: str, share: float) -> None:
-        workers = sorted(set(multiprocessing.active_children()) - before, key=lambda process: process.pid or 0)
+        workers = sorted(
+            set(multiprocessing.active_children()) - before, key=lambda process: process.pid or 0
+        )
         os.kill(workers[1].pid or 0, signal.SIGKILL)
 
     with pytest.raises(RunFailed, match="worker 1 of 2 failed"):
@@ -131,12 +141,17 @@ def test_groups_have_each_rank_once_and_stay_in_or_cross_the_node(count: int, no
     world = count * nodes
     for grouping in inside(world, count):
         assert sorted(rank for group in grouping.groups for rank in group) == list(range(world))
-        assert all(len(group) == grouping.members and len({rank // count for rank in group}) == 1 for group in grouping.groups)
+        assert all(
+            len(group) == grouping.members and len({rank // count for rank in group}) == 1
+            for group in grouping.groups
+        )
     for grouping in between(world, count):
         assert sorted(rank for group in grouping.groups for rank in group) == list(range(world))
         assert all(len({rank // count for rank in group}) == grouping.members for group in grouping.groups)
         assert all(len({rank % count for rank in group}) == 1 for group in grouping.groups)
-    assert [grouping.members for grouping in inside(world, count)] == [n for n in range(2, count + 1) if count % n == 0]
+    assert [grouping.members for grouping in inside(world, count)] == [
+        n for n in range(2, count + 1) if count % n == 0
+    ]
     assert [grouping.members for grouping in inside(world, count, every=False)] == [count] * (count > 1)
 
 
@@ -214,7 +229,9 @@ def test_a_busy_machine_is_said_and_measured_anew_within_hours(
     assert measured == [2, 2]
 
 
-def test_a_cache_that_cannot_be_written_only_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[int]) -> None:
+def test_a_cache_that_cannot_be_written_only_warns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[int]
+) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     said: list[str] = []
@@ -232,13 +249,17 @@ def test_the_cache_is_where_the_user_keeps_caches(monkeypatch: pytest.MonkeyPatc
         assert cache_folder() == tmp_path / ".cache" / "shardwise"
 
 
-def test_a_known_gpu_keeps_its_data_sheet_and_gets_the_shares_it_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_gpu_keeps_its_data_sheet_and_gets_the_shares_it_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An H200 with the speeds once seen on one; the arithmetic only, since there is none here."""
     monkeypatch.setattr(devices, "device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(devices, "device_memory", lambda workers: 139.8 * 2**30)
     monkeypatch.setattr(devices, "_to_host_and_back", lambda bench, progress: 50e9)
     bench = Bench(torch.device("cuda", 0), None, 0.1, 1)
-    reached = devices._Products("bfloat16", Speed(820e12, 70.0), 700e12, {"float16": 690e12, "float8": 1262e12})
+    reached = devices._Products(
+        "bfloat16", Speed(820e12, 70.0), 700e12, {"float16": 690e12, "float8": 1262e12}
+    )
     found = devices._gpu(bench, reached, Speed(434e12, 300.0), 4.1e12, 4e-6, ProbeProgress(1, silent))
     assert found.peak == {"bfloat16": 989.5e12, "float16": 989.5e12, "float8": 1979e12}
     assert found.matmul == pytest.approx(700 / 989.5)
@@ -261,18 +282,24 @@ def test_memory_of_known_speed_is_found() -> None:
     assert devices._stream(bench, TINY["cpu"], ProbeProgress(1, silent)) == pytest.approx(20e9)
 
 
-def test_the_clock_and_the_width_of_an_h100_give_the_bandwidth_of_its_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_and_the_width_of_an_h100_give_the_bandwidth_of_its_data_sheet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told = SimpleNamespace(memory_clock_rate=2_619_000, memory_bus_width=5120)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: told)
     assert devices._clocked_bandwidth(torch.device("cuda", 0)) == pytest.approx(3.35e12, rel=0.01)
 
 
 @pytest.mark.parametrize("members", [2, 4, 8])
-def test_a_ring_of_known_links_is_found_whatever_its_length(monkeypatch: pytest.MonkeyPatch, members: int) -> None:
+def test_a_ring_of_known_links_is_found_whatever_its_length(
+    monkeypatch: pytest.MonkeyPatch, members: int
+) -> None:
     """An all-reduce hands one member's part of 4-byte numbers on in each of 2 (n - 1) hops."""
     monkeypatch.setattr(links, "_collective", lambda kind, part, group, device, worker: lambda: part)
     bench = Known(lambda part: 30e-6 + 2 * (members - 1) * 4 * part / 10e9)
     group: Any = None
-    measured = links._times(bench, ALONE, "all_reduce", group, members, (2**14, 2**18, 2**22), ProbeProgress(3, silent))
+    measured = links._times(
+        bench, ALONE, "all_reduce", group, members, (2**14, 2**18, 2**22), ProbeProgress(3, silent)
+    )
     found = fit_collective("all_reduce", members, *measured)
     assert (found.latency, found.bandwidth) == (pytest.approx(30e-6), pytest.approx(10e9))

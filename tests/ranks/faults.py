@@ -30,7 +30,9 @@ class Fault:
     def in_weight_of(self, module: nn.Module) -> None:
         """In one element of the gradient of this module's weight, and nowhere else."""
         # Registered anew in each forward, because a sharded model swaps its parameters.
-        module.register_forward_pre_hook(lambda module, inputs: module.weight.register_hook(self._one) and None)
+        module.register_forward_pre_hook(
+            lambda module, inputs: module.weight.register_hook(self._one) and None
+        )
 
     def _all(self, gradient: Tensor) -> Tensor:
         return gradient * self.value if self.armed else gradient
@@ -77,7 +79,8 @@ def snapshot(training: Training) -> dict[str, Tensor]:
 
 
 def fail(worker: Worker, tables: Tables, parameter: str, at: int, on: int) -> tuple[str, bool]:
-    """Train with a NaN in one parameter's gradient; what the run said, and whether the failing step left all as it was."""
+    """Train with a NaN in one parameter's gradient; what the run said, and whether the failing step left all
+    as it was."""
     training = start(worker, tables)
     fault = Fault(torch.nan)
     fault.in_weight_of(training.parallel.model.get_submodule(parameter.removesuffix(".weight")))

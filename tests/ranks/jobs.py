@@ -1,7 +1,7 @@
 """Small jobs, and what they come to: the cases that the pools run, and the same on one device as the truth.
 
-Sizes are odd on purpose: 259 ids, 18 wide and 50 inside divide by neither 2 nor 4 alike, and the q/k norms, 6 long, leave the
-last of four ranks with an empty shard.
+Sizes are odd on purpose: 259 ids, 18 wide and 50 inside divide by neither 2 nor 4 alike, and the q/k norms, 6
+long, leave the last of four ranks with an empty shard.
 """
 
 from __future__ import annotations
@@ -28,9 +28,20 @@ from shardwise.train.steps import Step, steps
 
 Tables = dict[str, dict[str, Any]]
 
-LLAMA = {"layers": 2, "hidden": 18, "heads": 3, "kv_heads": 1, "head_dim": 6, "ffn": 50, "vocabulary": 259, "qk_norm": True}
-GPT = {"layers": 2, "hidden": 18, "heads": 3, "kv_heads": 3, "head_dim": 6, "ffn": 50, "vocabulary": 259, "tied": True,
-       "norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "max_positions": 37}  # fmt: skip
+LLAMA = {
+    "layers": 2,
+    "hidden": 18,
+    "heads": 3,
+    "kv_heads": 1,
+    "head_dim": 6,
+    "ffn": 50,
+    "vocabulary": 259,
+    "qk_norm": True,
+}
+GPT = {"layers": 2, "hidden": 18, "heads": 3, "kv_heads": 3, "head_dim": 6, "ffn": 50, "vocabulary": 259,
+"tied": True,
+       "norm": "layer", "positions": "learned", "activation": "gelu", "bias": True,
+       "max_positions": 37}  # fmt: skip
 _LLAMA = {**LLAMA, "layers": 5, "hidden": 24, "heads": 4, "kv_heads": 2}
 FAMILIES: Tables = {
     "llama": _LLAMA,
@@ -38,20 +49,32 @@ FAMILIES: Tables = {
     "gpt": {**GPT, "layers": 3, "hidden": 24, "heads": 4, "kv_heads": 4, "max_positions": 48},
     "qwen2": {**_LLAMA, "layers": 4, "qk_norm": False, "bias": "qkv"},
     "mistral": {**_LLAMA, "layers": 4, "qk_norm": False, "window": 7},
-    "gemma2": {**_LLAMA, "layers": 4, "qk_norm": False, "norm": "rms+1", "post_norms": True, "activation": "geglu", "tied": True,
-               "scaled_embedding": True, "query_scalar": 5.0, "attention_softcap": 2.0, "logit_softcap": 3.0, "window": 7,
+    "gemma2": {**_LLAMA, "layers": 4, "qk_norm": False, "norm": "rms+1", "post_norms": True,
+    "activation": "geglu", "tied": True,
+               "scaled_embedding": True, "query_scalar": 5.0, "attention_softcap": 2.0, "logit_softcap": 3.0,
+               "window": 7,
                "window_layers": "even"},
-    "experts": {**_LLAMA, "layers": 4, "experts": 4, "experts_per_token": 2, "expert_ffn": 21, "shared_experts": 1,
+    "experts": {**_LLAMA, "layers": 4, "experts": 4, "experts_per_token": 2, "expert_ffn": 21,
+    "shared_experts": 1,
                 "balance_loss": 0.01, "router_z_loss": 0.001, "balance_bias": 0.001},
 }  # fmt: skip
 """The same with heads and blocks that all axes can share."""
-TRAIN = {"steps": 3, "global_batch": 8, "precision": "float64", "learning_rate": 0.01, "warmup": 1, "clip": 0.5, "seed": 3}
+TRAIN = {
+    "steps": 3,
+    "global_batch": 8,
+    "precision": "float64",
+    "learning_rate": 0.01,
+    "warmup": 1,
+    "clip": 0.5,
+    "seed": 3,
+}
 ALONE = Worker(rank=0, world=1, local_rank=0, local_world=64, address="", port=0, launcher="test")
 """One device, with one thread, as every rank of a pool has."""
 
 
 def job(source: str, **sections: dict[str, Any]) -> Tables:
-    """A job on that source: the small model above or the one given, other sections laid over the defaults above."""
+    """A job on that source: the small model above or the one given, other sections laid over the defaults
+    above."""
     base: Tables = {
         "data": {"source": source, "sequence_length": 24, "held_out": 0.1},
         "train": TRAIN,
@@ -98,8 +121,9 @@ def weights(training: Training) -> dict[str, Tensor]:
 
 
 def put_together(own: Mapping[str, Tensor], world: int) -> dict[str, Tensor]:
-    """Tensors of which every rank has a piece, or none, whole on all of them. One message for all, because every message between
-    processes takes milliseconds; and whoever holds the same numbers must hold the same bits.
+    """Tensors of which every rank has a piece, or none, whole on all of them. One message for all, because
+    every message between processes takes milliseconds; and whoever holds the same numbers must hold the same
+    bits.
     """
     pieces: list[Any] = [{name: _piece(tensor.detach()) for name, tensor in own.items()}]
     if world > 1:
@@ -122,7 +146,9 @@ def _piece(tensor: Tensor) -> tuple[torch.Size, tuple[slice, ...], Tensor]:
     """The shape of the whole, where this rank's piece is in it, and the piece."""
     if not isinstance(tensor, DTensor):
         return tensor.shape, tuple(slice(0, size) for size in tensor.shape), tensor.clone()
-    lengths, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    lengths, starts = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     where = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
     return tensor.shape, where, tensor.to_local().clone()
 
@@ -134,7 +160,9 @@ def _on_one_device(tables: str) -> Trained:
 
 def on_one_device(tables: Tables) -> Trained:
     """The truth: the same job in this process alone, whatever its layout says."""
-    return _on_one_device(json.dumps({**tables, "layout": {}, "train": {**tables["train"], "micro_batch": None}}))
+    return _on_one_device(
+        json.dumps({**tables, "layout": {}, "train": {**tables["train"], "micro_batch": None}})
+    )
 
 
 def worst_difference(found: Trained, truth: Trained) -> float:
@@ -148,7 +176,7 @@ def worst_difference(found: Trained, truth: Trained) -> float:
 def difference(found: Tensor, truth: Tensor, moved: float = 0.01) -> float:
     """The largest difference, relative to the largest value, or to how far a step moves a weight.
 
-    The bias of a key cannot change a softmax, so its gradient is zero but for rounding; such a bias stays near zero, and
-    only the second yardstick means anything there.
+    The bias of a key cannot change a softmax, so its gradient is zero but for rounding; such a bias stays
+    near zero, and only the second yardstick means anything there.
     """
     return float((found - truth).abs().max()) / max(float(truth.abs().max()), moved)

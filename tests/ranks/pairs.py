@@ -1,7 +1,8 @@
 """Few rows of a large table that have every pair of its choices.
 
-What goes wrong in a combination mostly goes wrong with two of its choices, whatever the others are. All combinations took hours,
-so that nobody saw them through; a fault that needs three choices at once is not looked for here.
+What goes wrong in a combination mostly goes wrong with two of its choices, whatever the others are. All
+combinations took hours, so that nobody saw them through; a fault that needs three choices at once is not
+looked for here.
 """
 
 from __future__ import annotations

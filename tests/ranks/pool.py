@@ -1,12 +1,13 @@
-"""Spawned ranks that stay alive between cases, so that a multi-rank test costs milliseconds and not an import of torch.
+"""Spawned ranks that stay alive between cases, so that a multi-rank test costs milliseconds and not an import
+of torch.
 
-A case is a module-level function `case(worker, *arguments)`. It runs on every rank of the pool at once, each with its own
-`Worker`, and the pool hands back what the ranks returned, in rank order. Ranks meet in a store that the test process owns, as
-workers meet at their host, each case in a generation of its own; no rank has to find a free port. The process groups of a case
-end with the case.
+A case is a module-level function `case(worker, *arguments)`. It runs on every rank of the pool at once, each
+with its own `Worker`, and the pool hands back what the ranks returned, in rank order. Ranks meet in a store
+that the test process owns, as workers meet at their host, each case in a generation of its own; no rank has
+to find a free port. The process groups of a case end with the case.
 
-A rank that raises fails the test with the rank's own traceback; a case that takes too long fails with the stack of every
-rank. After either the ranks are replaced, because nobody knows what state they are in.
+A rank that raises fails the test with the rank's own traceback; a case that takes too long fails with the
+stack of every rank. After either the ranks are replaced, because nobody knows what state they are in.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from shardwise.resilience.server import start_server
 
 SECONDS = 120.0
 MOST_THREADS = 16
-"""Of a rank between two cases. Some cases leave groups behind, and every group of gloo has a thread that wakes a hundred times a
-second; a new rank is forked in a moment."""
+"""Of a rank between two cases. Some cases leave groups behind, and every group of gloo has a thread that
+wakes a hundred times a second; a new rank is forked in a moment."""
 GRACE = 10.0
 """How long the others may take to notice that a rank has failed."""
 
@@ -52,16 +53,25 @@ class Pool:
         self._store: TCPStore | None = None
         self._generation = 0
 
-    def run(self, case: Callable[..., Any], *arguments: Any, seconds: float = SECONDS, stay: bool = False) -> list[Any]:
-        """Run a case on every rank; what each returned, in rank order. Ranks `stay` where the next case needs what this one left
-        in their memories."""
+    def run(
+        self, case: Callable[..., Any], *arguments: Any, seconds: float = SECONDS, stay: bool = False
+    ) -> list[Any]:
+        """Run a case on every rank; what each returned, in rank order. Ranks `stay` where the next case needs
+        what this one left in their memories."""
         self._ranks = self._ranks or [_Rank(rank, self.world) for rank in range(self.world)]
         self._store = self._store or open_rendezvous_store()
         self._generation += 1
         task = pickle.dumps((case, arguments))
         for rank in self._ranks:
             worker = Worker(
-                rank.number, self.world, rank.number, self.world, "127.0.0.1", self._store.port, "shardwise", self._generation
+                rank.number,
+                self.world,
+                rank.number,
+                self.world,
+                "127.0.0.1",
+                self._store.port,
+                "shardwise",
+                self._generation,
             )
             # Test modules are found by their folder, which pytest adds to the path as it collects.
             rank.pipe.send((list(sys.path), worker, seconds, task))
@@ -95,9 +105,15 @@ class Pool:
     def _report(self, answers: dict[int, Any]) -> str:
         """The failures, the first to happen last, where a reader looks first."""
         failures = [answer for answer in answers.values() if isinstance(answer, _Raised)]
-        lines = [f"rank {raised.rank}:\n{raised.trace}" for raised in sorted(failures, key=lambda one: -one.at)]
-        silent = [rank for rank in self._ranks if not isinstance(answers.get(rank.number), _Returned | _Raised)]
-        lines = [f"rank {rank.number} did not answer; its log:\n{rank.log.read_text()[-6000:]}" for rank in silent] + lines
+        lines = [
+            f"rank {raised.rank}:\n{raised.trace}" for raised in sorted(failures, key=lambda one: -one.at)
+        ]
+        silent = [
+            rank for rank in self._ranks if not isinstance(answers.get(rank.number), _Returned | _Raised)
+        ]
+        lines = [
+            f"rank {rank.number} did not answer; its log:\n{rank.log.read_text()[-6000:]}" for rank in silent
+        ] + lines
         return "\n".join(lines)
 
 
@@ -180,7 +196,11 @@ class _Packer(pickle.Pickler):
 def _unpacked(numbers: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
     import torch
 
-    return torch.frombuffer(bytearray(numbers), dtype=dtype).view(shape) if numbers else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(numbers), dtype=dtype).view(shape)
+        if numbers
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def packed(value: Any) -> bytes:

@@ -14,7 +14,8 @@ from shardwise.train.build import Training
 
 
 def left_out(training: Training, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sum over devices of the residuals of each parameter, each counted once, where its name says it lies."""
+    """The sum over devices of the residuals of each parameter, each counted once, where its name says it
+    lies."""
     own, world = dict(training.parallel.residuals()), training.mesh.worker.world
     everyone: list[Any] = [own]
     if world > 1:

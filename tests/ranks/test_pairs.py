@@ -8,7 +8,9 @@ from ranks.pairs import every_pair
 
 
 def test_few_rows_have_every_pair_that_is_in_any() -> None:
-    table = [row for row in product(range(12), "abcd", (None, 0.5, "full"), (False, True)) if row[:2] != (3, "c")]
+    table = [
+        row for row in product(range(12), "abcd", (None, 0.5, "full"), (False, True)) if row[:2] != (3, "c")
+    ]
     kept = every_pair(table)
     assert len(kept) < len(table) / 2
     assert [row for row in table if row in kept] == kept

@@ -1,8 +1,9 @@
 """One trained run of each job, for every test that asserts something of it.
 
-A run brings home, from every rank, all that tests ask of a layout: what each step said (losses, norms, the ledger of its
-collectives), the weights it ended with, and the most bytes of state that the rank held. The same job asked for again is not
-trained again: tests of weights, of traffic and of memory are a few lines each, and share the run.
+A run brings home, from every rank, all that tests ask of a layout: what each step said (losses, norms, the
+ledger of its collectives), the weights it ended with, and the most bytes of state that the rank held. The
+same job asked for again is not trained again: tests of weights, of traffic and of memory are a few lines
+each, and share the run.
 """
 
 from __future__ import annotations
@@ -51,12 +52,17 @@ class Runs:
         key = json.dumps(tables, sort_keys=True)
         if key not in self._kept:
             world = Layout(**{"data": 1, **tables["layout"]}).world
-            self._kept[key] = [train_watched(ALONE, tables)] if world == 1 else self._ranks(world).run(train_watched, tables)
+            self._kept[key] = (
+                [train_watched(ALONE, tables)]
+                if world == 1
+                else self._ranks(world).run(train_watched, tables)
+            )
         return self._kept[key]
 
 
 def train_watched(worker: Worker, tables: Tables) -> Ran:
-    """Train to the last step, looking at what is held from the second on: the first one makes the optimizer's state."""
+    """Train to the last step, looking at what is held from the second on: the first one makes the optimizer's
+    state."""
     return watch(start(worker, tables))
 
 
@@ -74,17 +80,22 @@ def watch(training: Training, after_first: Callable[[], None] = lambda: None) ->
 class Held:
     """The most that a rank holds of each kind of state, at the moments when a step holds most.
 
-    What is held is read from the objects that hold it: parameters and what torch's FSDP2 gathered of them, gradients in
-    parameters or waiting whole in FSDP2, the optimizer's moments. Beside these a rank holds what is no model state and small: a
-    step counter of 4 bytes for each weight, the buffer of the unit that was reduced last (test_state_memory.py measures both),
-    and of a backward in halves the head's newest gradient before it is added to the others.
+    What is held is read from the objects that hold it: parameters and what torch's FSDP2 gathered of them,
+    gradients in parameters or waiting whole in FSDP2, the optimizer's moments. Beside these a rank holds what
+    is no model state and small: a step counter of 4 bytes for each weight, the buffer of the unit that was
+    reduced last (test_state_memory.py measures both), and of a backward in halves the head's newest gradient
+    before it is added to the others.
     """
 
     def __init__(self, training: Training) -> None:
         self.training, self.watching = training, False
-        self.most: Bytes = dict.fromkeys(("shards", "gathered", "nearby", "gradients", "optimizer", "counters", "residuals"), 0)
+        self.most: Bytes = dict.fromkeys(
+            ("shards", "gathered", "nearby", "gradients", "optimizer", "counters", "residuals"), 0
+        )
         layout = training.plan.layout
-        self.gathers_for_a_while = layout.zero in (0, 3) and not (layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD)
+        self.gathers_for_a_while = layout.zero in (0, 3) and not (
+            layout.pipeline > 1 and layout.schedule in SPLIT_BACKWARD
+        )
         for part in training.parallel.parts:
             part.model.register_forward_hook(lambda *_: self.look(gathered=not self.gathers_for_a_while))
             for name in ("micro_batch", "release"):
@@ -104,8 +115,12 @@ class Held:
         """What compression left out is looked at when no sum is under way."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            compressors = [compressor for part in self.training.parallel.parts for compressor in part.compressors]
-            residuals = [residual for compressor in compressors for residual in compressor.residuals().values()]
+            compressors = [
+                compressor for part in self.training.parallel.parts for compressor in part.compressors
+            ]
+            residuals = [
+                residual for compressor in compressors for residual in compressor.residuals().values()
+            ]
             self.most["residuals"] = max(self.most["residuals"], _stored(residuals))
             return inner(*args, **kwargs)
 
@@ -122,29 +137,46 @@ class Held:
         training = self.training
         parameters = [parameter for _, parameter in training.parallel.named_parameters()]
         sharded = [one for part in training.parallel.parts for one in _fsdp_parameters(part.model)]
-        waiting = [group._partial_reduce_output for part in training.parallel.parts for group in _fsdp_groups(part.model)]
+        waiting = [
+            group._partial_reduce_output
+            for part in training.parallel.parts
+            for group in _fsdp_groups(part.model)
+        ]
         owners = [one.sharded_param for one in sharded] or parameters
         whole = [_waiting(one) for one in sharded]
-        gathers = [group._all_gather_comm for part in training.parallel.parts for group in _fsdp_groups(part.model)]
-        copies = [nearby._kept for gather in gathers if (nearby := getattr(gather, "nearby", None)) is not None]
-        state = [value for entry in training.optimizer.state.values() for name, value in entry.items() if name != "step"]
+        gathers = [
+            group._all_gather_comm for part in training.parallel.parts for group in _fsdp_groups(part.model)
+        ]
+        copies = [
+            nearby._kept for gather in gathers if (nearby := getattr(gather, "nearby", None)) is not None
+        ]
+        state = [
+            value
+            for entry in training.optimizer.state.values()
+            for name, value in entry.items()
+            if name != "step"
+        ]
         return {
             "shards": [one._sharded_param_data for one in sharded] or [*parameters],
             "gathered": [tensor for one in sharded for tensor in one.all_gather_outputs],
             "nearby": [kept for kept in copies if kept is not None],
-            "gradients": [grad for grad in (*(one.grad for one in owners), *whole, *waiting) if grad is not None],
+            "gradients": [
+                grad for grad in (*(one.grad for one in owners), *whole, *waiting) if grad is not None
+            ],
             "optimizer": state,
             "counters": [entry["step"] for entry in training.optimizer.state.values()],
         }
 
 
 def _waiting(one: Any) -> Tensor | None:
-    """The whole gradient of a weight: a sum in the dtype of sums, or in the parameter's own where that is the same."""
+    """The whole gradient of a weight: a sum in the dtype of sums, or in the parameter's own where that is the
+    same."""
     newest = one._unsharded_param.grad if hasattr(one, "_unsharded_param") else None
     gradient = newest if one.unsharded_accumulated_grad is None else one.unsharded_accumulated_grad
     piece = local(one._unsharded_param) if hasattr(one, "_unsharded_param") else None
     if gradient is not None and piece is not None and local(gradient).numel() > piece.numel():
-        # torch 2.11 makes the sum of an unevenly split weight whole on every rank; the prediction is of later releases
+        # torch 2.11 makes the sum of an unevenly split weight whole on every rank; the prediction is of later
+        # releases
         return local(gradient).new_empty(piece.shape)
     return gradient
 
@@ -159,20 +191,27 @@ def _fsdp_parameters(model: Any) -> list[Any]:
 
 
 def _stored(tensors: Iterable[Tensor]) -> int:
-    storages = {local(tensor).untyped_storage()._cdata: local(tensor).untyped_storage().nbytes() for tensor in tensors}
+    storages = {
+        local(tensor).untyped_storage()._cdata: local(tensor).untyped_storage().nbytes() for tensor in tensors
+    }
     return sum(storages.values())
 
 
 def check_sent(found: list[Ran], tables: Tables) -> None:
-    """The first rank's collectives of every step are those predicted, in calls and bytes, and those that the prediction of its
-    time has priced. Where tokens choose experts, how many go to another device is not known before: of that exchange only the
-    calls are."""
+    """The first rank's collectives of every step are those predicted, in calls and bytes, and those that the
+    prediction of its time has priced. Where tokens choose experts, how many go to another device is not known
+    before: of that exchange only the calls are."""
     expected, priced = predicted(tables, len(found))
     assert priced == sum(entry["bytes"] for entry in expected.values())
     routed = tables["model"].get("experts", 0) > tables["model"].get("experts_per_token", 0)
-    once = found[0].steps[1:] if tables["train"].get("precision") == "float8" else found[0].steps  # the first is made twice there
+    once = (
+        found[0].steps[1:] if tables["train"].get("precision") == "float8" else found[0].steps
+    )  # the first is made twice there
     for step in once:
-        sent = {name: {"count": entry["count"], "bytes": entry["bytes"]} for name, entry in step.collectives.items()}
+        sent = {
+            name: {"count": entry["count"], "bytes": entry["bytes"]}
+            for name, entry in step.collectives.items()
+        }
         if routed and "all_to_all/expert" in expected:
             sent["all_to_all/expert"]["bytes"] = expected["all_to_all/expert"]["bytes"]
         assert sent == expected, {name: (sent.get(name), expected.get(name)) for name in sent | expected}

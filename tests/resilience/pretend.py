@@ -1,4 +1,5 @@
-"""Workers that only pretend to train: they keep their link to the host, count steps, and fail when they are told to."""
+"""Workers that only pretend to train: they keep their link to the host, count steps, and fail when they are
+told to."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def plan_for(devices: int) -> Plan:
 
 
 def work(folder: str, deeds: dict[str, int], slot: int, pipe: Connection) -> NoReturn:
-    """Count to STEPS, telling of each. `deeds`: what happens to the worker in slot 1 at which step, once (a file remembers)."""
+    """Count to STEPS, telling of each. `deeds`: what happens to the worker in slot 1 at which step, once (a
+    file remembers)."""
     link = HostLink(pipe, lambda: "a pretended sum", lambda worker: None)
     while (joined := link.next_team()) is not None:
         _, team = joined

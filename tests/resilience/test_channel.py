@@ -8,7 +8,16 @@ import random
 
 import pytest
 
-from shardwise.resilience.channel import LINE_BYTES, Channel, Credentials, NotOurs, TooLong, admit, answer, greeting
+from shardwise.resilience.channel import (
+    LINE_BYTES,
+    Channel,
+    Credentials,
+    NotOurs,
+    TooLong,
+    admit,
+    answer,
+    greeting,
+)
 
 OURS = Credentials("run", b"a secret of this run")
 
@@ -26,7 +35,9 @@ def test_messages_go_both_ways() -> None:
         assert host.message(leader.line([number, "ö", None])) == [number, "ö", None]
 
 
-@pytest.mark.parametrize("other", [Credentials("run", b"another secret"), Credentials("another run", OURS.secret)])
+@pytest.mark.parametrize(
+    "other", [Credentials("run", b"another secret"), Credentials("another run", OURS.secret)]
+)
 def test_another_secret_or_another_run_is_not_admitted(other: Credentials) -> None:
     with pytest.raises(NotOurs, match="the wrong secret"):
         connected(host=other)

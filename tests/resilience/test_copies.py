@@ -1,4 +1,5 @@
-"""Copies in a neighbour's memory: what one worker lost comes back to the last bit, on every kind of layout."""
+"""Copies in a neighbour's memory: what one worker lost comes back to the last bit, on every kind of
+layout."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def state(training: Training) -> dict[str, Tensor]:
     moments = training.optimizer.state
     named = list(training.parallel.named_parameters())
     found = {name: local(parameter.detach()).clone() for name, parameter in named}
-    found |= {f"{name}.{key}": local(value).clone() for name, one in named for key, value in moments[one].items()}
+    found |= {
+        f"{name}.{key}": local(value).clone() for name, one in named for key, value in moments[one].items()
+    }
     return found | {name: buffer.clone() for name, buffer in training.parallel.named_buffers()}
 
 
@@ -33,7 +36,8 @@ KEPT: list[Copies] = []
 
 
 def train_with_copies(worker: Worker, tables: Tables) -> tuple[list[float], dict[str, Tensor]]:
-    """Train to the end, with a copy of every other step; the losses, and the state of this rank after step 4."""
+    """Train to the end, with a copy of every other step; the losses, and the state of this rank after step
+    4."""
     KEPT[:] = [Copies(every=2)]
     training = start(worker, tables)
     assert not recall(training, KEPT[0])
@@ -64,7 +68,9 @@ def stay_behind_alone(worker: Worker, tables: Tables) -> bool:
     return worker.rank == 0 and recall(start(ALONE, {**tables, "layout": {"data": 1}}), copies)
 
 
-def test_a_worker_that_is_left_alone_asks_nobody_for_copies(ranks: Callable[[int], Pool], corpus: str, tmp_path: Path) -> None:
+def test_a_worker_that_is_left_alone_asks_nobody_for_copies(
+    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path
+) -> None:
     tables = job(corpus, train={"steps": 2}, layout={"data": 2}, run={"folder": str(tmp_path)})
     assert ranks(2).run(stay_behind_alone, tables) == [False, False]
 
@@ -83,7 +89,11 @@ def test_what_one_worker_lost_comes_back_from_its_neighbour(
     ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, model: str, layout: dict[str, Any], lost: int
 ) -> None:
     tables = job(
-        corpus, model=FAMILIES[model], train={"steps": 5, "micro_batch": 2}, layout=layout, run={"folder": str(tmp_path)}
+        corpus,
+        model=FAMILIES[model],
+        train={"steps": 5, "micro_batch": 2},
+        layout=layout,
+        run={"folder": str(tmp_path)},
     )
     pool = ranks(Layout(**layout).world)
     before = pool.run(train_with_copies, tables, stay=True)
@@ -124,7 +134,9 @@ def test_two_may_be_lost_unless_one_had_the_others_copy(
     assert [recalled for recalled, *_ in ranks(4).run(come_back, tables, lost)] == [whole] * 4
 
 
-def test_copies_of_another_layout_are_not_used(ranks: Callable[[int], Pool], corpus: str, tmp_path: Path) -> None:
+def test_copies_of_another_layout_are_not_used(
+    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path
+) -> None:
     tables = job(corpus, train={"steps": 5}, layout={"data": 4, "zero": 3}, run={"folder": str(tmp_path)})
     ranks(4).run(train_with_copies, tables, stay=True)
     other = {**tables, "layout": {"data": 4, "zero": 1}}

@@ -32,7 +32,9 @@ from shardwise.resilience.server import server_pid, start_server
 from shardwise.resilience.stopping import INTERRUPTED, RESUME_ME, STOP_SIGNALS
 from shardwise.resilience.team import Bounds, Fault, Lead, Member, Orders, Refusal, Report, Team
 
-pytestmark = pytest.mark.usefixtures("signals_as_before")  # a host leaves them ignored: its process is about to end
+pytestmark = pytest.mark.usefixtures(
+    "signals_as_before"
+)  # a host leaves them ignored: its process is about to end
 Events = list[tuple[str, dict[str, Any]]]
 
 
@@ -71,13 +73,17 @@ def test_a_worker_that_dies_is_replaced_and_the_other_keeps_its_process(tmp_path
     (tmp_path / "gone-5").touch()
     host, events = a_host(tmp_path, {"die": 5})
     assert host.run() == 0
-    assert [(event, facts["kind"], facts["rank"], facts["step"]) for event, facts in events] == [("fault", "died", 1, 5)]
+    assert [(event, facts["kind"], facts["rank"], facts["step"]) for event, facts in events] == [
+        ("fault", "died", 1, 5)
+    ]
     assert "ended with status 9" in events[0][1]["cause"]
     assert steps_of(tmp_path, 1) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize("deed", ["hang", "stop answering"])
-def test_a_hang_is_noticed_by_the_steps_that_do_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deed: str) -> None:
+def test_a_hang_is_noticed_by_the_steps_that_do_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deed: str
+) -> None:
     monkeypatch.setattr(host_module, "PARTING_SECONDS", 0.2)
     (tmp_path / "wait-5").touch()
     host, events = a_host(tmp_path, {deed: 5})
@@ -93,10 +99,14 @@ def test_a_hang_is_noticed_by_the_steps_that_do_not_come(tmp_path: Path, monkeyp
     assert steps_of(tmp_path, 1)[-1] == STEPS
 
 
-def test_a_step_that_always_fails_ends_the_run_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_always_fails_ends_the_run_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host_module, "PARTING_SECONDS", 0.2)
     host, events = a_host(tmp_path, {"always fail": 4})
-    with pytest.raises(RunFailed, match=r"(?s)step 4 failed 3 times in a row.*\(rank 1\): ValueError: bad row"):
+    with pytest.raises(
+        RunFailed, match=r"(?s)step 4 failed 3 times in a row.*\(rank 1\): ValueError: bad row"
+    ):
         host.run()
     assert [facts["step"] for _, facts in events] == [4, 4, 4]
 
@@ -123,7 +133,9 @@ def test_a_loose_worker_that_never_gets_to_work_rests_until_none_of_them_does(tm
     lose(2)
     lose(2)
     assert [event for event, _ in events].count("slot_rests") == 1
-    with pytest.raises(RunFailed, match="every worker on here failed 3 times in a row: worker 1 was ended by SIGKILL"):
+    with pytest.raises(
+        RunFailed, match="every worker on here failed 3 times in a row: worker 1 was ended by SIGKILL"
+    ):
         lose(2)
 
 
@@ -141,7 +153,12 @@ def worker_of(folder: Path, rank: int) -> int:
     return next(int(worker["pid"]) for worker in known["workers"] if worker["rank"] == rank)
 
 
-USUAL = [("host", signal.SIGINT), ("host", signal.SIGTERM), ("worker", signal.SIGUSR1), ("server", signal.SIGHUP)]
+USUAL = [
+    ("host", signal.SIGINT),
+    ("host", signal.SIGTERM),
+    ("worker", signal.SIGUSR1),
+    ("server", signal.SIGHUP),
+]
 """Of all signals to all processes, what is tried each time."""
 
 
@@ -159,7 +176,9 @@ def test_a_signal_to_any_process_stops_all_workers_after_a_step(tmp_path: Path, 
         after_three_steps(tmp_path, lambda: os.kill(server, number))
         assert host.run() == 0
     else:
-        after_three_steps(tmp_path, lambda: os.kill(os.getpid() if to == "host" else worker_of(tmp_path, 1), number))
+        after_three_steps(
+            tmp_path, lambda: os.kill(os.getpid() if to == "host" else worker_of(tmp_path, 1), number)
+        )
         assert host.run() == (INTERRUPTED if number == signal.SIGINT else RESUME_ME)
         assert 3 <= len(steps_of(tmp_path, 0)) < STEPS
     assert not events
@@ -184,7 +203,9 @@ def test_a_worker_lost_while_stopping_is_no_failure_where_a_checkpoint_is_whole(
             host.run()
 
 
-def test_a_worker_that_does_not_let_go_of_a_broken_team_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_let_go_of_a_broken_team_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(host_module, "PARTING_SECONDS", 0.2)
     host, events = a_host(tmp_path, {"die": 5})  # the worker in slot 0 knows nothing of it and goes on
     assert host.run() == 0
@@ -209,7 +230,9 @@ def _fails_to_start_twice(folder: str, real: Any, slot: int, pipe: Any) -> None:
 
 
 @pytest.mark.parametrize(("error", "expected"), [("user", UserError), ("bug", RunFailed)])
-def test_workers_that_cannot_start_end_the_run_with_the_reason(tmp_path: Path, error: str, expected: type[Exception]) -> None:
+def test_workers_that_cannot_start_end_the_run_with_the_reason(
+    tmp_path: Path, error: str, expected: type[Exception]
+) -> None:
     host, _ = a_host(tmp_path, {})
     host.start = partial(_cannot_start, error)
     with pytest.raises(expected, match="the data is gone"):
@@ -228,7 +251,9 @@ def test_a_late_word_of_an_earlier_team_says_nothing_about_the_present_one(
 ) -> None:
     host, _ = a_host(tmp_path, {}, workers=1)
     host._generation, host._members = 2, {0: 0}
-    worker = WorkerProcess(0, multiprocessing.Process(), multiprocessing.Pipe()[0], "working", generation, step=8, phase="step")
+    worker = WorkerProcess(
+        0, multiprocessing.Process(), multiprocessing.Pipe()[0], "working", generation, step=8, phase="step"
+    )
     host._hear(worker, Progress("step", 9))
     host._hear(worker, Done(0))
     report = host._report()
@@ -254,7 +279,11 @@ def _fails_with_a_long_text(pipe: Any) -> None:
 def test_storage_that_cannot_be_read_now_is_worth_another_attempt() -> None:
     said = _said_by(_cannot_read)
     assert isinstance(said, Failed)
-    assert (said.fault.status, said.fault.cause, said.fault.trace) == (None, "x cannot be read: it does not answer", "")
+    assert (said.fault.status, said.fault.cause, said.fault.trace) == (
+        None,
+        "x cannot be read: it does not answer",
+        "",
+    )
 
 
 def _cannot_read(pipe: Any) -> None:
@@ -287,7 +316,9 @@ def _said_by(work: Any) -> Any:
 
 @pytest.mark.parametrize(("phase", "hangs"), [("step", True), ("evaluate", True), ("save", False)])
 def test_a_save_may_take_as_long_as_it_needs(phase: Any, hangs: bool) -> None:
-    worker = WorkerProcess(0, multiprocessing.Process(), multiprocessing.Pipe()[0], "working", 1, step=8, phase=phase)
+    worker = WorkerProcess(
+        0, multiprocessing.Process(), multiprocessing.Pipe()[0], "working", 1, step=8, phase=phase
+    )
     worker.seconds.append(0.5)
     assert (worker.hang_limit(Recovery(hang_seconds=1.0)) < 1800.0) == hangs
 
@@ -346,11 +377,17 @@ def test_a_server_that_was_stopped_freezes_nobody(tmp_path: Path, monkeypatch: p
     assert steps_of(tmp_path, 1) == list(range(1, STEPS + 1))
 
 
-def test_a_server_that_does_not_answer_is_named_and_the_host_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.resilience.process.start_process", lambda process, seconds, given_up: False)
+def test_a_server_that_does_not_answer_is_named_and_the_host_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "shardwise.resilience.process.start_process", lambda process, seconds, given_up: False
+    )
     monkeypatch.setattr(host_module, "SILENT_SERVER_SECONDS", -1.0)
     host, events = a_host(tmp_path, {})
-    with pytest.raises(RunFailed, match=rf"no worker comes up on here: the process .*\(pid {server_pid()}\) did not answer"):
+    with pytest.raises(
+        RunFailed, match=rf"no worker comes up on here: the process .*\(pid {server_pid()}\) did not answer"
+    ):
         host.run()
     assert [event for event, _ in events].count("slot_rests") == 2
 
@@ -386,10 +423,16 @@ def test_a_leader_that_ends_before_training_has_begun_tells_the_other_hosts(tmp_
     host, _ = a_host(tmp_path, {})
     stop = partial(os.kill, os.getpid(), signal.SIGTERM) if why == "a signal" else list
     others = PretendedRendezvous(stop)
-    host.others = cast(Any, SimpleNamespace(rendezvous=others, check_lead=lambda: None, lost_lead=lambda: False))
+    host.others = cast(
+        Any, SimpleNamespace(rendezvous=others, check_lead=lambda: None, lost_lead=lambda: False)
+    )
     if why == "a signal":
         assert host.run() == RESUME_ME
-        assert (others.told[-1].wish, others.told[-1].status, others.told[-1].message) == ("end", RESUME_ME, "")
+        assert (others.told[-1].wish, others.told[-1].status, others.told[-1].message) == (
+            "end",
+            RESUME_ME,
+            "",
+        )
     else:
         host.start = partial(_cannot_start, "user")
         with pytest.raises(UserError):
@@ -400,12 +443,16 @@ def test_a_leader_that_ends_before_training_has_begun_tells_the_other_hosts(tmp_
 
 def test_a_host_that_takes_over_reports_the_address_that_it_has_by_then(tmp_path: Path) -> None:
     host, _ = a_host(tmp_path, {})
-    host.others = cast(Any, SimpleNamespace(address="10.0.0.7", silence=lambda: 0.0, take_over=lambda: host.lead))
+    host.others = cast(
+        Any, SimpleNamespace(address="10.0.0.7", silence=lambda: 0.0, take_over=lambda: host.lead)
+    )
     host._on_leader_unreachable()
     assert host._report().address == "10.0.0.7"
 
 
-def test_a_run_records_a_host_that_it_refuses_and_trains_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_records_a_host_that_it_refuses_and_trains_to_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     host, events = a_host(tmp_path, {})
     others = PretendedRendezvous(list)
 
@@ -413,7 +460,9 @@ def test_a_run_records_a_host_that_it_refuses_and_trains_to_the_end(tmp_path: Pa
         others.refusals.append(Refusal("c", 2, "host c was started with another job"))
 
     after_three_steps(tmp_path, refuse)
-    host.others = cast(Any, SimpleNamespace(rendezvous=others, check_lead=lambda: None, lost_lead=lambda: False))
+    host.others = cast(
+        Any, SimpleNamespace(rendezvous=others, check_lead=lambda: None, lost_lead=lambda: False)
+    )
     assert host.run() == 0
     assert events == [("refused", {"host": "c", "cause": "host c was started with another job"})]
     assert capsys.readouterr().err == "refused: host c was started with another job\n"

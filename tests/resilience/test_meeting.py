@@ -48,22 +48,37 @@ def test_the_secret_is_for_this_user_alone_and_new_in_every_run(tmp_path: Path) 
 
 
 def test_a_secret_of_the_environment_is_not_written(tmp_path: Path) -> None:
-    first, second = seen_by("a", tmp_path, "given by the site"), seen_by("b", tmp_path / "elsewhere", "given by the site")
+    first, second = (
+        seen_by("a", tmp_path, "given by the site"),
+        seen_by("b", tmp_path / "elsewhere", "given by the site"),
+    )
     credentials = first.begin()
     first.announce("10.0.0.1", 5)
     assert "given by the site" not in (tmp_path / FILE).read_text()
-    assert second.find() == (HERE, 29400, credentials), "no folder is shared: the launcher says where the first node is"
+    assert second.find() == (HERE, 29400, credentials), (
+        "no folder is shared: the launcher says where the first node is"
+    )
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"leader": 3}', "[" * 100_000, '{"leader": "a", "address": "b", "port": "c", "secret": "d"}']
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"leader": 3}',
+        "[" * 100_000,
+        '{"leader": "a", "address": "b", "port": "c", "secret": "d"}',
+    ],
 )
 def test_a_damaged_file_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / FILE).write_text(content)
     assert seen_by("a", tmp_path).read() is None
 
 
-def test_a_leader_is_silent_once_its_number_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_is_silent_once_its_number_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]
     monkeypatch.setattr(meeting_module.time, "monotonic", lambda: now[0])
     first, second = seen_by("a", tmp_path), seen_by("b", tmp_path)
@@ -84,7 +99,12 @@ def test_a_leader_is_silent_once_its_number_stands_still(tmp_path: Path, monkeyp
 
 
 def others(
-    host: str, folder: Path, port: int, hold: Any = nullcontext, given: str | None = None, version: str = "0.1.0"
+    host: str,
+    folder: Path,
+    port: int,
+    hold: Any = nullcontext,
+    given: str | None = None,
+    version: str = "0.1.0",
 ) -> OtherHosts:
     def make_lead(port: FindPort) -> Lead:
         return Lead(Bounds(1, 1), plan_for, 3, port)
@@ -110,7 +130,11 @@ def test_a_lost_leader_is_succeeded_by_a_host_that_can_hold_the_folder(
     monkeypatch.setattr(other_hosts_module, "SILENT_SECONDS", 0.0)
     monkeypatch.setattr(other_hosts_module, "TRY_SECONDS", 0.0)
     port = free_port()
-    first, second, third = others("a", tmp_path, port), others("b", tmp_path, port), others("c", tmp_path, port)
+    first, second, third = (
+        others("a", tmp_path, port),
+        others("b", tmp_path, port),
+        others("c", tmp_path, port),
+    )
     assert second.take_over() is None, "it has never heard of a leader"
     assert first.begin() is not None
     assert second.call(Report("b", HERE, (0,))) is not None
@@ -131,7 +155,9 @@ def test_a_lost_leader_is_succeeded_by_a_host_that_can_hold_the_folder(
         host.close()
 
 
-def test_a_first_node_whose_folder_another_run_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_node_whose_folder_another_run_writes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port = free_port()
     with pytest.raises(UserError, match="another run is writing there now"):
         others("a", tmp_path, port, in_use).begin()
@@ -145,10 +171,14 @@ def full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_first_node_that_cannot_write_where_it_is_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_node_that_cannot_write_where_it_is_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = others("a", tmp_path, free_port())
     monkeypatch.setattr(MeetingFile, "_write", full)
-    with pytest.raises(UserError, match=rf"{FILE}, .*, cannot be written \(No space left on device\); make room there"):
+    with pytest.raises(
+        UserError, match=rf"{FILE}, .*, cannot be written \(No space left on device\); make room there"
+    ):
         first.begin()
     first.close()
 
@@ -207,7 +237,12 @@ def test_a_leader_whose_folder_was_deleted_is_found_in_the_new_one_and_keeps_oth
         first.check_lead()
         (folder / FILE).unlink()
         first.check_lead()
-    assert capsys.readouterr().err.count("others are not kept out of the new one: another run is writing there now") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "others are not kept out of the new one: another run is writing there now"
+        )
+        == 1
+    )
     first.close()
 
 
@@ -217,7 +252,9 @@ def test_a_host_that_does_not_lead_writes_no_file_where_there_is_none(tmp_path: 
     assert second.read() is None
 
 
-def test_the_file_is_removed_by_the_leader_that_ends_the_run_and_by_nobody_else(tmp_path: Path, no_store: None) -> None:
+def test_the_file_is_removed_by_the_leader_that_ends_the_run_and_by_nobody_else(
+    tmp_path: Path, no_store: None
+) -> None:
     first, follower = others("a", tmp_path, free_port()), others("b", tmp_path, free_port())
     assert first.begin() is not None
     assert first.rendezvous is not None
@@ -260,7 +297,10 @@ def test_a_first_node_that_comes_into_a_run_that_lives_says_so_and_then_looks_fo
     second = others("a2", tmp_path, port, in_use)
     assert second.begin() is None
     assert second.call(Report("a2", HERE, (0,))) is not None
-    assert f"this run has begun already, led by {HERE}:{port}, and this host takes part in it" in capsys.readouterr().err
+    assert (
+        f"this run has begun already, led by {HERE}:{port}, and this host takes part in it"
+        in capsys.readouterr().err
+    )
     monkeypatch.setattr(other_hosts_module, "REFUSED_SECONDS", 0.0)
     first.close()
     assert second.call(Report("a2", HERE, (0,))) is None
@@ -317,7 +357,9 @@ def test_a_host_takes_over_at_the_address_by_which_it_called_its_leader(
     second.close()
 
 
-def test_a_first_node_with_another_job_in_a_folder_that_a_run_uses_is_told_both(tmp_path: Path, no_store: None) -> None:
+def test_a_first_node_with_another_job_in_a_folder_that_a_run_uses_is_told_both(
+    tmp_path: Path, no_store: None
+) -> None:
     port = free_port()
     first, second = others("a", tmp_path, port), others("a2", tmp_path, port, in_use, version="0.2.0")
     assert first.begin() is not None
@@ -326,7 +368,8 @@ def test_a_first_node_with_another_job_in_a_folder_that_a_run_uses_is_told_both(
     assert orders is not None
     assert (orders.wish, orders.status) == ("end", 2)
     assert orders.message == (
-        "another run is writing there now. To take part in that run instead: host a2 has shardwise 0.2.0, and the run has "
+        "another run is writing there now. To take part in that run instead: host a2 has shardwise 0.2.0, "
+        "and the run has "
         "shardwise 0.1.0: install the same version on every host"
     )
     for host in (first, second):
@@ -343,7 +386,8 @@ def test_a_host_gives_up_on_a_leader_of_an_older_version_and_names_its_own(
     assert second.call(Report("b", HERE, (0,))) is None
     monkeypatch.setattr(other_hosts_module, "REFUSED_SECONDS", -1.0)
     with pytest.raises(
-        UserError, match=r"has an older version of shardwise, .*, and this host has 0.1.0: install the same version"
+        UserError,
+        match=r"has an older version of shardwise, .*, and this host has 0.1.0: install the same version",
     ):
         second.give_up_if_too_long()
     for host in (first, second):
@@ -366,11 +410,15 @@ def test_nodes_that_wait_end_when_the_first_node_has_ended(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("error", [RunFailed("it broke"), KeyboardInterrupt()])
-def test_nodes_that_wait_end_with_the_kind_of_failure_of_the_first_node(tmp_path: Path, error: BaseException) -> None:
+def test_nodes_that_wait_end_with_the_kind_of_failure_of_the_first_node(
+    tmp_path: Path, error: BaseException
+) -> None:
     waiting = others("b", tmp_path, free_port())
     with pytest.raises(type(error)), FirstNodeFile(tmp_path, "run").tell():
         raise error
-    with pytest.raises(RunFailed, match=r"^the first node has ended: (it broke|it was stopped \(KeyboardInterrupt\))$"):
+    with pytest.raises(
+        RunFailed, match=r"^the first node has ended: (it broke|it was stopped \(KeyboardInterrupt\))$"
+    ):
         waiting.give_up_if_too_long()
     waiting.close()
 
@@ -399,9 +447,14 @@ def test_a_first_node_of_which_nothing_was_heard_is_not_waited_for_as_long_as_on
     port = free_port()
     waiting = others("b", tmp_path, port)
     assert waiting.patience() == other_hosts_module.UNHEARD_SECONDS < other_hosts_module.GIVE_UP_SECONDS
-    assert others("c", tmp_path / "own", port, given="given by the site").patience() == other_hosts_module.GIVE_UP_SECONDS
+    assert (
+        others("c", tmp_path / "own", port, given="given by the site").patience()
+        == other_hosts_module.GIVE_UP_SECONDS
+    )
     monkeypatch.setattr(waiting, "silence", lambda: other_hosts_module.UNHEARD_SECONDS + 1)
-    with pytest.raises(RunFailed, match=r"the first node writes .*, and nothing was heard of it so far. Is it running"):
+    with pytest.raises(
+        RunFailed, match=r"the first node writes .*, and nothing was heard of it so far. Is it running"
+    ):
         waiting.give_up_if_too_long()
     first = others("a", tmp_path, port)
     assert first.begin() is not None

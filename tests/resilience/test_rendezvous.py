@@ -22,7 +22,12 @@ ORDERS = Orders("work", Team(4, (Member("a", 0), Member("b", 1)), plan_for(2), "
 OURS = Credentials("run", b"a secret of this run")
 HERE = "127.0.0.1"
 LEADER = Newcomer(
-    "a", "0.1.0", "2.13.0+cpu", 2, {"train.steps": "100", "data.source": '"text.txt"'}, "1,000 tokens (checksum 00)"
+    "a",
+    "0.1.0",
+    "2.13.0+cpu",
+    2,
+    {"train.steps": "100", "data.source": '"text.txt"'},
+    "1,000 tokens (checksum 00)",
 )
 MEMBER = replace(LEADER, host="b")
 
@@ -97,7 +102,9 @@ def dialled(leader: Rendezvous) -> socket.socket:
     return socket.create_connection((HERE, leader.port), timeout=5)
 
 
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.0\r\n\r\n", b"\n", b'{"run": "run", "report": {}}\n', b"\xff" * 1000 + b"\n"])
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.0\r\n\r\n", b"\n", b'{"run": "run", "report": {}}\n', b"\xff" * 1000 + b"\n"]
+)
 def test_a_stranger_is_refused_and_told_nothing_of_the_run(leader: Rendezvous, said: bytes) -> None:
     with dialled(leader) as stranger:
         stranger.sendall(said)
@@ -115,7 +122,9 @@ def test_a_line_without_end_is_cut_off(leader: Rendezvous) -> None:
         stranger.sendall(b"x" * (1 << 26))
 
 
-@pytest.mark.parametrize("message", [{**REPORT.to_json(), "step": "x"}, {"newcomer": {"host": "c"}}, {"newcomer": None}, [], 3])
+@pytest.mark.parametrize(
+    "message", [{**REPORT.to_json(), "step": "x"}, {"newcomer": {"host": "c"}}, {"newcomer": None}, [], 3]
+)
 def test_a_host_that_sends_no_report_is_cut_off_and_harms_nobody(leader: Rendezvous, message: object) -> None:
     with dialled(leader) as wrong:
         hello, channel = answer(OURS, wrong.makefile("rb").readline())
@@ -141,13 +150,17 @@ def test_strangers_who_only_wait_keep_no_host_out(leader: Rendezvous) -> None:
 
 WRONG = {
     "another job": (
-        replace(MEMBER, host="c", job={"train.steps": "50", "data.source": '"text.txt"', "train.clip": "1.0"}),
+        replace(
+            MEMBER, host="c", job={"train.steps": "50", "data.source": '"text.txt"', "train.clip": "1.0"}
+        ),
         "host c was started with another job than the run: train.clip is 1.0 on c and not set in the run; "
-        "train.steps is 50 on c and 100 in the run. Give every host the same job file and overrides; --workers may differ",
+        "train.steps is 50 on c and 100 in the run. Give every host the same job file and overrides; "
+        "--workers may differ",
     ),
     "other data": (
         replace(MEMBER, host="c", data="999 tokens (checksum 11)"),
-        "host c has other data than the run: 999 tokens (checksum 11) there, 1,000 tokens (checksum 00) in the run. "
+        "host c has other data than the run: 999 tokens (checksum 11) there, 1,000 tokens (checksum 00) in "
+        "the run. "
         'Give every host the same files at "text.txt"',
     ),
     "another version": (
@@ -156,13 +169,16 @@ WRONG = {
     ),
     "another torch": (
         replace(MEMBER, host="c", torch="2.12.0+cpu"),
-        "host c has torch 2.12.0+cpu, and the run has torch 2.13.0+cpu: install the same version on every host",
+        "host c has torch 2.12.0+cpu, and the run has torch 2.13.0+cpu: install the same version on "
+        "every host",
     ),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_host_that_does_not_fit_is_told_why_and_the_run_never_hears_its_reports(leader: Rendezvous, kind: str) -> None:
+def test_a_host_that_does_not_fit_is_told_why_and_the_run_never_hears_its_reports(
+    leader: Rendezvous, kind: str
+) -> None:
     newcomer, why = WRONG[kind]
     member, stranger = calling(leader.port), calling(leader.port, who=newcomer)
     leader.tell(ORDERS)
@@ -172,7 +188,9 @@ def test_a_host_that_does_not_fit_is_told_why_and_the_run_never_hears_its_report
         stranger.close()
     assert member.call(REPORT) == ORDERS
     assert [report.host for report, _ in leader.new_reports()] == ["b"]
-    assert [(refused.host, refused.workers, refused.why) for refused in leader.new_refusals()] == [("c", 2, why)] * 2
+    assert [(refused.host, refused.workers, refused.why) for refused in leader.new_refusals()] == [
+        ("c", 2, why)
+    ] * 2
     assert leader.new_refusals() == []
     member.close()
 
@@ -190,19 +208,24 @@ def test_a_refusal_lists_some_differences_and_counts_the_rest() -> None:
 
 
 def test_a_host_of_an_older_version_which_says_none_is_refused_in_words(leader: Rendezvous) -> None:
-    """As hosts called before they said their version: the first message is a report, and the answer is read as orders."""
+    """As hosts called before they said their version: the first message is a report, and the answer is read
+    as orders."""
     with dialled(leader) as older:
         lines = older.makefile("rb")
         hello, channel = answer(OURS, lines.readline())
         older.sendall(hello + channel.line(REPORT.to_json()))
         orders = Orders.from_json(channel.message(lines.readline()))
     assert (orders.wish, orders.status) == ("end", 2)
-    assert orders.message.startswith("host b has shardwise of an older version, which does not say its number, and the run has ")
+    assert orders.message.startswith(
+        "host b has shardwise of an older version, which does not say its number, and the run has "
+    )
     assert "shardwise 0.1.0" in orders.message
     assert leader.new_reports() == []
 
 
-def test_a_leader_of_an_older_version_which_says_none_is_not_joined(leader: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_of_an_older_version_which_says_none_is_not_joined(
+    leader: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shardwise.resilience.rendezvous.greeting", lambda version: greeting())
     client = calling(leader.port)
     assert client.call(REPORT) is None

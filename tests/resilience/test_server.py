@@ -28,7 +28,9 @@ def garbage_collection(pipe: Connection) -> None:
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     places = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
     command = [sys.executable, "-c", PROGRAM + program, str(folder)]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_a_worker_collects_garbage_but_not_among_what_its_server_imported(tmp_path: Path) -> None:
@@ -56,7 +58,9 @@ print(start(), flush=True)
 """
 
 
-def test_a_server_that_dies_as_it_is_asked_for_a_process_is_started_again_for_the_next(tmp_path: Path) -> None:
+def test_a_server_that_dies_as_it_is_asked_for_a_process_is_started_again_for_the_next(
+    tmp_path: Path,
+) -> None:
     done = run(DIES_WHEN_ASKED, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["False", "True"]

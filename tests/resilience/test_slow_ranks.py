@@ -1,5 +1,6 @@
-"""Real ranks, one of them slow: the main rank names it from what travels with the loss, and waiting for it is not held against
-the others. Where a clock decides, it is made to lie by far more than any load of the machine can add."""
+"""Real ranks, one of them slow: the main rank names it from what travels with the loss, and waiting for it is
+not held against the others. Where a clock decides, it is made to lie by far more than any load of the machine
+can add."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_the_main_rank_names_the_slow_one_and_the_cause(
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.full), {"pipeline": 2, "context": 2}], ids=str
+    "layout",
+    [pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.full), {"pipeline": 2, "context": 2}],
+    ids=str,
 )
 def test_every_rank_knows_everyones_times_of_the_step_before(
     ranks: Callable[[int], Pool], corpus: str, layout: dict[str, int]
@@ -89,7 +92,10 @@ def test_the_voice_writes_down_who_is_slow_and_says_where_it_runs() -> None:
         ("straggler", {"rank": None, "factor": 1.8, "cause": "network", "step": 130}),
         ("straggler_gone", {"rank": 3, "cause": "compute", "step": 150}),
     ]
-    assert said[0] == "rank 3 needs 2.1 times the median time for its own work since step 120: compute; it is on host b"
+    assert (
+        said[0]
+        == "rank 3 needs 2.1 times the median time for its own work since step 120: compute; it is on host b"
+    )
     assert "since step 130" in said[1]
     assert "network" in said[1]
     assert "rank 3 is as usual again" in said[2]
@@ -123,6 +129,8 @@ LAYOUTS = [
 def test_waiting_for_a_slow_rank_is_communication_and_not_ones_own_work(
     ranks: Callable[[int], Pool], corpus: str, layout: dict[str, int]
 ) -> None:
-    waiting, slept = (found[-1].spans for found in ranks(2).run(with_a_sleeping_rank, tables(corpus, layout, 3)))
+    waiting, slept = (
+        found[-1].spans for found in ranks(2).run(with_a_sleeping_rank, tables(corpus, layout, 3))
+    )
     assert waiting[EXPOSED] > SLEEP / 2
     assert slept["forward_backward"] >= SLEEP

@@ -46,7 +46,9 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[forked.Forked]:
     return started
 
 
-def test_a_store_whose_process_was_killed_is_replaced(processes: list[forked.Forked], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_whose_process_was_killed_is_replaced(
+    processes: list[forked.Forked], capsys: pytest.CaptureFixture[str]
+) -> None:
     with open_store(LOOPBACK) as port:
         first = port()
         assert port() == first
@@ -56,14 +58,20 @@ def test_a_store_whose_process_was_killed_is_replaced(processes: list[forked.For
         second = port()
         assert port() == second
         socket.create_connection((LOOPBACK, second), timeout=5).close()
-        assert capsys.readouterr().err.count("the store in which workers meet was lost; another is opened") == 1
+        assert (
+            capsys.readouterr().err.count("the store in which workers meet was lost; another is opened") == 1
+        )
     assert len(processes) == 2
     assert not any(one.process.is_alive() or Path(one.log).parent.exists() for one in processes)
 
 
-def test_a_store_that_cannot_be_opened_says_why(processes: list[forked.Forked], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_opened_says_why(
+    processes: list[forked.Forked], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_module, "_hold", _cannot)
-    with pytest.raises(RunFailed, match=r"(?s)store in which workers meet could not be opened: .*no port is free"):
+    with pytest.raises(
+        RunFailed, match=r"(?s)store in which workers meet could not be opened: .*no port is free"
+    ):
         open_store(LOOPBACK).__enter__()
     assert not Path(processes[0].log).parent.exists()
 

@@ -10,18 +10,25 @@ import pytest
 from shardwise.resilience.stragglers import Straggler, Watch
 
 Alter = Callable[[int, np.ndarray], float]
-"""Given a step and its (rank, compute and data) seconds, changes them; returns what is added between the ranks."""
+"""Given a step and its (rank, compute and data) seconds, changes them; returns what is added between the
+ranks."""
 
 
-def play(watch: Watch, world: int, steps: int, alter: Alter, base: np.ndarray | None = None, noise: float = 0.1):
+def play(
+    watch: Watch, world: int, steps: int, alter: Alter, base: np.ndarray | None = None, noise: float = 0.1
+):
     """Steps of ranks with seeded noise. All wait for the slowest; between them 0.2 seconds are spent."""
     draw = np.random.default_rng(0)
     found: list[Straggler] = []
     gone: list[tuple[int, Straggler]] = []
     for number in range(1, steps + 1):
-        work = (np.array([[1.0, 0.05]] * world) if base is None else base.copy()) * draw.normal(1.0, noise, (world, 2)).clip(0.2)
+        work = (np.array([[1.0, 0.05]] * world) if base is None else base.copy()) * draw.normal(
+            1.0, noise, (world, 2)
+        ).clip(0.2)
         between = 0.2 + alter(number, work)
-        change = watch.step(number, [(float(c), float(d)) for c, d in work], float(work.sum(1).max()) + between)
+        change = watch.step(
+            number, [(float(c), float(d)) for c, d in work], float(work.sum(1).max()) + between
+        )
         found += change.named
         gone += [(number, one) for one in change.gone]
     return found, gone
@@ -97,7 +104,8 @@ def test_single_slow_steps_name_nobody_however_slow() -> None:
 
 
 def test_stages_are_compared_within_themselves() -> None:
-    """Ranks 2 and 3 do three times the work of the others, as their stage asks; rank 3 is slow for its stage."""
+    """Ranks 2 and 3 do three times the work of the others, as their stage asks; rank 3 is slow for its
+    stage."""
     base = np.array([[1.0, 0.0], [1.0, 0.0], [3.0, 0.0], [3.0, 0.0]])
     groups = [[0, 1], [2, 3]]
     assert play(Watch(4, 1.5, groups), 4, 300, nothing, base) == ([], [])

@@ -44,7 +44,11 @@ def host(name: str, slots: int, **facts: Any) -> Report:
 
 
 def fault(generation: int, step: int = 4, **facts: Any) -> Fault:
-    return Fault(**{"kind": "died", "rank": 1, "cause": "it died", "at": time.time(), **facts}, step=step, generation=generation)
+    return Fault(
+        **{"kind": "died", "rank": 1, "cause": "it died", "at": time.time(), **facts},
+        step=step,
+        generation=generation,
+    )
 
 
 def decide(judge: Lead, now: float, *reports: Report) -> Orders:
@@ -65,7 +69,12 @@ def test_the_first_team_starts_once_all_workers_are_there() -> None:
     orders = decide(judge, 1001, host("a", 2), host("b", 2))
     assert team_of(orders) == [Member("a", 0), Member("a", 1), Member("b", 0), Member("b", 1)]
     assert orders.team is not None
-    assert (orders.wish, orders.team.generation, orders.team.address, orders.team.port) == ("work", 1, "10.0.0.1", 5)
+    assert (orders.wish, orders.team.generation, orders.team.address, orders.team.port) == (
+        "work",
+        1,
+        "10.0.0.1",
+        5,
+    )
 
 
 def test_an_elastic_run_waits_a_while_for_the_rest_and_then_starts_without_them() -> None:
@@ -90,7 +99,9 @@ def test_a_worker_that_died_is_replaced_at_once_in_the_next_generation() -> None
     orders = decide(judge, 1, host("a", 2, generation=1, step=3, faults=(died,)))
     assert orders.team is not None
     assert (orders.team.generation, orders.team.fault, orders.team.reached) == (2, died, 3)
-    assert decide(judge, 1.1, host("a", 2, generation=1, step=3, faults=(died,))) == orders, "an old report changes nothing"
+    assert decide(judge, 1.1, host("a", 2, generation=1, step=3, faults=(died,))) == orders, (
+        "an old report changes nothing"
+    )
 
 
 def test_each_team_meets_where_the_store_is_when_it_is_formed() -> None:
@@ -114,7 +125,9 @@ def test_a_peer_that_is_gone_is_no_cause_while_the_cause_may_still_come() -> Non
     assert (orders.team.generation, orders.team.fault) == (2, cause)
 
 
-def test_a_peer_that_is_gone_with_a_host_that_fell_silent_is_not_tried_again_before_the_host_is_lost() -> None:
+def test_a_peer_that_is_gone_with_a_host_that_fell_silent_is_not_tried_again_before_the_host_is_lost() -> (
+    None
+):
     judge = lead(2, 4)
     decide(judge, 0, host("a", 2), host("b", 2))
     echo = fault(1, echo=True, at=time.time() - 5)
@@ -138,7 +151,9 @@ def test_a_peer_that_is_gone_without_a_cause_still_leads_to_a_new_team() -> None
 
 
 @pytest.mark.parametrize(("step", "from_the_first"), [(0, True), (5, False)])
-def test_a_recovery_that_breaks_before_a_step_is_done_goes_on_from_the_first_fault(step: int, from_the_first: bool) -> None:
+def test_a_recovery_that_breaks_before_a_step_is_done_goes_on_from_the_first_fault(
+    step: int, from_the_first: bool
+) -> None:
     judge = lead(2, 2)
     decide(judge, 0, host("a", 2))
     first, second = fault(1, at=100.0), fault(2, at=103.0, cause="and its successor")
@@ -185,7 +200,9 @@ def test_a_host_that_comes_back_is_taken_in_after_a_step_and_a_save() -> None:
     back = host("b", 2, generation=0)
     assert decide(judge, now + 1, host("a", 2, generation=2, idle=False, step=0), back).wish == "work"
     later = now + 2 + SETTLE_SECONDS
-    assert decide(judge, later, host("a", 2, generation=2, idle=False, step=0), back).wish == "work", "before a step of its own"
+    assert decide(judge, later, host("a", 2, generation=2, idle=False, step=0), back).wish == "work", (
+        "before a step of its own"
+    )
     assert decide(judge, later, host("a", 2, generation=2, idle=False, step=9), back).wish == "regroup"
     assert decide(judge, later + 1, host("a", 2, generation=2, idle=False, step=9), back).wish == "regroup"
     orders = decide(judge, later + 2, host("a", 2, generation=2, idle=True, step=10), back)
@@ -264,10 +281,14 @@ def test_a_line_of_the_users_own_code_that_fails_again_is_not_tried_a_third_time
     for generation, line in ((1, "own.py, line 3"), (2, "own.py, line 4")):
         failed = fault(generation, step=7, own_line=line)
         assert decide(judge, generation, host("a", 2, generation=generation, faults=(failed,))).wish == "work"
-    again = fault(3, step=7, own_line="own.py, line 4", cause="own.py, line 4: ValueError: no", trace="75 lines")
+    again = fault(
+        3, step=7, own_line="own.py, line 4", cause="own.py, line 4: ValueError: no", trace="75 lines"
+    )
     orders = decide(judge, 99, host("a", 2, generation=3, faults=(again,)))
     assert (orders.wish, orders.status) == ("end", 1)
-    assert orders.message.startswith("own.py, line 4: ValueError: no. It failed twice in this line at step 7, so the run stops")
+    assert orders.message.startswith(
+        "own.py, line 4: ValueError: no. It failed twice in this line at step 7, so the run stops"
+    )
     assert "75 lines" not in orders.message
 
 
@@ -275,7 +296,11 @@ def test_failures_at_different_steps_never_end_the_run() -> None:
     judge = lead(2, 2)
     decide(judge, 0, host("a", 2))
     for generation in range(1, 50):
-        orders = decide(judge, generation, host("a", 2, generation=generation, faults=(fault(generation, step=generation),)))
+        orders = decide(
+            judge,
+            generation,
+            host("a", 2, generation=generation, faults=(fault(generation, step=generation),)),
+        )
         assert orders.wish == "work"
     assert [one.generation for one in judge.faults] == list(range(1, 50))
 
@@ -285,7 +310,9 @@ def test_a_run_that_gets_nowhere_ends_and_says_so() -> None:
     decide(judge, 0, host("a", 2))
     for generation in range(1, 8):
         step = [9, 8, 9, 8, 7, 8, 6][generation - 1]
-        orders = decide(judge, generation, host("a", 2, generation=generation, faults=(fault(generation, step=step),)))
+        orders = decide(
+            judge, generation, host("a", 2, generation=generation, faults=(fault(generation, step=step),))
+        )
     assert (orders.wish, orders.status) == ("end", 1)
     assert orders.message.startswith("6 failures in a row, and none got past step 9")
 
@@ -318,7 +345,9 @@ def test_what_is_no_report_is_refused(wrong: dict[str, Any]) -> None:
         Report.from_json([wrong])
 
 
-@pytest.mark.parametrize("wrong", [{"wish": "dance"}, {"team": {}}, {"team": {"plan": 3}}, {"status": None}, {"message": 5}])
+@pytest.mark.parametrize(
+    "wrong", [{"wish": "dance"}, {"team": {}}, {"team": {"plan": 3}}, {"status": None}, {"message": 5}]
+)
 def test_what_is_no_orders_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="validation error"):
         Orders.from_json({**Orders().to_json(), **wrong})
@@ -330,7 +359,9 @@ def test_orders_for_a_thousand_workers_fit_into_a_line() -> None:
     assert len(Channel(b"key", "leader").line(orders.to_json())) < LINE_BYTES
 
 
-def test_a_host_that_takes_over_waits_for_the_others_and_forms_the_next_team_without_the_lost_leader() -> None:
+def test_a_host_that_takes_over_waits_for_the_others_and_forms_the_next_team_without_the_lost_leader() -> (
+    None
+):
     first = lead(2, 4)
     orders = decide(first, 0, host("a", 2), host("b", 2), host("c", 2))
     assert team_of(orders) == [Member("a", 0), Member("a", 1), Member("b", 0), Member("b", 1)]
@@ -348,7 +379,9 @@ def test_two_hosts_that_leave_one_after_the_other_end_the_run_where_too_few_are_
     judge = lead(4, 6)
     decide(judge, 0, host("a", 2), host("b", 2), host("c", 2))
     at_work = {"generation": 1, "step": 5}
-    orders = decide(judge, 1, host("a", 2, **at_work), host("b", 2, **at_work, leaving=True), host("c", 2, **at_work))
+    orders = decide(
+        judge, 1, host("a", 2, **at_work), host("b", 2, **at_work, leaving=True), host("c", 2, **at_work)
+    )
     assert orders.wish == "regroup"
     idle = {"generation": 1, "step": 6, "idle": True}
     leaving = [host(name, 2, **idle, leaving=True) for name in "bc"]
@@ -385,7 +418,9 @@ def test_a_leader_that_was_started_anew_goes_on_after_the_teams_that_its_hosts_k
 
 
 @pytest.mark.parametrize("name", ["b", "c"])
-def test_the_wait_for_a_lost_host_is_part_of_the_recovery_from_its_loss(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_wait_for_a_lost_host_is_part_of_the_recovery_from_its_loss(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Whether it was cut off for a while, or started again under another name."""
     judge, clock = lead(4, 4), [1000.0]
     monkeypatch.setattr("shardwise.resilience.team.present_time", lambda: clock[0])
@@ -410,8 +445,11 @@ def seconds_of(judge: Lead, seconds: range, *reports: Report) -> Orders:
 
 @pytest.mark.parametrize("dead", ["b", "bc"])
 @pytest.mark.parametrize("first_word", ["an echo", "a fault", "none"])
-def test_hosts_that_die_at_once_cost_one_attempt(monkeypatch: pytest.MonkeyPatch, dead: str, first_word: str) -> None:
-    """Whether the workers that are left lose their peers at once, die of it, or notice nothing (a cable that was pulled)."""
+def test_hosts_that_die_at_once_cost_one_attempt(
+    monkeypatch: pytest.MonkeyPatch, dead: str, first_word: str
+) -> None:
+    """Whether the workers that are left lose their peers at once, die of it, or notice nothing (a cable that
+    was pulled)."""
     now = [0.0]
     monkeypatch.setattr(team_module, "present_time", lambda: now[0])
     judge = lead(2, 6, attempts=2)
@@ -423,8 +461,13 @@ def test_hosts_that_die_at_once_cost_one_attempt(monkeypatch: pytest.MonkeyPatch
         generation = judge.orders.team.generation
         word = fault(1, step=8, echo=first_word == "an echo", at=5.0, rank=0)
         faults = (word,) if now[0] >= 5 and first_word != "none" and generation == 1 else ()
-        calling = alive if now[0] > 5 else ["a", "b", "c"] if now[0] < 4.75 else ["a", "c"]  # c calls once more than b
-        reports = [host(name, 2, generation=generation, step=7, faults=faults if name == "a" else ()) for name in calling]
+        calling = (
+            alive if now[0] > 5 else ["a", "b", "c"] if now[0] < 4.75 else ["a", "c"]
+        )  # c calls once more than b
+        reports = [
+            host(name, 2, generation=generation, step=7, faults=faults if name == "a" else ())
+            for name in calling
+        ]
         orders = decide(judge, now[0], *reports)
     assert (orders.wish, orders.message) == ("work", "")
     assert orders.team is not None
@@ -450,9 +493,13 @@ def test_a_team_formed_with_a_host_that_is_gone_is_no_attempt() -> None:
 def test_a_newcomer_that_is_gone_again_does_not_disturb_a_team() -> None:
     judge, now = lost_and_back()
     decide(judge, now, host("c", 2))
-    orders = seconds_of(judge, range(int(now) + 1, int(now) + 9), host("a", 2, generation=2, idle=False, step=9))
+    orders = seconds_of(
+        judge, range(int(now) + 1, int(now) + 9), host("a", 2, generation=2, idle=False, step=9)
+    )
     assert orders.wish == "work"
-    orders = seconds_of(judge, range(int(now) + 9, int(now) + 14), host("a", 2, generation=2, idle=False, step=9))
+    orders = seconds_of(
+        judge, range(int(now) + 9, int(now) + 14), host("a", 2, generation=2, idle=False, step=9)
+    )
     assert (orders.wish, team_of(orders)) == ("work", [Member("a", 0), Member("a", 1)])
 
 
@@ -487,7 +534,9 @@ def with_a_newcomer(attempts: int = 2) -> tuple[Lead, Team]:
 def test_a_host_that_fails_for_good_before_its_first_step_is_refused_alone() -> None:
     judge, team = with_a_newcomer()
     rank = team.members.index(Member("c", 1))
-    fatal = fault(2, step=0, rank=rank, kind="failed", cause="rank 5 was started with another job than rank 0", status=2)
+    fatal = fault(
+        2, step=0, rank=rank, kind="failed", cause="rank 5 was started with another job than rank 0", status=2
+    )
     echo = fault(2, step=0, rank=0, echo=True)
     others = [host("a", 2, generation=2, faults=(echo,)), host("b", 2, generation=2)]
     orders = decide(judge, 36, *others, host("c", 2, generation=2, faults=(fatal,)))
@@ -498,7 +547,9 @@ def test_a_host_that_fails_for_good_before_its_first_step_is_refused_alone() -> 
     assert "was started with another job than rank 0" in refused.why
     again = [host(name, 2, generation=3, idle=False, step=9) for name in "ab"]
     orders = seconds_of(judge, range(37, 50), *again, host("c", 2))
-    assert (orders.wish, {member.host for member in team_of(orders)}) == ("work", {"a", "b"}), "it is not asked again"
+    assert (orders.wish, {member.host for member in team_of(orders)}) == ("work", {"a", "b"}), (
+        "it is not asked again"
+    )
 
 
 def test_a_host_that_fails_again_and_again_before_its_first_step_costs_the_run_no_attempt() -> None:

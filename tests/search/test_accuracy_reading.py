@@ -1,4 +1,5 @@
-"""Measured runs of other programs, as the planner's harness reads them: what was run is understood, or refused with a reason."""
+"""Measured runs of other programs, as the planner's harness reads them: what was run is understood, or
+refused with a reason."""
 
 from __future__ import annotations
 
@@ -28,24 +29,32 @@ import planner_published as published  # noqa: E402
 
 # A published run, field by field; each test changes some.
 FOUNDRY = {
-    "case_id": "c1", "provenance": "primary_file", "fw": "llm-foundry FSDP1", "model": "mpt-7b", "params_B": "6.684",
-    "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "32", "ffn": "16384", "vocab": "50368", "glu": "0",
-    "gpu": "a100_80gb", "gpus": "8", "net": "1600Gbps/node RoCE", "precision": "amp_bf16/DEFAULT", "seq": "8192",
+    "case_id": "c1", "provenance": "primary_file", "fw": "llm-foundry FSDP1", "model": "mpt-7b",
+    "params_B": "6.684",
+    "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "32", "ffn": "16384", "vocab": "50368",
+    "glu": "0",
+    "gpu": "a100_80gb", "gpus": "8", "net": "1600Gbps/node RoCE", "precision": "amp_bf16/DEFAULT",
+    "seq": "8192",
     "gbs": "16", "mbs": "1", "ga": "2", "tp": "1", "pp": "1", "dp": "8", "cp": "1", "zero_fsdp": "FULL_SHARD",
     "recompute": "full", "tok_s_gpu": "3206.0", "tflops_gpu": "169.0", "mfu_pct": "54.47",
     "flop_convention": "6N(all params)+12*L*d*s full attn", "status": "ok", "notes": "off=False",
 }  # fmt: skip
 BRIDGE = {
-    "case_id": "c2", "provenance": "primary_file", "fw": "Megatron-Bridge", "model": "Qwen3_30B_a3B", "gpu": "DGX-GB200",
-    "gpus": "8", "precision": "MXFP8", "seq": "4096", "gbs": "512", "mbs": "4", "tp": "1", "pp": "1", "dp": "8", "cp": "1",
+    "case_id": "c2", "provenance": "primary_file", "fw": "Megatron-Bridge", "model": "Qwen3_30B_a3B",
+    "gpu": "DGX-GB200",
+    "gpus": "8", "precision": "MXFP8", "seq": "4096", "gbs": "512", "mbs": "4", "tp": "1", "pp": "1",
+    "dp": "8", "cp": "1",
     "ep": "8", "zero_fsdp": "dist-opt", "tok_s_gpu": "26084.0", "tflops_gpu": "600.0",
     "flop_convention": "Megatron-Bridge model flops (causal attn)", "status": "ok",
 }  # fmt: skip
 TITAN = {
-    "case_id": "c3", "provenance": "primary_file", "fw": "torchtitan FSDP2", "model": "llama3.1-405b", "layers": "126",
+    "case_id": "c3", "provenance": "primary_file", "fw": "torchtitan FSDP2", "model": "llama3.1-405b",
+    "layers": "126",
     "hidden": "16384", "heads": "128", "kv_heads": "8", "ffn": "53248", "vocab": "128256", "glu": "1",
-    "gpu": "H100-96GB-HBM2e-500W(2.4TB/s)", "gpus": "512", "net": "400Gb/s/GPU RDMA", "precision": "fp8", "seq": "8192",
-    "gbs": "256", "mbs": "32", "tp": "8", "pp": "8", "dp": "8", "cp": "1", "zero_fsdp": "FSDP2", "recompute": "full",
+    "gpu": "H100-96GB-HBM2e-500W(2.4TB/s)", "gpus": "512", "net": "400Gb/s/GPU RDMA", "precision": "fp8",
+    "seq": "8192",
+    "gbs": "256", "mbs": "32", "tp": "8", "pp": "8", "dp": "8", "cp": "1", "zero_fsdp": "FSDP2",
+    "recompute": "full",
     "schedule": "Interleaved1F1B", "step_time_s": "32.0", "tok_s_gpu": "128", "mem_gib": "72.7",
     "mem_kind": "max over ranks (peak reserved)", "status": "ok", "notes": "compile+float8+asyncTP",
 }  # fmt: skip
@@ -58,7 +67,8 @@ SWEEP = (
     "1.34,16,2048,32,8192,131072,untied,1,8,4096,256,2,32,4,2,1,1,ok,43.646,38299.12,306392.96,26.41,3.4223\n"
 )
 SHORT = (
-    "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,data parallelism,"
+    "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor "
+    "parallelism,data parallelism,"
     "pipeline parallelism,iteration time (ms),comment\n"
     "2,16,8,1024,16,24,1024,1,1,2,372.160408,anything\n"
     "8,4,1,1024,16,16,1024,1,2,2,77.2,not eight devices\n"
@@ -90,7 +100,9 @@ def test_a_published_run_is_read_whole(tmp_path: Path) -> None:
     assert case.seconds == pytest.approx(16 * 8192 / 8 / 3206)
 
 
-def test_torchtitan_cuts_its_batch_for_a_pipeline_and_keeps_weights_and_gradients_whole(tmp_path: Path) -> None:
+def test_torchtitan_cuts_its_batch_for_a_pipeline_and_keeps_weights_and_gradients_whole(
+    tmp_path: Path,
+) -> None:
     case = read_one(tmp_path, TITAN)
     assert (case.layout["micro_batch"], case.layout["accumulation"], case.layout["zero"]) == (4, 8, 1)
     assert SCHEDULES[case.layout["schedule"]] == "interleaved"
@@ -140,7 +152,10 @@ def test_torchtitan_cuts_its_batch_for_a_pipeline_and_keeps_weights_and_gradient
         ({"step_time_s": "12,91"}, "step_time_s: 12,91 is not a number"),
         ({"step_time_s": "-3"}, "step_time_s: -3 is below 0"),
         ({"tp": "0"}, "tp: 0 is not a whole number above 0"),
-        ({"pp": "2", "dp": "4", "vpp": "100", "gbs": "", "schedule": "interleaved"}, "more pipeline stages than layers"),
+        (
+            {"pp": "2", "dp": "4", "vpp": "100", "gbs": "", "schedule": "interleaved"},
+            "more pipeline stages than layers",
+        ),
         ({"pp": "2", "dp": "4", "gbs": "", "schedule": "frob"}, "schedule: frob not known"),
         ({"cp": "3", "gpus": "24"}, "sequence does not divide by cp"),
         ({"zero_fsdp": "ZeRO++"}, "may mean several things"),
@@ -160,7 +175,9 @@ def test_torchtitan_cuts_its_batch_for_a_pipeline_and_keeps_weights_and_gradient
         ({"tok_s_gpu": "", "flop_convention": "our own"}, "not how they were counted"),
     ],
 )
-def test_what_cannot_be_modelled_is_counted_with_its_reason(tmp_path: Path, changes: dict[str, str], reason: str) -> None:
+def test_what_cannot_be_modelled_is_counted_with_its_reason(
+    tmp_path: Path, changes: dict[str, str], reason: str
+) -> None:
     cases, reasons = reading.read_cases(write(tmp_path, FOUNDRY, {**FOUNDRY, **changes}))
     assert len(cases) == 1
     assert sum(reasons.values()) == 1
@@ -170,8 +187,10 @@ def test_what_cannot_be_modelled_is_counted_with_its_reason(tmp_path: Path, chan
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ("DGX-H100", "h100"), ("h100_80gb", "h100"), ("H100-94/95GB-HBM2e", "h100-96"), ("NVIDIA H200 141GB", "h200"),
-        ("A100 (one says 40GB; another 80GB)", "a100-80"), ("a100_40gb", "a100-40"), ("A100-PCIE-80GB", "a100-80-pcie"),
+        ("DGX-H100", "h100"), ("h100_80gb", "h100"), ("H100-94/95GB-HBM2e", "h100-96"), ("NVIDIA H200 141GB",
+        "h200"),
+        ("A100 (one says 40GB; another 80GB)", "a100-80"), ("a100_40gb", "a100-40"), ("A100-PCIE-80GB",
+        "a100-80-pcie"),
         ("A100 40G", "a100-40"), ("A100-40", "a100-40"), ("A100-SXM4-40GB", "a100-40"), ("8xA100", "a100-80"),
         ("V100-16GB", "v100-16"), ("H100 NVL 94GB", "h100-96-nvl"), ("H100-HF", "h100-hf"),
         ("V100-32GB(DGX-2)", "dgx2"), ("DGX-GB300", "gb300"), ("B200-180GB", "b200"), ("MI300X", "mi300x"),
@@ -182,30 +201,45 @@ def test_devices_have_one_spelling(text: str, key: str) -> None:
 
 
 def test_choices_are_understood_in_the_words_of_their_programs(tmp_path: Path) -> None:
-    half = read_one(tmp_path, FOUNDRY, recompute="selective_layer", zero_fsdp="SHARD_GRAD_OP", precision="bf16/PURE")
+    half = read_one(
+        tmp_path, FOUNDRY, recompute="selective_layer", zero_fsdp="SHARD_GRAD_OP", precision="bf16/PURE"
+    )
     assert half.recompute_share == 0.5
     assert half.layout["zero"] == 2
     assert half.work.reduce_dtype == "bfloat16"
-    early = read_one(tmp_path, FOUNDRY, fw="Megatron-LM 2020", recompute="", zero_fsdp="", mbs="", ga="", precision="fp16")
+    early = read_one(
+        tmp_path, FOUNDRY, fw="Megatron-LM 2020", recompute="", zero_fsdp="", mbs="", ga="", precision="fp16"
+    )
     assert RECOMPUTE[early.layout["recompute"]] == "full"
     assert early.layout["micro_batch"] == 2
     assert early.layout["zero"] == 0
     assert early.work.precision == "float16"
     assert "no_sequence_parallel" in early.traits
-    experts = read_one(tmp_path, FOUNDRY, model="own", glu="1", moe="64+2 experts top6 ffn 1408", fw="Megatron-Core", ep="8")
+    experts = read_one(
+        tmp_path, FOUNDRY, model="own", glu="1", moe="64+2 experts top6 ffn 1408", fw="Megatron-Core", ep="8"
+    )
     model = experts.work.model
-    assert (model.experts, model.experts_per_token, model.shared_experts, model.expert_width) == (64, 6, 2, 1408)
+    assert (model.experts, model.experts_per_token, model.shared_experts, model.expert_width) == (
+        64,
+        6,
+        2,
+        1408,
+    )
     assert read_one(tmp_path, FOUNDRY, tok_s_gpu="3,206", gpu="A100-64GB").published["tokens"] == 3206
 
 
 def test_weights_that_cannot_fit_whole_were_sharded(tmp_path: Path) -> None:
-    case = read_one(tmp_path, BRIDGE, model="llama3-70b", gpus="64", dp="64", ep="", gbs="256", mbs="2", precision="NVFP4")
+    case = read_one(
+        tmp_path, BRIDGE, model="llama3-70b", gpus="64", dp="64", ep="", gbs="256", mbs="2", precision="NVFP4"
+    )
     assert case.layout["zero"] == 3
     assert case.work.precision == "float4"
     assert any("FSDP" in rule for rule in case.assumed)
 
 
-def test_a_sweep_is_read_with_its_failures_and_without_rows_that_contradict_themselves(tmp_path: Path) -> None:
+def test_a_sweep_is_read_with_its_failures_and_without_rows_that_contradict_themselves(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "sweep.csv"
     path.write_text(SWEEP, encoding="utf-8")
     cases, reasons = reading.read_cases(path)
@@ -222,10 +256,16 @@ def test_short_runs_are_read_and_unknown_columns_ignored(tmp_path: Path) -> None
     cases, reasons = reading.read_cases(path)
     assert sum(reasons.values()) == 1
     assert cases[0].seconds == pytest.approx(0.372160408)
-    assert (cases[0].layout["pipeline"], cases[0].layout["accumulation"], cases[0].work.precision) == (2, 2, "float16")
+    assert (cases[0].layout["pipeline"], cases[0].layout["accumulation"], cases[0].work.precision) == (
+        2,
+        2,
+        "float16",
+    )
 
 
-@pytest.mark.parametrize(("text", "why"), [("a,b\n1,2\n", "no known format"), ("", "is empty"), ("\n\n", "is empty")])
+@pytest.mark.parametrize(
+    ("text", "why"), [("a,b\n1,2\n", "no known format"), ("", "is empty"), ("\n\n", "is empty")]
+)
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str, why: str) -> None:
     path = tmp_path / "other.csv"
     path.write_text(text, encoding="utf-8")
@@ -246,21 +286,36 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str, why: str) 
         (lambda text: text.replace("case_id", "fw", 1).replace('"c1"', '"llm-foundry FSDP1"'), "utf-8"),
     ],
 )  # fmt: skip
-def test_a_table_is_read_however_it_was_written(tmp_path: Path, change: Callable[[str], str], encoding: str) -> None:
+def test_a_table_is_read_however_it_was_written(
+    tmp_path: Path, change: Callable[[str], str], encoding: str
+) -> None:
     path = write(tmp_path, FOUNDRY)
     wanted = reading.read_cases(path)[0][0]
     path.write_bytes(change(path.read_text()).encode(encoding))
     case = reading.read_cases(path)[0][0]
-    assert (case.work, case.layout, case.seconds, case.stack) == (wanted.work, wanted.layout, wanted.seconds, wanted.stack)
+    assert (case.work, case.layout, case.seconds, case.stack) == (
+        wanted.work,
+        wanted.layout,
+        wanted.seconds,
+        wanted.stack,
+    )
 
 
 def test_rows_that_are_no_rows_are_counted(tmp_path: Path) -> None:
     path = write(tmp_path, FOUNDRY)
     head, row = path.read_text().splitlines()
-    path.write_text("\n".join([head, row + ",one,more", '"half" a quote,' + row, row, '"never closed,', row.replace('"', "")]))
+    path.write_text(
+        "\n".join(
+            [head, row + ",one,more", '"half" a quote,' + row, row, '"never closed,', row.replace('"', "")]
+        )
+    )
     cases, reasons = reading.read_cases(path)
     assert [case.name for case in cases] == ["c1"]
-    assert sorted(reasons) == ["more cells than columns", "not CSV: ',' expected after '\"'", "not CSV: unexpected end of data"]
+    assert sorted(reasons) == [
+        "more cells than columns",
+        "not CSV: ',' expected after '\"'",
+        "not CSV: unexpected end of data",
+    ]
 
 
 def test_a_column_given_twice_with_two_values_is_no_number(tmp_path: Path) -> None:
@@ -270,21 +325,27 @@ def test_a_column_given_twice_with_two_values_is_no_number(tmp_path: Path) -> No
 
 
 def test_sizes_are_enough_without_a_program_or_a_name(tmp_path: Path) -> None:
-    case = read_one(tmp_path, {name: text for name, text in FOUNDRY.items() if name not in ("fw", "model", "gpus")})
+    case = read_one(
+        tmp_path, {name: text for name, text in FOUNDRY.items() if name not in ("fw", "model", "gpus")}
+    )
     assert (case.stack, case.devices, case.model) == ("other", 8, "32x4096")
 
 
 @pytest.mark.parametrize(
     ("program", "device", "notes", "stack"),
     [
-        ("OLMo-core", "h100", "", "other"), ("shardwise", "h100", "", "shardwise"), ("DeepSpeed", "a100-80", "", "other"),
-        ("TransformerEngine", "h100", "", "megatron-core"), ("PyTorch + Transformer Engine", "h100", "", "megatron-core"),
+        ("OLMo-core", "h100", "", "other"), ("shardwise", "h100", "", "shardwise"), ("DeepSpeed", "a100-80",
+        "", "other"),
+        ("TransformerEngine", "h100", "", "megatron-core"), ("PyTorch + Transformer Engine", "h100", "",
+        "megatron-core"),
         ("NeMo 24.09", "h100", "", "nemo"), ("Megatron-Bridge", "gb200", "", "nemo"),
         ("MegaScale", "a100-80", "", "megatron-core"),
         ("Megatron-LM 2021", "a100-80", "", "megatron"), ("Megatron-LM 2023", "a100-80", "", "megatron-2023"),
         ("Megatron-LM 2024", "a100-80", "", "megatron-core"), ("Megatron-LM", "a100-80", "", "megatron"),
-        ("Megatron-LM", "h100", "", "megatron-core"), ("Megatron-LM", "a100-80", "flash attention", "megatron-2023"),
-        ("Megatron-LM core 0.12", "a100-80", "", "megatron-core"), ("Megatron-DeepSpeed", "h100", "", "megatron-2023"),
+        ("Megatron-LM", "h100", "", "megatron-core"), ("Megatron-LM", "a100-80", "flash attention",
+        "megatron-2023"),
+        ("Megatron-LM core 0.12", "a100-80", "", "megatron-core"), ("Megatron-DeepSpeed", "h100", "",
+        "megatron-2023"),
     ],
 )  # fmt: skip
 def test_programs_are_told_apart(program: str, device: str, notes: str, stack: str) -> None:
@@ -297,9 +358,12 @@ def test_programs_are_told_apart(program: str, device: str, notes: str, stack: s
     [
         *((text, "none", 1.0, False) for text in ("none", "no", "N", "0", "false", "off")),
         *((text, "none", 1.0, True) for text in ("", "?", "unknown", "not stated")),
-        *((text, "selective", 1.0, False) for text in ("attn", "norm, act", "mlp,moe_act", "selective_op (config default)")),
-        *((text, "full", 1.0, False) for text in ("full", "yes", "1", "True", "block", "all", "uniform 1", "every layer")),
-        ("16 layers", "full", 0.5, False), ("8/32 layers", "full", 0.25, False), ("every 2nd layer", "full", 0.5, False),
+        *((text, "selective", 1.0, False) for text in ("attn", "norm, act", "mlp,moe_act",
+        "selective_op (config default)")),
+        *((text, "full", 1.0, False) for text in ("full", "yes", "1", "True", "block", "all", "uniform 1",
+        "every layer")),
+        ("16 layers", "full", 0.5, False), ("8/32 layers", "full", 0.25, False), ("every 2nd layer", "full",
+        0.5, False),
     ],
 )  # fmt: skip
 def test_recomputation_in_words(text: str, mode: str, share: float, assumed: bool) -> None:
@@ -311,10 +375,13 @@ def test_recomputation_in_words(text: str, mode: str, share: float, assumed: boo
 @pytest.mark.parametrize(
     ("text", "convention"),
     [
-        ("causal attn 6*s^2*d*h*L, recompute excluded", "causal"), ("full attn; recompute not counted", "full"),
+        ("causal attn 6*s^2*d*h*L, recompute excluded", "causal"), ("full attn; recompute not counted",
+        "full"),
         ("no recompute, causal", "causal"), ("full attention, without recomputation", "full"),
-        ("Megatron: INCLUDES recompute => this is HFU", "with_recompute"), ("incl. recompute", "with_recompute"),
-        ("non-causal", "full"), ("causal mask ignored", "full"), ("6*(attn full+mlp+emb) dgxc v25.04", "full"),
+        ("Megatron: INCLUDES recompute => this is HFU", "with_recompute"), ("incl. recompute",
+        "with_recompute"),
+        ("non-causal", "full"), ("causal mask ignored", "full"), ("6*(attn full+mlp+emb) dgxc v25.04",
+        "full"),
         ("6N(no emb)+12*L*h*s full attn", "no_embedding"), ("embedding excluded, full attn", "no_embedding"),
         ("6N(all params)+12*L*d*s full attn", "all_parameters"), ("our own", None), ("", None),
     ],
@@ -332,8 +399,10 @@ def test_flops_that_leave_recomputation_out_do_not_say_that_there_was_some() -> 
 @pytest.mark.parametrize(
     ("text", "traits"),
     [
-        ("norm, act", {"keeps_attention"}), ("selective layernorm moe", {"keeps_attention", "recomputes_mlp"}),
-        ("mlp, core_attn", {"recomputes_mlp"}), ("moe_act,layernorm", {"keeps_attention"}), ("selective", set()),
+        ("norm, act", {"keeps_attention"}), ("selective layernorm moe", {"keeps_attention",
+        "recomputes_mlp"}),
+        ("mlp, core_attn", {"recomputes_mlp"}), ("moe_act,layernorm", {"keeps_attention"}), ("selective",
+        set()),
         ("full", set()), ("none", set()), ("attn", set()), ("8 layers", set()),
     ],
 )  # fmt: skip
@@ -345,7 +414,8 @@ def test_modules_that_are_recomputed_leave_the_others(text: str, traits: set[str
     ("text", "kind"),
     [
         ("torch max_allocated (reserved=70.88)", "allocated"), ("max_memory_reserved worst rank", "reserved"),
-        ("peak reserved; allocated 60", "reserved"), ("nvidia-smi", "device"), ("theoretical: params+opt", "theory"),
+        ("peak reserved; allocated 60", "reserved"), ("nvidia-smi", "device"), ("theoretical: params+opt",
+        "theory"),
         ("", "allocated"),
     ],
 )  # fmt: skip
@@ -365,7 +435,9 @@ def test_memory_is_compared_with_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_never_whole_has_no_logits(tmp_path: Path) -> None:
-    [whole, fused], _ = accuracy.judge([read_one(tmp_path, FOUNDRY, fw="FSDP", notes=notes) for notes in ("", "Liger kernels")])
+    [whole, fused], _ = accuracy.judge(
+        [read_one(tmp_path, FOUNDRY, fw="FSDP", notes=notes) for notes in ("", "Liger kernels")]
+    )
     assert fused.memory["logits"] < 0.2 * whole.memory["logits"]
 
 
@@ -373,12 +445,16 @@ def test_a_loss_that_is_never_whole_has_no_logits(tmp_path: Path) -> None:
     ("name", "billions"),
     [
         ("nemotron4-340b", 341), ("Nemotron-4 15B", 15.6), ("nemotron-4-340b-base", 341), ("grok1-314b", 316),
-        ("opt-175b", 175), ("bloom-176b", 176), ("Llama-3.1 70B", 70.6), ("meta-llama3-8b-instruct", 8.03), ("dbrx", 132),
-        ("Qwen3-235B-A22B", 235), ("qwen2.5-72b", 72.7), ("mixtral-8x22b", 141), ("mpt-30b", 30), ("mt-nlg-530b", 530),
+        ("opt-175b", 175), ("bloom-176b", 176), ("Llama-3.1 70B", 70.6), ("meta-llama3-8b-instruct", 8.03),
+        ("dbrx", 132),
+        ("Qwen3-235B-A22B", 235), ("qwen2.5-72b", 72.7), ("mixtral-8x22b", 141), ("mpt-30b", 30),
+        ("mt-nlg-530b", 530),
     ],
 )  # fmt: skip
 def test_well_known_names_have_their_sizes(tmp_path: Path, name: str, billions: float) -> None:
-    blank = dict.fromkeys(("params_B", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "glu", "moe"), "")
+    blank = dict.fromkeys(
+        ("params_B", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "glu", "moe"), ""
+    )
     case = read_one(tmp_path, {**FOUNDRY, **blank}, model=name, fw="NeMo", seq="2048")
     assert count(case.work.model) / 1e9 == pytest.approx(billions, rel=0.02)
 
@@ -386,7 +462,8 @@ def test_well_known_names_have_their_sizes(tmp_path: Path, name: str, billions: 
 @pytest.mark.parametrize(
     ("changes", "tensor", "expert"),
     [
-        ({"fw": "Megatron-LM 0.14 + TE"}, 0.0, 0.0), ({"fw": "Megatron-Core", "notes": "overlap DP/TP on"}, 0.9, 0.0),
+        ({"fw": "Megatron-LM 0.14 + TE"}, 0.0, 0.0), ({"fw": "Megatron-Core", "notes": "overlap DP/TP on"},
+        0.9, 0.0),
         ({"fw": "NeMo", "source_ref": "v25.05.01 nemotron", "gpu": "GB200"}, 0.0, 0.0),
         ({"fw": "NeMo", "source_ref": "v25.05.01 nemotron", "gpu": "H100"}, 0.9, 0.0),
         ({"fw": "Megatron-Bridge", "source_ref": "26.08 NeMo Container", "gpu": "GB200"}, 0.9, 0.9),
@@ -403,9 +480,12 @@ def test_what_overlaps_is_a_fact_of_program_and_release(
 @pytest.mark.parametrize(
     ("text", "program", "stage"),
     [
-        ("stage3", "", 3), ("ZeRO-3", "", 3), ("deepspeed stage 2", "", 2), ("zero1", "", 1), ("1", "", 1), ("2.0", "", 2),
-        ("FSDP=0", "", 0), ("0 (DDP)", "", 0), ("none", "FSDP", 0), ("FSDP2", "", 3), ("FSDP=64", "", 3), ("HSDP fsdp=8", "", 3),
-        ("ZeRO-1 (fsdp=8)", "", 1), ("SHARD_GRAD_OP", "", 2), ("dist-opt(overlap grad/param)", "", 1), ("ZeRO-2 Pos+g", "", 2),
+        ("stage3", "", 3), ("ZeRO-3", "", 3), ("deepspeed stage 2", "", 2), ("zero1", "", 1), ("1", "", 1),
+        ("2.0", "", 2),
+        ("FSDP=0", "", 0), ("0 (DDP)", "", 0), ("none", "FSDP", 0), ("FSDP2", "", 3), ("FSDP=64", "", 3),
+        ("HSDP fsdp=8", "", 3),
+        ("ZeRO-1 (fsdp=8)", "", 1), ("SHARD_GRAD_OP", "", 2), ("dist-opt(overlap grad/param)", "", 1),
+        ("ZeRO-2 Pos+g", "", 2),
         ("DP baseline", "", 0), ("", "lit-gpt FSDP", 3), ("", "somebody's", 0),
     ],
 )  # fmt: skip
@@ -424,10 +504,14 @@ def test_a_sharding_group_leaves_replicas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "gigabits", "assumed"),
     [
-        ("400 Gbit/s per GPU", 400, False), ("400Gb/s/GPU RDMA", 400, False), ("8x400G", 400, False), ("4x HDR200", 100, False),
-        ("8 x NDR", 400, False), ("1600Gbps/node RoCE", 200, False), ("8x50 GB/s InfiniBand/node", 400, False),
-        ("8x200Gb HDR/node (Selene)", 200, False), ("400Gbps", 50, True), ("IB 400Gb/s; NVLink 900GB/s", 50, True),
-        ("EFA 3.2 Tbps", 400, True), ("10 GbE", 1.25, True), ("InfiniBand", None, False), ("NVLink 900GB/s", None, False),
+        ("400 Gbit/s per GPU", 400, False), ("400Gb/s/GPU RDMA", 400, False), ("8x400G", 400, False),
+        ("4x HDR200", 100, False),
+        ("8 x NDR", 400, False), ("1600Gbps/node RoCE", 200, False), ("8x50 GB/s InfiniBand/node", 400,
+        False),
+        ("8x200Gb HDR/node (Selene)", 200, False), ("400Gbps", 50, True), ("IB 400Gb/s; NVLink 900GB/s", 50,
+        True),
+        ("EFA 3.2 Tbps", 400, True), ("10 GbE", 1.25, True), ("InfiniBand", None, False), ("NVLink 900GB/s",
+        None, False),
     ],
 )  # fmt: skip
 def test_networks_in_words(text: str, gigabits: float | None, assumed: bool) -> None:
@@ -440,7 +524,10 @@ def test_networks_in_words(text: str, gigabits: float | None, assumed: bool) -> 
     ("text", "status"),
     [
         *((text, "ok") for text in ("", "ok", "OK", "Success", "completed", "memory_theory", "measured")),
-        *((text, "out_of_memory") for text in ("OOM", "CUDA out of memory", "OutOfMemoryError", "out_of_memory")),
+        *(
+            (text, "out_of_memory")
+            for text in ("OOM", "CUDA out of memory", "OutOfMemoryError", "out_of_memory")
+        ),
         *((text, "failed") for text in ("failed", "timeout", "error", "killed", "hung", "skipped")),
     ],
 )
@@ -490,27 +577,37 @@ def test_a_sweep_may_name_its_program_and_device(tmp_path: Path) -> None:
         (FOUNDRY, {}),
         (BRIDGE, {}),
         # NeMo 24.07: attention counted whole
-        (BRIDGE, {"fw": "NeMo/Megatron", "model": "Nemotron-340B", "gpu": "DGX-H100", "gpus": "128", "precision": "fp8", "ep": "",
-                  "gbs": "32", "mbs": "1", "tp": "8", "pp": "8", "vpp": "12", "dp": "2", "tok_s_gpu": "326", "tflops_gpu": "686",
+        (BRIDGE, {"fw": "NeMo/Megatron", "model": "Nemotron-340B", "gpu": "DGX-H100", "gpus": "128",
+        "precision": "fp8", "ep": "",
+                  "gbs": "32", "mbs": "1", "tp": "8", "pp": "8", "vpp": "12", "dp": "2", "tok_s_gpu": "326",
+                  "tflops_gpu": "686",
                   "flop_convention": "full attn"}),
         # Megatron-Turing: recomputation counted
-        (BRIDGE, {"fw": "Megatron-DeepSpeed", "model": "mt-nlg-530b", "layers": "105", "hidden": "20480", "heads": "128",
-                  "ffn": "81920", "vocab": "50272", "glu": "0", "gpu": "A100-80GB", "gpus": "2240", "precision": "bf16",
-                  "seq": "2048", "gbs": "1920", "mbs": "", "tp": "8", "pp": "35", "dp": "8", "ep": "", "tok_s_gpu": "29.21",
+        (BRIDGE, {"fw": "Megatron-DeepSpeed", "model": "mt-nlg-530b", "layers": "105", "hidden": "20480",
+        "heads": "128",
+                  "ffn": "81920", "vocab": "50272", "glu": "0", "gpu": "A100-80GB", "gpus": "2240",
+                  "precision": "bf16",
+                  "seq": "2048", "gbs": "1920", "mbs": "", "tp": "8", "pp": "35", "dp": "8", "ep": "",
+                  "tok_s_gpu": "29.21",
                   "tflops_gpu": "126", "flop_convention": "includes full recompute (4/3) => HFU"}),
         # torchtitan: the embedding left out
-        (TITAN, {"gpus": "128", "pp": "1", "dp": "16", "gbs": "32", "mbs": "2", "tok_s_gpu": "177", "mfu_pct": "23.46",
+        (TITAN, {"gpus": "128", "pp": "1", "dp": "16", "gbs": "32", "mbs": "2", "tok_s_gpu": "177",
+        "mfu_pct": "23.46",
                  "flop_convention": "6N(no emb)+12*L*h*s full attn", "schedule": ""}),
     ],
 )  # fmt: skip
-def test_published_flops_follow_from_tokens(tmp_path: Path, row: dict[str, str], changes: dict[str, str]) -> None:
+def test_published_flops_follow_from_tokens(
+    tmp_path: Path, row: dict[str, str], changes: dict[str, str]
+) -> None:
     found = accuracy.conservation([read_one(tmp_path, row, **changes)])["flops"]
     assert len(found) == 1
     assert all(figures["largest_difference"] < 0.005 for figures in found.values())
 
 
 def test_published_parameters_follow_from_shapes(tmp_path: Path) -> None:
-    assert accuracy.conservation([read_one(tmp_path, FOUNDRY)])["parameters"] == {"llm-foundry FSDP1": {"rows": 1, "exact": 1}}
+    assert accuracy.conservation([read_one(tmp_path, FOUNDRY)])["parameters"] == {
+        "llm-foundry FSDP1": {"rows": 1, "exact": 1}
+    }
     wrong = accuracy.conservation([read_one(tmp_path, FOUNDRY, params_B="6.75")])
     assert wrong["parameters"]["llm-foundry FSDP1"]["exact"] == 0
     assert len(wrong["parameters_that_differ"]) == 1
@@ -521,7 +618,10 @@ def test_the_best_constant_has_the_smallest_mean_error(tmp_path: Path) -> None:
     judged, _ = accuracy.judge(cases)
     constant, error = accuracy.best_constant(judged, [one.flops for one in judged])
     rates = [one.flops / (one.case.seconds or 1) for one in judged]
-    tried = [sum(abs(rate / (constant * factor) - 1) for rate in rates) / len(rates) for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2)]
+    tried = [
+        sum(abs(rate / (constant * factor) - 1) for rate in rates) / len(rates)
+        for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2)
+    ]
     assert error <= min(tried)
 
 
@@ -529,7 +629,9 @@ def test_regret_is_what_the_first_choice_loses(tmp_path: Path) -> None:
     case = read_one(tmp_path, FOUNDRY)
     said = [1.0, 2.0, 3.0, 0.5]
     cases = [case_with(case, seconds) for seconds in (4.0, 3.0, 5.0, None)]
-    group = [accuracy.Judged(one, predicted, 0.0, {}, {}, True) for one, predicted in zip(cases, said, strict=True)]
+    group = [
+        accuracy.Judged(one, predicted, 0.0, {}, {}, True) for one, predicted in zip(cases, said, strict=True)
+    ]
     regret = accuracy._regret(group)
     assert regret["first"] == pytest.approx(1 - 3 / 4)
     assert regret["best_of_five"] == 0
@@ -544,7 +646,9 @@ def case_with(case: reading.Case, seconds: float | None) -> reading.Case:
 def test_the_command_prints_json_and_refuses_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "planner_accuracy.py")]
     path, rows = write(tmp_path, FOUNDRY, TITAN, {**FOUNDRY, "gpu": "TPU"}), tmp_path / "rows.csv"
-    done = subprocess.run([*command, str(path), "--rows", str(rows)], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [*command, str(path), "--rows", str(rows)], capture_output=True, text=True, timeout=120, check=True
+    )
     result = json.loads(done.stdout)
     assert (result["files"]["published.csv"]["rows"], result["files"]["published.csv"]["modelled"]) == (3, 2)
     assert result["sets"]["llm-foundry a100"]["timed"] == 1
@@ -554,7 +658,8 @@ def test_the_command_prints_json_and_refuses_in_one_line(tmp_path: Path) -> None
     assert bad.returncode == 2
     assert len(bad.stderr.splitlines()) == 1
     assert not bad.stdout
-    nowhere = subprocess.run([*command, str(path), "--rows", str(tmp_path / "no" / "rows.csv")], capture_output=True, text=True,
+    nowhere = subprocess.run([*command, str(path), "--rows", str(tmp_path / "no" / "rows.csv")],
+    capture_output=True, text=True,
                              timeout=120, check=False)  # fmt: skip
     assert nowhere.returncode == 2
     assert "cannot be written" in nowhere.stderr
@@ -562,7 +667,11 @@ def test_the_command_prints_json_and_refuses_in_one_line(tmp_path: Path) -> None
 
 def test_one_bad_file_leaves_the_others_and_files_of_one_name_are_kept_apart(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    first, second, bad = write(tmp_path, FOUNDRY), write(tmp_path / "other", FOUNDRY, FOUNDRY), tmp_path / "none.csv"
+    first, second, bad = (
+        write(tmp_path, FOUNDRY),
+        write(tmp_path / "other", FOUNDRY, FOUNDRY),
+        tmp_path / "none.csv",
+    )
     result, judged = accuracy.report([first, second, bad])
     assert {name: figures.get("rows") for name, figures in result["files"].items()} == {
         str(first): 1,

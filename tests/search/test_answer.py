@@ -20,7 +20,8 @@ from shardwise.search.reasons import binding, describe_layout, loses_on, nothing
 from shardwise.search.search import NEAR, SearchResult, _simplest_first, moving_parts, search
 from shardwise.search.whole_run import to_hide
 
-MODEL = {"layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 8192, "vocabulary": 32000,
+MODEL = {"layers": 16, "hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 8192,
+"vocabulary": 32000,
          "max_positions": 4096}  # fmt: skip
 """1.3 billion parameters: 21 GB of states in all."""
 
@@ -58,7 +59,7 @@ def said(config: Config, result: SearchResult, best: int, about: str) -> str:
     return sentence
 
 
-# -- what must win ----------------------------------------------------------------------------------------------------------
+# -- what must win -------------------------------------------------------------------------------------------
 
 
 def test_with_memory_and_links_to_spare_only_the_data_axis_is_used() -> None:
@@ -74,7 +75,9 @@ def test_workers_that_share_a_machine_fit_into_its_memory_together() -> None:
     together = 4 * result.peak / GIB
     assert len(result.order), "sharded, 1.3 billion parameters take 21 GB in all"
     assert together[result.order].max() <= 64
-    assert ((together > 64) & (together < 4 * 64)).any(), "some layout would fit, had each worker the machine for itself"
+    assert ((together > 64) & (together < 4 * 64)).any(), (
+        "some layout would fit, had each worker the machine for itself"
+    )
 
 
 def test_a_tiny_device_forces_weights_to_be_sharded_and_the_answer_says_by_how_much() -> None:
@@ -104,7 +107,9 @@ def test_fast_links_everywhere_make_tensor_no_worse_than_without_and_slow_ones_r
     slow, _, with_slow = solve(config, cluster(8, inside=0.001))
     assert with_slow["tensor"] == 1
     fast, _, _ = solve(config, cluster(8, inside=1000))
-    tensor = [result.total[result.order[result.space.tensor[result.order] == 8]].min() for result in (slow, fast)]
+    tensor = [
+        result.total[result.order[result.space.tensor[result.order] == 8]].min() for result in (slow, fast)
+    ]
     assert tensor[1] < tensor[0] / 3
 
 
@@ -112,7 +117,9 @@ def test_where_activations_do_not_fit_they_are_recomputed_and_the_answer_says_so
     config = job(batch=8, length=2048, data=8, zero=3, offload=False)
     result, best, row = solve(config, cluster(8, memory_gib=6))
     assert RECOMPUTE[row["recompute"]] != "none"
-    assert said(config, result, best, "recomputation").startswith("recomputation is needed: without it the smallest layout takes")
+    assert said(config, result, best, "recomputation").startswith(
+        "recomputation is needed: without it the smallest layout takes"
+    )
 
 
 def test_a_batch_of_one_sequence_uses_the_axes_that_split_a_sequence() -> None:
@@ -123,11 +130,13 @@ def test_a_batch_of_one_sequence_uses_the_axes_that_split_a_sequence() -> None:
     assert binding(config, result, best)
 
 
-# -- near ties --------------------------------------------------------------------------------------------------------------
+# -- near ties -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "machine", [cluster(8), cluster(16, between=0.3), cluster(8, memory_gib=8)], ids=["near", "apart", "small"]
+    "machine",
+    [cluster(8), cluster(16, between=0.3), cluster(8, memory_gib=8)],
+    ids=["near", "apart", "small"],
 )
 def test_the_quickest_wins_and_a_simpler_one_that_is_nearly_as_quick_is_told_of(machine: Cluster) -> None:
     config = job()
@@ -178,18 +187,22 @@ def test_parts_that_move_are_counted_one_by_one() -> None:
     assert stages == sorted(set(stages))
 
 
-# -- the sentences ----------------------------------------------------------------------------------------------------------
+# -- the sentences -------------------------------------------------------------------------------------------
 
 
 def test_a_layout_says_what_is_recomputed_not_what_is_kept() -> None:
     """The mode that keeps attention recomputes all else."""
     row = space_of([{}]).row(0)
-    said = [describe_layout({**row, "recompute": place}).partition(", ")[2] for place in range(len(RECOMPUTE))]
+    said = [
+        describe_layout({**row, "recompute": place}).partition(", ")[2] for place in range(len(RECOMPUTE))
+    ]
     assert said == ["", "selective recomputation", "recomputation of all but attention", "full recomputation"]
 
 
 @pytest.mark.parametrize(
-    "machine", [cluster(8), cluster(16, memory_gib=7), cluster(32, between=0.05)], ids=["one", "small", "slow"]
+    "machine",
+    [cluster(8), cluster(16, memory_gib=7), cluster(32, between=0.05)],
+    ids=["one", "small", "slow"],
 )
 def test_the_runner_up_is_the_best_of_another_kind_and_what_it_loses_on_adds_up(machine: Cluster) -> None:
     result, best, _ = solve(job(), machine)
@@ -198,7 +211,10 @@ def test_the_runner_up_is_the_best_of_another_kind_and_what_it_loses_on_adds_up(
 
     def kind(place: int) -> tuple[bool, ...]:
         one = result.space.row(place)
-        return (*(one[axis] > 1 for axis in ("pipeline", "replica", "context", "tensor", "expert")), one["zero"] == 3)
+        return (
+            *(one[axis] > 1 for axis in ("pipeline", "replica", "context", "tensor", "expert")),
+            one["zero"] == 3,
+        )
 
     assert kind(second) != kind(best)
     others = [place for place in result.order.tolist() if kind(place) != kind(best)]
@@ -235,7 +251,9 @@ def test_the_next_tensor_degree_is_said_to_be_refused_only_if_it_is() -> None:
     for heads, keys in ((16, 8), (12, 12), (6, 2), (3, 3)):
         config = job(model={**MODEL, "heads": heads, "kv_heads": keys}, tensor=1, data=8)
         result, best, _ = solve(config, cluster(8))
-        spoken = any(sentence.startswith("tensor = 2 is refused") for sentence in binding(config, result, best))
+        spoken = any(
+            sentence.startswith("tensor = 2 is refused") for sentence in binding(config, result, best)
+        )
         layout = config.layout.model_copy(update={"tensor": 2, "data": 4})
         broken = problems_of_layout(config.model, config.data, config.train, layout)
         assert spoken == any("layout.tensor = 2" in problem for problem in broken)
@@ -245,7 +263,10 @@ def test_the_last_sentence_names_the_largest_terms() -> None:
     config = job()
     result, best, _ = solve(config, cluster(16, between=0.01))
     found = result.prediction(best)
-    worst = max((name for name in found.seconds if name not in ("matmul", "attention")), key=lambda name: found.seconds[name][0])
+    worst = max(
+        (name for name in found.seconds if name not in ("matmul", "attention")),
+        key=lambda name: found.seconds[name][0],
+    )
     fullest = max(found.memory, key=lambda name: found.memory[name][0])
     share = found.seconds[worst][0] / found.total[0]
     last = binding(config, result, best)[-1]
@@ -265,7 +286,7 @@ def test_each_layout_is_listed_once_in_its_best_form() -> None:
     assert (np.diff(result.total[places[1:]]) >= 0).all()
 
 
-# -- nothing fits -----------------------------------------------------------------------------------------------------------
+# -- nothing fits --------------------------------------------------------------------------------------------
 
 
 def test_nothing_fits_says_by_how_much_and_the_devices_it_advises_fit() -> None:
@@ -293,10 +314,14 @@ def test_no_layout_at_all_says_which_rules_refused_them() -> None:
     result = search(config, cluster(8), 7)
     (problem,) = nothing_fits(config, result)
     assert "a global batch of 3 does not divide over replica x data" in problem
-    assert "there are some on 6 devices" in problem or "there are some on 5 or" in problem or "there are some on 6 or" in problem
+    assert (
+        "there are some on 6 devices" in problem
+        or "there are some on 5 or" in problem
+        or "there are some on 6 or" in problem
+    )
 
 
-# -- what the links must do -------------------------------------------------------------------------------------------------
+# -- what the links must do ----------------------------------------------------------------------------------
 
 
 EXPERTS = {**MODEL, "layers": 4, "experts_per_token": 2, "expert_ffn": 4096}
@@ -304,7 +329,8 @@ EXPERTS = {**MODEL, "layers": 4, "experts_per_token": 2, "expert_ffn": 4096}
 
 @pytest.mark.parametrize(("devices", "link", "sharing"), [(8, "inside", 1), (16, "between", 4)])
 def test_bandwidth_to_hide_gathers_counts_those_of_experts(devices: int, link: str, sharing: int) -> None:
-    """Each device has every other expert, one for each that it shares them with: of these 4 are in a node of 8."""
+    """Each device has every other expert, one for each that it shares them with: of these 4 are in a node of
+    8."""
     machine = cluster(devices)
     model = {**EXPERTS, "experts": devices}
     result = search(job(batch=16, model=model, data=devices, expert=2, zero=3), machine, devices)
@@ -313,6 +339,8 @@ def test_bandwidth_to_hide_gathers_counts_those_of_experts(devices: int, link: s
     assert found is not None
     sharers, micro_batches = devices // 2, int(result.space.accumulation[best])
     experts = 4 * sharers * 3 * 4096 * 2048  # layers, experts, their matrices
-    sent = micro_batches * (2 * 2 + 4) * experts * (sharers - 1) / sharers / sharing  # gathered twice in 2 bytes, summed in 4
+    sent = (
+        micro_batches * (2 * 2 + 4) * experts * (sharers - 1) / sharers / sharing
+    )  # gathered twice in 2 bytes, summed in 4
     assert found["link"] == link
     assert sent < found["bytes_on_the_wire"] < 1.5 * sent, "the experts' and the little that is not"

@@ -53,10 +53,14 @@ def test_a_budget_buys_what_chinchillas_table_says(parameters: float, flops: flo
 
 
 @pytest.mark.parametrize(("parameters", "flops", "tokens"), CHINCHILLA_TABLE_3)
-def test_a_model_of_the_tables_size_gets_the_tables_tokens(parameters: float, flops: float, tokens: float) -> None:
+def test_a_model_of_the_tables_size_gets_the_tables_tokens(
+    parameters: float, flops: float, tokens: float
+) -> None:
     spent = of_a_size(parameters, flops)
     assert spent.tokens == pytest.approx(tokens, rel=0.05)
-    assert spent.useful > 0.95  # the paper's optima are between 20 and 23 tokens a parameter, where the minimum is flat
+    assert (
+        spent.useful > 0.95
+    )  # the paper's optima are between 20 and 23 tokens a parameter, where the minimum is flat
 
 
 def test_chinchillas_loss_by_hand() -> None:
@@ -74,7 +78,9 @@ def test_the_paper_beats_gopher_with_the_same_compute() -> None:
     assert 0.4 < gopher.useful < 0.7
 
 
-def test_the_published_constants_want_more_tokens_than_their_paper_and_the_replication_agrees_with_it() -> None:
+def test_the_published_constants_want_more_tokens_than_their_paper_and_the_replication_agrees_with_it() -> (
+    None
+):
     best = chinchilla(GOPHER)
     assert best.fitted.tokens / best.fitted.parameters == pytest.approx(92.6, abs=0.1)
     assert best.replicated.tokens / best.replicated.parameters == pytest.approx(18.4, abs=0.1)
@@ -93,7 +99,11 @@ def test_a_search_finds_the_minimum_of_the_closed_form(law: Law, flops: float) -
     best = optimum(law, flops)
     parameters = np.geomspace(1e-4 * best.parameters, 1e4 * best.parameters, 20_001)
     tokens = flops / 6 / parameters
-    losses = law.floor + law.parameters * parameters**-law.parameters_power + law.tokens * tokens**-law.tokens_power
+    losses = (
+        law.floor
+        + law.parameters * parameters**-law.parameters_power
+        + law.tokens * tokens**-law.tokens_power
+    )
     found = int(np.argmin(losses))
     assert parameters[found] == pytest.approx(best.parameters, rel=1e-3)
     assert losses[found] == pytest.approx(best.loss, rel=1e-9)
@@ -141,11 +151,12 @@ def test_the_minimum_is_as_flat_as_the_docstring_says() -> None:
         assert 1 - of_a_size(math.sqrt(GOPHER / 6 / ratio), GOPHER).useful == pytest.approx(wasted, abs=0.005)
 
 
-# -- time, energy, money -------------------------------------------------------------------------------------------------
+# -- time, energy, money -------------------------------------------------------------------------------------
 
 
 def test_a_bill_by_hand() -> None:
-    """36e18 FLOPs at 1e15 a second on ten devices: an hour on ten; 700 W each, 1.5 for the node and 1.2 for the building."""
+    """36e18 FLOPs at 1e15 a second on ten devices: an hour on ten; 700 W each, 1.5 for the node and 1.2 for
+    the building."""
     bill = cost(36e18, 1e15, devices=10, watts=700.0, price=2.5)
     assert bill.seconds == pytest.approx(3600)
     assert bill.device_hours == pytest.approx(10)
@@ -156,7 +167,8 @@ def test_a_bill_by_hand() -> None:
 
 
 def test_device_hours_of_llama_3_are_what_its_model_card_says() -> None:
-    """30.84 million H100 hours for 405B, at 380 to 430 TFLOP/s (Llama 3.1 model card; Llama Team 2024, table 4)."""
+    """30.84 million H100 hours for 405B, at 380 to 430 TFLOP/s (Llama 3.1 model card; Llama Team 2024, table
+    4)."""
     fast, slow = (cost(3.8e25, speed, devices=16_384).device_hours for speed in (430e12, 380e12))
     assert fast < 30.84e6  # without restarts and the smaller first stage
     assert slow == pytest.approx(30.84e6, rel=0.15)
@@ -167,12 +179,16 @@ def test_days_of_compute_take_as_many_days(days: float, devices: int, speed: flo
     assert cost(compute_of(days, devices, speed), speed, devices).seconds == pytest.approx(days * 86400)
 
 
-# -- shapes --------------------------------------------------------------------------------------------------------------
+# -- shapes --------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30)
-@given(st.floats(8, 12).map(lambda power: 10.0**power), st.sampled_from([257, 32_000, 50_257, 128_256, 151_936]))
-def test_a_shape_has_about_the_parameters_wished_for_and_divides_well(parameters: float, vocabulary: int) -> None:
+@given(
+    st.floats(8, 12).map(lambda power: 10.0**power), st.sampled_from([257, 32_000, 50_257, 128_256, 151_936])
+)
+def test_a_shape_has_about_the_parameters_wished_for_and_divides_well(
+    parameters: float, vocabulary: int
+) -> None:
     shape = shape_for(parameters, vocabulary)
     assert count(Model(**shape)) == pytest.approx(parameters, rel=0.05)
     assert shape["vocabulary"] == vocabulary
@@ -191,7 +207,9 @@ def test_the_shape_for_llamas_count_is_llamas(preset: str) -> None:
 
 
 def test_a_budget_too_small_for_the_vocabulary_says_so() -> None:
-    with pytest.raises(UserError, match=r"vocabulary of 128,256: the nearest has .*; give another model.vocabulary"):
+    with pytest.raises(
+        UserError, match=r"vocabulary of 128,256: the nearest has .*; give another model.vocabulary"
+    ):
         shape_for(3e6, 128_256)
     with pytest.raises(UserError, match="no usual shape"):
         shape_for(1e18, 128_256)

@@ -1,4 +1,5 @@
-"""No step is shorter than the busiest of its links needs for its bytes, whatever the job, the layout and the cluster."""
+"""No step is shorter than the busiest of its links needs for its bytes, whatever the job, the layout and the
+cluster."""
 
 from __future__ import annotations
 
@@ -25,10 +26,16 @@ from shardwise.search.candidates import candidates
 from shardwise.search.search import play, work_of
 
 often = settings(
-    max_examples=at_least(300, 30), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], deadline=None
+    max_examples=at_least(300, 30),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    deadline=None,
 )
 SMALL = {"hidden": 512, "head_dim": 64, "ffn": 1408, "vocabulary": 3001}
-FAMILIES: list[dict[str, Any]] = [{}, {"tied": True}, {"experts": 8, "experts_per_token": 2, "expert_ffn": 352}]
+FAMILIES: list[dict[str, Any]] = [
+    {},
+    {"tied": True},
+    {"experts": 8, "experts_per_token": 2, "expert_ffn": 352},
+]
 TWICE = {"all_reduce": 2.0}
 
 
@@ -36,7 +43,13 @@ TWICE = {"all_reduce": 2.0}
 def jobs(draw: st.DrawFn) -> Config:
     heads = draw(st.sampled_from([4, 8, 12]))
     kv_heads = draw(st.sampled_from([count for count in (1, 2, 4, 12) if heads % count == 0]))
-    model = {**SMALL, **draw(st.sampled_from(FAMILIES)), "heads": heads, "kv_heads": kv_heads, "layers": draw(st.integers(1, 12))}
+    model = {
+        **SMALL,
+        **draw(st.sampled_from(FAMILIES)),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "layers": draw(st.integers(1, 12)),
+    }
     data = {"source": "x", "sequence_length": draw(st.sampled_from([64, 512, 4096]))}
     train = {"global_batch": draw(st.sampled_from([4, 16, 24])), "precision": "bfloat16"}
     return from_tables({"model": {**model, "max_positions": 4096}, "data": data, "train": train})
@@ -50,19 +63,30 @@ def clusters(draw: st.DrawFn) -> Cluster:
 
     def link(name: str) -> dict[str, Any]:
         given = getattr(base, name)
-        return {name: replace(given, bandwidth=given.bandwidth * draw(factor), latency=given.latency * draw(factor))}
+        return {
+            name: replace(
+                given, bandwidth=given.bandwidth * draw(factor), latency=given.latency * draw(factor)
+            )
+        }
 
     device = replace(base.device, host_bandwidth=base.device.host_bandwidth * draw(factor))
     host = base.host_memory_bandwidth * draw(factor)
     per_node = draw(st.sampled_from([1, 2, 3, 4, 8]))
     return replace(
-        base, device=device, host_memory_bandwidth=host, devices_per_node=per_node, nodes=8, **link("inside"), **link("between")
+        base,
+        device=device,
+        host_memory_bandwidth=host,
+        devices_per_node=per_node,
+        nodes=8,
+        **link("inside"),
+        **link("between"),
     )
 
 
 def on_the_wire(flow: Flow, space: Space, cluster: Cluster, visits: int) -> dict[str, Array]:
-    """Bytes that a device cannot but put on its node's links, and on its network card. Of a sum or a gather, what g members of a
-    node have goes to q nodes through their g cards; of the rows of a token that go to experts of one node, one may do.
+    """Bytes that a device cannot but put on its node's links, and on its network card. Of a sum or a gather,
+    what g members of a node have goes to q nodes through their g cards; of the rows of a token that go to
+    experts of one node, one may do.
     """
     group = group_of(flow.axis, space, cluster)
     n, g, q = group.size, group.inside, group.nodes
@@ -76,7 +100,8 @@ def on_the_wire(flow: Flow, space: Space, cluster: Cluster, visits: int) -> dict
 
 
 def least_seconds(work: Work, space: Space, cluster: Cluster) -> Array:
-    """What the busiest link of the first device, of a device between the ends of a pipeline, or of a host needs."""
+    """What the busiest link of the first device, of a device between the ends of a pipeline, or of a host
+    needs."""
     sent = flows(work, space, SHARDWISE, cluster.device_type)
     share, messages = _of_a_middle_rank(work, space)
     links = []
@@ -94,14 +119,19 @@ def least_seconds(work: Work, space: Space, cluster: Cluster) -> Array:
 
 
 def _of_a_middle_rank(work: Work, space: Space) -> tuple[Array, Array]:
-    """Its blocks for each of the first rank's, and its messages of a step: two for each stage and micro-batch; 0 if none is."""
+    """Its blocks for each of the first rank's, and its messages of a step: two for each stage and
+    micro-batch; 0 if none is."""
     shares, messages = np.zeros(len(space)), np.zeros(len(space))
     for place in range(len(space)):
         row = space.row(place)
         ranks, per_rank = row["pipeline"], row["stages_per_rank"]
         if ranks > 2:
             folded = SCHEDULES[row["schedule"]] in ("zbv", "dualpipev")
-            rank_of = rank_of_stage("zbv", ranks) if folded else [stage % ranks for stage in range(ranks * per_rank)]
+            rank_of = (
+                rank_of_stage("zbv", ranks)
+                if folded
+                else [stage % ranks for stage in range(ranks * per_rank)]
+            )
             own = [0] * ranks
             for rank, blocks in zip(rank_of, work.blocks(ranks * per_rank), strict=True):
                 own[rank] += blocks
@@ -110,15 +140,23 @@ def _of_a_middle_rank(work: Work, space: Space) -> tuple[Array, Array]:
 
 
 def _of_the_host(work: Work, space: Space, cluster: Cluster) -> Array:
-    """Weights come from the host for every micro-batch, and gradients go there; devices share what its memory moves."""
+    """Weights come from the host for every micro-batch, and gradients go there; devices share what its memory
+    moves."""
     moved = 4.0 * hold(work, space, SHARDWISE).sharded * (space.accumulation + 1) * space.offload
     devices = np.minimum(cluster.devices_per_node, space.world)
     return moved / np.minimum(cluster.device.host_bandwidth, cluster.host_memory_bandwidth / devices)
 
 
 @often
-@given(config=jobs(), cluster=clusters(), devices=st.sampled_from([1, 2, 4, 6, 8, 16]), seed=st.integers(0, 2**32))
-def test_no_step_is_shorter_than_its_busiest_link_is_busy(config: Config, cluster: Cluster, devices: int, seed: int) -> None:
+@given(
+    config=jobs(),
+    cluster=clusters(),
+    devices=st.sampled_from([1, 2, 4, 6, 8, 16]),
+    seed=st.integers(0, 2**32),
+)
+def test_no_step_is_shorter_than_its_busiest_link_is_busy(
+    config: Config, cluster: Cluster, devices: int, seed: int
+) -> None:
     space = candidates(config, devices, {}, offloading=cluster.device.overlap > 0).space
     assume(len(space))
     space = space.take(np.random.default_rng(seed).integers(0, len(space), 200))
@@ -132,8 +170,12 @@ def test_no_step_is_shorter_than_its_busiest_link_is_busy(config: Config, cluste
 
 
 @often
-@given(config=jobs(), cluster=clusters(), devices=st.sampled_from([2, 4, 6, 8, 16]), seed=st.integers(0, 2**32))
-def test_no_pipeline_is_played_in_less_than_its_bound(config: Config, cluster: Cluster, devices: int, seed: int) -> None:
+@given(
+    config=jobs(), cluster=clusters(), devices=st.sampled_from([2, 4, 6, 8, 16]), seed=st.integers(0, 2**32)
+)
+def test_no_pipeline_is_played_in_less_than_its_bound(
+    config: Config, cluster: Cluster, devices: int, seed: int
+) -> None:
     space = candidates(config, devices, {}).space
     space = space.take(space.pipeline > 1)
     assume(len(space))
@@ -145,7 +187,8 @@ def test_no_pipeline_is_played_in_less_than_its_bound(config: Config, cluster: C
 
 
 def test_on_a_slow_network_a_pipeline_takes_what_its_messages_do() -> None:
-    """Four stages on four nodes: a rank between them sends a micro-batch's activations on and its gradients back."""
+    """Four stages on four nodes: a rank between them sends a micro-batch's activations on and its gradients
+    back."""
     model = {**SMALL, "layers": 8, "heads": 8, "kv_heads": 8}
     train = {"global_batch": 64, "precision": "bfloat16"}
     config = from_tables({"model": model, "data": {"source": "x", "sequence_length": 512}, "train": train})
@@ -155,5 +198,7 @@ def test_on_a_slow_network_a_pipeline_takes_what_its_messages_do() -> None:
     quick, late = (predict(work_of(config), space, cluster) for cluster in (base, slow))
     wire = 64 * 2 * 512 * 512 * 2 / 1e6
     assert quick.total[0] < 0.01 * wire
-    assert wire <= late.total[0] < 1.1 * wire + quick.total[0], "the messages of filling and draining come on top"
+    assert wire <= late.total[0] < 1.1 * wire + quick.total[0], (
+        "the messages of filling and draining come on top"
+    )
     assert late.seconds["pipeline_sends"][0] > 0.9 * wire

@@ -23,14 +23,25 @@ def seconds(what, terms, measured):
 
 
 def rows(step, computing, waiting, optimizer, waits=LINKS):
-    found = [{"what": "step time", "kind": "seconds", "measured": step}, seconds("computing", COMPUTING, computing)]
-    found += [seconds("waits", waits, waiting), seconds("optimizer", ["optimizer"], optimizer), seconds("unclaimed", [], 0.5)]
+    found = [
+        {"what": "step time", "kind": "seconds", "measured": step},
+        seconds("computing", COMPUTING, computing),
+    ]
+    found += [
+        seconds("waits", waits, waiting),
+        seconds("optimizer", ["optimizer"], optimizer),
+        seconds("unclaimed", [], 0.5),
+    ]
     return [*found, {"what": "peak memory", "kind": "memory", "measured": 1.0}]
 
 
 def test_terms_measured_together_share_a_ratio():
     found, changes = calibrate(HERE, TERMS, rows(3.0, 2.0, 0.375, 0.0625))
-    assert found.corrections == {**dict.fromkeys(COMPUTING, 2.0), **dict.fromkeys(LINKS, 1.5), "optimizer": 0.5}
+    assert found.corrections == {
+        **dict.fromkeys(COMPUTING, 2.0),
+        **dict.fromkeys(LINKS, 1.5),
+        "optimizer": 0.5,
+    }
     assert [change.ratio for change in changes] == [2.0, 1.5, 0.5]
     assert not any(change.held for change in changes)
     assert replace(found, corrections={}) == HERE
@@ -39,7 +50,11 @@ def test_terms_measured_together_share_a_ratio():
 def test_factors_that_were_there_are_multiplied():
     before = replace(HERE, corrections={"matmul": 0.5, "attention": 1.5, "offload": 3.0})
     found, _ = calibrate(before, TERMS, rows(3.0, 2.0, 0.25, 0.125))
-    assert (found.corrections["matmul"], found.corrections["attention"], found.corrections["offload"]) == (1.0, 3.0, 3.0)
+    assert (found.corrections["matmul"], found.corrections["attention"], found.corrections["offload"]) == (
+        1.0,
+        3.0,
+        3.0,
+    )
 
 
 def test_a_factor_is_held_between_a_quarter_and_four():
@@ -52,7 +67,9 @@ def test_next_to_no_communication_teaches_nothing():
     found, _ = calibrate(HERE, {**TERMS, "data": 0.01}, rows(3.0, 2.0, 0.02, 0.125))
     assert "data" not in found.corrections
     found, _ = calibrate(HERE, TERMS, rows(3.0, 2.0, 0.02, 0.125))
-    assert found.corrections["data"] == 0.25  # much of it was predicted: that it was not there is worth knowing
+    assert (
+        found.corrections["data"] == 0.25
+    )  # much of it was predicted: that it was not there is worth knowing
 
 
 def test_what_was_not_measured_or_not_predicted_keeps_its_factor():
@@ -96,7 +113,8 @@ LAYOUTS = [
 
 
 def measure(terms, slower):
-    """What a machine would show that is so many times slower at computing, at communicating and at updating."""
+    """What a machine would show that is so many times slower at computing, at communicating and at
+    updating."""
     busy, late, step = slower
     computing = busy * sum(terms[name] for name in COMPUTING)
     waiting = late * sum(terms[name] for name in LINKS) + busy * sum(terms[name] for name in IDLE)
@@ -113,7 +131,9 @@ def test_the_next_forecast_of_the_same_job_is_what_was_measured(layout, slower, 
     total, measured = measure(forecast(config, config.layout, 4, accumulation, HERE)["step_seconds"], slower)
     found = HERE
     for _ in range(2):  # the same run once more changes nothing
-        found, _ = calibrate(found, forecast(config, config.layout, 4, accumulation, found)["step_seconds"], measured)
+        found, _ = calibrate(
+            found, forecast(config, config.layout, 4, accumulation, found)["step_seconds"], measured
+        )
         path = tmp_path / "cluster.toml"
         path.write_text(write_cluster(found))
         again = forecast(config, config.layout, 4, accumulation, read_cluster(path, CLUSTERS))

@@ -24,7 +24,8 @@ def job(length: int = 1024, layout: dict[str, Any] | None = None, **train: Any) 
     return from_tables(
         {
             "model": {
-                "layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 64, "ffn": 4096, "vocabulary": 32000,
+                "layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 64, "ffn": 4096,
+                "vocabulary": 32000,
             },
             "data": {"source": "text.txt", "sequence_length": length},
             "train": {"global_batch": 48, "precision": "bfloat16", "steps": 100_000, **train},
@@ -50,7 +51,7 @@ def days_on(config: Config, devices: int) -> float:
     return config.train.steps * float(result.total[result.order[0]]) / DAY
 
 
-# -- devices ---------------------------------------------------------------------------------------------------------------
+# -- devices -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 9, 64, 100])
@@ -79,7 +80,8 @@ def test_more_days_never_need_more_devices() -> None:
     config = job_without_stages()
     base = days_on(config, 8)
     needed = [
-        fewest_devices(config, named("h100"), share * base, most=64).devices or 10**9 for share in (0.3, 0.6, 1.05, 2.5, 12)
+        fewest_devices(config, named("h100"), share * base, most=64).devices or 10**9
+        for share in (0.3, 0.6, 1.05, 2.5, 12)
     ]
     assert needed == sorted(needed, reverse=True)
     assert needed[-1] == 1
@@ -138,7 +140,8 @@ def test_the_smallest_cluster_that_fits_fits_and_half_of_it_does_not() -> None:
 
 def test_more_memory_never_needs_more_devices() -> None:
     needed = [
-        smallest_that_fits(job(), of_memory(gib, offload=False), most=64).devices or 10**9 for gib in (0.55, 1.5, 2.5, 5, 80)
+        smallest_that_fits(job(), of_memory(gib, offload=False), most=64).devices or 10**9
+        for gib in (0.55, 1.5, 2.5, 5, 80)
     ]
     assert needed == sorted(needed, reverse=True)
     assert (needed[0], needed[-1]) == (10**9, 1)
@@ -153,7 +156,7 @@ def test_offloading_is_told_apart_from_fitting() -> None:
     assert found.without_offload == alone.devices
 
 
-# -- the margin ------------------------------------------------------------------------------------------------------------
+# -- the margin ----------------------------------------------------------------------------------------------
 
 
 def with_margin(margin: float) -> Config:
@@ -177,7 +180,7 @@ def test_every_goal_leaves_the_margin_free_that_the_job_asks_for() -> None:
     assert [strong(config, cluster, [1])[0].works for config in (usual, wide)] == [True, False]
 
 
-# -- sequence and batch ----------------------------------------------------------------------------------------------------
+# -- sequence and batch --------------------------------------------------------------------------------------
 
 
 def test_the_longest_sequence_fits_and_one_step_more_does_not() -> None:
@@ -188,7 +191,9 @@ def test_the_longest_sequence_fits_and_one_step_more_does_not() -> None:
     assert found.job.data.sequence_length == found.length <= found.job.model.max_positions
     assert float(found.result.peak[found.result.order[0]]) <= found.result.limit
     step = 1024 if found.length >= 2048 else 128
-    longer = found.job.model_copy(update={"data": found.job.data.model_copy(update={"sequence_length": found.length + step})})
+    longer = found.job.model_copy(
+        update={"data": found.job.data.model_copy(update={"sequence_length": found.length + step})}
+    )
     assert not len(search(longer, cluster.of(1), 1).order)
 
 

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.search.interval import advise, best_interval, expected_goodput, failures, plan_checkpoints, storage_bytes
+from shardwise.search.interval import (
+    advise,
+    best_interval,
+    expected_goodput,
+    failures,
+    plan_checkpoints,
+    storage_bytes,
+)
 
 HOUR = 3600.0
 costs = st.floats(0.01, 600)
@@ -22,7 +29,9 @@ def test_no_other_interval_loses_less(save: float, between: float) -> None:
     def lost(interval: float) -> float:
         return save / interval + interval / 2 / between
 
-    assert all(lost(best) <= lost(best * factor) * (1 + 1e-12) for factor in (0.1, 0.5, 0.9, 0.99, 1.01, 1.1, 2, 10))
+    assert all(
+        lost(best) <= lost(best * factor) * (1 + 1e-12) for factor in (0.1, 0.5, 0.9, 0.99, 1.01, 1.1, 2, 10)
+    )
 
 
 def test_an_interval_twice_too_long_or_short_costs_a_quarter_more() -> None:
@@ -50,7 +59,9 @@ def test_three_faults_of_its_own_count_for_more_and_two_do_not() -> None:
 
 
 def test_goodput_is_what_saving_repeating_and_restarting_leave() -> None:
-    assert expected_goodput(100, save=1, between_failures=1000, restart=20) == pytest.approx(1 - 0.01 - 0.05 - 0.02)
+    assert expected_goodput(100, save=1, between_failures=1000, restart=20) == pytest.approx(
+        1 - 0.01 - 0.05 - 0.02
+    )
     assert expected_goodput(1, save=2, between_failures=10) == 0
 
 
@@ -59,7 +70,10 @@ def test_advice_is_in_whole_steps_and_never_more_often_than_a_save_takes() -> No
     assert (advice.every_seconds, advice.every_steps) == (100.0, 33)
     assert advice.mtbf_hours == pytest.approx(10_000 / HOUR)
     assert advice.expected_goodput == pytest.approx(1 - 0.5 / 99 - 99 / 20_000)
-    assert advise(stall=0.001, save=200.0, step=3.0, devices=64, faults=4, seconds=40_000.0).every_seconds == 200.0
+    assert (
+        advise(stall=0.001, save=200.0, step=3.0, devices=64, faults=4, seconds=40_000.0).every_seconds
+        == 200.0
+    )
     assert advise(stall=0.01, save=0.01, step=1e6, devices=1).every_steps == 1
     assert math.isfinite(advise(stall=0.0, save=0.0, step=1.0, devices=1).expected_goodput)
 
@@ -72,16 +86,21 @@ def test_a_failure_rate_of_ones_own_is_not_called_llamas() -> None:
 
 
 def test_checkpoints_of_a_70b_model_by_hand() -> None:
-    """840 GB: 128 devices copy 6.5625 GB each at 50 GB/s; 16 nodes write 5.25 GB/s each, 10 s; and read them again."""
+    """840 GB: 128 devices copy 6.5625 GB each at 50 GB/s; 16 nodes write 5.25 GB/s each, 10 s; and read them
+    again."""
     plan = plan_checkpoints(70e9, 128, 84e9, step_seconds=5.0, device_hours=1280.0, restart=90.0)
     assert plan.bytes == pytest.approx(840e9)
     assert plan.stall_seconds == pytest.approx(0.13125)
     assert plan.save_seconds == pytest.approx(10.13125)
     assert plan.restart_seconds == pytest.approx(100)
-    assert plan.storage_bytes == storage_bytes(70e9) == pytest.approx(3 * 840e9)  # two kept, and the one being written
+    assert (
+        plan.storage_bytes == storage_bytes(70e9) == pytest.approx(3 * 840e9)
+    )  # two kept, and the one being written
     assert plan.advice.every_seconds == pytest.approx(math.sqrt(2 * 0.13125 * 10 * HOUR))
     every = plan.advice.every_steps * 5.0
-    assert plan.advice.expected_goodput == pytest.approx(1 - 0.13125 / every - every / (20 * HOUR) - 100 / (10 * HOUR))
+    assert plan.advice.expected_goodput == pytest.approx(
+        1 - 0.13125 / every - every / (20 * HOUR) - 100 / (10 * HOUR)
+    )
 
 
 def test_saving_in_the_foreground_stops_for_the_whole_save_and_so_saves_less_often() -> None:
@@ -93,10 +112,14 @@ def test_saving_in_the_foreground_stops_for_the_whole_save_and_so_saves_less_oft
 
 
 @given(st.floats(1e8, 1e12), st.integers(1, 2048), st.floats(1e8, 1e11), st.floats(1.1, 10))
-def test_faster_storage_or_rarer_failures_never_lower_goodput(size: float, nodes: int, bandwidth: float, more: float) -> None:
+def test_faster_storage_or_rarer_failures_never_lower_goodput(
+    size: float, nodes: int, bandwidth: float, more: float
+) -> None:
     plain = plan_checkpoints(size, 8 * nodes, nodes * bandwidth, 0.001).advice.expected_goodput
     faster = plan_checkpoints(size, 8 * nodes, nodes * bandwidth * more, 0.001).advice.expected_goodput
-    rarer = plan_checkpoints(size, 8 * nodes, nodes * bandwidth, 0.001, device_hours=50_000 * (1 + more)).advice.expected_goodput
+    rarer = plan_checkpoints(
+        size, 8 * nodes, nodes * bandwidth, 0.001, device_hours=50_000 * (1 + more)
+    ).advice.expected_goodput
     assert faster >= plain - 1e-6  # intervals are whole steps
     assert rarer >= plain - 1e-6
 

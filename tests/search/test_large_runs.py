@@ -1,5 +1,5 @@
-"""Published large runs: laid out as published they are predicted to take what they took, and the planner's own choices are such
-as an expert would consider."""
+"""Published large runs: laid out as published they are predicted to take what they took, and the planner's
+own choices are such as an expert would consider."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_a_choice_of_its_own_is_no_slower_than_the_published_one() -> None:
 
 @pytest.mark.full
 def test_no_choice_would_be_laughed_at() -> None:
-    """Of 405B at 8192 tokens: no long ring, no tensor axis between nodes; at a million tokens none either. GPT-3's MFU is not far
-    above the 51 % that were reached."""
+    """Of 405B at 8192 tokens: no long ring, no tensor axis between nodes; at a million tokens none either.
+    GPT-3's MFU is not far above the 51 % that were reached."""
     short = own_choice(BY_NAME["Llama 3 405B"])
     assert short.get("CP", 1) <= 2
     assert short.get("TP", 1) <= 8

@@ -1,4 +1,5 @@
-"""States in the host's memory: taken where that is quicker, and only as far as there is memory and bandwidth for it."""
+"""States in the host's memory: taken where that is quicker, and only as far as there is memory and bandwidth
+for it."""
 
 from __future__ import annotations
 
@@ -39,14 +40,18 @@ def test_it_is_taken_where_it_is_quicker_though_other_layouts_fit(found: SearchR
     assert len(resident.order)
     assert found.space.offload[best] == 1
     assert found.total[best] < 0.8 * resident.total[resident.order[0]]
-    assert found.total[found.order[~offloaded]].min() == pytest.approx(resident.total[resident.order[0]], rel=0.01)
+    assert found.total[found.order[~offloaded]].min() == pytest.approx(
+        resident.total[resident.order[0]], rel=0.01
+    )
     (sentence,) = [sentence for sentence in binding(job(), found, best) if sentence.startswith("offload")]
     assert "saves time" in sentence
 
 
 def test_a_node_holds_four_numbers_for_each_parameter_of_its_devices(found: SearchResult) -> None:
     best = int(found.order[0])
-    whole = 4 * 4 * count(job().model)  # float32: a weight, its gradient and two moments; 8 devices of 16 are in a node
+    whole = (
+        4 * 4 * count(job().model)
+    )  # float32: a weight, its gradient and two moments; 8 devices of 16 are in a node
     assert found.host[best] == pytest.approx(whole / 2, rel=0.02)
     assert answer(job(), found)["best"]["host_memory_gib"] == pytest.approx(found.host[best] / GIB)
 
@@ -65,18 +70,26 @@ def test_what_the_host_has_no_room_for_does_not_fit(found: SearchResult) -> None
 
 
 def test_devices_of_a_node_share_what_its_memory_moves() -> None:
-    """A micro-batch moves 16 bytes a parameter over the link, and the update 40 in the host's memory, at twice a link at most."""
-    cluster = replace(named("h100x8"), host_memory_bandwidth=80e9)  # 10 GB/s for each of eight, where a link carries 50
+    """A micro-batch moves 16 bytes a parameter over the link, and the update 40 in the host's memory, at
+    twice a link at most."""
+    cluster = replace(
+        named("h100x8"), host_memory_bandwidth=80e9
+    )  # 10 GB/s for each of eight, where a link carries 50
     rows = [{"data": count, "zero": 3, "offload": 1} for count in (1, 8)]
     alone, shared = (predict(work_of(job()), space_of([row]), cluster).seconds["offload"][0] for row in rows)
     assert shared / alone == pytest.approx((16 / 10 + 40 / 10) / 8 / (16 / 50 + 40 / 80), rel=1e-2)
     wide = replace(cluster, host_memory_bandwidth=1e15)
     links = [predict(work_of(job()), space_of([row]), wide).seconds["offload"][0] for row in rows]
-    assert links[0] == pytest.approx(8 * links[1], rel=1e-2), "each has a link of its own, and an eighth of the states"
+    assert links[0] == pytest.approx(8 * links[1], rel=1e-2), (
+        "each has a link of its own, and an eighth of the states"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(CLUSTERS))
 def test_every_preset_has_a_host(name: str) -> None:
     cluster = CLUSTERS[name]
-    assert cluster.host_memory >= (1 if cluster.shared else 0.5 * cluster.devices_per_node) * cluster.device.memory
+    assert (
+        cluster.host_memory
+        >= (1 if cluster.shared else 0.5 * cluster.devices_per_node) * cluster.device.memory
+    )
     assert np.isfinite(cluster.host_memory_bandwidth)

@@ -29,16 +29,40 @@ from shardwise.search.candidates import candidates
 from shardwise.search.search import SearchResult, search, work_of
 from shardwise.search.search import play as play_pipelines
 
-few = settings(max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+few = settings(
+    max_examples=examples(15), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
 fewer = settings(few, max_examples=examples(8))
 often = settings(few, max_examples=at_least(300, 5))
-DENSE = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "head_dim": 64, "ffn": 1408, "vocabulary": 3001}
+DENSE = {
+    "layers": 8,
+    "hidden": 512,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 64,
+    "ffn": 1408,
+    "vocabulary": 3001,
+}
 EXPERTS = {**DENSE, "experts": 8, "experts_per_token": 2, "expert_ffn": 352, "shared_experts": 1}
-TIED = {**DENSE, "layers": 5, "tied": True, "norm": "layer", "positions": "learned", "activation": "gelu", "bias": True}
+TIED = {
+    **DENSE,
+    "layers": 5,
+    "tied": True,
+    "norm": "layer",
+    "positions": "learned",
+    "activation": "gelu",
+    "bias": True,
+}
 FAMILIES: dict[str, dict[str, Any]] = {"dense": DENSE, "experts": EXPERTS, "tied": TIED}
 
 
-def job(model: dict[str, Any], batch: int = 16, length: int = 512, layout: dict[str, Any] | None = None, **train: Any) -> Config:
+def job(
+    model: dict[str, Any],
+    batch: int = 16,
+    length: int = 512,
+    layout: dict[str, Any] | None = None,
+    **train: Any,
+) -> Config:
     tables = {
         "model": model,
         "data": {"source": "x", "sequence_length": length},
@@ -78,7 +102,7 @@ def predicted(config: Config, devices: int, cluster: Cluster | None = None) -> P
     return predict(work_of(config), space_for(config, devices), cluster or small_nodes())
 
 
-# -- a better machine -----------------------------------------------------------------------------------------------------
+# -- a better machine ----------------------------------------------------------------------------------------
 
 
 def _faster_link(cluster: Cluster, name: str, factor: float) -> Cluster:
@@ -97,7 +121,9 @@ def _better(cluster: Cluster, what: str, factor: float) -> Cluster:
         }
         return replace(cluster, **shorter)
     if what == "peak":
-        return replace(cluster, device=replace(device, peak={name: factor * peak for name, peak in device.peak.items()}))
+        return replace(
+            cluster, device=replace(device, peak={name: factor * peak for name, peak in device.peak.items()})
+        )
     if what == "host":
         host = replace(device, host_bandwidth=factor * device.host_bandwidth)
         memory, bandwidth = factor * cluster.host_memory, factor * cluster.host_memory_bandwidth
@@ -107,10 +133,14 @@ def _better(cluster: Cluster, what: str, factor: float) -> Cluster:
     return replace(cluster, device=replace(device, **{what: factor * getattr(device, what)}))
 
 
-@pytest.mark.parametrize("what", ["inside", "between", "latency", "bandwidth", "peak", "launch", "host_bandwidth"])
+@pytest.mark.parametrize(
+    "what", ["inside", "between", "latency", "bandwidth", "peak", "launch", "host_bandwidth"]
+)
 @few
 @given(config=jobs(), devices=devices_of_jobs, factor=st.floats(1.01, 50), slow=st.sampled_from([1.0, 0.02]))
-def test_a_better_machine_never_slows_a_candidate(what: str, config: Config, devices: int, factor: float, slow: float) -> None:
+def test_a_better_machine_never_slows_a_candidate(
+    what: str, config: Config, devices: int, factor: float, slow: float
+) -> None:
     cluster = _faster_link(small_nodes(), "between", slow)
     space = space_for(config, devices)
     before = predict(work_of(config), space, cluster).total
@@ -119,7 +149,9 @@ def test_a_better_machine_never_slows_a_candidate(what: str, config: Config, dev
     assert not len(worse), (space.row(int(worse[0])), before[worse[0]], after[worse[0]])
 
 
-@pytest.mark.parametrize("what", ["inside", "between", "latency", "bandwidth", "peak", "launch", "host_bandwidth"])
+@pytest.mark.parametrize(
+    "what", ["inside", "between", "latency", "bandwidth", "peak", "launch", "host_bandwidth"]
+)
 @few
 @given(
     config=jobs(),
@@ -136,7 +168,9 @@ def test_a_better_machine_never_slows_a_pipeline_that_is_played(
     space = space.take(space.pipeline > 1)
     assume(len(space))
     space = space.take(np.random.default_rng(seed).integers(0, len(space), 30))
-    before, after = (play_pipelines(work_of(config), space, one).total for one in (cluster, _better(cluster, what, factor)))
+    before, after = (
+        play_pipelines(work_of(config), space, one).total for one in (cluster, _better(cluster, what, factor))
+    )
     worse = np.flatnonzero(after > before * (1 + 1e-9))
     assert not len(worse), (space.row(int(worse[0])), before[worse[0]], after[worse[0]])
 
@@ -157,13 +191,18 @@ def test_the_best_plan_is_never_slower_on_a_better_cluster(
 
 
 @pytest.mark.parametrize(("what", "layers", "devices"), [("latency", 4, 8), ("peak", 6, 6)])
-def test_a_pipeline_at_the_pace_of_its_link_gains_from_a_better_cluster(what: str, layers: int, devices: int) -> None:
-    """Found by the above: the slowest rank gained more than the others, and what it waits for them came on top of the link."""
+def test_a_pipeline_at_the_pace_of_its_link_gains_from_a_better_cluster(
+    what: str, layers: int, devices: int
+) -> None:
+    """Found by the above: the slowest rank gained more than the others, and what it waits for them came on
+    top of the link."""
     config = job({**TIED, "layers": layers, "heads": 4, "kv_heads": 1}, 4, 96)
     check_the_best_is_never_slower(what, config, devices, factor=1.25, slow=1e-4, tight=1.0)
 
 
-def check_the_best_is_never_slower(what: str, config: Config, devices: int, factor: float, slow: float, tight: float) -> None:
+def check_the_best_is_never_slower(
+    what: str, config: Config, devices: int, factor: float, slow: float, tight: float
+) -> None:
     base = _better(_faster_link(small_nodes(), "between", slow), "memory", tight)
     cluster = replace(base, device=replace(base.device, overhead=0.0), host_memory=8 * base.device.memory)
     first, second = (search(config, one, devices) for one in (cluster, _better(cluster, what, factor)))
@@ -180,13 +219,17 @@ def winning(result: SearchResult) -> float:
     return float(result.total[result.order[0]])
 
 
-# -- one prediction ---------------------------------------------------------------------------------------------------------
+# -- one prediction ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cluster", [small_nodes(), CLUSTERS["cpu"], named("h100-hfx16")], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "cluster", [small_nodes(), CLUSTERS["cpu"], named("h100-hfx16")], ids=lambda one: one.name
+)
 @fewer
 @given(config=jobs(), devices=devices_of_jobs)
-def test_terms_are_finite_and_not_negative_and_sum_to_the_total(cluster: Cluster, config: Config, devices: int) -> None:
+def test_terms_are_finite_and_not_negative_and_sum_to_the_total(
+    cluster: Cluster, config: Config, devices: int
+) -> None:
     found = predicted(config, devices, cluster)
     for parts, total in ((found.seconds, found.total), (found.memory, found.peak)):
         for name, value in parts.items():
@@ -198,7 +241,9 @@ def test_terms_are_finite_and_not_negative_and_sum_to_the_total(cluster: Cluster
 
 @fewer
 @given(config=jobs(), devices=devices_of_jobs, seed=st.integers(0, 2**32))
-def test_a_prediction_does_not_depend_on_the_other_candidates(config: Config, devices: int, seed: int) -> None:
+def test_a_prediction_does_not_depend_on_the_other_candidates(
+    config: Config, devices: int, seed: int
+) -> None:
     work, space, cluster = work_of(config), space_for(config, devices), small_nodes()
     together = predict(work, space, cluster)
     for place in np.random.default_rng(seed).integers(0, len(space), 12):
@@ -211,7 +256,9 @@ def test_a_prediction_does_not_depend_on_the_other_candidates(config: Config, de
 
 @few
 @given(family=st.sampled_from(["dense", "experts"]), layers=st.integers(1, 9), devices=devices_of_jobs)
-def test_twice_the_layers_take_twice_the_time_and_activations_in_blocks(family: str, layers: int, devices: int) -> None:
+def test_twice_the_layers_take_twice_the_time_and_activations_in_blocks(
+    family: str, layers: int, devices: int
+) -> None:
     found = []
     for count in (layers, 2 * layers, 4 * layers):
         config = job({**FAMILIES[family], "layers": count})
@@ -219,17 +266,32 @@ def test_twice_the_layers_take_twice_the_time_and_activations_in_blocks(family: 
         found.append(predict(work_of(config), space, small_nodes()))
     one, two, four = found
     assert two.seconds["attention"] == pytest.approx(2 * one.seconds["attention"], rel=1e-12)
-    for name in ("matmul", "elementwise", "tensor", "context", "expert"):  # what is outside of the blocks stays as it is
-        assert four.seconds[name] - two.seconds[name] == pytest.approx(2 * (two.seconds[name] - one.seconds[name]), rel=1e-9)
-    more, most = two.memory["activations"] - one.memory["activations"], four.memory["activations"] - two.memory["activations"]
+    for name in (
+        "matmul",
+        "elementwise",
+        "tensor",
+        "context",
+        "expert",
+    ):  # what is outside of the blocks stays as it is
+        assert four.seconds[name] - two.seconds[name] == pytest.approx(
+            2 * (two.seconds[name] - one.seconds[name]), rel=1e-9
+        )
+    more, most = (
+        two.memory["activations"] - one.memory["activations"],
+        four.memory["activations"] - two.memory["activations"],
+    )
     assert most == pytest.approx(2 * more, rel=1e-9)
     assert (more > 0).all()
 
 
-# -- states -------------------------------------------------------------------------------------------------------------------
+# -- states --------------------------------------------------------------------------------------------------
 
 
-ONCE = [("dense", {"precision": "float32"}), ("experts", {"state_dtype": "bfloat16"}), ("tied", {"precision": "float64"})]
+ONCE = [
+    ("dense", {"precision": "float32"}),
+    ("experts", {"state_dtype": "bfloat16"}),
+    ("tied", {"precision": "float64"}),
+]
 """What is tried each time, beside the usual dtypes."""
 
 
@@ -265,12 +327,18 @@ def test_states_are_part_of_the_footprint_and_leave_the_device_when_offloaded() 
         assert list(memory[name]) == [value[0], 0.0]
 
 
-# -- schedules --------------------------------------------------------------------------------------------------------------
+# -- schedules -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @few
-@given(ranks=st.integers(2, 6), rounds=st.integers(1, 4), more=st.integers(0, 5), per_rank=st.integers(2, 3), data=st.data())
+@given(
+    ranks=st.integers(2, 6),
+    rounds=st.integers(1, 4),
+    more=st.integers(0, 5),
+    per_rank=st.integers(2, 3),
+    data=st.data(),
+)
 def test_playing_a_schedule_takes_what_simulating_it_does(
     name: str, ranks: int, rounds: int, more: int, per_rank: int, data: Any
 ) -> None:
@@ -286,12 +354,19 @@ def test_playing_a_schedule_takes_what_simulating_it_does(
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("rounds", [2, 4, 8])
-def test_the_closed_form_of_a_bubble_is_within_five_percent_of_the_step(name: str, ranks: int, rounds: int) -> None:
+def test_the_closed_form_of_a_bubble_is_within_five_percent_of_the_step(
+    name: str, ranks: int, rounds: int
+) -> None:
     """With equal stages: a model of as many blocks a stage, whose embedding and head cost next to nothing."""
     per_rank = {"interleaved": 4, "zbv": 2, "dualpipev": 2}.get(name, 1)
     model = {**DENSE, "layers": 4 * ranks * per_rank, "hidden": 2048, "ffn": 8192, "vocabulary": 64}
     config = job(model, ranks * rounds, 2048)
-    row = {"pipeline": ranks, "schedule": SCHEDULES.index(name), "stages_per_rank": per_rank, "accumulation": ranks * rounds}
+    row = {
+        "pipeline": ranks,
+        "schedule": SCHEDULES.index(name),
+        "stages_per_rank": per_rank,
+        "accumulation": ranks * rounds,
+    }
     found = predict(work_of(config), space_of([row]), named("h100x8"))
     schedule = make_schedule(name, ranks, ranks * rounds, per_rank if name == "interleaved" else None)
     stage = float(found.block_seconds[0]) * model["layers"] / schedule.stages
@@ -301,7 +376,7 @@ def test_the_closed_form_of_a_bubble_is_within_five_percent_of_the_step(name: st
     assert closed == pytest.approx(bubble, abs=0.05 * timeline.makespan)
 
 
-# -- the space, and the search ----------------------------------------------------------------------------------------------
+# -- the space, and the search -------------------------------------------------------------------------------
 
 
 @few
@@ -311,7 +386,9 @@ def test_every_candidate_is_a_layout_that_training_takes(config: Config, devices
     assert (space.world == devices).all()
     for place in np.random.default_rng(seed).integers(0, len(space), 25):
         row, layout = space.row(int(place)), space.layout(int(place))
-        train = config.train.model_copy(update={"micro_batch": row["micro_batch"], "recompute": RECOMPUTE[row["recompute"]]})
+        train = config.train.model_copy(
+            update={"micro_batch": row["micro_batch"], "recompute": RECOMPUTE[row["recompute"]]}
+        )
         asked = config.model_copy(update={"layout": layout, "train": train})
         assert problems_of_layout(asked.model, asked.data, train, layout, devices) == []
         plan = choose(asked, devices)
@@ -331,23 +408,42 @@ def test_every_layout_that_the_rules_allow_is_a_candidate(config: Config, device
 @pytest.mark.full
 @fewer
 @given(config=jobs(), devices=devices_of_jobs)
-def test_every_layout_of_more_devices_that_the_rules_allow_is_a_candidate(config: Config, devices: int) -> None:
+def test_every_layout_of_more_devices_that_the_rules_allow_is_a_candidate(
+    config: Config, devices: int
+) -> None:
     check_all_allowed_are_candidates(config, devices)
 
 
 def check_all_allowed_are_candidates(config: Config, devices: int) -> None:
     space = candidates(config, devices, {}).space
-    names = ("pipeline", "replica", "data", "context", "tensor", "expert", "ring", "schedule", "stages_per_rank")
+    names = (
+        "pipeline",
+        "replica",
+        "data",
+        "context",
+        "tensor",
+        "expert",
+        "ring",
+        "schedule",
+        "stages_per_rank",
+    )
     found = {tuple(row) for row in np.stack([getattr(space, name) for name in names], axis=1).tolist()}
     assert found == set(_by_trying(config, devices))
 
 
-TRIED = [("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("dualpipev", 2), *(("interleaved", count) for count in (2, 3, 4, 5, 6, 8, 10))]
+TRIED = [
+    ("1f1b", 1),
+    ("zb1p", 1),
+    ("zbv", 2),
+    ("dualpipev", 2),
+    *(("interleaved", count) for count in (2, 3, 4, 5, 6, 8, 10)),
+]
 
 
 def _by_trying(config: Config, devices: int) -> Iterator[tuple[int, ...]]:
-    """All products of degrees, everything tried. Left out is what does nothing of its own: gpipe, which takes as long as 1f1b and
-    holds more; replicas inside which nothing is sharded; schedules without a pipeline, ways to attend without a context.
+    """All products of degrees, everything tried. Left out is what does nothing of its own: gpipe, which takes
+    as long as 1f1b and holds more; replicas inside which nothing is sharded; schedules without a pipeline,
+    ways to attend without a context.
     """
     for degrees in product([one for one in range(1, devices + 1) if devices % one == 0], repeat=5):
         if prod(degrees) != devices:
@@ -355,12 +451,19 @@ def _by_trying(config: Config, devices: int) -> Iterator[tuple[int, ...]]:
         pipeline, replica, data, context, tensor = degrees
         attentions = ("ulysses", "ring") if context > 1 else ("auto",)
         experts = range(1, (config.model.experts or 1) + 1)
-        for (schedule, per_rank), attention, expert in product(TRIED if pipeline > 1 else TRIED[:1], attentions, experts):
+        for (schedule, per_rank), attention, expert in product(
+            TRIED if pipeline > 1 else TRIED[:1], attentions, experts
+        ):
             if replica > 1 and data * context == 1 and not (config.model.experts and tensor > expert):
                 continue
             axes = dict(zip(("pipeline", "replica", "data", "context", "tensor"), degrees, strict=True))
             stages = per_rank if schedule == "interleaved" else None
-            choices = {"expert": expert, "attention": attention, "schedule": schedule, "stages_per_rank": stages}
+            choices = {
+                "expert": expert,
+                "attention": attention,
+                "schedule": schedule,
+                "stages_per_rank": stages,
+            }
             layout = Layout.model_validate({**axes, **choices})
             if not problems_of_layout(config.model, config.data, config.train, layout, devices):
                 yield (*degrees, expert, int(attention == "ring"), SCHEDULES.index(schedule), per_rank)
@@ -377,8 +480,12 @@ def test_nothing_that_fits_is_quicker_than_the_winner(config: Config, devices: i
     assert set(result.order.tolist()) == set(np.flatnonzero(result.fits).tolist())
     assert winning(result) <= result.total[result.order].min() * (1 + 1e-9)
     others = np.random.default_rng(devices).permutation(result.order)[:20]
-    assert all(winning(result) <= float(result.prediction(int(place)).total[0]) * (1 + 1e-9) for place in others)
-    assert float(result.prediction(best).total[0]) == pytest.approx(winning(result), rel=1e-12), "the winner was played through"
+    assert all(
+        winning(result) <= float(result.prediction(int(place)).total[0]) * (1 + 1e-9) for place in others
+    )
+    assert float(result.prediction(best).total[0]) == pytest.approx(winning(result), rel=1e-12), (
+        "the winner was played through"
+    )
 
 
 PINS: list[dict[str, Any]] = [

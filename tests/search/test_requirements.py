@@ -20,7 +20,11 @@ def test_a_rings_bytes_are_those_sent_when_it_is_played_through() -> None:
         assert ring_hops(kind, 8) == hops
         assert wire_bytes(kind, 800.0, 8) == hops * 100
         assert wire_bytes(kind, 800.0, 1) == ring_hops(kind, 1) == 0
-    assert (wire_bytes("send", 800.0, 2), ring_hops("broadcast", 8), wire_bytes("send", 800.0, 1)) == (800, 1, 0)
+    assert (wire_bytes("send", 800.0, 2), ring_hops("broadcast", 8), wire_bytes("send", 800.0, 1)) == (
+        800,
+        1,
+        0,
+    )
 
 
 def test_the_bandwidth_for_a_gradient_sum_by_hand() -> None:
@@ -30,7 +34,9 @@ def test_the_bandwidth_for_a_gradient_sum_by_hand() -> None:
 
 
 @given(sizes, times, st.integers(2, 4096), st.floats(0, 0.5))
-def test_the_least_bandwidth_hides_everything_and_less_does_not(wire: float, seconds: float, members: int, share: float) -> None:
+def test_the_least_bandwidth_hides_everything_and_less_does_not(
+    wire: float, seconds: float, members: int, share: float
+) -> None:
     hops = float(ring_hops("all_reduce", members))
     latency = share * seconds / hops
     least = float(least_bandwidth(wire, seconds, hops, latency))

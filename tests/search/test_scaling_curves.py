@@ -19,7 +19,15 @@ COUNTS = [1, 2, 4, 8]
 def job(**train: Any) -> Config:
     return from_tables(
         {
-            "model": {"layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 64, "ffn": 4096, "vocabulary": 32000},
+            "model": {
+                "layers": 8,
+                "hidden": 1024,
+                "heads": 16,
+                "kv_heads": 8,
+                "head_dim": 64,
+                "ffn": 4096,
+                "vocabulary": 32000,
+            },
             "data": {"source": "text.txt", "sequence_length": 1024},
             "train": {"global_batch": 64, "precision": "bfloat16", **train},
         }
@@ -49,7 +57,8 @@ def test_the_term_that_breaks_a_curve_is_one_whose_share_grew(on_a_node: list[Po
     assert first.breaks is None
     assert last.breaks is not None
     grown = {
-        name: last.seconds[name] / sum(last.seconds.values()) - first.seconds[name] / sum(first.seconds.values())
+        name: last.seconds[name] / sum(last.seconds.values())
+        - first.seconds[name] / sum(first.seconds.values())
         for name in first.seconds
     }
     assert grown[last.breaks] == max(grown.values()) > 0
@@ -57,7 +66,11 @@ def test_the_term_that_breaks_a_curve_is_one_whose_share_grew(on_a_node: list[Po
 
 def test_slow_links_break_the_curve_and_are_named() -> None:
     cluster = named("h100")
-    slow = replace(cluster, inside=replace(cluster.inside, bandwidth=2e8), between=replace(cluster.between, bandwidth=2e8))
+    slow = replace(
+        cluster,
+        inside=replace(cluster.inside, bandwidth=2e8),
+        between=replace(cluster.between, bandwidth=2e8),
+    )
     last = strong(job(), slow, [1, 8])[-1]
     assert last.efficiency is not None
     assert last.efficiency < 0.7
@@ -80,7 +93,9 @@ def test_a_batch_that_is_not_whole_is_a_point_with_a_reason() -> None:
 
 
 def test_what_cannot_be_divided_or_does_not_fit_is_a_point_with_a_reason() -> None:
-    undivided = strong(job(), named("h100"), [4, 11])[1]  # 11 is no degree of 8 blocks, 16 heads, 1024 tokens, or 64 sequences
+    undivided = strong(job(), named("h100"), [4, 11])[
+        1
+    ]  # 11 is no degree of 8 blocks, 16 heads, 1024 tokens, or 64 sequences
     assert not undivided.works
     assert "no layout is possible" in (undivided.reason or "")
     cluster = named("h100")

@@ -1,4 +1,5 @@
-"""Sending less: bytes as the codecs' formulas have them, little gained where links are quick, much where they are slow."""
+"""Sending less: bytes as the codecs' formulas have them, little gained where links are quick, much where they
+are slow."""
 
 from __future__ import annotations
 
@@ -28,7 +29,15 @@ from shardwise.search.slow_links import (
 )
 from shardwise.search.whole_run import beyond
 
-MODEL = {"layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 64, "ffn": 4096, "vocabulary": 32000}
+MODEL = {
+    "layers": 8,
+    "hidden": 1024,
+    "heads": 16,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "ffn": 4096,
+    "vocabulary": 32000,
+}
 
 
 PARAMETERS = 32000 * 1024 * 2 + 8 * (1024 * 1024 * 3 + 3 * 4096 * 1024 + 2 * 1024) + 1024
@@ -86,24 +95,38 @@ def ring(numbers: float, members: int = 16) -> float:
 
 
 def test_bytes_are_those_of_the_formulas_by_hand() -> None:
-    """Vectors go round as they are; of matrices, 15/16 of the code there, and 15/16 of the sums' code back. A 512th of the
-    numbers are scales; top-k keeps 11 of 1,024, of the sums 31, 4 bytes each; PowerSGD sums 4 (rows + columns) numbers."""
+    """Vectors go round as they are; of matrices, 15/16 of the code there, and 15/16 of the sums' code back. A
+    512th of the numbers are scales; top-k keeps 11 of 1,024, of the sums 31, 4 bytes each; PowerSGD sums 4
+    (rows + columns) numbers."""
     result = search(job(0), linked(0.2e9), 16)
     matrices = PARAMETERS - VECTORS
     assert gradient_bytes(result) == pytest.approx(ring(PARAMETERS))
-    shares = {"bf16": 1 / 2, "int8": (1 + 4 / 512) / 4, "qsgd(4)": (1 / 2 + 4 / 512) / 4, "sign": (1 / 8 + 4 / 512) / 4}
+    shares = {
+        "bf16": 1 / 2,
+        "int8": (1 + 4 / 512) / 4,
+        "qsgd(4)": (1 / 2 + 4 / 512) / 4,
+        "sign": (1 / 8 + 4 / 512) / 4,
+    }
     for name, share in shares.items():
-        assert named_like(result, name).bytes_per_step == pytest.approx(ring(VECTORS) + share * ring(matrices), rel=1e-3)
+        assert named_like(result, name).bytes_per_step == pytest.approx(
+            ring(VECTORS) + share * ring(matrices), rel=1e-3
+        )
     kept = (ceil(0.01 * 1024) + ceil(0.03 * 1024)) / 2 / 1024
-    assert named_like(result, "topk").bytes_per_step == pytest.approx(ring(VECTORS) + kept * ring(matrices), rel=1e-2)
+    assert named_like(result, "topk").bytes_per_step == pytest.approx(
+        ring(VECTORS) + kept * ring(matrices), rel=1e-2
+    )
     sides = 2 * (32000 + 1024) + 8 * (2 * (1024 + 1024) + 2 * (512 + 1024) + 3 * (4096 + 1024))
     assert named_like(result, "powersgd").bytes_per_step == pytest.approx(ring(VECTORS) + ring(4 * sides))
 
 
 def test_zero_two_reduces_for_every_micro_batch_and_zero_one_once() -> None:
     once, each = (search(job(zero), linked(0.2e9), 16) for zero in (1, 2))
-    assert gradient_bytes(each) == pytest.approx(2 * gradient_bytes(once))  # 8 sequences a device are 2 micro-batches of 4
-    assert named_like(each, "int8").bytes_per_step == pytest.approx(2 * named_like(once, "int8").bytes_per_step)
+    assert gradient_bytes(each) == pytest.approx(
+        2 * gradient_bytes(once)
+    )  # 8 sequences a device are 2 micro-batches of 4
+    assert named_like(each, "int8").bytes_per_step == pytest.approx(
+        2 * named_like(once, "int8").bytes_per_step
+    )
 
 
 def test_on_slow_links_every_codec_is_quicker_and_none_beats_no_communication(slow: SearchResult) -> None:
@@ -113,7 +136,9 @@ def test_on_slow_links_every_codec_is_quicker_and_none_beats_no_communication(sl
 
 
 @pytest.mark.parametrize(
-    "bandwidths", [(10e9, 1e9), pytest.param((100e9, 10e9, 1e9, 0.1e9), marks=pytest.mark.full)], ids=["two", "four"]
+    "bandwidths",
+    [(10e9, 1e9), pytest.param((100e9, 10e9, 1e9, 0.1e9), marks=pytest.mark.full)],
+    ids=["two", "four"],
 )
 def test_the_slower_the_link_the_more_a_codec_gains(bandwidths: tuple[float, ...]) -> None:
     results = [search(job(0), linked(bandwidth), 16) for bandwidth in bandwidths]
@@ -128,7 +153,9 @@ def test_on_quick_links_no_codec_pays_and_the_answer_shows_by_how_much() -> None
     more = beyond(config, result)
     assert more["compression"] is None
     assert not any("gradients sent as" in sentence for sentence in advice_of(more))
-    assert all(each["step_seconds"] > more["step_seconds"] for each in more["slow_links"] if each["name"] in CODECS)
+    assert all(
+        each["step_seconds"] > more["step_seconds"] for each in more["slow_links"] if each["name"] in CODECS
+    )
 
 
 def test_a_codec_that_pays_is_proposed_with_what_to_write() -> None:
@@ -146,8 +173,8 @@ def test_a_job_that_compresses_in_vain_is_told_so() -> None:
 
 
 def test_an_all_to_all_between_nodes_of_many_devices_may_cost_more_than_a_ring() -> None:
-    """Each device's messages to the other node share nothing, where a ring of eight passes partial sums on: half the bytes of
-    float32, but eight times as many of them leave the node."""
+    """Each device's messages to the other node share nothing, where a ring of eight passes partial sums on:
+    half the bytes of float32, but eight times as many of them leave the node."""
     result = search(job(0), two_nodes(0.2e9), 16)
     assert named_like(result, "bf16").step_seconds > seconds(result) > named_like(result, "sign").step_seconds
 
@@ -176,7 +203,9 @@ def test_residuals_take_four_bytes_a_number_and_must_fit() -> None:
     codec = named_like(result, "int8")
     assert codec.extra_memory == pytest.approx(4 * (PARAMETERS - VECTORS), rel=1e-3)
     cluster = linked(0.2e9)
-    tight = replace(cluster, device=replace(cluster.device, memory=1.01 * float(result.peak[result.order[0]]) / 0.92))
+    tight = replace(
+        cluster, device=replace(cluster.device, memory=1.01 * float(result.peak[result.order[0]]) / 0.92)
+    )
     full = search(job(3), tight, 16)
     assert not named_like(full, "int8").fits
     assert proposed(alternatives(full), seconds(full)) is None
@@ -189,7 +218,7 @@ def test_of_codecs_that_are_as_quick_the_one_that_changes_least_is_taken() -> No
     assert worthwhile({}, 1.0) is None
 
 
-# -- layout = "auto+lossy" ----------------------------------------------------------------------------------------------
+# -- layout = "auto+lossy" -----------------------------------------------------------------------------------
 
 
 def test_compression_is_chosen_only_where_the_job_accepts_it() -> None:
@@ -226,7 +255,7 @@ def test_a_layout_is_left_to_the_planner_with_or_without_compression() -> None:
     assert not is_open(asking({"compression": "int8"}).layout)
 
 
-# -- local training -----------------------------------------------------------------------------------------------------
+# -- local training ------------------------------------------------------------------------------------------
 
 
 def test_local_training_exchanges_between_nodes_and_its_workers_are_nodes() -> None:
@@ -240,7 +269,9 @@ def test_a_worker_that_cannot_hold_the_model_is_not_offered() -> None:
     """Where the plan needs the memory of both nodes, neither can train alone."""
     cluster = two_nodes(0.2e9)
     roomy = search(job(3), cluster, 16)
-    tight = replace(cluster, device=replace(cluster.device, memory=1.01 * float(roomy.peak[roomy.order[0]]) / 0.92))
+    tight = replace(
+        cluster, device=replace(cluster.device, memory=1.01 * float(roomy.peak[roomy.order[0]]) / 0.92)
+    )
     assert not any(each.name.startswith("local") for each in alternatives(search(job(3), tight, 16)))
 
 

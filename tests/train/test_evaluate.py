@@ -1,4 +1,5 @@
-"""Evaluation, sampling and stopping: the same on every rank of every layout, and without a trace in the training after it."""
+"""Evaluation, sampling and stopping: the same on every rank of every layout, and without a trace in the
+training after it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks.faults import snapshot
-from ranks.jobs import ALONE, FAMILIES, Tables, Trained, job, on_one_device, start, train, weights, worst_difference
+from ranks.jobs import (
+    ALONE,
+    FAMILIES,
+    Tables,
+    Trained,
+    job,
+    on_one_device,
+    start,
+    train,
+    weights,
+    worst_difference,
+)
 from ranks.pool import Pool
 
 from shardwise.config import Layout
@@ -38,7 +50,9 @@ def evaluated(corpus: str, **sections: Any) -> Tables:
 
 
 @pytest.mark.parametrize("text", ["corpus", "conversations"])
-def test_held_out_loss_is_the_mean_cross_entropy_of_sequences_never_trained_on(text: str, request: pytest.FixtureRequest) -> None:
+def test_held_out_loss_is_the_mean_cross_entropy_of_sequences_never_trained_on(
+    text: str, request: pytest.FixtureRequest
+) -> None:
     data = {"reset_attention": text == "corpus", "held_out": 0.3}
     training = start(ALONE, evaluated(request.getfixturevalue(text), data=data))
     rows = training.dataset.held_out_rows(0, EVALUATED)
@@ -66,7 +80,9 @@ def test_evaluation_and_sample_are_those_of_one_device_and_leave_no_trace(
     tables = evaluated(corpus, layout=layout)
     undisturbed = on_one_device(tables)
     losses, text, _ = evaluate(ALONE, {**tables, "layout": {}})
-    for found_losses, found_text, trained in ranks(layout["data"] * layout.get("replica", 1)).run(evaluate, tables):
+    for found_losses, found_text, trained in ranks(layout["data"] * layout.get("replica", 1)).run(
+        evaluate, tables
+    ):
         assert found_losses == pytest.approx(losses, rel=1e-9)
         assert found_text == text
         assert worst_difference(trained, undisturbed) < 1e-9
@@ -79,7 +95,9 @@ def test_evaluation_and_sample_are_those_of_one_device_and_leave_no_trace(
         ("gpt", {"context": 2, "attention": "ring"}),
         pytest.param("gpt", {"pipeline": 2, "tensor": 2}, marks=pytest.mark.full),
         ("tied", {"pipeline": 2, "schedule": "zbv"}),
-        pytest.param("llama", {"pipeline": 2, "context": 2, "schedule": "interleaved"}, marks=pytest.mark.full),
+        pytest.param(
+            "llama", {"pipeline": 2, "context": 2, "schedule": "interleaved"}, marks=pytest.mark.full
+        ),
         ("experts", {"data": 2, "tensor": 2, "expert": 2, "zero": 3}),
     ],
     ids=str,
@@ -88,7 +106,9 @@ def test_evaluation_and_sample_of_any_axis_are_those_of_one_device(
     ranks: Callable[[int], Pool], corpus: str, model: str, layout: dict[str, Any]
 ) -> None:
     shape = FAMILIES[model] if "pipeline" in layout else {**FAMILIES[model], "layers": 2}
-    tables = evaluated(corpus, model=shape, train={"steps": 1, "global_batch": 4}, layout={"data": 1, **layout})
+    tables = evaluated(
+        corpus, model=shape, train={"steps": 1, "global_batch": 4}, layout={"data": 1, **layout}
+    )
     losses, text, _ = evaluate(ALONE, {**tables, "layout": {}})
     for found_losses, found_text, _ in ranks(Layout(**tables["layout"]).world).run(evaluate, tables):
         assert found_losses == pytest.approx(losses, rel=1e-9)
@@ -96,7 +116,8 @@ def test_evaluation_and_sample_of_any_axis_are_those_of_one_device(
 
 
 def unchanged(worker: Worker, tables: Tables) -> bool:
-    """Whether what this rank holds, and would save, is the same before and after an evaluation and a sample."""
+    """Whether what this rank holds, and would save, is the same before and after an evaluation and a
+    sample."""
     training = start(worker, tables)
     next(steps(training))
     before = snapshot(training)
@@ -107,7 +128,9 @@ def unchanged(worker: Worker, tables: Tables) -> bool:
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.full), 3])
-def test_weights_are_shards_again_after_an_evaluation(ranks: Callable[[int], Pool], corpus: str, zero: int) -> None:
+def test_weights_are_shards_again_after_an_evaluation(
+    ranks: Callable[[int], Pool], corpus: str, zero: int
+) -> None:
     assert ranks(2).run(unchanged, evaluated(corpus, layout={"data": 2, "zero": zero})) == [True, True]
 
 
@@ -122,7 +145,9 @@ def counted(worker: Worker, tables: Tables) -> list[Any]:
     return counts
 
 
-def test_a_step_after_an_evaluation_sends_what_any_step_sends(ranks: Callable[[int], Pool], corpus: str) -> None:
+def test_a_step_after_an_evaluation_sends_what_any_step_sends(
+    ranks: Callable[[int], Pool], corpus: str
+) -> None:
     layout = {"pipeline": 2, "data": 2, "zero": 1}
     tables = evaluated(corpus, model=FAMILIES["tied"], train={"steps": 2, "global_batch": 4}, layout=layout)
     pool = ranks(4)
@@ -140,6 +165,8 @@ def stop(worker: Worker, tables: Tables, on: int, at: int) -> list[tuple[int, bo
     return [(done.step, done.stop) for done in generator]
 
 
-def test_one_rank_asked_to_stop_stops_all_after_the_same_step(ranks: Callable[[int], Pool], corpus: str) -> None:
+def test_one_rank_asked_to_stop_stops_all_after_the_same_step(
+    ranks: Callable[[int], Pool], corpus: str
+) -> None:
     tables = job(corpus, train={"steps": 6}, layout={"replica": 2, "data": 2, "zero": 3})
     assert ranks(4).run(stop, tables, 2, 3) == [[(1, False), (2, False), (3, True)]] * 4

@@ -29,7 +29,9 @@ EXPERTS = {**MODEL, "experts": 4, "experts_per_token": 2, "expert_ffn": 32}
 
 
 def training(corpus: str, model: dict[str, Any] = MODEL, **train: Any) -> Training:
-    return start(ALONE, job(corpus, model=model, train={"precision": "float8", "steps": 4, "micro_batch": 2, **train}))
+    return start(
+        ALONE, job(corpus, model=model, train={"precision": "float8", "steps": 4, "micro_batch": 2, **train})
+    )
 
 
 def scale(built: Training, name: str) -> Scale:
@@ -50,13 +52,16 @@ def test_a_tensor_that_outgrows_its_scale_has_its_step_made_again_on_the_same_da
             built.parallel.scales.begin()
     assert [step.again for step in done] == [0, 0, 1, 0]
     assert [step.data for step in done] == [step.data for step in undisturbed]
-    assert [step.loss for step in done] == [step.loss for step in undisturbed], "with scales that fit it is the same step"
+    assert [step.loss for step in done] == [step.loss for step in undisturbed], (
+        "with scales that fit it is the same step"
+    )
     assert done[2].float8 is not None
     assert set(done[2].float8) == {"blocks.0", "blocks.1", "head"}
 
 
 def test_a_tensor_of_which_nothing_but_zeros_was_seen_is_not_lost_below_the_range(corpus: str) -> None:
-    """As gradients are of steps whose tokens carry no loss. There is no scale to know, and 1 would lose all that is not zero."""
+    """As gradients are of steps whose tokens carry no loss. There is no scale to know, and 1 would lose all
+    that is not zero."""
     built, usual = training(corpus), training(corpus)
     undisturbed, done = list(steps(usual)), []
     for step in steps(built):
@@ -70,7 +75,8 @@ def test_a_tensor_of_which_nothing_but_zeros_was_seen_is_not_lost_below_the_rang
 
 
 def test_experts_have_scales_that_are_followed_as_others_are(corpus: str) -> None:
-    """One for the weights of gate and up, from the larger of them; and a step is made again where an expert's tensor outgrows."""
+    """One for the weights of gate and up, from the larger of them; and a step is made again where an expert's
+    tensor outgrows."""
     built = training(corpus, EXPERTS, learning_rate=1e-3)
     again, inside = [], "blocks.1.feed_forward.experts"
     with torch.no_grad():
@@ -93,11 +99,15 @@ def test_weights_that_are_cast_once_for_all_micro_batches_compute_what_those_cas
     once = training(corpus, model)
     assert once.plan.accumulation > 1
     losses = [step.loss for step in steps(once)]
-    products = {name: one for name, one in once.parallel.model.named_modules() if isinstance(one, ScaledProduct)}
+    products = {
+        name: one for name, one in once.parallel.model.named_modules() if isinstance(one, ScaledProduct)
+    }
     assert [name for name, one in products.items() if one.kept is None] == ["head.float8"]
     query = once.parallel.model.get_submodule("blocks.0.attention.query")
     of_weight, (kept, transposed) = query.float8.weight.value, query.float8.kept
-    assert torch.equal(kept.float(), (query.weight.bfloat16().float() * of_weight).to(kept.dtype).float()), "of the last update"
+    assert torch.equal(kept.float(), (query.weight.bfloat16().float() * of_weight).to(kept.dtype).float()), (
+        "of the last update"
+    )
     assert torch.equal(transposed.T.float(), kept.float())
     monkeypatch.setattr("shardwise.parallel.apply.casts_once", lambda *_: False)
     in_each = training(corpus, model)
@@ -108,7 +118,8 @@ def test_weights_that_are_cast_once_for_all_micro_batches_compute_what_those_cas
 def test_compiled_blocks_multiply_by_weights_cast_once_as_by_those_that_they_cast_themselves(
     monkeypatch: pytest.MonkeyPatch, corpus: str
 ) -> None:
-    """The compiler rounds to 8 bits at once, and not to bfloat16 before: so must whoever casts weights for compiled blocks."""
+    """The compiler rounds to 8 bits at once, and not to bfloat16 before: so must whoever casts weights for
+    compiled blocks."""
     model = {**MODEL, "layers": 1}
     losses = [step.loss for step in steps(training(corpus, model, steps=2, compile=True))]
     monkeypatch.setattr("shardwise.parallel.apply.casts_once", lambda *_: False)
@@ -135,15 +146,22 @@ def test_a_number_that_is_not_finite_stops_the_run(corpus: str) -> None:
     next(going)
     with torch.no_grad():
         built.parallel.model.get_parameter("blocks.1.attention.value.weight")[0, 0] = torch.inf
-    with pytest.raises(RunFailed, match=r"but not the weight of the float8 product of blocks\.1\.attention\.value"):
+    with pytest.raises(
+        RunFailed, match=r"but not the weight of the float8 product of blocks\.1\.attention\.value"
+    ):
         list(going)
 
 
 def test_products_are_those_of_the_model_but_what_is_left_out(corpus: str) -> None:
     built = training(corpus, float8_leave_out=["blocks.0.*", "*.value"], float8_head=False)
-    own = [name.removesuffix(".float8") for name, module in built.parallel.model.named_modules() if isinstance(module, Float8)]
+    own = [
+        name.removesuffix(".float8")
+        for name, module in built.parallel.model.named_modules()
+        if isinstance(module, Float8)
+    ]
     assert own == [f"blocks.1.{name}" for name in ("attention.query", "attention.key", "attention.output",
-                                                   "feed_forward.gate", "feed_forward.up", "feed_forward.down")]  # fmt: skip
+                                                   "feed_forward.gate", "feed_forward.up",
+                                                   "feed_forward.down")]  # fmt: skip
     assert own == in_float8(built.config.model, built.config.train)
     scales = {id(module) for module in built.parallel.model.modules() if isinstance(module, Scale)}
     assert len(scales) == scale_count(built.config.model, built.config.train)
@@ -151,7 +169,12 @@ def test_products_are_those_of_the_model_but_what_is_left_out(corpus: str) -> No
 
 @pytest.mark.parametrize(
     ("pattern", "own"),
-    [("*.experts.up", ["down"]), ("*.experts.down", ["gate_up"]), ("*.experts.*", []), ("*.attention.*", ["gate_up", "down"])],
+    [
+        ("*.experts.up", ["down"]),
+        ("*.experts.down", ["gate_up"]),
+        ("*.experts.*", []),
+        ("*.attention.*", ["gate_up", "down"]),
+    ],
 )
 def test_experts_gate_and_up_are_left_out_together(corpus: str, pattern: str, own: list[str]) -> None:
     built = training(corpus, EXPERTS, float8_leave_out=[pattern])
@@ -159,8 +182,12 @@ def test_experts_gate_and_up_are_left_out_together(corpus: str, pattern: str, ow
     weights = {"gate_up": ["gate", "up"], "down": ["down"]}
     chosen = [name for name in in_float8(built.config.model, built.config.train) if name.startswith(inside)]
     assert chosen == [f"{inside}.{weight}" for name in own for weight in weights[name]]
-    products = [name for name, module in built.parallel.model.named_modules() if isinstance(module, ScaledProduct)]
-    assert [name for name in products if name.startswith(inside)] == [f"{inside}.float8.{name}" for name in own]
+    products = [
+        name for name, module in built.parallel.model.named_modules() if isinstance(module, ScaledProduct)
+    ]
+    assert [name for name in products if name.startswith(inside)] == [
+        f"{inside}.float8.{name}" for name in own
+    ]
     scales = {id(module) for module in built.parallel.model.modules() if isinstance(module, Scale)}
     assert len(scales) == scale_count(built.config.model, built.config.train)
 
@@ -171,7 +198,9 @@ def test_an_experts_weight_that_is_not_finite_is_named(corpus: str) -> None:
     next(going)
     with torch.no_grad():
         built.parallel.model.get_parameter("blocks.1.feed_forward.experts.down")[1, 0, 0] = torch.inf
-    with pytest.raises(RunFailed, match=r"the down\.weight of the float8 product of blocks\.1\.feed_forward\.experts"):
+    with pytest.raises(
+        RunFailed, match=r"the down\.weight of the float8 product of blocks\.1\.feed_forward\.experts"
+    ):
         list(going)
 
 
@@ -189,12 +218,17 @@ def test_sizes_that_do_not_fit_are_left_out(corpus: str) -> None:
 @pytest.mark.parametrize(
     ("model", "train", "why"),
     [
-        ({"hidden": 120}, {}, "the sizes of all products are no multiples of 16 (blocks.0.attention.query, …)"),
+        (
+            {"hidden": 120},
+            {},
+            "the sizes of all products are no multiples of 16 (blocks.0.attention.query, …)",
+        ),
         ({}, {"float8_head": False, "float8_leave_out": ["blocks.*"]}, "the job leaves out all products"),
         (
             {"hidden": 120},
             {"float8_head": False, "float8_leave_out": ["*.attention.*"]},
-            "the sizes of all products that the job does not leave out are no multiples of 16 (blocks.0.feed_forward.gate, …)",
+            "the sizes of all products that the job does not leave out are no multiples of 16 "
+            "(blocks.0.feed_forward.gate, …)",
         ),
     ],
     ids=["sizes", "left out", "both"],
@@ -216,21 +250,31 @@ def test_float8_with_some_products_in_float8_has_an_effect(corpus: str) -> None:
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"train": {"precision": "bfloat16", "float8_head": False}}, "has no effect without train.precision = 'float8'"),
-        ({"train": {"driver": "server"}, "layout": {"data": 2}}, "float8 needs scales that all gradients of a step agree on"),
+        (
+            {"train": {"precision": "bfloat16", "float8_head": False}},
+            "has no effect without train.precision = 'float8'",
+        ),
+        (
+            {"train": {"driver": "server"}, "layout": {"data": 2}},
+            "float8 needs scales that all gradients of a step agree on",
+        ),
         ({"model": {"module": "own.py:Own"}}, "is for the transformer of"),
         ({"layout": {"data": 2, "compression": "topk(0.01)"}}, "set train.float8_scaling = 'dynamic'"),
     ],
     ids=["without", "server", "own module", "error feedback"],
 )
 def test_what_cannot_be_is_refused(corpus: str, tables: dict[str, Any], message: str) -> None:
-    whole = job(corpus, **{"model": MODEL, **tables, "train": {"precision": "float8", **tables.get("train", {})}})
+    whole = job(
+        corpus, **{"model": MODEL, **tables, "train": {"precision": "float8", **tables.get("train", {})}}
+    )
     with pytest.raises(ConfigError, match=message):
         from_tables(whole)
 
 
 def test_a_pattern_that_names_nothing_is_refused(corpus: str) -> None:
-    config = from_tables(job(corpus, model=MODEL, train={"precision": "float8", "float8_leave_out": ["blocks.9.*"]}))
+    config = from_tables(
+        job(corpus, model=MODEL, train={"precision": "float8", "float8_leave_out": ["blocks.9.*"]})
+    )
     with pytest.raises(UserError, match=r"'blocks\.9\.\*' is the name of no product"):
         choose(config, 1)
     with pytest.raises(UserError, match=r"'blocks\.9\.\*' is the name of no product"):
@@ -238,13 +282,19 @@ def test_a_pattern_that_names_nothing_is_refused(corpus: str) -> None:
 
 
 def test_who_names_no_product_hears_what_experts_are_called(corpus: str) -> None:
-    config = from_tables(job(corpus, model=EXPERTS, train={"precision": "float8", "float8_leave_out": ["*.experts.in"]}))
-    with pytest.raises(UserError, match=r"blocks\.0\.attention\.query.*, blocks\.0\.feed_forward\.experts\.down, … and head"):
+    config = from_tables(
+        job(corpus, model=EXPERTS, train={"precision": "float8", "float8_leave_out": ["*.experts.in"]})
+    )
+    with pytest.raises(
+        UserError, match=r"blocks\.0\.attention\.query.*, blocks\.0\.feed_forward\.experts\.down, … and head"
+    ):
         choose(config, 1)
 
 
 @pytest.mark.parametrize(("schedule", "compiled"), [("1f1b", True), ("zb1p", False), ("zbv", False)])
-def test_blocks_are_not_compiled_where_the_plan_splits_backward(corpus: str, schedule: str, compiled: bool) -> None:
+def test_blocks_are_not_compiled_where_the_plan_splits_backward(
+    corpus: str, schedule: str, compiled: bool
+) -> None:
     """Whoever decided the layout: a job that leaves it to the planner says nothing of a pipeline."""
     config = from_tables(job(corpus, model=MODEL, train={"precision": "float8", "compile": True}))
     layout = config.layout.model_copy(update={"data": 1, "pipeline": 2, "schedule": schedule})
@@ -254,7 +304,10 @@ def test_blocks_are_not_compiled_where_the_plan_splits_backward(corpus: str, sch
 def test_the_report_shows_what_was_lost_and_warns(tmp_path: Path) -> None:
     step = {"loss": 2.0, "tokens": 8, "seconds": 1.0, "again": 1}
     lost = {"blocks.0": 0.3, "head": 0.0}, {"blocks.0": 0.01, "head": 0.0}
-    lines = [{**step, "step": n, "float8": {layer: [share, 0.5] for layer, share in of.items()}} for n, of in enumerate(lost, 1)]
+    lines = [
+        {**step, "step": n, "float8": {layer: [share, 0.5] for layer, share in of.items()}}
+        for n, of in enumerate(lost, 1)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = summarise(tmp_path)
     assert summary["float8"] == {
@@ -267,5 +320,7 @@ def test_the_report_shows_what_was_lost_and_warns(tmp_path: Path) -> None:
     console = Console(width=120, record=True, file=(tmp_path / "out").open("w"))
     render(summary, console)
     text = console.export_text()
-    assert "30.0 % of a tensor lost below the range (blocks.0); 2 steps made again" in text.replace("\n", " ").replace("│", "")
+    assert "30.0 % of a tensor lost below the range (blocks.0); 2 steps made again" in text.replace(
+        "\n", " "
+    ).replace("│", "")
     assert "train.float8_leave_out" in text

@@ -13,7 +13,11 @@ EMULATED = "bfloat16 computation (products in float32, rounded: this processor h
 
 @pytest.mark.parametrize(
     ("precision", "native", "says"),
-    [("bfloat16", False, EMULATED), ("bfloat16", True, "bfloat16 computation, "), ("float32", False, "float32 computation, ")],
+    [
+        ("bfloat16", False, EMULATED),
+        ("bfloat16", True, "bfloat16 computation, "),
+        ("float32", False, "float32 computation, "),
+    ],
 )
 def test_products_in_another_dtype_than_asked_for_are_said(
     corpus: str, monkeypatch: pytest.MonkeyPatch, precision: str, native: bool, says: str

@@ -1,4 +1,5 @@
-"""Updates without a lock, against one device, against plain torch in a fixed order of events, and against a history of them."""
+"""Updates without a lock, against one device, against plain torch in a fixed order of events, and against a
+history of them."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ Weights = dict[str, Tensor]
 
 def hogwild_job(corpus: str, workers: int, model: dict[str, Any] | None = None, **train: Any) -> Tables:
     table = {"driver": "hogwild", "micro_batch": 2, **train}
-    return {**job(corpus, model=model or FAMILIES["llama"], train=table, layout={"data": workers}), "hogwild": {}}
+    return {
+        **job(corpus, model=model or FAMILIES["llama"], train=table, layout={"data": workers}),
+        "hogwild": {},
+    }
 
 
 def source_of(training: Training) -> LockFree:
@@ -49,7 +53,10 @@ def train_without_locks(worker: Worker, tables: Tables) -> tuple[list[Step], Wei
     """The steps, the weights, and how many updates each parameter has had."""
     training = start(worker, tables)
     done = list(steps(training, source=source_of(training)))
-    counts = {name: training.optimizer.state[weight]["step"].clone() for name, weight in training.parallel.named_parameters()}
+    counts = {
+        name: training.optimizer.state[weight]["step"].clone()
+        for name, weight in training.parallel.named_parameters()
+    }
     return done, weights_of(training), counts
 
 
@@ -57,10 +64,12 @@ def same(one: Weights, other: Weights) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one | other)
 
 
-# -- one worker ---------------------------------------------------------------------------------------------------------------
+# -- one worker ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [FAMILIES["llama"], FAMILIES["tied"], NGRAMS], ids=["dense", "tied", "sparse"])
+@pytest.mark.parametrize(
+    "model", [FAMILIES["llama"], FAMILIES["tied"], NGRAMS], ids=["dense", "tied", "sparse"]
+)
 def test_one_worker_is_one_device_to_the_last_bit(corpus: str, model: dict[str, Any]) -> None:
     """A step of one update; and one of four, which are four steps."""
     constant = {"schedule": "constant", "warmup": 0, "precision": "float32"}
@@ -91,7 +100,7 @@ def test_one_worker_goes_on_to_the_last_bit(corpus: str, tmp_path: Path) -> None
     assert same(weights_of(again), whole)
 
 
-# -- two workers --------------------------------------------------------------------------------------------------------------
+# -- two workers ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("locked", [False, True])
@@ -147,7 +156,9 @@ def test_in_a_fixed_order_of_events_it_is_plain_torch_and_conflicts_are_exact(
         both = [gradients(alone, batches.pop(0)) for _ in range(2)]
         touched = [rows_of(parameters, each) for each, _ in both]
         assert updates is not None
-        assert (updates.made, updates.conflicting) == (2, 1), "the second wrote what the first had written since it read"
+        assert (updates.made, updates.conflicting) == (2, 1), (
+            "the second wrote what the first had written since it read"
+        )
         assert updates.rows == len(touched[0]) + len(touched[1])
         assert updates.conflicting_rows == len(touched[0] & touched[1])
         for each, norm in both:
@@ -260,7 +271,7 @@ def test_a_checkpoint_has_no_half_update_and_goes_on_under_any_driver(
         assert rest == data[2:]
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A trained model says on one device what transformers makes it say, from whatever layout's checkpoint it comes."""
+"""A trained model says on one device what transformers makes it say, from whatever layout's checkpoint it
+comes."""
 
 from __future__ import annotations
 
@@ -26,12 +27,23 @@ transformers = pytest.importorskip("transformers")
 GREEDY = Sampling(max_tokens=24, temperature=0, seed=0)
 END, BEGIN = "<|im_end|>", "<|begin|>"
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message.role + ':' + message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{{ message.role + ':' + message.content + '<|im_end|>\n' "
+    "}}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-SHAPE = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 257, "eos_token_id": 256}  # fmt: skip
-GPT2 = {"vocab_size": 260, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 257, "eos_token_id": 256}
+SHAPE = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+"num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 257,
+         "eos_token_id": 256}  # fmt: skip
+GPT2 = {
+    "vocab_size": 260,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 257,
+    "eos_token_id": 256,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SHAPE),
     "mistral": ("Mistral", {**SHAPE, "sliding_window": 7}),
@@ -45,9 +57,14 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
     """Bytes, an end and a beginning, which its rules put before every text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: number for number, character in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     tokenizer.add_special_tokens([END, BEGIN])
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, 257)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, 257)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": BEGIN}
     more = {} if template is None else {"chat_template": template}
@@ -133,7 +150,9 @@ def shardwise(*words: str, typed: str = "") -> Result:
     return CliRunner().invoke(app, ["generate", *words], input=typed)
 
 
-def test_a_run_on_any_layout_answers_as_it_was_taught_and_its_export_does_so_in_transformers(run: Path) -> None:
+def test_a_run_on_any_layout_answers_as_it_was_taught_and_its_export_does_so_in_transformers(
+    run: Path,
+) -> None:
     done = shardwise(str(run / "run"), "--chat", "--temperature", "0", typed=f"{ASKED}\n\n{ASKED}\n")
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[0] == ANSWER
@@ -179,8 +198,11 @@ def test_a_text_ends_with_the_first_id_that_ends_it() -> None:
     assert list(continuation(successor, [3], 6, max_positions=4, temperature=0, ends={7})) == [4, 5, 6]
 
 
-def test_an_answer_ends_by_the_mark_of_the_template_whatever_the_settings_say(run: Path, tmp_path: Path) -> None:
-    """A base model's settings name a token of its own, and what it learnt here ends answers as the template writes them."""
+def test_an_answer_ends_by_the_mark_of_the_template_whatever_the_settings_say(
+    run: Path, tmp_path: Path
+) -> None:
+    """A base model's settings name a token of its own, and what it learnt here ends answers as the template
+    writes them."""
     export_checkpoint(str(run / "run" / "checkpoints" / "step-40"), tmp_path / "exported")
     for name in ("config.json", "generation_config.json"):
         path = tmp_path / "exported" / name
@@ -192,7 +214,9 @@ def test_an_answer_ends_by_the_mark_of_the_template_whatever_the_settings_say(ru
 
 
 def test_what_is_no_text_or_no_number_ends_in_words(run: Path) -> None:
-    done = CliRunner().invoke(app, ["generate", str(run / "run"), "--chat", "--max-tokens", "2"], input=b"\xff\n")
+    done = CliRunner().invoke(
+        app, ["generate", str(run / "run"), "--chat", "--max-tokens", "2"], input=b"\xff\n"
+    )
     assert done.exit_code == 0, done.output
     done = shardwise(str(run / "run"), "--prompt", "a\udcff", "--max-tokens", "2")
     assert done.exit_code == 0, done.output
@@ -203,7 +227,8 @@ def test_what_is_no_text_or_no_number_ends_in_words(run: Path) -> None:
 def test_a_template_that_came_with_the_data_is_the_models_from_then_on(
     made: Callable[[str], Path], warm: Server, tmp_path: Path
 ) -> None:
-    """A base model has none; the job gives it one by data.tokenizer, be it of data that are prepared before."""
+    """A base model has none; the job gives it one by data.tokenizer, be it of data that are prepared
+    before."""
     made("gpt2").rename(tmp_path / "model")
     (tmp_path / "told").mkdir()
     write_tokenizer(tmp_path / "model", template=None)
@@ -211,7 +236,9 @@ def test_a_template_that_came_with_the_data_is_the_models_from_then_on(
     told = {"messages": [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWER}]}
     (tmp_path / "chat.jsonl").write_text((json.dumps(told) + "\n") * 64)
     (tmp_path / "job.toml").write_text(JOB)
-    done = warm.run("data", "prepare", "chat.jsonl", "shards", "--tokenizer", "told", cwd=tmp_path, environment={})
+    done = warm.run(
+        "data", "prepare", "chat.jsonl", "shards", "--tokenizer", "told", cwd=tmp_path, environment={}
+    )
     assert done.returncode == 0, done.stderr
     for job in (["data.tokenizer=told", "run.folder=run"], ["data.source=shards", "run.folder=run2"]):
         done = warm.run("train", "job.toml", "train.steps=1", *job, cwd=tmp_path, environment={})
@@ -262,7 +289,9 @@ def test_a_model_of_prepared_data_has_their_tokenizer_and_never_that_of_bytes(
     speech = load_checkpoint(checkpoint).speech
     assert (speech.ends, speech.tokenizer.name) == ({257}, "shards/tokenizer.json")
     export_checkpoint(checkpoint, tmp_path / "exported")
-    assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == (tmp_path / "told" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "exported" / "tokenizer.json").read_bytes() == (
+        tmp_path / "told" / "tokenizer.json"
+    ).read_bytes()
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["eos_token_id"] == 257
     monkeypatch.chdir(tmp_path / "exported")
     with pytest.raises(UserError, match="shards does not exist"):
@@ -282,10 +311,14 @@ class Own(nn.Module):
 """
 
 
-def test_a_module_of_ones_own_goes_on_if_it_gives_logits(tmp_path: Path, warm: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_ones_own_goes_on_if_it_gives_logits(
+    tmp_path: Path, warm: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "text.txt").write_text("ab" * 400)
     (tmp_path / "own.py").write_text(OWN.format(otherwise="if targets is not None else logits"))
-    (tmp_path / "job.toml").write_text('[model]\nmodule = "own.py:Own"\n[data]\nsource = "text.txt"\nsequence_length = 16\n')
+    (tmp_path / "job.toml").write_text(
+        '[model]\nmodule = "own.py:Own"\n[data]\nsource = "text.txt"\nsequence_length = 16\n'
+    )
     words = ["train.steps=60", "train.learning_rate=0.05", "run.folder=run"]
     done = warm.run("train", "job.toml", *words, cwd=tmp_path, environment={})
     assert done.returncode == 0, done.stderr
@@ -295,7 +328,9 @@ def test_a_module_of_ones_own_goes_on_if_it_gives_logits(tmp_path: Path, warm: S
     with pytest.raises(UserError, match="17 tokens, and model"):
         load_checkpoint("run/checkpoints/step-60").go_on("a" * 17, GREEDY)
     (tmp_path / "own2.py").write_text(OWN.format(otherwise=""))
-    (tmp_path / "job.toml").write_text('[model]\nmodule = "own2.py:Own"\n[data]\nsource = "text.txt"\nsequence_length = 16\n')
+    (tmp_path / "job.toml").write_text(
+        '[model]\nmodule = "own2.py:Own"\n[data]\nsource = "text.txt"\nsequence_length = 16\n'
+    )
     done = warm.run("train", "job.toml", "train.steps=1", "run.folder=mute", cwd=tmp_path, environment={})
     assert done.returncode == 0, done.stderr
     refused = shardwise("mute", "--prompt", "aba")

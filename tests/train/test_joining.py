@@ -48,6 +48,7 @@ def test_other_weights_are_noticed_and_named(ranks: Callable[[int], Pool], corpu
 
 def test_equal_workers_may_join(ranks: Callable[[int], Pool], corpus: str) -> None:
     for layout in ({"data": 2, "zero": 3}, {"data": 1, "tensor": 2}):
-        tables = job(corpus, model={"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn": 32,
+        tables = job(corpus, model={"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "head_dim": 8,
+        "ffn": 32,
                                     "vocabulary": 260}, layout=layout)  # fmt: skip
         assert ranks(2).run(join_wrongly, tables, "nothing") == ["", ""]

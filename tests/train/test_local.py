@@ -1,4 +1,5 @@
-"""Groups that train by themselves and meet now and then, against plain torch: two loops, and SGD on what they moved by."""
+"""Groups that train by themselves and meet now and then, against plain torch: two loops, and SGD on what they
+moved by."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ GROUPS, STEPS = 2, 11
 Weights = dict[str, Tensor]
 
 
-def local_job(corpus: str, family: str = "llama", layout: dict[str, Any] | None = None, **local: Any) -> Tables:
+def local_job(
+    corpus: str, family: str = "llama", layout: dict[str, Any] | None = None, **local: Any
+) -> Tables:
     train = {"steps": STEPS, "driver": "local", "global_batch": 8}
     tables = job(corpus, model=FAMILIES[family], train=train, layout={"data": 1, **(layout or {})})
     return {**tables, "local": {"groups": GROUPS, "steps": 4, **local}}
@@ -37,7 +40,9 @@ def start_groups(worker: Worker, tables: Tables) -> Training:
     config = from_tables(tables)
     groups = config.local.groups
     part = config.model_copy(
-        update={"train": config.train.model_copy(update={"global_batch": config.train.global_batch // groups})}
+        update={
+            "train": config.train.model_copy(update={"global_batch": config.train.global_batch // groups})
+        }
     )
     plan = replace(choose(part, worker.world // groups), groups=groups)
     return build(config, plan, worker)
@@ -56,7 +61,12 @@ def train_groups(worker: Worker, tables: Tables) -> tuple[list[Step], Weights, f
 
 def plainly(corpus: str, tables: Tables) -> tuple[list[float], Weights]:
     """Losses of the first group, and the anchor at the end."""
-    synchronous = {**tables, "train": {**tables["train"], "driver": "synchronous"}, "layout": {"data": 1}, "local": {}}
+    synchronous = {
+        **tables,
+        "train": {**tables["train"], "driver": "synchronous"},
+        "layout": {"data": 1},
+        "local": {},
+    }
     training = start(ALONE, synchronous)
     config, settings = training.config, from_tables(tables).local
     first = {name: parameter.detach().clone() for name, parameter in training.parallel.named_parameters()}
@@ -71,9 +81,13 @@ def plainly(corpus: str, tables: Tables) -> tuple[list[float], Weights]:
 
         return rows
 
-    loops = [train_plainly(config, weights, {}, rows_of(group), STEPS) for group, weights in enumerate(groups)]
+    loops = [
+        train_plainly(config, weights, {}, rows_of(group), STEPS) for group, weights in enumerate(groups)
+    ]
     anchor = {name: torch.nn.Parameter(weight.clone()) for name, weight in first.items()}
-    outer = torch.optim.SGD(anchor.values(), settings.learning_rate, momentum=settings.momentum, nesterov=settings.momentum > 0)
+    outer = torch.optim.SGD(
+        anchor.values(), settings.learning_rate, momentum=settings.momentum, nesterov=settings.momentum > 0
+    )
     losses, under_way = [], dict[str, list[Tensor]]()
 
     @torch.no_grad()
@@ -93,7 +107,13 @@ def plainly(corpus: str, tables: Tables) -> tuple[list[float], Weights]:
         losses.append(done[0].loss)
         if under_way and (step == STEPS or step % every == settings.overlap):
             land(under_way)
-        names = list(first) if step == STEPS else cut[step // every % settings.fragments - 1] if step % every == 0 else []
+        names = (
+            list(first)
+            if step == STEPS
+            else cut[step // every % settings.fragments - 1]
+            if step % every == 0
+            else []
+        )
         under_way |= {name: [weights[name].clone() for weights in groups] for name in names}
         if names and (step == STEPS or not settings.overlap):
             land(under_way)
@@ -101,7 +121,11 @@ def plainly(corpus: str, tables: Tables) -> tuple[list[float], Weights]:
 
 
 def fragments(weights: Weights, count: int) -> list[list[str]]:
-    total, before, cut = sum(weight.numel() for weight in weights.values()), 0, [list[str]() for _ in range(count)]
+    total, before, cut = (
+        sum(weight.numel() for weight in weights.values()),
+        0,
+        [list[str]() for _ in range(count)],
+    )
     for name, weight in weights.items():
         cut[min(count - 1, (before + weight.numel() // 2) * count // total)].append(name)
         before += weight.numel()
@@ -140,28 +164,45 @@ def test_groups_come_to_what_plain_loops_come_to(
 
 
 @pytest.mark.parametrize("layout", [{}, {"data": 2, "zero": 0}], ids=str)
-def test_groups_exchange_nothing_between_meetings(ranks: Callable[[int], Pool], corpus: str, layout: dict[str, Any]) -> None:
+def test_groups_exchange_nothing_between_meetings(
+    ranks: Callable[[int], Pool], corpus: str, layout: dict[str, Any]
+) -> None:
     """And then every number once, whichever device of a group sends it."""
     tables = local_job(corpus, layout=layout)
     devices = from_tables(tables).layout.world
     done, anchor, _ = ranks(GROUPS * devices).run(train_groups, tables)[0]
     numbers = -(-sum(weight.numel() for weight in anchor.values()) // devices)
-    met = {step.step: step.collectives for step in done if any(key.endswith("/group") for key in step.collectives)}
+    met = {
+        step.step: step.collectives
+        for step in done
+        if any(key.endswith("/group") for key in step.collectives)
+    }
     assert list(met) == [4, 8, 11]
     for sent in met.values():
         assert sent["all_reduce/group"]["bytes"] == 8, "a vote"
         for kind in ("all_to_all", "all_gather"):
-            assert 8 * numbers <= sent[f"{kind}/group"]["bytes"] <= 8 * (numbers + 1), "differences, and their sums"
+            assert 8 * numbers <= sent[f"{kind}/group"]["bytes"] <= 8 * (numbers + 1), (
+                "differences, and their sums"
+            )
 
 
-@pytest.mark.parametrize("codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bf16", "int4"))])
-def test_what_is_sent_in_few_bits_is_near_what_was_meant(ranks: Callable[[int], Pool], corpus: str, codec: str) -> None:
-    """One meeting, whose outer step is the mean itself: each number is off by half a level of its block at most."""
+@pytest.mark.parametrize(
+    "codec", ["int8", *(pytest.param(codec, marks=pytest.mark.full) for codec in ("bf16", "int4"))]
+)
+def test_what_is_sent_in_few_bits_is_near_what_was_meant(
+    ranks: Callable[[int], Pool], corpus: str, codec: str
+) -> None:
+    """One meeting, whose outer step is the mean itself: each number is off by half a level of its block at
+    most."""
     tables = local_job(corpus, steps=STEPS, learning_rate=1.0, momentum=0.0)
     coded = {**tables, "local": {**tables["local"], "compression": codec}}
-    (_, exact, _), (done, found, _) = ranks(2).run(train_groups, tables)[0], ranks(2).run(train_groups, coded)[0]
+    (_, exact, _), (done, found, _) = (
+        ranks(2).run(train_groups, tables)[0],
+        ranks(2).run(train_groups, coded)[0],
+    )
     first = {
-        name: value.detach() for name, value in start(ALONE, job(corpus, model=FAMILIES["llama"])).parallel.named_parameters()
+        name: value.detach()
+        for name, value in start(ALONE, job(corpus, model=FAMILIES["llama"])).parallel.named_parameters()
     }
     moved = max(float((exact[name] - first[name]).abs().max()) for name in exact)
     level = {"bf16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}[codec]
@@ -169,7 +210,11 @@ def test_what_is_sent_in_few_bits_is_near_what_was_meant(ranks: Callable[[int], 
     assert 0 < error <= 2 * level * moved, "groups move by about as much"
     sizes = [weight.numel() for weight in exact.values()]
     wire = sum(map(Compression.parse(codec).wire_bytes, sizes))
-    assert done[-1].collectives["all_gather/group"] == {"count": 1, "bytes": 2 * wire, "plain": 2 * 8 * sum(sizes)}
+    assert done[-1].collectives["all_gather/group"] == {
+        "count": 1,
+        "bytes": 2 * wire,
+        "plain": 2 * 8 * sum(sizes),
+    }
 
 
 @pytest.mark.parametrize(
@@ -185,8 +230,8 @@ def test_what_is_sent_in_few_bits_is_near_what_was_meant(ranks: Callable[[int], 
 def test_copies_of_a_weight_stay_equal_in_a_group(
     ranks: Callable[[int], Pool], corpus: str, family: str, layout: dict[str, Any], local: dict[str, Any]
 ) -> None:
-    """Norms on the devices of a tensor axis, and the two ends of a tied weight, lie at other places of what is exchanged; the
-    guard compares their bits after every step."""
+    """Norms on the devices of a tensor axis, and the two ends of a tied weight, lie at other places of what
+    is exchanged; the guard compares their bits after every step."""
     tables = local_job(corpus, family, layout, **local)
     tables["train"]["check_every"] = 1
     config = from_tables(tables)
@@ -233,7 +278,12 @@ def continue_from(worker: Worker, tables: Tables, folder: str) -> tuple[Weights,
     ids=str,
 )
 def test_a_run_of_groups_goes_on_to_the_last_bit(
-    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path, layout: dict[str, Any], local: dict[str, Any], stop: int
+    ranks: Callable[[int], Pool],
+    corpus: str,
+    tmp_path: Path,
+    layout: dict[str, Any],
+    local: dict[str, Any],
+    stop: int,
 ) -> None:
     """Between meetings, and with an exchange under way."""
     tables = {**local_job(corpus, layout=layout, **local), "run": {"folder": str(tmp_path)}}
@@ -244,13 +294,28 @@ def test_a_run_of_groups_goes_on_to_the_last_bit(
     assert all(torch.equal(whole[name], halved[name]) for name in whole)
 
 
-def test_the_anchor_goes_on_with_other_groups_and_without(ranks: Callable[[int], Pool], corpus: str, tmp_path: Path) -> None:
+def test_the_anchor_goes_on_with_other_groups_and_without(
+    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path
+) -> None:
     tables = {**local_job(corpus), "run": {"folder": str(tmp_path)}}
     saved, anchor = ranks(2).run(save_after, tables, 6)[0]
     four = {**tables, "local": {**tables["local"], "groups": 4}}
-    together = {**tables, "train": {**tables["train"], "driver": "synchronous"}, "layout": {"data": 2}, "local": {}}
-    for world, other in ((4, four), (2, together), (1, {**tables, "local": {**tables["local"], "groups": 1}})):
-        found = ranks(world).run(continue_from, other, saved)[0] if world > 1 else continue_from(ALONE, other, saved)
+    together = {
+        **tables,
+        "train": {**tables["train"], "driver": "synchronous"},
+        "layout": {"data": 2},
+        "local": {},
+    }
+    for world, other in (
+        (4, four),
+        (2, together),
+        (1, {**tables, "local": {**tables["local"], "groups": 1}}),
+    ):
+        found = (
+            ranks(world).run(continue_from, other, saved)[0]
+            if world > 1
+            else continue_from(ALONE, other, saved)
+        )
         loaded, _, count = found
         assert all(torch.equal(loaded[name], anchor[name]) for name in anchor)
         assert count == STEPS - 6
@@ -278,9 +343,12 @@ def float8_job(corpus: str, **local: Any) -> Tables:
     return {**tables, "model": FLOAT8, "train": {**tables["train"], "steps": 5, "precision": "float8"}}
 
 
-def train_outgrowing(worker: Worker, tables: Tables, after: int | None) -> tuple[list[Step], list[int], Weights]:
-    """After that step the second group takes a scale that is too large: of a gradient on which no other scaled tensor depends.
-    The step made again has seen one more maximum of each, so its scales may lose a few of the smallest numbers more."""
+def train_outgrowing(
+    worker: Worker, tables: Tables, after: int | None
+) -> tuple[list[Step], list[int], Weights]:
+    """After that step the second group takes a scale that is too large: of a gradient on which no other
+    scaled tensor depends. The step made again has seen one more maximum of each, so its scales may lose a few
+    of the smallest numbers more."""
     training = start_groups(worker, tables)
     assert training.outer is not None
     met, done, original = [], [], training.outer.after
@@ -303,7 +371,9 @@ def test_a_group_whose_step_in_float8_is_made_again_meets_the_others_once(
     ranks: Callable[[int], Pool], corpus: str, local: dict[str, Any]
 ) -> None:
     tables = float8_job(corpus, **local)
-    (_, undisturbed), (_, disturbed) = (ranks(GROUPS).run(train_outgrowing, tables, after) for after in (None, 3))
+    (_, undisturbed), (_, disturbed) = (
+        ranks(GROUPS).run(train_outgrowing, tables, after) for after in (None, 3)
+    )
     usual, done = undisturbed[0], disturbed[0]
     assert [step.again - before.again for step, before in zip(done, usual, strict=True)] == [0, 0, 0, 1, 0]
     assert disturbed[1] == undisturbed[1] == sorted(set(disturbed[1]))

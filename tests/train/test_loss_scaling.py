@@ -21,7 +21,9 @@ def float16(corpus: str, layout: dict[str, Any] | None = None, **train: Any) -> 
 
 def check_only_step_three_was_skipped(taken: list[Taken]) -> None:
     assert [one.step.skipped for one in taken] == [False, False, True, False, False, False]
-    assert [one.changed for one in taken] == [{"model", "optimizer"}] * 2 + [set()] + [{"model", "optimizer"}] * 3
+    assert [one.changed for one in taken] == [{"model", "optimizer"}] * 2 + [set()] + [
+        {"model", "optimizer"}
+    ] * 3
     assert [one.adam_steps for one in taken] == [{1.0}, {2.0}, {2.0}, {3.0}, {4.0}, {5.0}]
     # Doubled after two clean steps, halved by the overflow, doubled after the next two.
     assert [one.step.loss_scale for one in taken] == [1024.0, 1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
@@ -51,7 +53,9 @@ def test_a_scale_too_large_for_the_model_is_halved_until_it_fits(corpus: str) ->
 
 
 def test_the_scale_does_not_change_what_is_trained(corpus: str) -> None:
-    small, large = (on_one_device(float16(corpus, initial_scale=scale, scale_every=100)) for scale in (64.0, 4096.0))
+    small, large = (
+        on_one_device(float16(corpus, initial_scale=scale, scale_every=100)) for scale in (64.0, 4096.0)
+    )
     # Scaling by a power of two is exact but for gradients that leave float16's range at the lower end.
     assert small.losses == pytest.approx(large.losses, rel=2**-11)
     assert small.norms == pytest.approx(large.norms, rel=2**-9)

@@ -29,7 +29,13 @@ PARAMETER = "blocks.1.attention.value.weight"
         *((0, "float32"), (1, "bfloat16"), (3, "float32")),
         *(
             pytest.param(zero, precision, marks=pytest.mark.full)
-            for zero, precision in ((0, "bfloat16"), (1, "float32"), (2, "float32"), (2, "bfloat16"), (3, "bfloat16"))
+            for zero, precision in (
+                (0, "bfloat16"),
+                (1, "float32"),
+                (2, "float32"),
+                (2, "bfloat16"),
+                (3, "bfloat16"),
+            )
         ),
     ],
 )
@@ -57,14 +63,23 @@ def test_a_loss_that_is_not_finite_names_the_first_parameter_it_spoils(corpus: s
     with torch.no_grad():
         training.parallel.model.blocks[0].feed_forward.up.weight[0, 0] = torch.nan
     before = snapshot(training)
-    with pytest.raises(RunFailed, match=r"step 1: the loss is nan and the gradient of embedding\.weight is the first"):
+    with pytest.raises(
+        RunFailed, match=r"step 1: the loss is nan and the gradient of embedding\.weight is the first"
+    ):
         next(steps(training))
     after = snapshot(training)
     assert all(torch.equal(before[name].nan_to_num(7), after[name].nan_to_num(7)) for name in before)
 
 
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(corpus: str, tmp_path: Path) -> None:
-    train = {"precision": "float32", "learning_rate": 1e25, "clip": False, "warmup": 0, "schedule": "constant", "steps": 9}
+    train = {
+        "precision": "float32",
+        "learning_rate": 1e25,
+        "clip": False,
+        "warmup": 0,
+        "schedule": "constant",
+        "steps": 9,
+    }
     tables = job(corpus, train=train, checkpoint={"every": 1, "keep": 20}, run={"folder": str(tmp_path)})
     config = from_tables(tables)
     with pytest.raises(RunFailed, match="The weights were not touched, and checkpoints are kept"):

@@ -1,4 +1,5 @@
-"""One device against a training loop written out by hand with torch alone: whole logits, torch's own AdamW and clipping."""
+"""One device against a training loop written out by hand with torch alone: whole logits, torch's own AdamW
+and clipping."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def plain_loop(config: Config, schedule: Callable[[int], float], clip: float | N
     dataset = Dataset.open(config.data, config.train.seed)
     model = Transformer(config.model).double()
     initialise(model, config.train.seed)
-    decayed = [p for name, p in model.named_parameters() if p.ndim == 2 and name.split(".")[0] in ("blocks", "head")]
+    decayed = [
+        p for name, p in model.named_parameters() if p.ndim == 2 and name.split(".")[0] in ("blocks", "head")
+    ]
     rest = [p for p in model.parameters() if all(p is not other for other in decayed)]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, foreach=False)
@@ -53,7 +56,9 @@ def plain_loop(config: Config, schedule: Callable[[int], float], clip: float | N
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
-        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], foreach=False)))
+        norms.append(
+            float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], foreach=False))
+        )
         for parameter in model.parameters():  # clip_grad_norm_ adds 1e-6 to the norm, which is not exact
             parameter.grad *= min(1.0, (clip or math.inf) / norms[-1])
         for group in optimizer.param_groups:
@@ -79,7 +84,13 @@ def largest_difference(ours: Trained, plain: Plain) -> float:
         (LLAMA, wsd, 1e-3, True),
         (GPT, cosine, 1e3, True),
     ],
-    ids=["llama-cosine", "tied-linear-reset", "gpt-wsd-unclipped", "llama-wsd-hard-clip-reset", "gpt-cosine-idle-clip-reset"],
+    ids=[
+        "llama-cosine",
+        "tied-linear-reset",
+        "gpt-wsd-unclipped",
+        "llama-wsd-hard-clip-reset",
+        "gpt-cosine-idle-clip-reset",
+    ],
 )
 def test_one_device_trains_as_a_plain_torch_loop_does(
     corpus: str, model: dict[str, Any], schedule: Callable[[int], float], clip: float | None, reset: bool

@@ -10,7 +10,15 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import named
 from shardwise.train.planner import Planner, left_to_the_planner
 
-MODEL = {"layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 64, "ffn": 4096, "vocabulary": 32000}
+MODEL = {
+    "layers": 8,
+    "hidden": 1024,
+    "heads": 16,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "ffn": 4096,
+    "vocabulary": 32000,
+}
 
 
 def job(**layout: object) -> Config:
@@ -21,7 +29,9 @@ def job(**layout: object) -> Config:
 def apart(bandwidth: float) -> Cluster:
     """Four H100, each in a node of its own."""
     cluster = named("h100x4")
-    return replace(cluster, devices_per_node=1, nodes=4, between=replace(cluster.between, bandwidth=bandwidth))
+    return replace(
+        cluster, devices_per_node=1, nodes=4, between=replace(cluster.between, bandwidth=bandwidth)
+    )
 
 
 def test_on_a_slow_link_the_plan_of_a_run_compresses_and_says_why() -> None:
@@ -49,7 +59,9 @@ def test_on_a_quick_link_it_does_not_and_says_why() -> None:
 
 
 def test_a_codec_that_was_asked_for_stays_when_the_rest_is_planned() -> None:
-    planner = Planner(job(compression="int8", compression_warmup=7), 4, None, cluster=apart(0.1e9), searches=True)
+    planner = Planner(
+        job(compression="int8", compression_warmup=7), 4, None, cluster=apart(0.1e9), searches=True
+    )
     layout = planner.first.layout
     assert (layout.compression, layout.compression_warmup) == ("int8", 7)
     assert planner.first.decisions["layout.compression"].asked

@@ -14,7 +14,9 @@ from shardwise.mesh import Worker
 from shardwise.train.run import _check_same_job
 
 
-@pytest.mark.parametrize(("other_micro_batch", "says"), [(False, None), (True, "was started with another job than rank 0")])
+@pytest.mark.parametrize(
+    ("other_micro_batch", "says"), [(False, None), (True, "was started with another job than rank 0")]
+)
 def test_ranks_go_on_if_they_decided_the_same_for_whatever_reasons(
     ranks: Callable[[int], Pool], corpus: str, other_micro_batch: bool, says: str | None
 ) -> None:
@@ -28,7 +30,10 @@ def test_ranks_go_on_if_they_decided_the_same_for_whatever_reasons(
 def compare(worker: Worker, tables: Tables, other_micro_batch: bool) -> str | None:
     training = start(worker, tables)
     if worker.rank == 1:
-        reasons = {name: replace(decision, why="of the 9.6 GiB here") for name, decision in training.plan.decisions.items()}
+        reasons = {
+            name: replace(decision, why="of the 9.6 GiB here")
+            for name, decision in training.plan.decisions.items()
+        }
         training.plan = replace(training.plan, decisions=reasons, micro_batch=1 if other_micro_batch else 2)
     try:
         _check_same_job(training)

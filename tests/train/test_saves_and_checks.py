@@ -28,7 +28,9 @@ def check_while_saving(worker: Worker, tables: Tables) -> list[int]:
     return [outcome.step for outcome in training.checkpointer.outcomes() if hasattr(outcome, "folder")]
 
 
-def test_copies_are_compared_while_a_save_goes_on(ranks: Callable[[int], Pool], corpus: str, tmp_path: Path) -> None:
+def test_copies_are_compared_while_a_save_goes_on(
+    ranks: Callable[[int], Pool], corpus: str, tmp_path: Path
+) -> None:
     tables = job(
         corpus,
         train={"steps": 12, "check_every": 1, "precision": "float32"},
@@ -52,7 +54,9 @@ class Phases(NoHost):
 @pytest.mark.parametrize("background", [True, False])
 def test_the_host_is_told_of_every_save_and_of_its_end(corpus: str, tmp_path: Path, background: bool) -> None:
     checkpoint = {"every": 2, "background": background}
-    config = from_tables(job(corpus, train={"steps": 5}, checkpoint=checkpoint, run={"folder": str(tmp_path)}))
+    config = from_tables(
+        job(corpus, train={"steps": 5}, checkpoint=checkpoint, run={"folder": str(tmp_path)})
+    )
     link = Phases(ALONE, choose(config, 1))
     assert run(config, link) == 0
     saves = [index for index, (phase, _) in enumerate(link.told) if phase == "save"]

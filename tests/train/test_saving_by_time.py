@@ -20,14 +20,19 @@ from shardwise.train.steps import steps
 
 def save(worker: Worker, tables: Tables, at: int) -> list[bool]:
     training = start(worker, tables)
-    generator = steps(training, save_due=lambda: training.step + 1 == at if worker.rank == 0 else training.step + 1 != at)
+    generator = steps(
+        training, save_due=lambda: training.step + 1 == at if worker.rank == 0 else training.step + 1 != at
+    )
     return [done.save for done in generator]
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param({"data": 2, "tensor": 2, "zero": 3}, marks=pytest.mark.full), {"pipeline": 2, "data": 2}]
+    "layout",
+    [pytest.param({"data": 2, "tensor": 2, "zero": 3}, marks=pytest.mark.full), {"pipeline": 2, "data": 2}],
 )
-def test_all_ranks_save_by_the_clock_of_the_main_one(ranks: Callable[[int], Pool], corpus: str, layout: dict[str, int]) -> None:
+def test_all_ranks_save_by_the_clock_of_the_main_one(
+    ranks: Callable[[int], Pool], corpus: str, layout: dict[str, int]
+) -> None:
     tables = job(corpus, train={"steps": 4}, layout=layout, model=FAMILIES["llama"])
     assert ranks(4).run(save, tables, 3) == [[False, False, True, False]] * 4
 
@@ -42,9 +47,16 @@ def test_all_ranks_save_by_the_clock_of_the_main_one(ranks: Callable[[int], Pool
     ],
 )
 def test_a_run_saves_every_so_many_minutes_unless_it_counts_steps(
-    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], checkpoint: dict[str, float], saved: list[int], says: str
+    corpus: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    checkpoint: dict[str, float],
+    saved: list[int],
+    says: str,
 ) -> None:
-    tables = job(corpus, train={"steps": 3}, checkpoint={"keep": 9, **checkpoint}, run={"folder": str(tmp_path)})
+    tables = job(
+        corpus, train={"steps": 3}, checkpoint={"keep": 9, **checkpoint}, run={"folder": str(tmp_path)}
+    )
     config = from_tables(tables)
     assert run(config, NoHost(ALONE, choose(config, 1))) == 0
     assert sorted(map(step_of, checkpoints(tmp_path / "checkpoints"))) == saved

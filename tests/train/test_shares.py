@@ -55,7 +55,9 @@ def test_shares_follow_a_device_that_changes_its_speed() -> None:
     assert seen[18].tolist() == [13] * 4
     assert seen[38].tolist() == [16, 16, 4, 16]
     assert max(seen[59]) - min(seen[59]) <= 1
-    assert max(abs(before - after).max() for before, after in itertools.pairwise(seen)) <= 6, "it moves smoothly"
+    assert max(abs(before - after).max() for before, after in itertools.pairwise(seen)) <= 6, (
+        "it moves smoothly"
+    )
 
 
 def test_one_slow_step_in_many_moves_few_rows_and_unknown_times_move_none() -> None:
@@ -76,15 +78,20 @@ def test_a_group_of_tensor_devices_is_as_slow_as_its_slowest() -> None:
     dealing = dealer(2, 8, tensor=2)
     for step in range(1, 20 + WARM_UP):
         rows = dealing.deal().rows
-        dealing.hear(step, [(rows[0] * 0.1, 0.0), (rows[0] * 1.0, 0.0), (rows[1] * 3.0, 0.0), (rows[1] * 1.0, 0.0)])
+        dealing.hear(
+            step, [(rows[0] * 0.1, 0.0), (rows[0] * 1.0, 0.0), (rows[1] * 3.0, 0.0), (rows[1] * 1.0, 0.0)]
+        )
     assert dealing.deal().rows == (6, 2)
 
 
 TRAIN = {"steps": 3, "global_batch": 16, "micro_batch": 2, "precision": "float64"}
 
 
-def gradients(worker: Worker, tables: Tables, rows: tuple[int, ...] | None) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The first step's gradients put together, and the data of all steps, with the shares of the devices given."""
+def gradients(
+    worker: Worker, tables: Tables, rows: tuple[int, ...] | None
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The first step's gradients put together, and the data of all steps, with the shares of the devices
+    given."""
     training = start(worker, tables)
     training.shares = Shares(rows) if rows else training.shares
     kept: dict[str, torch.Tensor] = {}
@@ -103,7 +110,11 @@ def gradients(worker: Worker, tables: Tables, rows: tuple[int, ...] | None) -> t
 
 @pytest.mark.parametrize(
     "layout",
-    [{"data": 2, "zero": 0}, {"data": 2, "zero": 2}, pytest.param({"data": 2, "zero": 3}, marks=pytest.mark.full)],
+    [
+        {"data": 2, "zero": 0},
+        {"data": 2, "zero": 2},
+        pytest.param({"data": 2, "zero": 3}, marks=pytest.mark.full),
+    ],
     ids=lambda layout: f"zero{layout['zero']}",
 )
 @pytest.mark.parametrize("family", ["llama", pytest.param("experts", marks=pytest.mark.full)])
@@ -135,10 +146,14 @@ def with_a_slow_rank(worker: Worker, tables: Tables) -> list[Step]:
     return last
 
 
-def test_a_run_deals_by_speed_and_reads_what_an_even_one_reads(ranks: Callable[[int], Pool], corpus: str) -> None:
+def test_a_run_deals_by_speed_and_reads_what_an_even_one_reads(
+    ranks: Callable[[int], Pool], corpus: str
+) -> None:
     train = {**TRAIN, "steps": 14, "micro_batch": 4}
     even = job(corpus, model=FAMILIES["llama"], train=train, layout={"data": 2, "zero": 0})
-    by_speed = job(corpus, model=FAMILIES["llama"], train={**train, "shares": "by speed"}, layout={"data": 2, "zero": 0})
+    by_speed = job(
+        corpus, model=FAMILIES["llama"], train={**train, "shares": "by speed"}, layout={"data": 2, "zero": 0}
+    )
     plain = ranks(2).run(with_plain_steps, even)[0]
     main, other = ranks(2).run(with_a_slow_rank, by_speed)
     assert [done.rows for done in main] == [done.rows for done in other]
@@ -155,6 +170,11 @@ def with_plain_steps(worker: Worker, tables: Tables) -> list[tuple[str, float]]:
 
 
 def test_pipelines_are_refused(corpus: str) -> None:
-    tables = job(corpus, model=FAMILIES["llama"], train={**TRAIN, "shares": "by speed"}, layout={"pipeline": 2, "data": 1})
+    tables = job(
+        corpus,
+        model=FAMILIES["llama"],
+        train={**TRAIN, "shares": "by speed"},
+        layout={"pipeline": 2, "data": 1},
+    )
     with pytest.raises(UserError, match=r"train.shares = 'by speed': the stages of a pipeline"):
         from_tables(tables)

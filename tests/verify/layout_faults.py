@@ -1,7 +1,8 @@
 """Layouts that are broken the way real ones have been: workers run these in place of the honest tasks.
 
-`layout_faults:measured_FAULT` compares as verify/measure.py does, `layout_faults:traced_FAULT` as verify/localise.py, each with
-the fault in place on every rank, and mended again after: the reference is traced in the same process.
+`layout_faults:measured_FAULT` compares as verify/measure.py does, `layout_faults:traced_FAULT` as
+verify/localise.py, each with the fault in place on every rank, and mended again after: the reference is
+traced in the same process.
 """
 
 from __future__ import annotations
@@ -68,7 +69,11 @@ def row_outputs_not_summed(replace: Replace) -> None:
     """Forward: after a matrix that is split by inputs, a device goes on with its own partial result."""
 
     def forward(self: parallel_tensor.Row, *inputs: Any) -> Any:
-        return super(parallel_tensor.Row, self).forward(*inputs).chunk(self.parallel_share.size, 1)[self.parallel_share.index]
+        return (
+            super(parallel_tensor.Row, self)
+            .forward(*inputs)
+            .chunk(self.parallel_share.size, 1)[self.parallel_share.index]
+        )
 
     replace(parallel_tensor.Row, "forward", forward)
 
@@ -151,7 +156,9 @@ def block_skipped_from_step_2(replace: Replace) -> None:
     def change(training: Training) -> None:
         block = training.parallel.model.blocks[1]
         honest = block.forward
-        block.forward = lambda x, angles, mask: x + 0 * honest(x, angles, mask) if training.step else honest(x, angles, mask)
+        block.forward = lambda x, angles, mask: (
+            x + 0 * honest(x, angles, mask) if training.step else honest(x, angles, mask)
+        )
 
     _change_training(replace, change)
 
@@ -224,7 +231,9 @@ def later_chunks_replace_the_gradient(replace: Replace) -> None:
 def held_out_loss_of_half_the_context(replace: Replace) -> None:
     def held_out_loss(training: Any) -> float | None:
         comm, honest = training.comm, type(training.comm).all_reduce
-        comm.all_reduce = lambda tensor, axis, **more: tensor if axis == "context" else honest(comm, tensor, axis, **more)
+        comm.all_reduce = lambda tensor, axis, **more: (
+            tensor if axis == "context" else honest(comm, tensor, axis, **more)
+        )
         try:
             return evaluate.held_out_loss(training)
         finally:
@@ -281,7 +290,9 @@ def documents_shifted_by_one(replace: Replace) -> None:
     honest = parallel_model.ParallelModel.own
 
     def own(self: parallel_model.ParallelModel, batch: Any) -> Any:
-        shifted = with_fields(batch, documents=torch.cat((batch.documents[:, 1:], batch.documents[:, -1:]), 1))
+        shifted = with_fields(
+            batch, documents=torch.cat((batch.documents[:, 1:], batch.documents[:, -1:]), 1)
+        )
         return honest(self, shifted)
 
     replace(parallel_model.ParallelModel, "own", own)
@@ -297,12 +308,18 @@ def rank_raises(replace: Replace) -> None:
 
 def __getattr__(name: str) -> Callable[..., Any]:
     side, _, fault = name.partition("_")
-    honest = {"measured": measure.compare_with_reference, "traced": localise.compare_traces, "summed": sums.short_sums}[side]
+    honest = {
+        "measured": measure.compare_with_reference,
+        "traced": localise.compare_traces,
+        "summed": sums.short_sums,
+    }[side]
     return partial(_broken, fault, honest)
 
 
 def _broken(fault: str, honest: Callable[..., Any], worker: Any, *arguments: Any) -> Any:
     with ExitStack() as mended:
         if not (fault.startswith("rank_") and worker.rank == 0):
-            globals()[fault](lambda owner, name, value: mended.enter_context(patch.object(owner, name, value)))
+            globals()[fault](
+                lambda owner, name, value: mended.enter_context(patch.object(owner, name, value))
+            )
         return honest(worker, *arguments)

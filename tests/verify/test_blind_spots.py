@@ -1,4 +1,5 @@
-"""Faults that only some of what a layout may meet can show: rare ids, later chunks, documents, evaluation, loads, dtypes of sums.
+"""Faults that only some of what a layout may meet can show: rare ids, later chunks, documents, evaluation,
+loads, dtypes of sums.
 
 The text is one document of small letters, as a user's may be: none of this occurs in it.
 """
@@ -43,16 +44,24 @@ def job(source: str, layout: dict[str, Any], model: dict[str, Any] = MODEL, rese
 @pytest.mark.parametrize(
     ("fault", "layout", "model", "reset", "says"),
     [
-        ("upper_embeddings_one_row_off", {"tensor": 2}, MODEL, False, "first output that differs is that of embedding on"),
-        ("first_row_of_upper_shards_lost", {"tensor": 2}, MODEL, False, "first output that differs is that of embedding on"),
+        ("upper_embeddings_one_row_off", {"tensor": 2}, MODEL, False,
+        "first output that differs is that of embedding on"),
+        ("first_row_of_upper_shards_lost", {"tensor": 2}, MODEL, False,
+        "first output that differs is that of embedding on"),
         ("upper_one_hot_off_by_one", {"tensor": 2}, MODEL, False, "that of the output of norm on"),
         ("later_chunks_replace_the_gradient", {"data": 2}, MODEL, False, "head.weight"),
-        ("held_out_loss_of_half_the_context", RING, MODEL, False, "the held-out loss: missing reduction over context"),
-        ("loads_not_summed_over_data", {"data": 2}, EXPERTS, False, "load: missing reduction over data: blocks.0.feed_forward"),
-        ("ring_sums_outputs_in_their_own_dtype", RING, MODEL, False, "addcmul_ in shardwise/parallel/blockwise.py merge_"),
-        ("ring_sums_gradients_in_their_own_dtype", RING, MODEL, False, "add_ in shardwise/parallel/ring.py _add"),
-        ("masked_blocks_sum_gradients_in_their_own_dtype", RING, MODEL, True, "add_ in shardwise/parallel/blockwise.py attend"),
-        ("blocks_skipped_where_one_row_has_nothing_in_common", RING, MODEL, True, "that of blocks.0.attention.mixing"),
+        ("held_out_loss_of_half_the_context", RING, MODEL, False,
+        "the held-out loss: missing reduction over context"),
+        ("loads_not_summed_over_data", {"data": 2}, EXPERTS, False,
+        "load: missing reduction over data: blocks.0.feed_forward"),
+        ("ring_sums_outputs_in_their_own_dtype", RING, MODEL, False,
+        "addcmul_ in shardwise/parallel/blockwise.py merge_"),
+        ("ring_sums_gradients_in_their_own_dtype", RING, MODEL, False,
+        "add_ in shardwise/parallel/ring.py _add"),
+        ("masked_blocks_sum_gradients_in_their_own_dtype", RING, MODEL, True,
+        "add_ in shardwise/parallel/blockwise.py attend"),
+        ("blocks_skipped_where_one_row_has_nothing_in_common", RING, MODEL, True,
+        "that of blocks.0.attention.mixing"),
         ("documents_shifted_by_one", RING, MODEL, True, "that of blocks.0.attention.mixing"),
         ("ignored_targets_count_in_a_part", {"tensor": 2}, MODEL, True, "that of the output of norm on"),
     ],

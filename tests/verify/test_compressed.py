@@ -15,10 +15,14 @@ MODEL = {**LLAMA, "hidden": 64, "layers": 1}
 
 
 def proof(corpus: str, layout: dict[str, Any]) -> ProofResult:
-    return prove(from_tables(job(corpus, model=MODEL, layout={"data": 2, **layout}, train={"micro_batch": 1})), steps=1)
+    return prove(
+        from_tables(job(corpus, model=MODEL, layout={"data": 2, **layout}, train={"micro_batch": 1})), steps=1
+    )
 
 
-@pytest.mark.parametrize("layout", [{"zero": 0, "compression": "int8"}, {"zero": 2, "compression": "topk(0.1)"}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"zero": 0, "compression": "int8"}, {"zero": 2, "compression": "topk(0.1)"}], ids=str
+)
 def test_what_is_sent_and_what_is_kept_is_the_gradient(corpus: str, layout: dict[str, Any]) -> None:
     result = proof(corpus, layout)
     assert result.verdict.passes
@@ -48,7 +52,11 @@ WEIGHTS = {"zero": 3, "weight_compression": "int8", "backward_shards": 1}
     [
         ("residual_forgotten", GRADIENTS, "loses a part"),
         ("ranks_decode_differently", GRADIENTS, "ranks 0, 1 were given different gradients"),
-        ("shards_stay_exact", WEIGHTS, "embedding.weight[(0, 259), (0, 64)]: ranks 0, 1 computed with different weights"),
+        (
+            "shards_stay_exact",
+            WEIGHTS,
+            "embedding.weight[(0, 259), (0, 64)]: ranks 0, 1 computed with different weights",
+        ),
         ("backward_has_exact_weights", WEIGHTS, "ranks 0, 1 computed with different weights within one step"),
     ],
 )

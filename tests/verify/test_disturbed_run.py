@@ -26,7 +26,8 @@ class Silent:
 
 
 class PretendedCommands:
-    """Commands that have ended with these statuses, or (None) run for ever; starting them again writes what is given."""
+    """Commands that have ended with these statuses, or (None) run for ever; starting them again writes what
+    is given."""
 
     def __init__(self, statuses: list[int | None], start_again: Callable[[], None] = lambda: None) -> None:
         self._statuses, self._start_again = statuses, start_again
@@ -51,7 +52,9 @@ class PretendedCommands:
         return "its last words"
 
 
-def a_run(folder: Path, *statuses: int | None, start_again: Callable[[], None] = lambda: None) -> DisturbedRun:
+def a_run(
+    folder: Path, *statuses: int | None, start_again: Callable[[], None] = lambda: None
+) -> DisturbedRun:
     folder.mkdir()
     config = from_tables({"data": {"source": "text.txt"}})
     run = DisturbedRun(folder, config, 2, (), Baseline(1.0, 0.1, 0.01, 0.01), Silent())
@@ -78,7 +81,9 @@ def go_on(folder: Path, number: int, **facts: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [0, 1, 130, -15])
-def test_a_command_that_was_asked_to_leave_must_say_that_it_is_to_be_started_again(tmp_path: Path, status: int) -> None:
+def test_a_command_that_was_asked_to_leave_must_say_that_it_is_to_be_started_again(
+    tmp_path: Path, status: int
+) -> None:
     folder = tmp_path / "run"
     run = a_run(folder, status, start_again=lambda: go_on(folder, 5))
     step(folder, 5, time.time())
@@ -128,7 +133,9 @@ def test_a_run_has_not_recovered_before_it_has_begun_again_and_done_a_step(tmp_p
     assert run._resumed(1, world=3) is None, "others began"
 
 
-@pytest.mark.parametrize(("status", "failure"), [(0, None), (1, "the command ended with status 1:\nits last words")])
+@pytest.mark.parametrize(
+    ("status", "failure"), [(0, None), (1, "the command ended with status 1:\nits last words")]
+)
 def test_a_run_that_ends_with_an_error_has_failed(tmp_path: Path, status: int, failure: str | None) -> None:
     assert a_run(tmp_path / "run", status)._bad_end() == failure
 

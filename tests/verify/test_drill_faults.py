@@ -1,4 +1,5 @@
-"""When and what: the schedule of faults is drawn from the seed alone, spread over the run, and does what it says to files."""
+"""When and what: the schedule of faults is drawn from the seed alone, spread over the run, and does what it
+says to files."""
 
 from __future__ import annotations
 

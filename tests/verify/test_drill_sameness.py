@@ -1,4 +1,5 @@
-"""A drill that cannot fail proves nothing: every forged difference between two runs must be found, and named."""
+"""A drill that cannot fail proves nothing: every forged difference between two runs must be found, and
+named."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def undisturbed(tmp_path: Path) -> Path:
 
 def next_float(value: float) -> float:
     """One bit further."""
-    return float(struct.unpack("<d", struct.pack("<q", struct.unpack("<q", struct.pack("<d", value))[0] + 1))[0])
+    return float(
+        struct.unpack("<d", struct.pack("<q", struct.unpack("<q", struct.pack("<d", value))[0] + 1))[0]
+    )
 
 
 def test_the_same_run_is_the_same(undisturbed: Path, tmp_path: Path) -> None:
@@ -124,11 +127,16 @@ def test_one_bit_of_one_weight_is_found_and_named(undisturbed: Path, tmp_path: P
 def test_a_negative_zero_is_not_a_zero(tmp_path: Path) -> None:
     plus, minus = tensors(), tensors()
     plus["model.a"][0, 0], minus["model.a"][0, 0] = 0.0, -0.0
-    runs = [write_run(tmp_path / "undisturbed", records(), plus), write_run(tmp_path / "drilled", records(), minus)]
+    runs = [
+        write_run(tmp_path / "undisturbed", records(), plus),
+        write_run(tmp_path / "drilled", records(), minus),
+    ]
     assert not compare_runs(*runs, STEPS, None).weights_equal
 
 
-def test_a_missing_tensor_and_a_checkpoint_of_another_step_are_found(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_missing_tensor_and_a_checkpoint_of_another_step_are_found(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     held = tensors()
     del held["model.b"]
     fewer = write_run(tmp_path / "fewer", records(), held)

@@ -1,4 +1,5 @@
-"""Proofs in float8: with the scales of one device, a layout computes its numbers to the rounding of float64."""
+"""Proofs in float8: with the scales of one device, a layout computes its numbers to the rounding of
+float64."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ EXPERTS = {"layers": 2, "experts": 4, "experts_per_token": 2, "expert_ffn": 32, 
     ],
     ids=str,
 )
-def test_a_layout_in_float8_is_one_device_in_float8(corpus: str, model: dict[str, Any], layout: dict[str, Any]) -> None:
+def test_a_layout_in_float8_is_one_device_in_float8(
+    corpus: str, model: dict[str, Any], layout: dict[str, Any]
+) -> None:
     config = from_tables(
         {
             "model": {**MODEL, **model},

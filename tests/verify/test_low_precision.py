@@ -1,4 +1,5 @@
-"""Proofs in bfloat16, on data in which nearly all tokens are the same: no sum over tokens is made in eight bits on any axis."""
+"""Proofs in bfloat16, on data in which nearly all tokens are the same: no sum over tokens is made in eight
+bits on any axis."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ LENGTH = 128
 def frequent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Nine bytes in ten are spaces."""
     draw, path = random.Random(0), tmp_path_factory.mktemp("frequent") / "text.txt"
-    path.write_text("".join(" " if draw.random() < 0.9 else draw.choice("abcdefghijklmnopqrstuvwxyz\n") for _ in range(20_000)))
+    path.write_text(
+        "".join(
+            " " if draw.random() < 0.9 else draw.choice("abcdefghijklmnopqrstuvwxyz\n") for _ in range(20_000)
+        )
+    )
     return path
 
 
@@ -46,7 +51,9 @@ def frequent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=str,
 )
-def test_frequent_tokens_cost_a_layout_what_they_cost_one_device(frequent: Path, family: str, layout: dict[str, Any]) -> None:
+def test_frequent_tokens_cost_a_layout_what_they_cost_one_device(
+    frequent: Path, family: str, layout: dict[str, Any]
+) -> None:
     config = from_tables(
         {
             "model": {**FAMILIES[family], "layers": 2, "max_positions": LENGTH},

@@ -1,4 +1,5 @@
-"""Our training against plain torch: every family agrees, and a fault that all layouts share is seen there and nowhere else."""
+"""Our training against plain torch: every family agrees, and a fault that all layouts share is seen there and
+nowhere else."""
 
 from __future__ import annotations
 
@@ -31,18 +32,29 @@ from shardwise.verify.job import prepare_proof
 from shardwise.verify.prove import prove
 from shardwise.verify.verdict import Verdict, judge
 
-LLAMA = {"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 50, "vocabulary": 259, "rope_theta": 100.0,
+LLAMA = {"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 50, "vocabulary": 259,
+"rope_theta": 100.0,
          "rope_scale": 4.0, "rope_original": 12}  # fmt: skip
 QWEN = {**LLAMA, "rope_scale": 1.0, "qk_norm": True, "tied": True, "norm_epsilon": 1e-6}
-GPT = {**LLAMA, "kv_heads": 4, "rope_scale": 1.0, "norm": "layer", "positions": "learned", "activation": "gelu", "bias": True,
+GPT = {**LLAMA, "kv_heads": 4, "rope_scale": 1.0, "norm": "layer", "positions": "learned",
+"activation": "gelu", "bias": True,
        "tied": True, "max_positions": 37}  # fmt: skip
-MIXTRAL = {**LLAMA, "rope_scale": 1.0, "experts": 4, "experts_per_token": 2, "expert_ffn": 20, "balance_loss": 0.01}
+MIXTRAL = {
+    **LLAMA,
+    "rope_scale": 1.0,
+    "experts": 4,
+    "experts_per_token": 2,
+    "expert_ffn": 20,
+    "balance_loss": 0.01,
+}
 SHARED_EXPERTS = {**MIXTRAL, "qk_norm": True, "shared_experts": 2, "router": "sigmoid", "routing_scale": 2.5,
                   "balance_bias": 0.001, "router_z_loss": 0.001}  # fmt: skip
 QWEN2 = {**LLAMA, "rope_scale": 1.0, "bias": "qkv"}
 MISTRAL = {**LLAMA, "rope_scale": 1.0, "window": 7}
-GEMMA2 = {**LLAMA, "layers": 3, "rope_scale": 1.0, "norm": "rms+1", "post_norms": True, "activation": "geglu", "tied": True,
-          "scaled_embedding": True, "query_scalar": 5.0, "attention_softcap": 2.0, "logit_softcap": 3.0, "window": 7,
+GEMMA2 = {**LLAMA, "layers": 3, "rope_scale": 1.0, "norm": "rms+1", "post_norms": True, "activation": "geglu",
+"tied": True,
+          "scaled_embedding": True, "query_scalar": 5.0, "attention_softcap": 2.0, "logit_softcap": 3.0,
+          "window": 7,
           "window_layers": "even"}  # fmt: skip
 FAMILIES = {
     "gemma2": GEMMA2,
@@ -57,7 +69,9 @@ FAMILIES = {
 CLIPPED = {"clip": 0.1, "schedule": "cosine"}
 
 
-def job(source: str, model: dict[str, Any], layout: dict[str, Any] | None = None, reset: bool = True, **train: Any) -> Config:
+def job(
+    source: str, model: dict[str, Any], layout: dict[str, Any] | None = None, reset: bool = True, **train: Any
+) -> Config:
     return from_tables(
         {
             "model": model,
@@ -103,14 +117,18 @@ def compared(config: Config, folder: Path, refer: Callable[..., Any], steps: int
 def test_every_family_trains_as_plain_torch_does(
     corpus: str, tmp_path: Path, family: str, train: dict[str, Any], reset: bool
 ) -> None:
-    found = compared(job(corpus, FAMILIES[family], reset=reset, **train), tmp_path, measure.write_plain_reference)
+    found = compared(
+        job(corpus, FAMILIES[family], reset=reset, **train), tmp_path, measure.write_plain_reference
+    )
     assert found.verdict.passes, found.verdict.errors[0]
     assert found.verdict.errors[0].relative_error < 1e-11
 
 
 @pytest.mark.parametrize("family", ["gpt2", "shared experts"])
 def test_answers_are_learnt_as_in_plain_torch(conversations: str, tmp_path: Path, family: str) -> None:
-    found = compared(job(conversations, FAMILIES[family], reset=False, **CLIPPED), tmp_path, measure.write_plain_reference)
+    found = compared(
+        job(conversations, FAMILIES[family], reset=False, **CLIPPED), tmp_path, measure.write_plain_reference
+    )
     assert found.verdict.passes, found.verdict.errors[0]
     assert found.verdict.errors[0].relative_error < 1e-11
 
@@ -121,7 +139,9 @@ def test_plain_torch_reads_several_sources_in_the_order_of_training(corpus: str,
 
     (tmp_path / "more.txt").write_text("another source, " * 400)
     prompts = [{"prompt": "a" * (1 + 7 * n % 11), "completion": "b" * (1 + 5 * n % 30)} for n in range(300)]
-    (tmp_path / "answers.jsonl").write_text("\n".join(map(json.dumps, [*prompts, {"prompt": "a" * 50, "completion": "cut off"}])))
+    (tmp_path / "answers.jsonl").write_text(
+        "\n".join(map(json.dumps, [*prompts, {"prompt": "a" * 50, "completion": "cut off"}]))
+    )
     for name, source in (("more", "more.txt"), ("answers", "answers.jsonl")):
         prepare(tmp_path / source, "bytes", tmp_path / name, shard_tokens=1 << 10)
     weights = [2.0, 1.0, 1.5]
@@ -133,7 +153,9 @@ def test_plain_torch_reads_several_sources_in_the_order_of_training(corpus: str,
     reader = plain.Reader(config, [plain.Text(stream.tokens.folder) for stream in dataset.streams], weights)
     for step in (1, 9):
         ours, own = dataset.sequences((step - 1) * 50, 50), reader.batch(step)
-        for theirs, mine in zip((ours.inputs, ours.targets, _same(ours.documents)), (*own[:2], _same(own[2])), strict=True):
+        for theirs, mine in zip(
+            (ours.inputs, ours.targets, _same(ours.documents)), (*own[:2], _same(own[2])), strict=True
+        ):
             assert np.array_equal(theirs, mine)
     held_out, own = dataset.held_out_rows(0, 20), reader.held_out(20)
     assert torch.equal(torch.from_numpy(held_out.inputs), own[0])
@@ -145,7 +167,7 @@ def _same(documents: Any) -> Any:
     return np.asarray(documents[:, :, None] == documents[:, None, :])
 
 
-# -- faults that all layouts share ---------------------------------------------------------------------------------------
+# -- faults that all layouts share ---------------------------------------------------------------------------
 
 
 def swapped_betas() -> AbstractContextManager[Any]:
@@ -160,7 +182,9 @@ def swapped_betas() -> AbstractContextManager[Any]:
 
 def rotary_turned_the_other_way() -> AbstractContextManager[Any]:
     honest = our_rotary.Rotary.forward
-    return patch.object(our_rotary.Rotary, "forward", lambda *arguments: (lambda cos, sin: (cos, -sin))(*honest(*arguments)))
+    return patch.object(
+        our_rotary.Rotary, "forward", lambda *arguments: (lambda cos, sin: (cos, -sin))(*honest(*arguments))
+    )
 
 
 def ignored_targets_in_the_divisor() -> AbstractContextManager[Any]:
@@ -203,7 +227,9 @@ def epsilon_inside_the_root() -> AbstractContextManager[Any]:
 
 def positions_from_one() -> AbstractContextManager[Any]:
     honest = transformer.Transformer._embed
-    return patch.object(transformer.Transformer, "_embed", lambda self, inputs, positions: honest(self, inputs, positions + 1))
+    return patch.object(
+        transformer.Transformer, "_embed", lambda self, inputs, positions: honest(self, inputs, positions + 1)
+    )
 
 
 def balance_over_tokens_of_the_batch() -> AbstractContextManager[Any]:
@@ -243,12 +269,19 @@ def an_evaluation_over_ignored_targets() -> AbstractContextManager[Any]:
 
 def loads_without_the_last_expert() -> AbstractContextManager[Any]:
     honest = experts.MixtureOfExperts._add_load
-    return patch.object(experts.MixtureOfExperts, "_add_load", lambda self, counts: honest(self, counts * (torch.arange(4) < 3)))
+    return patch.object(
+        experts.MixtureOfExperts,
+        "_add_load",
+        lambda self, counts: honest(self, counts * (torch.arange(4) < 3)),
+    )
 
 
 FORWARD, UPDATE = "the forward pass or the loss", "the update (learning rate, clipping, AdamW, decay)"
-AFTER_STEP_1, AFTER_STEP_2 = (f"{UPDATE} of step {step}; --steps {step} shows of which weights" for step in (1, 2))
-"""In the first step AdamW divides a gradient by itself, whatever the betas, and the schedule has no step before it."""
+AFTER_STEP_1, AFTER_STEP_2 = (
+    f"{UPDATE} of step {step}; --steps {step} shows of which weights" for step in (1, 2)
+)
+"""In the first step AdamW divides a gradient by itself, whatever the betas, and the schedule has no step
+before it."""
 
 
 @pytest.mark.parametrize(
@@ -273,7 +306,9 @@ def test_a_fault_that_all_layouts_share_is_seen_against_plain_torch_alone(
 ) -> None:
     config = job(corpus, FAMILIES[family], warmup=0, micro_batch=4)
     with fault():
-        assert compared(config, tmp_path, measure.write_reference).verdict.passes, "the usual proof cannot see it"
+        assert compared(config, tmp_path, measure.write_reference).verdict.passes, (
+            "the usual proof cannot see it"
+        )
         found = compared(config, tmp_path, measure.write_plain_reference)
     assert not found.verdict.passes
     (cause,) = found.shared.causes
@@ -297,13 +332,17 @@ def test_a_layout_is_proven_against_plain_torch(corpus: str) -> None:
 
 
 def test_a_fault_of_the_layout_is_told_from_one_that_all_share(corpus: str) -> None:
-    result = prove(job(corpus, LLAMA, {"tensor": 2, "data": 1}), steps=1, sabotage="drop-all-reduce", against="plain")
+    result = prove(
+        job(corpus, LLAMA, {"tensor": 2, "data": 1}), steps=1, sabotage="drop-all-reduce", against="plain"
+    )
     assert result.diagnosis is not None
     assert {cause.what for cause in result.diagnosis.causes} == {"missing reduction over tensor"}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [{"data": 2, "zero": 3}, {"tensor": 2, "context": 2}, {"pipeline": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"data": 2, "zero": 3}, {"tensor": 2, "context": 2}, {"pipeline": 2, "data": 2}], ids=str
+)
 @pytest.mark.parametrize("preset", ["llama3-8b", "qwen3-0.6b", "gpt2", "mixtral-8x7b", "qwen3-30b-a3b"])
 def test_presets_on_layouts_agree_with_plain_torch(corpus: str, preset: str, layout: dict[str, Any]) -> None:
     result = prove(job(corpus, {"preset": preset}, layout, global_batch=8), against="plain")
@@ -313,14 +352,21 @@ def test_presets_on_layouts_agree_with_plain_torch(corpus: str, preset: str, lay
 
 @pytest.mark.parametrize(
     ("model", "dtype", "says"),
-    [({"module": "own.py:Own"}, "float64", "model.module"), (LLAMA, "bfloat16", "leave out --dtype bfloat16")],
+    [
+        ({"module": "own.py:Own"}, "float64", "model.module"),
+        (LLAMA, "bfloat16", "leave out --dtype bfloat16"),
+    ],
 )
-def test_what_plain_torch_does_not_know_is_refused(corpus: str, model: dict[str, Any], dtype: Any, says: str) -> None:
+def test_what_plain_torch_does_not_know_is_refused(
+    corpus: str, model: dict[str, Any], dtype: Any, says: str
+) -> None:
     with pytest.raises(UserError, match=says):
         prove(job(corpus, model), dtype=dtype, against="plain")
 
 
-def test_a_setting_that_is_new_to_plain_torch_is_refused(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_is_new_to_plain_torch_is_refused(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plain, "NUMBERS", plain.NUMBERS - {"qk_norm"})
     plain.check_known(job(corpus, LLAMA))
     with pytest.raises(UserError, match=r"does not know model.qk_norm = True"):
@@ -331,4 +377,7 @@ def test_plain_torch_shares_no_code_with_what_it_is_held_against() -> None:
     tree = ast.parse(Path(plain.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    assert {name for name in imported if name.startswith("shardwise")} == {"shardwise.config", "shardwise.errors"}
+    assert {name for name in imported if name.startswith("shardwise")} == {
+        "shardwise.config",
+        "shardwise.errors",
+    }

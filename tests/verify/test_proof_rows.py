@@ -61,4 +61,7 @@ def test_no_id_is_beyond_what_a_module_looks_up(corpus: str, ids: int) -> None:
     dataset = ProofDataset.of(proof)
     rows = dataset.sequences(0, 6)
     assert rows.documents is None
-    assert max(rows.inputs[::2].max(), rows.targets[::2].max(), dataset.held_out_rows(0, 1).targets.max()) == ids - 1
+    assert (
+        max(rows.inputs[::2].max(), rows.targets[::2].max(), dataset.held_out_rows(0, 1).targets.max())
+        == ids - 1
+    )

@@ -16,7 +16,8 @@ from shardwise.verify.job import prepare_proof
 from shardwise.verify.prove import ProofResult, prove
 
 MODEL = {**LLAMA, "heads": 4, "kv_heads": 2, "hidden": 24}
-EXPERTS = {**MODEL, "experts": 4, "experts_per_token": 2, "expert_ffn": 20, "shared_experts": 1, "balance_loss": 0.01,
+EXPERTS = {**MODEL, "experts": 4, "experts_per_token": 2, "expert_ffn": 20, "shared_experts": 1,
+"balance_loss": 0.01,
            "router_z_loss": 0.001, "balance_bias": 0.001}  # fmt: skip
 DEEP, DEEP_EXPERTS = {**MODEL, "layers": 4}, {**EXPERTS, "layers": 4}
 """For two stages on each of two devices."""
@@ -31,28 +32,42 @@ def job(source: str, layout: dict[str, Any], model: dict[str, Any] = MODEL, **tr
         {
             "model": model,
             "data": {"source": source, "sequence_length": 24},
-            "train": {"global_batch": 8, "micro_batch": 2, "learning_rate": 0.01, "clip": 0.5, "warmup": 50, **train},
+            "train": {
+                "global_batch": 8,
+                "micro_batch": 2,
+                "learning_rate": 0.01,
+                "clip": 0.5,
+                "warmup": 50,
+                **train,
+            },
             "layout": layout,
         }
     )
 
 
 @pytest.mark.parametrize(
-    ("device", "layout", "rounding"), [("auto", "cpu", "cpu"), ("cpu", "cpu", "cpu"), ("cuda", "cuda", "cuda")]
+    ("device", "layout", "rounding"),
+    [("auto", "cpu", "cpu"), ("cpu", "cpu", "cpu"), ("cuda", "cuda", "cuda")],
 )
 def test_a_layout_is_on_gpus_where_that_is_asked_for_and_the_truth_never_is(
     corpus: str, device: str, layout: str, rounding: str
 ) -> None:
     asked = job(corpus, {"data": 2}, compile=True)
-    proof, _ = prepare_proof(asked.model_copy(update={"run": asked.run.model_copy(update={"device": device})}), 2, "bfloat16")
+    proof, _ = prepare_proof(
+        asked.model_copy(update={"run": asked.run.model_copy(update={"device": device})}), 2, "bfloat16"
+    )
     one_device = {dtype: proof.on_one_device(dtype).config for dtype in ("bfloat16", "float64")}
     assert (proof.config.run.device, proof.config.train.compile) == (layout, layout == "cuda")
-    assert (one_device["bfloat16"].run.device, one_device["bfloat16"].train.compile) == (rounding, rounding == "cuda")
+    assert (one_device["bfloat16"].run.device, one_device["bfloat16"].train.compile) == (
+        rounding,
+        rounding == "cuda",
+    )
     assert (one_device["float64"].run.device, one_device["float64"].train.compile) == ("cpu", False)
 
 
 def test_halves_of_backwards_that_follow_one_another_are_summed_in_float32(corpus: str) -> None:
-    """At the end of a V the weights' halves of several micro-batches come in a row, without a backward between."""
+    """At the end of a V the weights' halves of several micro-batches come in a row, without a backward
+    between."""
     layout = {"pipeline": 2, "data": 2, "schedule": "zbv", "zero": 2}
     found = shown(prove(job(corpus, layout, DEEP, micro_batch=1), steps=1))
     assert found["pass"], found["faults"]
@@ -91,7 +106,10 @@ def test_the_report_covers_every_parameter(corpus: str) -> None:
     found = shown(prove(job(corpus, {"tensor": 2}, EXPERTS), steps=1))
     assert found["pass"], found["worst"]
     names = {
-        name for name, _ in Transformer(from_tables({"model": EXPERTS, "data": {"source": corpus}}).model).named_parameters()
+        name
+        for name, _ in Transformer(
+            from_tables({"model": EXPERTS, "data": {"source": corpus}}).model
+        ).named_parameters()
     }
     for quantity in ("gradient", "weight"):
         assert {row["parameter"] for row in found["parameters"] if row["quantity"] == quantity} == names
@@ -120,7 +138,9 @@ def test_a_gradient_that_is_zero_but_for_rounding_does_not_fail(corpus: str) -> 
     [
         ({"data": 2}, "data", "head.weight"),
         ({"data": 2, "zero": 3}, "data", "blocks.0.attention.query.weight"),
-        pytest.param({"context": 2, "tensor": 2}, "context", "blocks.0.attention.query.weight", marks=pytest.mark.full),
+        pytest.param(
+            {"context": 2, "tensor": 2}, "context", "blocks.0.attention.query.weight", marks=pytest.mark.full
+        ),
         pytest.param({"tensor": 2}, "tensor", "blocks.0.attention_norm.weight", marks=pytest.mark.full),
     ],
     ids=str,
@@ -131,7 +151,9 @@ def test_a_dropped_all_reduce_is_found(corpus: str, layout: dict[str, Any], axis
     assert not found["pass"]
     assert {cause["what"] for cause in causes} == {f"missing reduction over {axis}"}
     assert broken["axis"] == axis
-    assert all(broken["rank"] in cause["ranks"] for cause in causes)  # a later sum over `tensor` carries it to others
+    assert all(
+        broken["rank"] in cause["ranks"] for cause in causes
+    )  # a later sum over `tensor` carries it to others
     parameters = {name for cause in causes for name in cause["parameters"]}
     assert names in parameters
     assert parameters == set(broken.get("parameters", parameters))
@@ -146,7 +168,9 @@ def test_a_dropped_all_reduce_over_stages_is_found_in_the_norm(corpus: str) -> N
 
 
 @pytest.mark.parametrize(
-    "layout", [{"pipeline": 2}, pytest.param({"data": 2, "tensor": 2, "zero": 3}, marks=pytest.mark.full)], ids=str
+    "layout",
+    [{"pipeline": 2}, pytest.param({"data": 2, "tensor": 2, "zero": 3}, marks=pytest.mark.full)],
+    ids=str,
 )
 def test_a_scaled_gradient_is_found(corpus: str, layout: dict[str, Any]) -> None:
     found = shown(prove(job(corpus, layout), steps=1, sabotage="scale-gradient"))
@@ -179,10 +203,14 @@ def test_a_fault_in_one_gradient_is_not_blamed_on_a_module(
     """On every kind of split, the trace of a rank is held against the right part of the reference."""
     found = shown(prove(job(corpus, layout, model, recompute=recompute), steps=1, sabotage="scale-gradient"))
     assert found["diagnosis"]["forward"] is found["diagnosis"]["backward"] is None
-    assert [cause["parameters"] for cause in found["diagnosis"]["causes"]] == [[found["sabotage"]["parameter"]]]
+    assert [cause["parameters"] for cause in found["diagnosis"]["causes"]] == [
+        [found["sabotage"]["parameter"]]
+    ]
 
 
-@pytest.mark.parametrize("layout", [{"context": 2}, pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"context": 2}, pytest.param({"data": 2, "pipeline": 2}, marks=pytest.mark.full)], ids=str
+)
 def test_swapped_chunks_are_found(corpus: str, layout: dict[str, Any]) -> None:
     found = shown(prove(job(corpus, layout), steps=1, sabotage="swap-chunks"))
     assert not found["pass"]
@@ -190,7 +218,9 @@ def test_swapped_chunks_are_found(corpus: str, layout: dict[str, Any]) -> None:
     assert found["diagnosis"]["forward"]["ranks"] == [found["sabotage"]["rank"]]
 
 
-@pytest.mark.parametrize("layout", [{"expert": 2}, pytest.param({"tensor": 2, "pipeline": 2}, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"expert": 2}, pytest.param({"tensor": 2, "pipeline": 2}, marks=pytest.mark.full)], ids=str
+)
 def test_a_misrouted_token_is_found(corpus: str, layout: dict[str, Any]) -> None:
     found = shown(prove(job(corpus, layout, EXPERTS), steps=1, sabotage="misroute-token"))
     assert not found["pass"]
@@ -200,9 +230,12 @@ def test_a_misrouted_token_is_found(corpus: str, layout: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "needs"), [("drop-all-reduce", {"data": 1}, "layout.data=2"), ("misroute-token", {"data": 2}, "experts")]
+    ("kind", "layout", "needs"),
+    [("drop-all-reduce", {"data": 1}, "layout.data=2"), ("misroute-token", {"data": 2}, "experts")],
 )
-def test_a_sabotage_that_cannot_be_says_what_it_needs(corpus: str, kind: Any, layout: dict[str, Any], needs: str) -> None:
+def test_a_sabotage_that_cannot_be_says_what_it_needs(
+    corpus: str, kind: Any, layout: dict[str, Any], needs: str
+) -> None:
     with pytest.raises(UserError, match=needs):
         prove(job(corpus, layout), sabotage=kind)
 
@@ -216,14 +249,27 @@ def broken(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     ("fault", "layout", "what", "named"),
     [
         pytest.param(
-            *("whole_weights_not_summed", {"tensor": 2}, "missing reduction over tensor", "norm.weight"), marks=pytest.mark.full
-        ),
-        pytest.param(
-            *("whole_weights_summed_twice", {"tensor": 2}, "reduced twice, or not divided, over tensor", "norm.weight"),
+            *("whole_weights_not_summed", {"tensor": 2}, "missing reduction over tensor", "norm.weight"),
             marks=pytest.mark.full,
         ),
-        ("copies_not_summed", {"data": 2, "context": 2}, "missing reduction over data x context", "embedding.weight"),
-        pytest.param("copies_averaged", {"data": 4}, f"{AVERAGED} data", "embedding.weight", marks=pytest.mark.full),
+        pytest.param(
+            *(
+                "whole_weights_summed_twice",
+                {"tensor": 2},
+                "reduced twice, or not divided, over tensor",
+                "norm.weight",
+            ),
+            marks=pytest.mark.full,
+        ),
+        (
+            "copies_not_summed",
+            {"data": 2, "context": 2},
+            "missing reduction over data x context",
+            "embedding.weight",
+        ),
+        pytest.param(
+            "copies_averaged", {"data": 4}, f"{AVERAGED} data", "embedding.weight", marks=pytest.mark.full
+        ),
         ("copies_averaged", {"data": 2}, f"{AVERAGED} micro-batches or data", "embedding.weight"),
         pytest.param(
             "gradients_divided_by_micro_batches",
@@ -281,8 +327,16 @@ def test_a_fault_that_begins_after_the_first_step_is_named_there(
 @pytest.mark.parametrize(
     ("fault", "module", "says"),
     [
-        ("block_skipped_from_step_2", "blocks.1", "forward: the first output that differs is that of blocks.1 on ranks 0, 1"),
-        ("block_left_out_from_step_2", "blocks.1.attention_norm", "forward: blocks.1.attention_norm is not called on ranks 0, 1"),
+        (
+            "block_skipped_from_step_2",
+            "blocks.1",
+            "forward: the first output that differs is that of blocks.1 on ranks 0, 1",
+        ),
+        (
+            "block_left_out_from_step_2",
+            "blocks.1.attention_norm",
+            "forward: blocks.1.attention_norm is not called on ranks 0, 1",
+        ),
     ],
 )
 def test_a_block_that_is_skipped_after_the_first_step_is_named(
@@ -294,14 +348,18 @@ def test_a_block_that_is_skipped_after_the_first_step_is_named(
     assert diagnosis.sentences()[1].startswith(says)
 
 
-def test_the_first_module_that_computes_something_else_is_named(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_module_that_computes_something_else_is_named(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken(monkeypatch, "row_outputs_not_summed")
     found = shown(prove(job(corpus, {"tensor": 2}), steps=1))["diagnosis"]["forward"]
     assert (found["module"], found["ranks"]) == ("blocks.0.attention.output", [0, 1])
 
 
 @pytest.mark.full
-def test_the_first_module_whose_gradient_differs_is_named(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_module_whose_gradient_differs_is_named(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken(monkeypatch, "gathered_inputs_not_summed_back")
     diagnosis = shown(prove(job(corpus, {"tensor": 2}), steps=1))["diagnosis"]
     assert diagnosis["forward"] is None
@@ -322,16 +380,22 @@ def test_an_activation_gradient_that_is_counted_twice_is_named_with_its_axis(
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_wrong_update_is_told_from_wrong_gradients(corpus: str, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+def test_a_wrong_update_is_told_from_wrong_gradients(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
     broken(monkeypatch, "optimizer_skips_decay")
     found = shown(prove(job(corpus, {"data": 2}), steps=steps))
     (cause,) = found["diagnosis"]["causes"]
-    assert cause["what"] == "gradients agree, but not the weights after the update" + (" of step 1" if steps > 1 else "")
+    assert cause["what"] == "gradients agree, but not the weights after the update" + (
+        " of step 1" if steps > 1 else ""
+    )
     assert "blocks.0.attention.query.weight" in cause["parameters"]
     assert "norm.weight" not in cause["parameters"]
 
 
-@pytest.mark.parametrize(("fault", "says"), [("rank_dies", "exit status 3"), ("rank_raises", "a fault of the test")])
+@pytest.mark.parametrize(
+    ("fault", "says"), [("rank_dies", "exit status 3"), ("rank_raises", "a fault of the test")]
+)
 def test_a_worker_that_fails_ends_everything_with_its_own_words(
     corpus: str, monkeypatch: pytest.MonkeyPatch, fault: str, says: str
 ) -> None:

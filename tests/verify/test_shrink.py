@@ -17,7 +17,8 @@ from shardwise.plan import choose, count, make_schedule, stage_blocks
 from shardwise.verify.shrink import shrink
 
 KEPT = {
-    "model": ("norm", "positions", "qk_norm", "window_layers", "activation", "bias", "tied", "router", "normalise_routing",
+    "model": ("norm", "positions", "qk_norm", "window_layers", "activation", "bias", "tied", "router",
+    "normalise_routing",
               "balance_loss", "balance_bias", "router_z_loss", "rope_theta", "rope_scale"),
     "data": ("reset_attention", "held_out"),
     "train": ("recompute", "precision", "clip", "seed", "betas", "weight_decay", "schedule"),
@@ -33,23 +34,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job(model: dict[str, Any], layout: dict[str, Any], length: int = 4096, **train: Any) -> Config:
     data = {"source": "/nowhere/tokens", "sequence_length": length}
-    return from_tables({"model": model, "layout": layout, "data": data, "train": {"global_batch": 64, **train}})
+    return from_tables(
+        {"model": model, "layout": layout, "data": data, "train": {"global_batch": 64, **train}}
+    )
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> dict[str, Any]:
-    """Degrees that fit each other: experts borrow whole axes, innermost first, and then a part of the next."""
-    degrees = {axis: draw(st.sampled_from((1, 1, 2, 3, 4, 8))) for axis in ("pipeline", "replica", "data", "context", "tensor")}
+    """Degrees that fit each other: experts borrow whole axes, innermost first, and then a part of the
+    next."""
+    degrees = {
+        axis: draw(st.sampled_from((1, 1, 2, 3, 4, 8)))
+        for axis in ("pipeline", "replica", "data", "context", "tensor")
+    }
     tensor, context, data = degrees["tensor"], degrees["context"], degrees["data"]
     whole, size = draw(st.sampled_from([(1, tensor), (tensor, context), (tensor * context, data)]))
     part = draw(st.sampled_from([number for number in range(1, size + 1) if size % number == 0]))
     schedule = draw(st.sampled_from(["1f1b", "gpipe", "interleaved", "zb1p", "zbv", "dualpipev"]))
-    return {**degrees, "expert": whole * part, "schedule": schedule, "zero": draw(st.sampled_from((None, 0, 1, 2, 3)))}
+    return {
+        **degrees,
+        "expert": whole * part,
+        "schedule": schedule,
+        "zero": draw(st.sampled_from((None, 0, 1, 2, 3))),
+    }
 
 
 @st.composite
 def models(draw: st.DrawFn, layout: dict[str, Any]) -> dict[str, Any]:
-    """A shape of the large presets or of random numbers, with heads and experts that the layout can deal out."""
+    """A shape of the large presets or of random numbers, with heads and experts that the layout can deal
+    out."""
     base = dict(PRESETS[draw(st.sampled_from(sorted(PRESETS)))])
     tensor, stages = (
         layout["tensor"],
@@ -61,7 +74,11 @@ def models(draw: st.DrawFn, layout: dict[str, Any]) -> dict[str, Any]:
     base["heads"] = math.lcm(kv_heads, tensor) * draw(st.integers(1, 8))
     base["layers"] = stages + draw(st.integers(0, 60))
     if draw(st.booleans()):
-        base.update(hidden=draw(st.integers(40, 3000)), ffn=draw(st.integers(40, 9000)), vocabulary=draw(st.integers(257, 90000)))
+        base.update(
+            hidden=draw(st.integers(40, 3000)),
+            ffn=draw(st.integers(40, 9000)),
+            vocabulary=draw(st.integers(257, 90000)),
+        )
     if base.get("experts") or (layout["expert"] > 1 and base.get("activation", "swiglu") == "swiglu"):
         experts = layout["expert"] * draw(st.integers(1, 12))
         chosen = draw(st.integers(1, min(experts, 8)))
@@ -87,7 +104,14 @@ def jobs(draw: st.DrawFn) -> Config:
     batch = rows * micro_batches * layout["replica"] * layout["data"]
     micro_batch = {"micro_batch": rows} if micro_batches > 1 or draw(st.booleans()) else {}
     length = unit * max(1, draw(st.integers(32, 4096)) // unit)
-    return job(model, layout, length, global_batch=batch, recompute=draw(st.sampled_from(["none", "full"])), **micro_batch)
+    return job(
+        model,
+        layout,
+        length,
+        global_batch=batch,
+        recompute=draw(st.sampled_from(["none", "full"])),
+        **micro_batch,
+    )
 
 
 def axes_above_one(config: Config) -> list[str]:
@@ -122,7 +146,8 @@ def test_a_shrunk_job_is_valid_small_and_shrinks_no_further(config: Config, fold
     assert small.train.global_batch * small.data.sequence_length <= 2**17
     assert choose(small, small.layout.world).layout.world == small.layout.world
     assert changed is None or changed.keys() == {
-        f"{section}.{key}" for section in ("model", "data", "train", "layout") for key, value in getattr(config, section)
+        f"{section}.{key}" for section in ("model", "data", "train", "layout") for key,
+        value in getattr(config, section)
         if value != getattr(getattr(small, section), key)
     }  # fmt: skip
     assert shrink(small, folder=folder) == (small, None)
@@ -193,7 +218,9 @@ def test_micro_batches_keep_their_relation_to_the_pipeline(config: Config, folde
     assert (small.train.micro_batch is None) == (config.train.micro_batch is None)
 
 
-def test_the_70b_job_on_128_devices_becomes_one_of_16_processes_with_a_kv_head_on_each_tensor_device(folder: Path) -> None:
+def test_the_70b_job_on_128_devices_becomes_one_of_16_processes_with_a_kv_head_on_each_tensor_device(
+    folder: Path,
+) -> None:
     layout = {"pipeline": 4, "data": 2, "context": 2, "tensor": 8}
     small, changed = shrink(job(LLAMA_70B, layout, 8192, micro_batch=1), folder=folder)
     found = small.layout
@@ -208,12 +235,16 @@ def test_the_70b_job_on_128_devices_becomes_one_of_16_processes_with_a_kv_head_o
 
 
 def test_a_small_job_whose_data_are_here_is_left_alone(corpus: str, folder: Path) -> None:
-    config = from_tables({"model": {"preset": "bytes-400k"}, "data": {"source": corpus}, "layout": {"tensor": 2, "data": 2}})
+    config = from_tables(
+        {"model": {"preset": "bytes-400k"}, "data": {"source": corpus}, "layout": {"tensor": 2, "data": 2}}
+    )
     assert shrink(config, folder=folder) == (config, None)
 
 
 def test_a_large_job_keeps_its_own_data_if_they_are_bytes(corpus: str, folder: Path) -> None:
-    config = from_tables({"model": {"preset": "bytes-10m"}, "data": {"source": corpus}, "layout": {"data": 4}})
+    config = from_tables(
+        {"model": {"preset": "bytes-10m"}, "data": {"source": corpus}, "layout": {"data": 4}}
+    )
     small, changed = shrink(config, folder=folder)
     assert small.data.source == corpus
     assert changed is not None
@@ -221,7 +252,9 @@ def test_a_large_job_keeps_its_own_data_if_they_are_bytes(corpus: str, folder: P
 
 def test_a_small_job_without_its_data_changes_nothing_but_the_data(folder: Path) -> None:
     data = {"source": "/nowhere/x", "tokenizer": "/nowhere/tokenizer.json", "reset_attention": True}
-    config = from_tables({"model": {"preset": "moe-tiny", "vocabulary": 201}, "data": data, "layout": {"tensor": 2, "data": 2}})
+    config = from_tables(
+        {"model": {"preset": "moe-tiny", "vocabulary": 201}, "data": data, "layout": {"tensor": 2, "data": 2}}
+    )
     small, changed = shrink(config, folder=folder)
     assert changed is not None
     assert changed.keys() == {"data.source", "data.tokenizer", "model.vocabulary"}
@@ -234,8 +267,14 @@ def test_a_small_job_without_its_data_changes_nothing_but_the_data(folder: Path)
 
 
 def test_a_job_that_learns_answers_is_proven_on_answers(folder: Path) -> None:
-    (folder / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}')
-    data = {"source": str(folder / "chat.jsonl"), "tokenizer": "/nowhere/tokenizer.json", "sequence_length": 16}
+    (folder / "chat.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+    )
+    data = {
+        "source": str(folder / "chat.jsonl"),
+        "tokenizer": "/nowhere/tokenizer.json",
+        "sequence_length": 16,
+    }
     config = from_tables({"model": {"preset": "moe-tiny"}, "data": data, "layout": {"tensor": 2, "data": 2}})
     dataset = Dataset.open(shrink(config, folder=folder)[0].data, 0)
     rows = dataset.sequences(0, 50)
@@ -251,9 +290,12 @@ def test_a_job_on_whatever_devices_there_are_is_proven_on_two(folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("blocks", "expected"), [((20, 20, 20, 20), (1, 1)), ((18, 21, 21, 20), (1, 2)), ((20, 22, 18, 20), (1, 2))]
+    ("blocks", "expected"),
+    [((20, 20, 20, 20), (1, 1)), ((18, 21, 21, 20), (1, 2)), ((20, 22, 18, 20), (1, 2))],
 )
-def test_stages_by_hand_stay_by_hand(blocks: tuple[int, ...], expected: tuple[int, ...], folder: Path) -> None:
+def test_stages_by_hand_stay_by_hand(
+    blocks: tuple[int, ...], expected: tuple[int, ...], folder: Path
+) -> None:
     small, changed = shrink(job(LLAMA_70B, {"pipeline": 4, "data": 2, "stages": blocks}), folder=folder)
     assert small.layout.stages == expected
     assert small.model.layers == sum(expected)
@@ -277,7 +319,9 @@ def test_fewer_kv_heads_than_tensor_devices_stay_grouped_where_the_processes_suf
 
 @pytest.mark.parametrize(("window", "cuts"), [(512, True), (4096, False), (4095, True)])
 def test_a_window_that_cuts_the_sequence_still_does(window: int, cuts: bool, folder: Path) -> None:
-    small, _ = shrink(job({"preset": "mistral-7b", "window": window}, {"context": 2, "tensor": 2, "data": 1}), folder=folder)
+    small, _ = shrink(
+        job({"preset": "mistral-7b", "window": window}, {"context": 2, "tensor": 2, "data": 1}), folder=folder
+    )
     assert small.model.window is not None
     assert (1 < small.model.window < small.data.sequence_length) == cuts
     assert context_attention(small.model, small.layout) == "ulysses"

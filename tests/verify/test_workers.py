@@ -21,7 +21,10 @@ def test_workers_answer_in_rank_order_with_one_thread_each() -> None:
 
 
 def test_no_answer_ends_with_where_the_silent_rank_stands() -> None:
-    with pytest.raises(RunFailed, match=r"(?s)no answer from ranks \[1\].*wait_in_vain"), Workers(2, seconds=5) as workers:
+    with (
+        pytest.raises(RunFailed, match=r"(?s)no answer from ranks \[1\].*wait_in_vain"),
+        Workers(2, seconds=5) as workers,
+    ):
         workers.run("worker_tasks:wait_in_vain")
     assert not workers.folder.exists()
 
@@ -43,6 +46,10 @@ def test_a_script_without_a_guard_can_use_them(tmp_path: Path) -> None:
     )
     path = f"{Path(__file__).parent}:{Path(__file__).parents[2]}"
     done = subprocess.run(
-        [sys.executable, str(script)], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.stdout == "[0, 1]\n", done.stderr

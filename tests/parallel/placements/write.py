@@ -1,8 +1,9 @@
-"""Writes, for a few jobs, which rank holds which slice of which parameter: `python tests/parallel/placements/write.py [FOLDER
-[JOB ...]]`.
+"""Writes, for a few jobs, which rank holds which slice of which parameter: `python
+tests/parallel/placements/write.py [FOLDER [JOB ...]]`.
 
-The parallel model of every rank is built as in a run, but without memory for its weights and without peers, on torch's fake
-process group. Each rank is a fork of this process, because torch remembers the places of tensors from one mesh to the next.
+The parallel model of every rank is built as in a run, but without memory for its weights and without peers,
+on torch's fake process group. Each rank is a fork of this process, because torch remembers the places of
+tensors from one mesh to the next.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"preset": "bytes-400k", "vocabulary": 259, "ffn": 333},
         {"replica": 2, "data": 3, "tensor": 2, "zero": 3},
     ),
-    "fewer-kv-heads": ({"preset": "bytes-2m", "heads": 8, "head_dim": 24, "kv_heads": 2}, {"data": 2, "tensor": 4, "zero": 3}),
+    "fewer-kv-heads": (
+        {"preset": "bytes-2m", "heads": 8, "head_dim": 24, "kv_heads": 2},
+        {"data": 2, "tensor": 4, "zero": 3},
+    ),
 }
 
 
@@ -52,7 +56,12 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names or JOBS:
         model, layout = JOBS[name]
         config = from_tables(
-            {"model": model, "layout": layout, "train": TRAIN, "data": {"source": "none", "sequence_length": 256}}
+            {
+                "model": model,
+                "layout": layout,
+                "train": TRAIN,
+                "data": {"source": "none", "sequence_length": 256},
+            }
         )
         lines = [f"{_words(model)} on {_words(layout)}", "", *table(config)]
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
@@ -76,7 +85,10 @@ def slices_of_ranks(config: Config, plan: Plan) -> Iterator[dict[str, Slices]]:
             with os.fdopen(pipe, "rb") as file:
                 answer = file.read()
             assert os.waitpid(process, 0)[1] == 0, "a rank failed; its error is above"
-            yield {name: tuple(slice(*bounds) for bounds in parts) for name, parts in pickle.loads(answer).items()}
+            yield {
+                name: tuple(slice(*bounds) for bounds in parts)
+                for name, parts in pickle.loads(answer).items()
+            }
 
 
 def _fork(config: Config, plan: Plan, rank: int) -> tuple[int, int]:
@@ -86,7 +98,10 @@ def _fork(config: Config, plan: Plan, rank: int) -> tuple[int, int]:
         return process, reading
     status = 1
     try:
-        own = {name: [(part.start, part.stop) for part in parts] for name, parts in build(config, plan, rank).items()}
+        own = {
+            name: [(part.start, part.stop) for part in parts]
+            for name, parts in build(config, plan, rank).items()
+        }
         with os.fdopen(writing, "wb") as file:
             file.write(pickle.dumps(own))
         status = 0
@@ -98,18 +113,26 @@ def _fork(config: Config, plan: Plan, rank: int) -> tuple[int, int]:
 
 def build(config: Config, plan: Plan, rank: int) -> dict[str, Slices]:
     world = plan.layout.world
-    worker = Worker(rank=rank, world=world, local_rank=0, local_world=world, address="", port=0, launcher="test")
+    worker = Worker(
+        rank=rank, world=world, local_rank=0, local_world=world, address="", port=0, launcher="test"
+    )
 
     def meet(*_: Any) -> None:
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
 
-    with patch("shardwise.mesh.mesh._meet", meet), patch("shardwise.parallel.apply.allocate"), warnings.catch_warnings():
+    with (
+        patch("shardwise.mesh.mesh._meet", meet),
+        patch("shardwise.parallel.apply.allocate"),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         parallel = parallelise(config, plan, Comm(join(worker, plan.layout)))
     own = own_slices(parallel)
     for name, parameter in parallel.named_parameters():
         lengths = tuple(part.stop - part.start for part in own[name])
-        assert lengths == tuple(local(parameter).shape), f"{name}: torch holds {tuple(local(parameter).shape)} on rank {rank}"
+        assert lengths == tuple(local(parameter).shape), (
+            f"{name}: torch holds {tuple(local(parameter).shape)} on rank {rank}"
+        )
     return own
 
 
