@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from shardwise import __version__
 from shardwise.invoked import typed
 
 TORCH_OLDEST, TORCH_BELOW, TORCH_TESTED = (2, 11), (2, 14), "2.13.0"
@@ -70,7 +71,7 @@ def examine() -> list[Finding]:
     """Everything looked at, in the order it is shown."""
     gpus = _gpus()
     return [
-        Finding("shardwise", "good", _version("shardwise") or _source_version()),
+        Finding("shardwise", "good", __version__),
         Finding("python", "good", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         _torch(gpus),
         Finding("cores", "good", f"{_cores()} usable"),
@@ -203,12 +204,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _source_version() -> str:
-    import shardwise
-
-    return shardwise.__version__
 
 
 def _dotted(version: tuple[int, int]) -> str:
