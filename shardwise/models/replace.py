@@ -49,6 +49,11 @@ class _ForwardOfInstance(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.forward_of_instance(*inputs, **named)
 
+    def extra_repr(self) -> str:
+        forward = self.forward_of_instance
+        name = getattr(forward, "__qualname__", type(forward).__name__)  # its repr would print this module
+        return join_texts(super().extra_repr(), f"forward: {name}")
+
 
 def replacement(
     module: nn.Module,
@@ -71,11 +76,13 @@ def _joined(
 ) -> Callable[..., nn.Module]:
     """Return the class with these bases, of which the first is the kind and the last the module's class."""
     kind, *_, original = bases
-    return type(
-        f"{kind.__name__}{original.__name__}",
-        bases,
-        {"__module__": original.__module__, "__doc__": kind.__doc__, **dict(properties)},
-    )
+    contents = {
+        "__module__": original.__module__,
+        "__doc__": kind.__doc__,
+        "__init__": kind.__init__,  # not that of a kind which the module is of already
+        **dict(properties),
+    }
+    return type(f"{kind.__name__}{original.__name__}", bases, contents)
 
 
 def put_in_place(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> nn.Module:
