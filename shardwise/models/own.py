@@ -19,8 +19,8 @@ Mixed precision: shardwise's layers follow the dtype of their input, those of ot
 and float16 a module runs under torch's autocast, whether its weights are float32 masters (one device, zero =
 0) or come cast from FSDP2. What `nn.Embedding` looks up is cast as in the transformer, since autocast would
 leave the residual stream in float32 in one case and not in the other, and a layout would round differently
-from one device. A plain `nn.Embedding` is replaced by the transformer's kind, which sums its gradient in float32
-(models/layers.py); one with options of its own keeps torch's sum.
+from one device. A plain `nn.Embedding` is replaced by the transformer's kind, which sums its gradient in
+float32 (models/layers.py); one with options of its own keeps torch's sum, and a `Cast` takes its place.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ def _plain(model: nn.Module, table: Sharding, config: Config, layout: Layout) ->
     averaging = [path for path, part in model.named_modules() if isinstance(part, AVERAGING)]
     if averaging and layout.world > 1:
         yield (
-            f"{name}: {averaging[0]} is {name_of(model.get_submodule(averaging[0]))}, whose statistics are of "
-            f"one device's rows: "
+            f"{name}: {averaging[0]} is {name_of(model.get_submodule(averaging[0]))}, "
+            "whose statistics are of one device's rows: "
             "each layout would compute something else; use nn.LayerNorm or nn.GroupNorm, or one device"
         )
     sparse = [path for path, part in model.named_modules() if isinstance(part, LOOKED_UP) and part.sparse]
