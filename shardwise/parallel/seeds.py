@@ -67,7 +67,8 @@ class Seeded(Replacement):
 
     def extra_repr(self) -> str:
         """What the block says of itself, and what its random numbers depend on."""
-        return join_texts(super().extra_repr(), f"random numbers seeded for block {self.seeded_name}")
+        # Without the block's number, so that torch prints equal blocks once.
+        return join_texts(super().extra_repr(), "random numbers seeded by micro-batch and block")
 
 
 def seed_blocks(model: nn.Module, blocks: Mapping[str, nn.Module], seeds: Seeds) -> None:
