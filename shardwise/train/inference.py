@@ -153,7 +153,7 @@ def load_checkpoint(address: str) -> Speaker:
     model = held_model(contents.manifest, contents.address)
     speech = _speech(contents)
     contents.check()
-    keys = [key for key in contents.tensors if key.is_model]
+    keys = [key for key in contents.tensors if key.is_model and not key.is_float8_history]
     dtypes = [getattr(torch, contents.tensors[key].dtype) for key in keys]
     read = lambda: ((key.name, contents.read(key)) for key in keys)  # noqa: E731
     return Speaker(address, _reach(model, contents), _ready(address, model, dtypes, read), speech)
