@@ -36,13 +36,13 @@ from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
 from shardwise.checkpoint.pretrained import (
     DTYPES,
     INDEX,
-    PREFIX,
     WEIGHTS,
     Progress,
     check_empty,
     listed,
     no_progress,
 )
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import Model
 from shardwise.config.families import Family
 from shardwise.config.model_config import to_config, to_model
@@ -112,19 +112,17 @@ def export_checkpoint(
     _described(model, kept)  # refused before every byte is read
     _check_shapes(contents, model)
     contents.check()
-    dtypes = {
-        name.removeprefix(PREFIX): stored.dtype
-        for name, stored in contents.tensors.items()
-        if name.startswith(PREFIX)
-    }
+    dtypes = {key.name: stored.dtype for key, stored in contents.tensors.items() if key.is_model}
     tokenizer, end = tokenizer_of_run(contents.manifest.data)
-    source = ExportSource(model, dtypes, lambda name: contents.read(PREFIX + name), tokenizer, end, kept)
+    source = ExportSource(
+        model, dtypes, lambda name: contents.read(StateKey.model(name)), tokenizer, end, kept
+    )
     return write_folder(source, folder, dtype, shard_bytes, progress)
 
 
 def _check_shapes(contents: Contents, model: Model) -> None:
     for name, shape in parameter_shapes(model).items():
-        stored = contents.tensors.get(PREFIX + name)
+        stored = contents.tensors.get(StateKey.model(name))
         if stored is not None and stored.shape != shape:
             raise UserError(
                 f"{contents.address}: {name} is {stored.shape}, but {shape} in the model that it says "

@@ -31,6 +31,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from shardwise.checkpoint.families import TENSORS, TensorMatch, tensor_matches, their_shapes
 from shardwise.checkpoint.folder import Manifest
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.checkpoint.storage import storage
 from shardwise.config import Model
 from shardwise.config.families import Family
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, int, int], None]
 """Told of tensors done, tensors in all, bytes done, bytes in all."""
 
-PREFIX = "model."
-"""Of the names of weights in a checkpoint."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
 """Ours, the name in a safetensors header, and bytes."""
@@ -174,7 +173,7 @@ def import_folder(folder: Path, checkpoint: str, progress: Progress = no_progres
     manifest = Manifest(
         0, pretrained.model.settings(), {}, data, {}, {}, world=1, torch=str(torch.__version__), files={}
     )
-    weights = ((PREFIX + name, tensor) for name, tensor in pretrained.read(progress))
+    weights = ((StateKey.model(name), tensor) for name, tensor in pretrained.read(progress))
     write_checkpoint(checkpoint, manifest, chain(weights, kept_of_folder(folder).items()))
     return pretrained
 

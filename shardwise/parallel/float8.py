@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.state_key import split_scale_name
 from shardwise.comm import Comm
 from shardwise.config import Train
 from shardwise.models import Head, Transformer
@@ -241,5 +242,5 @@ class Scales:
 
 
 def _owner(product: str) -> str:
-    """The module that holds a product, and its weights."""
-    return product.partition(".float8")[0]
+    """Return the name of the module that holds a product and its weights."""
+    return split_scale_name(f"{product}.weight")[0]

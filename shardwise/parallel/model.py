@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.comm import Comm
 from shardwise.data.batches import Batch
 from shardwise.models import MixtureOfExperts, Sharding, count_items, counts_items
@@ -90,7 +91,7 @@ class ParallelModel:
                 (name, value) for name, value in part.model.state_dict().items() if name not in trained
             )
 
-    def residuals(self) -> Iterator[tuple[str, Tensor]]:
+    def residuals(self) -> Iterator[tuple[StateKey, Tensor]]:
         """What compression left out of this rank's gradients so far; nothing where gradients are not
         compressed."""
         for part in self.parts:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardwise.checkpoint.contents import Contents
 from shardwise.checkpoint.folder import held_model
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
-from shardwise.checkpoint.pretrained import DTYPES, PREFIX, check_tokenizer, open_folder
+from shardwise.checkpoint.pretrained import DTYPES, check_tokenizer, open_folder
 from shardwise.config import Config, Model, Train
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, tokenizer_settings
 from shardwise.data import Tokenizer, load_tokenizer
@@ -153,9 +153,9 @@ def load_checkpoint(address: str) -> Speaker:
     model = held_model(contents.manifest, contents.address)
     speech = _speech(contents)
     contents.check()
-    names = [name for name in contents.tensors if name.startswith(PREFIX)]
-    dtypes = [getattr(torch, contents.tensors[name].dtype) for name in names]
-    read = lambda: ((name.removeprefix(PREFIX), contents.read(name)) for name in names)  # noqa: E731
+    keys = [key for key in contents.tensors if key.is_model and not key.is_float8_history]
+    dtypes = [getattr(torch, contents.tensors[key].dtype) for key in keys]
+    read = lambda: ((key.name, contents.read(key)) for key in keys)  # noqa: E731
     return Speaker(address, _reach(model, contents), _ready(address, model, dtypes, read), speech)
 
 

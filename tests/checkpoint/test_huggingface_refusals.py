@@ -17,6 +17,7 @@ from shardwise.checkpoint.families import TENSORS, tensor_matches, their_shapes
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.huggingface import export_checkpoint
 from shardwise.checkpoint.pretrained import import_folder, open_folder
+from shardwise.checkpoint.state_key import StateKey
 from shardwise.config import PRESETS, Model
 from shardwise.config.families import FAMILIES
 from shardwise.config.model_config import to_config, to_model
@@ -215,7 +216,9 @@ def checkpoint(tmp_path: Path) -> str:
     manifest = Manifest(
         3, model.model_dump(exclude={"preset"}), {}, {"tokenizer": "bytes"}, {}, {}, 1, "2.13", {}
     )
-    weights = ((f"model.{name}", value.detach()) for name, value in Transformer(model).named_parameters())
+    weights = (
+        (StateKey.model(name), value.detach()) for name, value in Transformer(model).named_parameters()
+    )
     write_checkpoint(tmp_path / "step-3", manifest, weights)
     return str(tmp_path / "step-3")
 
