@@ -18,8 +18,7 @@ from shardwise.cost.clusters import CLUSTERS
 from shardwise.cost.space import Work
 from shardwise.plan.flops import flops_per_token, matmul_weights
 from shardwise.plan.parameters import count
-
-GIB = 2.0**30
+from shardwise.units import GIB
 
 
 def convention_of(text: str, stack: str) -> str | None:

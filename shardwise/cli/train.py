@@ -13,6 +13,7 @@ import typer
 
 from shardwise.cli.signals import stopped_as_interrupted
 from shardwise.resilience.stopping import Stopped
+from shardwise.units import GIB
 
 if TYPE_CHECKING:
     from shardwise.cli.check_job import Crew
@@ -335,9 +336,9 @@ def _check_shared_memory(config: Config, plan: Plan) -> None:
     needed, free = BYTES[state_dtype(config.train)] * plan.state_numbers, psutil.virtual_memory().available
     if needed > free:
         raise UserError(
-            f"train.driver = 'hogwild': weights and moments take {needed / 2**30:,.1f} GiB of this machine's "
+            f"train.driver = 'hogwild': weights and moments take {needed / GIB:,.1f} GiB of this machine's "
             f"memory, of which "
-            f"{free / 2**30:,.1f} GiB are free; use a smaller model, or train.driver = 'server' with several "
+            f"{free / GIB:,.1f} GiB are free; use a smaller model, or train.driver = 'server' with several "
             f"server.servers"
         )
 

@@ -18,8 +18,6 @@ Precision = Literal["float32", "bfloat16", "float16", "float8", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "all-but-attention", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
-AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
-"""Mesh axes, outermost first: the order in which ranks are laid out. `expert` borrows ranks, it adds none."""
 
 SPELLINGS = {
     "layout": {

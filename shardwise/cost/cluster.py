@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+from shardwise.units import GIB
+
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 KINDS: tuple[str, ...] = get_args(Kind)
 Term = Literal[
@@ -33,7 +35,6 @@ Term = Literal[
 ]  # fmt: skip
 TERMS: tuple[str, ...] = get_args(Term)
 """What the seconds of a step are made of (cost/predict.py)."""
-GIB = 2.0**30
 
 
 @dataclass(frozen=True)

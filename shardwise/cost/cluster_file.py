@@ -17,9 +17,10 @@ from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapV
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from shardwise.config.schema import Section
-from shardwise.cost.cluster import GIB, KINDS, TERMS, Cluster, Device, Kind, Link, Measured, Term
+from shardwise.cost.cluster import KINDS, TERMS, Cluster, Device, Kind, Link, Measured, Term
 from shardwise.errors import ConfigError, UserError, shown
 from shardwise.files import parse_toml, read_bytes
+from shardwise.units import GIB
 
 Precision = Literal["float64", "float32", "bfloat16", "float16", "float8", "float4"]
 _LARGEST = 1e18

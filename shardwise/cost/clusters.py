@@ -17,9 +17,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from shardwise.config import Config
-from shardwise.cost.cluster import GIB, Cluster, Device, Link, Measured
+from shardwise.cost.cluster import Cluster, Device, Link, Measured
 from shardwise.cost.cluster_file import read_cluster
 from shardwise.errors import UserError
+from shardwise.units import GIB
 
 _T, _G, _US = 1e12, 1e9, 1e-6
 

@@ -4,7 +4,7 @@ from shardwise.plan.choose import Asked, choose, fit, micro_batch_size
 from shardwise.plan.dtypes import compute_dtype, reduce_dtype, state_dtype
 from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
-from shardwise.plan.grid import COPIES, RANK_AXES
+from shardwise.plan.grid import COPIES
 from shardwise.plan.memory import StateBytes, state_bytes
 from shardwise.plan.parameters import OwnParameters, active_count, count, parameter_shapes
 from shardwise.plan.plan import Decision, KeptLayout, KeptPlan, Plan, read_plan
@@ -15,7 +15,6 @@ from shardwise.plan.timeline import Timeline, peak_in_flight, simulate
 __all__ = [
     "COPIES",
     "FLOP_CONVENTION",
-    "RANK_AXES",
     "SCHEDULES",
     "Action",
     "Asked",
