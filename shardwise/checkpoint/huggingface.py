@@ -34,7 +34,7 @@ from shardwise.checkpoint.families import TensorMatch, tensor_matches, their_sha
 from shardwise.checkpoint.folder import held_model
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
 from shardwise.checkpoint.pretrained import (
-    DTYPES,
+    HEADER_DTYPES,
     INDEX,
     PREFIX,
     WEIGHTS,
@@ -43,7 +43,7 @@ from shardwise.checkpoint.pretrained import (
     listed,
     no_progress,
 )
-from shardwise.config import Model
+from shardwise.config import Model, dtypes
 from shardwise.config.families import Family
 from shardwise.config.model_config import to_config, to_model
 from shardwise.config.pretrained import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
@@ -66,7 +66,7 @@ class TensorEntry:
     @property
     def bytes(self) -> int:
         """Its size."""
-        return torch.Size(self.shape).numel() * DTYPES[self.dtype][1]
+        return torch.Size(self.shape).numel() * dtypes.BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,10 @@ def _entries(source: ExportSource, plan: list[TensorMatch], dtype: str | None) -
     for match in plan:
         stored_as = dtype or source.dtypes[match.ours[0]]
         entries += [TensorEntry(name, shape, stored_as) for name, shape in their_shapes(match, ours).items()]
-    if unknown := {entry.dtype for entry in entries} - DTYPES.keys():
-        raise UserError(f"dtype {', '.join(sorted(unknown))}: not known here; use one of {', '.join(DTYPES)}")
+    if unknown := {entry.dtype for entry in entries} - HEADER_DTYPES.keys():
+        raise UserError(
+            f"dtype {', '.join(sorted(unknown))}: not known here; use one of {', '.join(HEADER_DTYPES)}"
+        )
     return entries
 
 
@@ -275,7 +277,7 @@ def _header(entries: list[TensorEntry]) -> bytes:
     begin = 0
     for entry in entries:
         table[entry.name] = {
-            "dtype": DTYPES[entry.dtype][0], "shape": list(entry.shape), "data_offsets": [begin,
+            "dtype": HEADER_DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin,
             begin := begin + entry.bytes],
         }  # fmt: skip
     text = json.dumps(table, separators=(",", ":")).encode()

@@ -33,6 +33,7 @@ from shardwise.checkpoint.families import TENSORS, TensorMatch, tensor_matches, 
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.storage import storage
 from shardwise.config import Model
+from shardwise.config.dtypes import BYTES
 from shardwise.config.families import Family
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, read_model
 from shardwise.errors import UserError
@@ -48,12 +49,12 @@ Progress = Callable[[int, int, int, int], None]
 PREFIX = "model."
 """Of the names of weights in a checkpoint."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2)}
-"""Ours, the name in a safetensors header, and bytes."""
+HEADER_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""Names of dtypes in a safetensors header, by ours."""
+OUR_DTYPES = {header: name for name, header in HEADER_DTYPES.items()}
 SHOWN = 8
 """Names that a message lists; the rest is counted."""
 HEAD = "lm_head.weight"
-_KNOWN = dict(DTYPES.values())
 _BUFFERS = re.compile(r"\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 """Constants that older versions of the library saved beside the weights."""
 
@@ -75,7 +76,7 @@ class FolderTensor:
     @property
     def bytes(self) -> int:
         """Its size."""
-        return math.prod(self.shape) * _KNOWN[self.dtype]
+        return math.prod(self.shape) * BYTES[OUR_DTYPES[self.dtype]]
 
     def read(self) -> Tensor:
         """Its numbers. The file is opened for each tensor, so that no more of it than that stays mapped."""
@@ -254,7 +255,7 @@ def _check_tensors(
     coded = [
         f"{tensor.name} is {tensor.dtype}"
         for name, tensor in stored.items()
-        if name in expected and tensor.dtype not in _KNOWN
+        if name in expected and tensor.dtype not in OUR_DTYPES
     ]
     problems = {
         "missing": [name for name in expected if name not in stored],
@@ -262,7 +263,7 @@ def _check_tensors(
             stored[name].name for name in stored if name not in expected and name not in spare
         ],
         "of another shape": wrong,
-        f"of a dtype other than {', '.join(_KNOWN)}": coded,
+        f"of a dtype other than {', '.join(OUR_DTYPES)}": coded,
     }
     lines = [f"{kind}: {listed(names)}" for kind, names in problems.items() if names]
     if lines:

@@ -311,8 +311,9 @@ def _check_room(config: Config, plan: Plan) -> None:
     """Refuse folders that take no file now, or have no room for one checkpoint, before days are spent on
     it."""
     from shardwise.checkpoint import checkpoint_folder
+    from shardwise.config.dtypes import BYTES
     from shardwise.observe.files import check_room, check_run_files
-    from shardwise.plan.dtypes import BYTES, state_dtype
+    from shardwise.plan.dtypes import state_dtype
 
     check_room(Path(config.run.folder), "run.folder", 0)
     check_run_files(Path(config.run.folder))
@@ -330,8 +331,9 @@ def _check_shared_memory(config: Config, plan: Plan) -> None:
     """Refuse weights and moments that do not fit, before the system ends some process for want of memory."""
     import psutil
 
+    from shardwise.config.dtypes import BYTES
     from shardwise.errors import UserError
-    from shardwise.plan.dtypes import BYTES, state_dtype
+    from shardwise.plan.dtypes import state_dtype
 
     needed, free = BYTES[state_dtype(config.train)] * plan.state_numbers, psutil.virtual_memory().available
     if needed > free:

@@ -8,6 +8,7 @@ from shardwise.config.check import (
     problems_of_batch,
     problems_of_compression,
 )
+from shardwise.config.dtypes import Precision
 from shardwise.config.layouts import (
     BY_OPERATOR,
     IN_A_V,
@@ -37,7 +38,6 @@ from shardwise.config.schema import (
     Local,
     Model,
     Observe,
-    Precision,
     Recompute,
     Recovery,
     Run,

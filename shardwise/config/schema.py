@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shardwise.config.compression import AUTO, Compression
+from shardwise.config.dtypes import Precision
 
-Precision = Literal["float32", "bfloat16", "float16", "float8", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "all-but-attention", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]

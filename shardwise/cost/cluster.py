@@ -28,13 +28,6 @@ from shardwise.units import GIB
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 KINDS: tuple[str, ...] = get_args(Kind)
-Term = Literal[
-    "matmul", "attention", "elementwise", "launch", "recompute", "optimizer", "tensor", "context", "expert",
-    "data", "replica",
-    "imbalance", "bubble", "pipeline_sends", "links", "offload",
-]  # fmt: skip
-TERMS: tuple[str, ...] = get_args(Term)
-"""What the seconds of a step are made of (cost/predict.py)."""
 
 
 @dataclass(frozen=True)

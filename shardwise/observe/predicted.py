@@ -37,6 +37,7 @@ from rich.text import Text
 from shardwise.config import MODEL_AXES
 from shardwise.observe.format import format_bytes, format_count
 from shardwise.observe.records import Record
+from shardwise.plan.step_terms import COMMUNICATION, COMPUTING, IDLE
 from shardwise.units import GIB
 from shardwise.words import counted
 
@@ -45,9 +46,6 @@ Row = dict[str, Any]
 null where not known. Rows of seconds have the planner's `terms`, rows of bytes the `predicted_calls` and
 `measured_calls` of a step."""
 
-COMPUTING = ("matmul", "attention", "elementwise", "launch", "recompute")
-COMMUNICATION = ("tensor", "context", "expert", "data", "replica", "pipeline_sends", "links")
-IDLE = ("imbalance", "bubble")
 _EXPOSED = "exposed_communication"
 _CLOSE = 0.05
 """Disagreements below this share are not worth a word."""

@@ -35,7 +35,8 @@ from dataclasses import dataclass
 
 from shardwise.config import Config, Layout, Train
 from shardwise.config.compression import SumCompression
-from shardwise.plan.dtypes import BYTES, compute_dtype, reduce_dtype, state_dtype
+from shardwise.config.dtypes import BYTES
+from shardwise.plan.dtypes import compute_dtype, reduce_dtype, state_dtype
 from shardwise.plan.engine import engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.parameters import OwnParameters

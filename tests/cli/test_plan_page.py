@@ -22,7 +22,6 @@ from shardwise.config import RANK_AXES
 from shardwise.plan import make_schedule, simulate
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
 LIMIT = 72.0
 SEQUENCES, LENGTH = 16, 8192
 FIXED = {"attention": "auto", "offload": False, "stages_per_rank": None, "expert": 1, "replica": 1}
