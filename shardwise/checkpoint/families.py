@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.config import Model
 from shardwise.config.families import Family
-from shardwise.plan import parameter_shapes
+from shardwise.config.parameters import parameter_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor

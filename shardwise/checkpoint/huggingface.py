@@ -46,13 +46,13 @@ from shardwise.checkpoint.pretrained import (
 from shardwise.config import Model, dtypes
 from shardwise.config.families import Family
 from shardwise.config.model_config import to_config, to_model
+from shardwise.config.parameters import parameter_shapes
 from shardwise.config.pretrained import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data import load_tokenizer
 from shardwise.data.prepare import tokenizer_of_run
 from shardwise.data.tokenizer import BYTES, HuggingFaceTokenizer
 from shardwise.errors import UserError
 from shardwise.files import parse_as
-from shardwise.plan import parameter_shapes
 
 
 @dataclass(frozen=True)

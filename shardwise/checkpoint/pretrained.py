@@ -35,10 +35,10 @@ from shardwise.checkpoint.storage import storage
 from shardwise.config import Model
 from shardwise.config.dtypes import BYTES
 from shardwise.config.families import Family
+from shardwise.config.parameters import parameter_shapes
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, read_model
 from shardwise.errors import UserError
 from shardwise.files import parse_as, read_bytes, reading
-from shardwise.plan import parameter_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,9 +18,10 @@ from shardwise.units import GIB
 if TYPE_CHECKING:
     from shardwise.cli.check_job import Crew
     from shardwise.config import Config
+    from shardwise.config.parameters import OwnParameters
     from shardwise.data import Dataset
     from shardwise.mesh import Node, Worker
-    from shardwise.plan import OwnParameters, Plan
+    from shardwise.plan import Plan
     from shardwise.resilience.team import Bounds
     from shardwise.train.planner import Planner
 

@@ -31,12 +31,12 @@ from shardwise.config import (
 )
 from shardwise.config.check import problems_across
 from shardwise.config.compression import AUTO, SETTINGS
+from shardwise.config.parameters import OwnParameters, count
 from shardwise.errors import ConfigError
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.float8 import unknown_patterns
 from shardwise.plan.flops import FLOP_CONVENTION, OWN_FLOP_CONVENTION, flops_per_token, own_flops_per_token
 from shardwise.plan.memory import state_bytes
-from shardwise.plan.parameters import OwnParameters, count
 from shardwise.plan.plan import DEFAULT, Decision, Plan
 from shardwise.plan.stages import stage_blocks
 from shardwise.units import GIB

@@ -20,9 +20,9 @@ from shardwise.checkpoint.pretrained import import_folder, open_folder
 from shardwise.config import PRESETS, Model
 from shardwise.config.families import FAMILIES
 from shardwise.config.model_config import to_config, to_model
+from shardwise.config.parameters import parameter_shapes
 from shardwise.errors import UserError
 from shardwise.models import Transformer
-from shardwise.plan import parameter_shapes
 
 TINY = {
     "layers": 1,

@@ -44,9 +44,9 @@ from shardwise.checkpoint.pretrained import open_folder
 from shardwise.checkpoint.storage import storage
 from shardwise.cli.checkpoint import list_
 from shardwise.config import Model
+from shardwise.config.parameters import parameter_shapes
 from shardwise.errors import UserError
 from shardwise.files import unseal
-from shardwise.plan import parameter_shapes
 from shardwise.train.build import Training, restore, save
 from shardwise.train.changes import changes
 from shardwise.train.steps import steps

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config, from_tables, problems_of_layout
+from shardwise.config.parameters import count
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.clusters import named
 from shardwise.cost.space import RECOMPUTE, space_of
 from shardwise.errors import ConfigError
-from shardwise.plan.parameters import count
 from shardwise.search.answer import answer, best_of_each, runner_up
 from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
 from shardwise.search.search import NEAR, SearchResult, _simplest_first, moving_parts, search
