@@ -3,7 +3,7 @@ the way back.
 
 Such a folder is config.json, weights in safetensors files, an index that says which file holds which tensor
 where there are several, and the tokenizer. The model never is in memory: names, shapes and so all offsets are
-known from the configuration alone (families.py), so a file's header is written first and the numbers behind
+known from the configuration alone (config/families.py), so a file's header is written first and the numbers behind
 it as they are read. That is why the files are not written by the safetensors library, which wants all tensors
 of a file at once; the format is a length, a JSON header, raw bytes.
 
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.contents import Contents
-from shardwise.checkpoint.families import TensorMatch, tensor_matches, their_shapes
+from shardwise.checkpoint.conversions import to_theirs
 from shardwise.checkpoint.folder import held_model
 from shardwise.checkpoint.kept import as_files, kept_of_checkpoint
 from shardwise.checkpoint.pretrained import (
@@ -45,6 +45,7 @@ from shardwise.checkpoint.pretrained import (
 )
 from shardwise.config import Model, dtypes
 from shardwise.config.families import Family
+from shardwise.config.family_tensors import TensorMatch, tensor_matches, their_shapes
 from shardwise.config.model_config import to_config, to_model
 from shardwise.config.parameters import parameter_shapes
 from shardwise.config.pretrained import CONFIG, OF_TRAINING, TOKENIZER, TOKENIZER_CONFIG
@@ -138,7 +139,7 @@ def write_folder(
     """A Hugging Face folder of a model. It has its name only once it is whole."""
     check_empty(folder)
     family, config = _described(source.model, source.kept)
-    plan = tensor_matches(family, source.model)
+    plan = tensor_matches(family.tensors, source.model)
     entries = _entries(source, plan, dtype)
     with _aside(folder) as aside:
         files = _write_weights(aside, entries, _converted(source, plan, entries), shard_bytes, progress)
@@ -228,7 +229,7 @@ def _converted(source: ExportSource, plan: list[TensorMatch], entries: list[Tens
     """The tensors of the entries, in their order."""
     remaining = iter(entries)
     for match in plan:
-        for tensor in match.conversion.to_theirs([source.read(name) for name in match.ours]):
+        for tensor in to_theirs(match, [source.read(name) for name in match.ours]):
             entry = next(remaining)
             assert tuple(tensor.shape) == entry.shape, entry.name
             yield tensor.to(getattr(torch, entry.dtype))

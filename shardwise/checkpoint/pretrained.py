@@ -29,12 +29,13 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from shardwise.checkpoint.families import TENSORS, TensorMatch, tensor_matches, their_shapes
+from shardwise.checkpoint.conversions import to_ours
 from shardwise.checkpoint.folder import Manifest
 from shardwise.checkpoint.storage import storage
 from shardwise.config import Model
 from shardwise.config.dtypes import BYTES
 from shardwise.config.families import Family
+from shardwise.config.family_tensors import TensorMatch, tensor_matches, their_shapes
 from shardwise.config.parameters import parameter_shapes
 from shardwise.config.pretrained import CONFIG, TOKENIZER, file_of, read_model
 from shardwise.errors import UserError
@@ -114,7 +115,7 @@ class Pretrained:
         for match in self.plan:
             read = [self.stored[name].read() for name in match.theirs]
             done += sum(tensor.nbytes for tensor in read)
-            for name, tensor in zip(match.ours, match.conversion.to_ours(read), strict=True):
+            for name, tensor in zip(match.ours, to_ours(match, read), strict=True):
                 count += 1
                 yield name, tensor.contiguous()
                 progress(count, self.tensors, done, self.bytes)
@@ -139,7 +140,7 @@ def open_folder(folder: Path) -> Pretrained:
     family, model = read_model(folder)
     stored = _stored_tensors(folder, family)
     fused = _is_fused(family, model, stored)
-    plan = tensor_matches(family, model, fused)
+    plan = tensor_matches(family.tensors, model, fused)
     _check_tensors(folder, model, plan, stored)
     tokenizer = file_of(folder, TOKENIZER)
     return Pretrained(folder, model, plan, stored, tokenizer if tokenizer.is_file() else None)
@@ -200,7 +201,7 @@ def _stored_tensors(folder: Path, family: Family) -> dict[str, FolderTensor]:
 
 
 def _full_name(name: str, family: Family) -> str:
-    prefix = TENSORS[family.model_type].prefix
+    prefix = family.tensors.prefix
     return name if name.startswith((prefix, "lm_head.")) else prefix + name
 
 
@@ -232,10 +233,13 @@ def _files(folder: Path) -> dict[str, set[str] | None]:
 
 
 def _is_fused(family: Family, model: Model, stored: Mapping[str, FolderTensor]) -> bool:
-    if not TENSORS[family.model_type].fused:
+    if not family.tensors.fused:
         return False
     present = [
-        len(stored.keys() & {name for match in tensor_matches(family, model, fused) for name in match.theirs})
+        len(
+            stored.keys()
+            & {name for match in tensor_matches(family.tensors, model, fused) for name in match.theirs}
+        )
         for fused in (False, True)
     ]
     return present[1] > present[0]
