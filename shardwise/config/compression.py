@@ -6,8 +6,9 @@ be held to the plan to the byte.
 
 | codec          | what is sent of n numbers                                                            | bytes                  |
 | -------------- | ------------------------------------------------------------------------------------ | ---------------------- |
-| `bf16`         | each rounded to bfloat16                                                             | 2 n                    |
-| `fp16`, `fp8`  | each in 16 or 8 bits of floating point (e4m3), scaled to its block's largest         | 2 n, n; and scales     |
+| `bfloat16`     | each rounded to bfloat16                                                             | 2 n                    |
+| `float16`      | each in 16 bits of floating point, scaled to its block's largest                     | 2 n; and scales        |
+| `float8`       | each in 8 bits of floating point (e4m3), scaled to its block's largest               | n; and scales          |
 | `int8`, `int4` | each as a multiple of a step, 1/127 or 1/7 of its block's largest                    | n, n / 2; and scales   |
 | `qsgd(b)`      | the same in b = 2 to 8 bits, by chance: the mean is right (Alistarh et al. 2017)     | n b / 8; and scales    |
 | `terngrad`     | -1, 0 or 1 times 2.5 deviations of its block, by chance (Wen et al. 2017)            | n / 4; and scales      |
@@ -36,11 +37,11 @@ SPARSE_BLOCK = 1024
 SCALE_BYTES = 4
 CLIP = 2.5
 """Deviations of its block beyond which TernGrad cuts a number off."""
-BITS = {"fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "terngrad": 2, "sign": 1}
+BITS = {"float16": 16, "float8": 8, "int8": 8, "int4": 4, "terngrad": 2, "sign": 1}
 NEEDS_NUMBER = {"topk": (0.0, 1.0), "randomk": (0.0, 1.0), "qsgd": (2, 8), "powersgd": (1, 1024)}
 """Codecs that are called with a number, and its range."""
-CODECS = ("bf16", *BITS, *NEEDS_NUMBER)
-WEIGHT_CODECS = ("fp8", "int8", "int4")
+CODECS = ("bfloat16", *BITS, *NEEDS_NUMBER)
+WEIGHT_CODECS = ("float8", "int8", "int4")
 """Codecs that weights may be gathered in: of blocks, by nearest."""
 AUTO = "auto"
 """In place of a codec: the planner may choose one, or none."""
@@ -115,7 +116,7 @@ class Compression:
     def wire_bytes(self, numbers: int) -> int:
         """Bytes on the wire of one row of so many numbers."""
         match self.name:
-            case "bf16":
+            case "bfloat16":
                 return 2 * numbers
             case "topk" | "randomk":
                 return 4 * self.kept(numbers)
