@@ -23,7 +23,7 @@ from shardwise.comm import codecs
 from shardwise.config.compression import Compression
 
 CODECS = (
-    "bf16", "fp16", "fp8", "int8", "int4", "qsgd(8)", "qsgd(4)", "qsgd(3)", "qsgd(2)", "terngrad", "sign",
+    "bfloat16", "float16", "float8", "int8", "int4", "qsgd(8)", "qsgd(4)", "qsgd(3)", "qsgd(2)", "terngrad", "sign",
     "topk(0.01)",
     "randomk(0.01)",
 )  # fmt: skip

@@ -56,7 +56,7 @@ class Codec(ABC):
 def codec(compression: Compression) -> Codec:
     """The codec of this name; PowerSGD, which works on matrices, is comm/powersgd.py."""
     match compression.name:
-        case "bf16":
+        case "bfloat16":
             return Rounded(compression)
         case "topk":
             return Largest(compression)
@@ -255,7 +255,7 @@ def _signs(compression: Compression) -> Levels:
 
 def _floats(compression: Compression) -> Levels:
     """Scaled so that the block's largest is the dtype's largest."""
-    dtype = torch.float16 if compression.name == "fp16" else torch.float8_e4m3fn
+    dtype = torch.float16 if compression.name == "float16" else torch.float8_e4m3fn
     most = torch.finfo(dtype).max
 
     def to_levels(scaled: Tensor, draws: Tensor | None) -> Tensor:
@@ -280,8 +280,8 @@ def _packed(bits: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], T
 
 
 _LEVELS: dict[str, Callable[[Compression], Levels]] = {
-    "fp16": _floats,
-    "fp8": _floats,
+    "float16": _floats,
+    "float8": _floats,
     "int8": _integers,
     "int4": _integers,
     "qsgd": _integers,

@@ -294,8 +294,8 @@ def _values_and_places(wire: Tensor) -> tuple[Tensor, Tensor]:
 def _shape(compression: Compression) -> dict[str, Any]:
     """How a kernel encodes a block."""
     name, bits = compression.name, compression.bits
-    kinds = {"sign": SIGN, "fp8": FLOAT8, "fp16": FLOAT16, "qsgd": DRAWN, "terngrad": DRAWN}
-    floats = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "fp16": torch.finfo(torch.float16).max}
+    kinds = {"sign": SIGN, "float8": FLOAT8, "float16": FLOAT16, "qsgd": DRAWN, "terngrad": DRAWN}
+    floats = {"float8": torch.finfo(torch.float8_e4m3fn).max, "float16": torch.finfo(torch.float16).max}
     most = floats.get(name, max(1.0, 2.0 ** (bits - 1) - 1))
     clip = CLIP if name == "terngrad" else 0.0
     kind = kinds.get(name, NEAREST).value

@@ -1,5 +1,6 @@
 """What the user asks for: typed, validated, TOML and overrides. No torch."""
 
+from shardwise.config.axes import AXES, MODEL_AXES, RANK_AXES, TOKEN_AXES
 from shardwise.config.check import (
     divisors,
     least_zero,
@@ -7,6 +8,7 @@ from shardwise.config.check import (
     problems_of_batch,
     problems_of_compression,
 )
+from shardwise.config.dtypes import Precision
 from shardwise.config.layouts import (
     BY_OPERATOR,
     IN_A_V,
@@ -27,7 +29,6 @@ from shardwise.config.layouts import (
 from shardwise.config.presets import PRESETS
 from shardwise.config.read import Check, Origins, Sections, from_tables, read, read_with_origins, whole
 from shardwise.config.schema import (
-    AXES,
     Checkpoint,
     ClusterSection,
     Config,
@@ -37,7 +38,6 @@ from shardwise.config.schema import (
     Local,
     Model,
     Observe,
-    Precision,
     Recompute,
     Recovery,
     Run,
@@ -50,8 +50,11 @@ __all__ = [
     "AXES",
     "BY_OPERATOR",
     "IN_A_V",
+    "MODEL_AXES",
     "PRESETS",
+    "RANK_AXES",
     "SPLIT_BACKWARD",
+    "TOKEN_AXES",
     "Check",
     "Checkpoint",
     "ClusterSection",

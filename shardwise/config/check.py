@@ -11,6 +11,7 @@ from inspect import signature
 from typing import Any, TypeVar
 
 from shardwise.config.compression import AUTO, SETTINGS, WEIGHT_CODECS, Compression, SumCompression
+from shardwise.config.parameters import count
 from shardwise.config.schema import (
     ClusterSection,
     Data,
@@ -148,20 +149,11 @@ def _window(model: Model) -> Iterator[str]:
 
 
 def _size(model: Model) -> Iterator[str]:
-    if (weights := _weights(model)) > MOST_WEIGHTS:
+    if (weights := count(model)) > MOST_WEIGHTS:
         yield (
             f"model: {weights:.1e} weights, of at most {MOST_WEIGHTS:.0e}; give fewer model.layers, or less "
             f"of another size"
         )
-
-
-def _weights(model: Model) -> int:
-    """About as many as the model has: its matrices."""
-    attention = 2 * (model.heads + model.kv_heads) * model.head_dim
-    ffn = (model.experts + model.shared_experts) * model.expert_width if model.experts else model.ffn
-    return model.hidden * (
-        model.vocabulary + model.max_positions * (model.positions == "learned")
-    ) + model.layers * (model.hidden * (attention + 3 * ffn))
 
 
 def _experts(model: Model) -> Iterator[str]:

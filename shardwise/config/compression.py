@@ -6,9 +6,9 @@ be held to the plan to the byte.
 
 | codec          | what is sent of n numbers                                         | bytes                |
 | -------------- | ----------------------------------------------------------------- | -------------------- |
-| `bf16`         | each number, rounded to bfloat16                                  | 2 n                  |
-| `fp16`, `fp8`  | each number as a float of 16 or 8 bits (e4m3), scaled so that the | 2 n, n; and scales   |
-|                | largest magnitude of its block is the largest of the dtype        |                      |
+| `bfloat16`     | each number, rounded to bfloat16                                  | 2 n                  |
+| `float16`,     | each number as a float of 16 or 8 bits (e4m3), scaled so that the | 2 n, n; and scales   |
+| `float8`       | largest magnitude of its block is the largest of the dtype        |                      |
 | `int8`, `int4` | each number as a multiple of a step, which is 1/127 or 1/7 of its | n, n / 2; and scales |
 |                | block's largest magnitude                                         |                      |
 | `qsgd(b)`      | the same in b = 2 to 8 bits, rounded up or down at random so that | n b / 8; and scales  |
@@ -44,11 +44,11 @@ SPARSE_BLOCK = 1024
 SCALE_BYTES = 4
 CLIP = 2.5
 """Deviations of its block beyond which TernGrad cuts a number off."""
-BITS = {"fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "terngrad": 2, "sign": 1}
+BITS = {"float16": 16, "float8": 8, "int8": 8, "int4": 4, "terngrad": 2, "sign": 1}
 NEEDS_NUMBER = {"topk": (0.0, 1.0), "randomk": (0.0, 1.0), "qsgd": (2, 8), "powersgd": (1, 1024)}
 """Codecs that are called with a number, and its range."""
-CODECS = ("bf16", *BITS, *NEEDS_NUMBER)
-WEIGHT_CODECS = ("fp8", "int8", "int4")
+CODECS = ("bfloat16", *BITS, *NEEDS_NUMBER)
+WEIGHT_CODECS = ("float8", "int8", "int4")
 """Codecs that weights may be gathered in: of blocks, by nearest."""
 AUTO = "auto"
 """In place of a codec: the planner may choose one, or none."""
@@ -123,7 +123,7 @@ class Compression:
     def wire_bytes(self, numbers: int) -> int:
         """Bytes on the wire of one row of so many numbers."""
         match self.name:
-            case "bf16":
+            case "bfloat16":
                 return 2 * numbers
             case "topk" | "randomk":
                 return 4 * self.kept(numbers)

@@ -13,13 +13,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shardwise.config.compression import AUTO, Compression
+from shardwise.config.dtypes import Precision
 
-Precision = Literal["float32", "bfloat16", "float16", "float8", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "all-but-attention", "full"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
-AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
-"""Mesh axes, outermost first: the order in which ranks are laid out. `expert` borrows ranks, it adds none."""
 
 SPELLINGS = {
     "layout": {
@@ -426,8 +424,8 @@ class Layout(Section):
     )
     compression: str | None = Field(
         None,
-        description="how gradients are compressed between devices, which changes the numbers: `bf16`, "
-        "`fp16`, `fp8`, `int8`, "
+        description="how gradients are compressed between devices, which changes the numbers: `bfloat16`, "
+        "`float16`, `float8`, `int8`, "
         "`int4`, `qsgd(4)`, `terngrad`, `sign`, `topk(0.01)`, `randomk(0.01)`, `powersgd(4)`; `auto`: as the "
         "planner chooses, perhaps not at all; see docs/compression.md",
     )
@@ -440,7 +438,7 @@ class Layout(Section):
     weight_compression: str | None = Field(
         None,
         description="how sharded weights are compressed when they are gathered, which changes the numbers: "
-        "`int8`, `fp8` or "
+        "`int8`, `float8` or "
         "`int4`; see docs/compression.md",
     )
     backward_shards: Positive | None = Field(
@@ -668,7 +666,7 @@ class Local(Section):
         1, description="parts of the model that meet in turn, evenly over the steps between meetings"
     )
     overlap: NonNegative = Field(0, description="steps that groups make while an exchange is under way")
-    compression: Literal["bf16", "fp16", "fp8", "int8", "int4"] | None = Field(
+    compression: Literal["bfloat16", "float16", "float8", "int8", "int4"] | None = Field(
         None, description="how differences are sent; left out: as they are"
     )
 

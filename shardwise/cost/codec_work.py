@@ -33,9 +33,8 @@ from shardwise.cost.cluster import Cluster
 from shardwise.cost.space import Array, Space, take
 
 GPU_SHARE: Mapping[str, float] = {
-    "bf16": 0.67, "fp16": 0.90, "fp8": 0.91, "int8": 0.90, "int4": 0.82, "terngrad": 0.64, "sign": 0.84,
-    "topk": 0.25,
-    "randomk": 0.60, "powersgd": 0.50,
+    "bfloat16": 0.67, "float16": 0.90, "float8": 0.91, "int8": 0.90, "int4": 0.82, "terngrad": 0.64,
+    "sign": 0.84, "topk": 0.25, "randomk": 0.60, "powersgd": 0.50,
 }  # fmt: skip
 """Of the bandwidth of a copy, for the bytes that must be touched: an H200, 268 M numbers. PowerSGD's is not
 measured, but taken to be half: its products are thin."""
@@ -43,9 +42,8 @@ GPU_SHARE_OF_QSGD = ((2, 3, 4, 8), (0.65, 0.67, 0.69, 0.75))
 """The same by the number of bits."""
 
 HOST_NANOSECONDS: Mapping[str, tuple[float, float]] = {
-    "bf16": (2.9, 0.7), "fp16": (6.9, 2.5), "fp8": (14.3, 8.2), "int8": (9.0, 2.6), "int4": (11.4, 5.7),
-    "qsgd": (23.5, 4.2),
-    "terngrad": (22.6, 5.3), "sign": (10.0, 5.0), "topk": (13.2, 1.1), "randomk": (2.3, 1.9),
+    "bfloat16": (2.9, 0.7), "float16": (6.9, 2.5), "float8": (14.3, 8.2), "int8": (9.0, 2.6),
+    "int4": (11.4, 5.7), "qsgd": (23.5, 4.2), "terngrad": (22.6, 5.3), "sign": (10.0, 5.0), "topk": (13.2, 1.1), "randomk": (2.3, 1.9),
     "powersgd": (2.6, 0.8),
 }  # fmt: skip
 """Of one thread to encode a number, taking out of it what is sent where errors are fed back, and to decode

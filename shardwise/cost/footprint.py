@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.config import Model
+from shardwise.config.dtypes import BYTES
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import head_bytes, is_compiled, kept_weights
@@ -46,7 +47,7 @@ from shardwise.cost.space import (
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.chunks import chunk_bytes
-from shardwise.plan.dtypes import BYTES, wide
+from shardwise.plan.dtypes import wide
 from shardwise.plan.engine import SUMS_UNDER_WAY, Engine, engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.memory import residual_numbers

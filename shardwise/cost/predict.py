@@ -46,7 +46,7 @@ from typing import get_args
 
 import numpy as np
 
-from shardwise.config import Precision
+from shardwise.config.dtypes import BYTES, Precision
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.float8_work import kernels as float8_kernels
@@ -59,7 +59,6 @@ from shardwise.cost.space import Array, Bools, Ints, Space, Work, concatenate, m
 from shardwise.cost.stack import SHARDWISE, Stack
 from shardwise.cost.traffic import flows
 from shardwise.errors import UserError
-from shardwise.plan.dtypes import BYTES
 from shardwise.plan.engine import compiles_blocks, engine_of
 
 STRAGGLING = 0.01

@@ -29,6 +29,7 @@ import numpy as np
 
 from shardwise.config import Model
 from shardwise.config.compression import Compression, is_compressed
+from shardwise.config.parameters import Shape, parameter_shapes
 from shardwise.cost.codec_work import CodecWork
 from shardwise.cost.first_rank import FirstRank, Sizes
 from shardwise.cost.flow import Flow, When, units
@@ -37,7 +38,6 @@ from shardwise.cost.stack import SHARDWISE
 from shardwise.cost.stages import gathered_in_vain
 from shardwise.plan.engine import has_schedule
 from shardwise.plan.grid import COPIES, EXPERT_SHARDS, SHARDS, devices, within
-from shardwise.plan.parameters import Shape, parameter_shapes
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes of gradients that torch's DistributedDataParallel sums at once, unless it is told."""

@@ -26,6 +26,7 @@ from shardwise._torch import recompute_casts
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
 from shardwise.config import Config, Layout, Model, sequence_multiple
 from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
+from shardwise.config.parameters import OwnParameters
 from shardwise.models import (
     Head,
     Sharding,
@@ -56,7 +57,7 @@ from shardwise.parallel.recompute import recompute
 from shardwise.parallel.seeds import Seeds, seed_blocks
 from shardwise.parallel.stages import cut_out, own_stages
 from shardwise.parallel.tensor import is_whole, split_over_tensor
-from shardwise.plan import OwnParameters, Plan, compute_dtype, engine_of, reduce_dtype, state_dtype
+from shardwise.plan import Plan, compute_dtype, engine_of, reduce_dtype, state_dtype
 from shardwise.plan.engine import compiles_blocks, splits_backward
 from shardwise.plan.float8 import casts_once
 

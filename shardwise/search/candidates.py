@@ -20,6 +20,7 @@ import numpy as np
 from shardwise.config import (
     BY_OPERATOR,
     IN_A_V,
+    RANK_AXES,
     SPLIT_BACKWARD,
     Config,
     Layout,
@@ -33,7 +34,6 @@ from shardwise.config.layouts import can_borrow, problems_of_nearby, ring_lacks
 from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE, Space, recompute_mode
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.flops import flops_per_token, matmul_weights
-from shardwise.plan.grid import RANK_AXES
 from shardwise.plan.schedule import SCHEDULES
 
 LARGEST_MICRO_BATCH = 256

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardwise.config import AXES, Config
-from shardwise.cost.cluster import GIB
+from shardwise.config import MODEL_AXES, RANK_AXES, Config
 from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE
 from shardwise.plan.grid import describe_degrees
 from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.candidates import candidates
 from shardwise.search.search import SearchResult, simpler
+from shardwise.units import GIB
 from shardwise.words import counted
 
 TRIED = 64
@@ -113,11 +113,7 @@ def binding(config: Config, result: SearchResult, best: int) -> list[str]:
     """What holds the winner where it is: why each axis is there, what memory forces, which degrees are
     refused."""
     row = result.space.row(best)
-    sentences = [
-        _needed(result, best, axis)
-        for axis in ("pipeline", "context", "tensor", "expert", "replica")
-        if row[axis] > 1
-    ]
+    sentences = [_needed(result, best, axis) for axis in (*MODEL_AXES, "replica") if row[axis] > 1]
     if row["zero"]:
         sentences.append(_needed(result, best, "zero"))
     if row["recompute"]:
@@ -216,7 +212,7 @@ def _impossible(result: SearchResult) -> str:
     devices."""
     if result.refused:
         return "; ".join(f"{why} ({number:,})" for why, number in result.refused.items())
-    given = {axis: result.fixed[axis] for axis in AXES[:-1] if axis in result.fixed}
+    given = {axis: result.fixed[axis] for axis in RANK_AXES if axis in result.fixed}
     asked = " x ".join(f"layout.{axis} = {degree}" for axis, degree in given.items())
     return f"{asked or 'what was asked'} cannot be part of {result.devices:,} devices"
 

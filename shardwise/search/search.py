@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.config import Config
+from shardwise.config import AXES, Config
 from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.predict import Prediction, predict
@@ -32,6 +32,8 @@ from shardwise.plan.timeline import Programme, programme
 from shardwise.plan.timeline import play as play_through
 from shardwise.search.candidates import candidates, fixed_fields
 
+BESIDE_DATA = tuple(axis for axis in AXES if axis != "data")
+"""Axes that tell kinds of layouts apart: what they leave of the devices is the data axis."""
 NEAR = 0.02
 """Differences that are less than the model is accurate."""
 EQUAL = 1e-9
@@ -218,7 +220,7 @@ def simpler(result: SearchResult) -> int | None:
 
 def moving_parts(row: Mapping[str, int]) -> float:
     """How much can go wrong: axes in use, states sharded, special schedules, work done again."""
-    axes = sum(row[axis] > 1 for axis in ("pipeline", "replica", "context", "tensor", "expert"))
+    axes = sum(row[axis] > 1 for axis in BESIDE_DATA)
     schedule = (
         {"1f1b": 0.0, "gpipe": 0.0, "interleaved": 0.5}.get(SCHEDULES[row["schedule"]], 1.0)
         if row["pipeline"] > 1

@@ -49,7 +49,7 @@ PLAIN = "none"
 """The name of the alternative to a job's codec that compresses nothing."""
 _LATER = "what is left out is added to the next gradient"
 CODECS = {
-    "bf16": f"Gradients are sent with 8 bits of mantissa; {_LATER}.",
+    "bfloat16": f"Gradients are sent with 8 bits of mantissa; {_LATER}.",
     "int8": f"Gradients are sent in 8 bits, with a scale for each 512; {_LATER}.",
     "qsgd(4)": f"Gradients are sent in 4 bits, rounded by chance so that their mean is right; {_LATER}.",
     "sign": f"Only signs are sent, with a mean magnitude for each 512; {_LATER}. Compare the loss with a "

@@ -7,11 +7,11 @@ import torch
 from shardwise.config import Checkpoint, Config, Model, Train, context_attention
 from shardwise.config.compression import SumCompression
 from shardwise.config.layouts import ring_lacks
+from shardwise.cost.device_peaks import peak_flops
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
 from shardwise.models.products import multiplies_in_float32
-from shardwise.observe import peak_flops
 from shardwise.optim import OneBitAdam
 from shardwise.optim.rounding import RoundedAdamW
 from shardwise.parallel import is_compiled

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from shardwise.checkpoint.state_key import split_scale_name
 from shardwise.comm import EXPOSED
+from shardwise.config import RANK_AXES
 from shardwise.errors import RunFailed
 from shardwise.observe import AxisTimes, axis_times, peak_memory, present_time
 from shardwise.optim import first_non_finite, global_norm, learning_rate, update
 from shardwise.parallel import build_plain
-from shardwise.plan import RANK_AXES
 from shardwise.resilience.stragglers import StragglerChange, Watch
 from shardwise.train.build import Training
 from shardwise.train.guard import check_copies, check_gradients

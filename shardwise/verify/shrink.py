@@ -36,7 +36,8 @@ from shardwise.config import (
     sequence_multiple,
     stages_on_a_rank,
 )
-from shardwise.plan import count, flops_per_token, micro_batch_size
+from shardwise.config.parameters import count
+from shardwise.plan import flops_per_token, micro_batch_size
 from shardwise.verify.random_text import can_use_own_data, with_random_text
 
 Properties = tuple[bool, ...]

@@ -14,12 +14,12 @@ import torch
 from shardwise.comm import compressed
 from shardwise.config import Model
 from shardwise.config.compression import Compression, SumCompression, is_compressed
+from shardwise.config.parameters import parameter_shapes
 from shardwise.cost.clusters import CLUSTERS, named
 from shardwise.cost.codec_work import BESIDE_BACKWARD, HOST_NANOSECONDS
 from shardwise.cost.predict import predict
 from shardwise.cost.space import Work, space_of
 from shardwise.cost.traffic import flows
-from shardwise.plan import parameter_shapes
 
 MODEL = Model(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocabulary=512)
 MATRICES = [shape for shape in parameter_shapes(MODEL).values() if is_compressed(shape)]
@@ -125,9 +125,9 @@ def test_a_thread_takes_so_long_for_each_number() -> None:
 
 def test_every_codec_has_its_cost_and_none_is_free() -> None:
     for codec in (
-        "bf16",
-        "fp16",
-        "fp8",
+        "bfloat16",
+        "float16",
+        "float8",
         "int8",
         "int4",
         "qsgd(5)",

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from shardwise.config import IN_A_V, SPLIT_BACKWARD, Model
+from shardwise.config.parameters import count
 from shardwise.cost.clusters import named
 from shardwise.cost.footprint import hold
 from shardwise.cost.predict import predict
 from shardwise.cost.space import RECOMPUTE, Work, space_of
 from shardwise.cost.stack import SHARDWISE
 from shardwise.plan.flops import flops_per_token, matmul_weights
-from shardwise.plan.parameters import count
 from shardwise.plan.schedule import SCHEDULES
 
 PEAK = 1e15

@@ -28,7 +28,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
         {"data": 4, "zero": 3, "weight_compression": "int8", "backward_shards": 2, "compression": "int4"},
     ),
     ("llama", {"data": 2, "zero": 1, "weight_compression": "int4"}),
-    ("tied", {"replica": 2, "data": 2, "zero": 3, "weight_compression": "fp8"}),
+    ("tied", {"replica": 2, "data": 2, "zero": 3, "weight_compression": "float8"}),
     ("llama", {"data": 2, "tensor": 2, "zero": 3, "weight_compression": "int8", "backward_shards": 1}),
     ("gpt", {"data": 2, "context": 2, "zero": 3, "backward_shards": 2}),
     ("experts", {"data": 4, "expert": 2, "zero": 3, "weight_compression": "int8"}),
@@ -160,7 +160,7 @@ def test_weights_that_are_to_be_compressed_are_sharded(corpus: str) -> None:
     ("layout", "said"),
     [
         ({"data": 2, "zero": 0, "weight_compression": "int8"}, "no weights are gathered"),
-        ({"data": 2, "zero": 3, "weight_compression": "sign"}, "weights may be fp8, int8, int4"),
+        ({"data": 2, "zero": 3, "weight_compression": "sign"}, "weights may be float8, int8, int4"),
         ({"data": 2, "zero": 2, "backward_shards": 2}, "only zero = 3"),
         ({"data": 4, "zero": 3, "backward_shards": 3}, "does not divide the 4 devices"),
         ({"data": 2, "pipeline": 2, "zero": 3, "backward_shards": 2}, "not with pipeline"),

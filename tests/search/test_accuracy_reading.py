@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.config.parameters import count
 from shardwise.cost.space import RECOMPUTE
 from shardwise.errors import UserError
-from shardwise.plan.parameters import count
 from shardwise.plan.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
