@@ -5,7 +5,7 @@
 To encode, a codec must read n float32 numbers and write its bytes; to decode, read those and write n numbers.
 "bound" is the time that takes at the bandwidth of a plain copy on this device, measured in the same run.
 "plain" is the same work by the same formulas in torch's own operations, one after the other: on a GPU the
-code that comm/codecs.py runs on a CPU. With --feedback, encoding also leaves in the numbers what is not sent,
+code that shardwise/codecs runs on a CPU. With --feedback, encoding also leaves in the numbers what is not sent,
 as a run with error feedback does.
 """
 
@@ -19,8 +19,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from shardwise.codecs import parse_row_codec
 from shardwise.comm import codecs
-from shardwise.config.compression import Compression
 
 CODECS = (
     "bf16", "fp16", "fp8", "int8", "int4", "qsgd(8)", "qsgd(4)", "qsgd(3)", "qsgd(2)", "terngrad", "sign",
@@ -50,7 +50,7 @@ def main() -> None:
     print(f"{'':14} {'encode':>10} {'decode':>10} {'bound':>10} {'of bound':>9} {'plain':>10}")
     for text in given.codecs.split(";"):
         rows.normal_()
-        codec = codecs.codec(Compression.parse(text))
+        codec = parse_row_codec(text)
         wire = codec.encode(rows, 1)
         encode, decode = times(codec, rows, wire, target, given.feedback)
         bound = 2 * (rows.nbytes + wire.nbytes) / bandwidth
