@@ -95,7 +95,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class RowCodec(Codec):
-    """A codec of rows: (rows, n) numbers become (rows, bytes), so one call encodes what goes to every peer."""
+    """A codec of rows: (rows, n) numbers become (rows, bytes). One call encodes what goes to every peer."""
 
     same_draws_everywhere: ClassVar[bool] = False
     """Whether all devices must draw the same random numbers, because places are drawn and not sent."""

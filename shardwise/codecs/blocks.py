@@ -105,7 +105,7 @@ class BlockCodec(RowCodec):
         own = blocks[:, part]
         scales = self.scale(own.abs(), _sizes(own, numbers, part.start)).float()
         draws = _draws(own, part.start, blocks.shape[1], seed) if self.kind == "drawn" else None
-        # The scale of a block of zeros is 0: its numbers are 0 / 1. Codes of one that overflows do not matter.
+        # A block of zeros has scale 0: its numbers are 0 / 1. Codes of a block that overflows do not matter.
         codes = self.to_codes(own / torch.where(scales > 0, scales, 1.0), draws)
         if subtract:
             sent = self.to_numbers(codes).to(own.dtype)

@@ -1,4 +1,4 @@
-"""Codecs on a GPU, one kernel each way: what the codecs do in torch in a dozen passes over memory is one here.
+"""Kernels that encode and decode on a GPU in one pass over memory, where torch needs a dozen.
 
 The bytes are the same as there, and tests compare them. Imported where there is a GPU alone: Triton comes
 with torch for GPUs.
@@ -224,7 +224,7 @@ BLOCK: tl.constexpr,
 
 
 def encode(codec: BlockCodec, rows: Tensor, seed: int, subtract: bool) -> Tensor:
-    """Return (rows, n) float32 as (rows, wire bytes). With `subtract`, what was sent is subtracted from the rows."""
+    """Return (rows, n) float32 as (rows, wire bytes). With `subtract`, what was sent leaves the rows."""
     numbers, source = rows.shape[1], rows.contiguous()
     wire = torch.empty(len(rows), codec.wire_bytes(numbers), dtype=torch.uint8, device=rows.device)
     blocks = -(-numbers // BLOCK)

@@ -44,7 +44,8 @@ def _load(entry: EntryPoint) -> type[Codec]:
         codec = entry.load()
     except Exception as error:
         raise UserError(
-            f"{what} cannot be imported: {type(error).__name__}: {error}; repair or uninstall that distribution"
+            f"{what} cannot be imported: {type(error).__name__}: {error}; repair that distribution, or "
+            "uninstall it"
         ) from error
     if not (isinstance(codec, type) and issubclass(codec, Codec)):
         raise UserError(f"{what} is no subclass of shardwise.codecs.RowCodec; name the class itself")

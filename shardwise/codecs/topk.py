@@ -1,8 +1,8 @@
 """Top-k: of each 1,024 numbers the share with the largest magnitudes.
 
-The largest of each block are sent, not the largest of all numbers. Else weights with large gradients would be
-told of every change, and others of none; but how large a gradient is says little about how far AdamW moves its
-weight. Places within a block also fit into 16 bits, and a GPU finds them in one pass.
+The largest of each block are sent, not the largest of all numbers. Else weights with large gradients would
+be told of every change, and others of none; but how large a gradient is says little about how far AdamW moves
+its weight. Places within a block also fit into 16 bits, and a GPU finds them in one pass.
 
 Values are bfloat16, and the places follow them as int16. What devices have added up has other largest numbers
 on each device, so three times the share is sent of sums.

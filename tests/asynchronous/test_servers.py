@@ -237,7 +237,7 @@ def test_a_worker_that_talks_nonsense_is_hung_up_on(
     assert served.work.state().missing == ()
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "sign", "topk(0.5)", "qsgd(4)"])
+@pytest.mark.parametrize("codec", ["bfloat16", "int8", "sign", "topk(0.5)", "qsgd(4)"])
 def test_a_gradient_in_fewer_bits_is_decoded_and_nonsense_is_hung_up_on(codec: str) -> None:
     compression = parse_row_codec(codec)
     shelf, desk = Shelf(SLICES, torch.float32, compression), Desk(Work(1, 2, 0))

@@ -124,9 +124,9 @@ def test_a_thread_takes_so_long_for_each_number() -> None:
 
 def test_every_codec_has_its_cost_and_none_is_free() -> None:
     for codec in (
-        "bf16",
-        "fp16",
-        "fp8",
+        "bfloat16",
+        "float16",
+        "float8",
         "int8",
         "int4",
         "qsgd(5)",

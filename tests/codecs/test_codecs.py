@@ -17,10 +17,10 @@ from shardwise.codecs.blocks import BLOCK
 from shardwise.codecs.packing import pack, unpack
 from shardwise.codecs.topk import SPARSE_BLOCK
 
-ALL = ["bf16", "fp16", "fp8", "int8", "int4", "sign", "terngrad", "topk(0.01)", "topk(1)", "randomk(0.1)"]
+ALL = ["bfloat16", "float16", "float8", "int8", "int4", "sign", "terngrad", "topk(0.01)", "topk(1)", "randomk(0.1)"]
 ALL += [f"qsgd({bits})" for bits in range(2, 9)]
 SIZES = [0, 1, 2, 5, 7, 8, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77, 3 * SPARSE_BLOCK, 300 * BLOCK + 5]
-RELATIVE = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
+RELATIVE = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8": 2.0**-4}
 """Of each number, what rounding to so many bits may cost, where it is not far below its block's largest."""
 
 
@@ -54,11 +54,11 @@ def test_the_bytes_are_those_of_the_formula_and_the_shape_comes_back(name: str, 
 @pytest.mark.parametrize(
     ("name", "size", "bytes_"),
     [
-        ("bf16", 1000, 2000),
+        ("bfloat16", 1000, 2000),
         ("int8", 1000, 2 * 512 + 8),
         ("int4", 1001, 2 * 256 + 8),
-        ("fp8", 512, 512 + 4),
-        ("fp16", 513, 2 * 1024 + 8),
+        ("float8", 512, 512 + 4),
+        ("float16", 513, 2 * 1024 + 8),
         ("sign", 1 << 20, (1 << 17) + 4 * 2048),
         ("terngrad", 1001, 2 * 128 + 8),
         ("qsgd(3)", 1000, 2 * 192 + 8),
@@ -92,11 +92,11 @@ def test_packed_bits_are_numpys_in_planes_and_come_back(bits: int, eighth: int, 
     assert np.array_equal(unpack(packed, bits).numpy(), codes)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8"])
 def test_short_floats_round_each_number_by_no_more_than_their_bits(name: str) -> None:
     rows = normal(2, 5 * BLOCK + 3)
     kept = coded(name, rows)
-    near = rows.abs() > rows.abs().max() / 50  # further down fp8 has fewer bits
+    near = rows.abs() > rows.abs().max() / 50  # further down float8 has fewer bits
     assert ((kept - rows).abs() <= RELATIVE[name] * rows.abs() * 1.001)[near].all()
 
 
@@ -209,7 +209,7 @@ def test_zeros_stay_zeros(name: str) -> None:
     assert torch.equal(coded(name, torch.zeros(2, BLOCK + 3)), torch.zeros(2, BLOCK + 3))
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "bf16" and "topk" not in name])
+@pytest.mark.parametrize("name", [name for name in ALL if name != "bfloat16" and "topk" not in name])
 def test_one_number_alone_comes_back_as_it_is(name: str) -> None:
     row = torch.tensor([[-0.37]])
     assert float(coded(name, row)) == pytest.approx(-0.37, rel=1e-6)
