@@ -22,7 +22,8 @@ from torch import Tensor
 from shardwise.codecs import RowCodec, blocks, parse_row_codec, randomk, topk
 
 CODECS = (
-    "bfloat16", "float16", "float8", "int8", "int4", "qsgd(8)", "qsgd(4)", "qsgd(3)", "qsgd(2)", "terngrad", "sign",
+    "bfloat16", "float16", "float8",
+    "int8", "int4", "qsgd(8)", "qsgd(4)", "qsgd(3)", "qsgd(2)", "terngrad", "sign",
     "topk(0.01)",
     "randomk(0.01)",
 )  # fmt: skip

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 else:
     torch = LazyModule("torch")
 
+BLOCK = 512
+"""Numbers that share a scale in codecs of blocks."""
+SPARSE_BLOCK = 1024
+"""Numbers of which top-k sends the largest."""
 MEASURED_NUMBERS = 1024
 """Numbers in a row when bytes per number are asked for: whole blocks of every codec."""
 

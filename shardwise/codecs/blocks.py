@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from shardwise.codecs.base import RowCodec, runs_kernels
+from shardwise.codecs.base import BLOCK, RowCodec, runs_kernels
 from shardwise.codecs.chance import chance
 from shardwise.codecs.packing import pack, unpack
 from shardwise.lazy import LazyModule
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 else:
     torch, kernels = LazyModule("torch"), LazyModule("shardwise.codecs.kernels")
 
-BLOCK = 512
-"""Numbers that share a scale."""
 SCALE_BYTES = 4
 CACHED_NUMBERS = 1 << 18
 """Numbers that are worked on at a time on a CPU."""

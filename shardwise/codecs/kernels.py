@@ -9,7 +9,7 @@ A program handles PROGRAM blocks of a row. Of each block, numbers are looked at 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from shardwise.codecs.blocks import BLOCK, BlockCodec
+from shardwise.codecs.base import BLOCK, SPARSE_BLOCK
 from shardwise.codecs.packing import PLANES
-from shardwise.codecs.topk import SPARSE_BLOCK
 
 NEAREST, DRAWN, SIGN, FLOAT8, FLOAT16 = (tl.constexpr(kind) for kind in range(5))
 """How a scaled number becomes a code."""
@@ -223,7 +222,34 @@ BLOCK: tl.constexpr,
     tl.store(target, tl.load(target, mask=own) + sign * found, mask=own)
 
 
-def encode(codec: BlockCodec, rows: Tensor, seed: int, subtract: bool) -> Tensor:
+class BlockFormat(Protocol):
+    """What a kernel has to know of a codec of blocks (codecs/blocks.py)."""
+
+    @property
+    def kind(self) -> str:
+        """How a scaled number becomes a code."""
+
+    @property
+    def clip(self) -> float:
+        """Deviations of its block beyond which a number is cut off; 0: none is."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number on the wire."""
+
+    @property
+    def largest_code(self) -> float:
+        """What the block's scale is written as."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block without its scale."""
+
+    def wire_bytes(self, numbers: int) -> int:
+        """Return the bytes of one row of n numbers."""
+
+
+def encode(codec: BlockFormat, rows: Tensor, seed: int, subtract: bool) -> Tensor:
     """Return (rows, n) float32 as (rows, wire bytes). With `subtract`, what was sent leaves the rows."""
     numbers, source = rows.shape[1], rows.contiguous()
     wire = torch.empty(len(rows), codec.wire_bytes(numbers), dtype=torch.uint8, device=rows.device)
@@ -236,7 +262,7 @@ def encode(codec: BlockCodec, rows: Tensor, seed: int, subtract: bool) -> Tensor
     return wire
 
 
-def decode(codec: BlockCodec, wire: Tensor, rows: Tensor, add: bool) -> None:
+def decode(codec: BlockFormat, wire: Tensor, rows: Tensor, add: bool) -> None:
     """Write what was encoded into rows (rows, n) float32, or add it to them."""
     numbers, target = rows.shape[1], rows.contiguous()
     blocks = -(-numbers // BLOCK)
@@ -290,7 +316,7 @@ def _values_and_places(wire: Tensor) -> tuple[Tensor, Tensor]:
     return values.view(torch.bfloat16), places
 
 
-def _shape(codec: BlockCodec) -> dict[str, Any]:
+def _shape(codec: BlockFormat) -> dict[str, Any]:
     """Return how a kernel encodes a block."""
     return {
         "KIND": KINDS[codec.kind],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from shardwise.codecs.base import Argument, RowCodec, runs_kernels
+from shardwise.codecs.base import SPARSE_BLOCK, Argument, RowCodec, runs_kernels
 from shardwise.codecs.blocks import cached_parts
 from shardwise.lazy import LazyModule
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 else:
     torch, kernels = LazyModule("torch"), LazyModule("shardwise.codecs.kernels")
 
-SPARSE_BLOCK = 1024
-"""Numbers of which the largest are sent."""
 SHARE_OF_SUMS = 3
 
 

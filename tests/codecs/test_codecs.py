@@ -13,11 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.codecs import parse_codec, parse_row_codec
-from shardwise.codecs.blocks import BLOCK
+from shardwise.codecs.base import BLOCK, SPARSE_BLOCK
 from shardwise.codecs.packing import pack, unpack
-from shardwise.codecs.topk import SPARSE_BLOCK
 
-ALL = ["bfloat16", "float16", "float8", "int8", "int4", "sign", "terngrad", "topk(0.01)", "topk(1)", "randomk(0.1)"]
+ALL = [
+    "bfloat16",
+    "float16",
+    "float8",
+    "int8",
+    "int4",
+    "sign",
+    "terngrad",
+    "topk(0.01)",
+    "topk(1)",
+    "randomk(0.1)",
+]
 ALL += [f"qsgd({bits})" for bits in range(2, 9)]
 SIZES = [0, 1, 2, 5, 7, 8, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77, 3 * SPARSE_BLOCK, 300 * BLOCK + 5]
 RELATIVE = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8": 2.0**-4}

@@ -8,12 +8,23 @@ import pytest
 import torch
 
 from shardwise.codecs import parse_row_codec
-from shardwise.codecs.blocks import BLOCK
+from shardwise.codecs.base import BLOCK
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-ALL = ["bfloat16", "float16", "float8", "int8", "int4", "sign", "terngrad", "topk(0.01)", "topk(1)", "randomk(0.1)"]
+ALL = [
+    "bfloat16",
+    "float16",
+    "float8",
+    "int8",
+    "int4",
+    "sign",
+    "terngrad",
+    "topk(0.01)",
+    "topk(1)",
+    "randomk(0.1)",
+]
 ALL += [f"qsgd({bits})" for bits in range(2, 9)]
 SIZES = [0, 1, 2, 5, 7, 8, 102, 103, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 77, 1024, 3072, 65541, 400003]
 
