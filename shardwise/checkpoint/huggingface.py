@@ -3,9 +3,9 @@ the way back.
 
 Such a folder is config.json, weights in safetensors files, an index that says which file holds which tensor
 where there are several, and the tokenizer. The model never is in memory: names, shapes and so all offsets are
-known from the configuration alone (config/families.py), so a file's header is written first and the numbers behind
-it as they are read. That is why the files are not written by the safetensors library, which wants all tensors
-of a file at once; the format is a length, a JSON header, raw bytes.
+known from the configuration alone (config/families.py), so a file's header is written first and the numbers
+behind it as they are read. That is why the files are not written by the safetensors library, which wants all
+tensors of a file at once; the format is a length, a JSON header, raw bytes.
 
 Where the model came from such a folder, what training does not change is written as it was there, byte for
 byte (kept.py): all files but the weights, config.json among them unless the dtype is another.

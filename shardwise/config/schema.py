@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shardwise.config.compression import AUTO, Compression
+from shardwise.codecs import RowCodec, parse_codec, parse_row_codec
+from shardwise.config.compression import AUTO
 from shardwise.config.dtypes import Precision
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -469,7 +470,7 @@ class Layout(Section):
     @field_validator("compression", "weight_compression")
     @classmethod
     def _known_codec(cls, value: str | None) -> str | None:
-        return value if value in (None, AUTO) else str(Compression.parse(value))
+        return value if value in (None, AUTO) else str(parse_codec(value))
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
@@ -628,14 +629,12 @@ class Server(Section):
     @field_validator("compression")
     @classmethod
     def _known(cls, text: str | None) -> str | None:
-        if text is not None and Compression.parse(text).name == "powersgd":
-            raise ValueError("powersgd works on whole matrices, and servers keep slices of them")
-        return text
+        return None if text is None else str(parse_row_codec(text))
 
     @property
-    def codec(self) -> Compression | None:
+    def codec(self) -> RowCodec | None:
         """None: gradients are sent as they are."""
-        return None if self.compression is None else Compression.parse(self.compression)
+        return None if self.compression is None else parse_row_codec(self.compression)
 
     @property
     def predicts(self) -> bool:

@@ -27,8 +27,8 @@ _T, _G, _US = 1e12, 1e9, 1e-6
 
 
 def _device(peaks: str, name: str, gib: float, gb_s: float, watts: float, **figures: float) -> Device:
-    """A device with the peaks of this row (cost/device_peaks.py): its memory, what that moves, its rated power;
-    and where they differ from `Device`, other figures."""
+    """Return a device with the peaks of this row (cost/device_peaks.py), its memory, its memory's bandwidth and
+    its rated power; `figures` are those that differ from the defaults of `Device`."""
     return Device(name, gib * GIB, PEAKS[peaks].flops, gb_s * _G, watts=watts, **figures)
 
 
@@ -83,7 +83,8 @@ DEVICES: dict[str, Device] = {
     ),
     "mi300x": _device("mi300x", "MI300X-192GB", 191.5, 5300, 750, matmul=0.5, **_CDNA3),
     "cpu": Device(
-        "CPU", 16 * GIB, {"float32": 0.1 * _T, "bfloat16": 0.1 * _T, "float16": 0.02 * _T, "float64": 0.05 * _T},
+        "CPU", 16 * GIB,
+        {"float32": 0.1 * _T, "bfloat16": 0.1 * _T, "float16": 0.02 * _T, "float64": 0.05 * _T},
         20 * _G, watts=100, matmul=1.0, matmul_knee=16.0, attention=0.3, stream=0.7, launch=10 * _US,
         overhead=0.4 * GIB, host_bandwidth=20 * _G, overlap=0.0,
     ),

@@ -4,7 +4,7 @@ winner.
 Data-parallel devices agree on a gradient in every step: 4 bytes a parameter, about twice over the wire. On
 NVLink that hides behind the backward pass; on Ethernet it may be most of the step. Two families send less:
 
-- compression: a codec of config/compression.py, which `layout.compression` names. Fewer bits a value, fewer
+- compression: a codec of shardwise/codecs, which `layout.compression` names. Fewer bits a value, fewer
   values, or two thin factors of each matrix. What a step leaves out is kept as a *residual* and added to the
   next gradient; that takes 4 bytes a parameter, and encoding takes time of its own (cost/codec_work.py).
 - rarer exchanges (`train.driver = "local"`). Local SGD (Stich 2018) and DiLoCo (Douillard et al. 2023) let

@@ -28,11 +28,10 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.save import State
 from shardwise.checkpoint.state_key import StateKey, StateKind
+from shardwise.codecs import parse_row_codec
 from shardwise.comm import Comm
-from shardwise.comm.codecs import codec
 from shardwise.comm.under_way import SumUnderWay
 from shardwise.config import Local
-from shardwise.config.compression import Compression
 from shardwise.optim import local
 from shardwise.parallel import ParallelModel
 
@@ -80,7 +79,7 @@ class Outer:
         self.anchors = {name: copies[0].detach().clone() for name, copies in self.copies.items()}
         self.momenta = {name: torch.zeros_like(anchor) for name, anchor in self.anchors.items()}
         self.meeting: Meeting | None = None
-        self._codec = None if settings.compression is None else codec(Compression.parse(settings.compression))
+        self._codec = None if settings.compression is None else parse_row_codec(settings.compression)
         self._apart = comm.mesh.second_group(AXIS) if settings.overlap else comm.mesh.group(AXIS)
         self._names = list(sizes)
         self._fragments = _cut(sizes, settings.fragments)

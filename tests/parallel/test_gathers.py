@@ -14,8 +14,9 @@ from ranks.trained import Runs, check_held, check_sent
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.codecs.base import BLOCK
 from shardwise.config import Layout, from_tables
-from shardwise.config.compression import BLOCK, is_compressed
+from shardwise.config.compression import is_compressed
 from shardwise.errors import ConfigError
 from shardwise.mesh import Worker
 from shardwise.plan import choose, fit

@@ -14,8 +14,8 @@ from ranks.jobs import ALONE, FAMILIES, Tables, job, put_together, start
 from ranks.pool import Pool
 from torch import Tensor
 
+from shardwise.codecs import parse_row_codec
 from shardwise.config import from_tables
-from shardwise.config.compression import Compression
 from shardwise.errors import ConfigError
 from shardwise.mesh import Worker
 from shardwise.plan import choose
@@ -209,7 +209,7 @@ def test_what_is_sent_in_few_bits_is_near_what_was_meant(
     error = max(float((exact[name] - found[name]).abs().max()) for name in exact)
     assert 0 < error <= 2 * level * moved, "groups move by about as much"
     sizes = [weight.numel() for weight in exact.values()]
-    wire = sum(map(Compression.parse(codec).wire_bytes, sizes))
+    wire = sum(map(parse_row_codec(codec).wire_bytes, sizes))
     assert done[-1].collectives["all_gather/group"] == {
         "count": 1,
         "bytes": 2 * wire,
