@@ -26,6 +26,7 @@ from shardwise._torch import recompute_casts
 from shardwise.comm import Comm, CompressionSettings, GatherSettings
 from shardwise.config import Config, Layout, Model, sequence_multiple
 from shardwise.config.compression import SumCompression, WeightGathers, is_compressed
+from shardwise.drivers.registry import driver_of
 from shardwise.models import (
     Head,
     Sharding,
@@ -264,7 +265,7 @@ def _recompute_and_compile(config: Config, plan: Plan, blocks: list[nn.Module], 
     if compiled:
         for block in blocks:
             block.forward = torch.compile(
-                block.forward, fullgraph=whole_graph, dynamic=config.train.shares == "by speed"
+                block.forward, fullgraph=whole_graph, dynamic=driver_of(config).varies_rows
             )
     if around:
         recompute(blocks, mode, compiled, draws=config.model.module is not None)
@@ -281,7 +282,7 @@ def _on_data_axes(config: Config, plan: Plan, model: nn.Module, table: Sharding,
     settings = _compression(config, model, table, comm)
     if not engine.sharded:
         allocate(model, comm.device)
-        alone = engine.single or train.driver == "hogwild"  # whose workers share one copy of the weights
+        alone = engine.single or driver_of(config).why_unsharded is not None
         return SingleDevice(model) if alone else replicate(model, comm, settings, plan.bucket_bytes)
     compute, reduce = DTYPES[compute_dtype(train)], DTYPES[reduce_dtype(train)]
     routers: list[nn.Module] = [module for module in model.modules() if isinstance(module, Router)]
