@@ -44,8 +44,8 @@ class GradientStore:
         """Gradients of such workers that the last update did not list."""
 
     def publish(self, version: int, weights: Tensor) -> None:
-        """Hand out these weights from now on. They must not be changed any more: they may be on their way to a
-        worker for a long time."""
+        """Hand out these weights from now on. They must not be changed any more: they may be on their way to
+        a worker for a long time."""
         with self._lock:
             self._version, self._weights = version, weights
             self._lock.notify_all()

@@ -70,8 +70,8 @@ class End:
 
 @dataclass(frozen=True)
 class Pull:
-    """A worker asks for weights of this version or newer. `have` is the version that it has, which need not be
-    sent; -1: it has none."""
+    """A worker asks for weights of this version or newer. `have` is the version that it has, which need not
+    be sent; -1: it has none."""
 
     least: Count
     have: Annotated[int, Field(ge=-1, lt=2**62)]

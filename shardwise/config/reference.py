@@ -86,7 +86,7 @@ def _fields(section: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
 
 
 def _summary(section: type[BaseModel]) -> str:
-    return (section.__doc__ or "").strip()
+    return " ".join((section.__doc__ or "").split())
 
 
 def _default(field: FieldInfo) -> str:

@@ -8,7 +8,7 @@ drivers. No torch in this package.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, create_model, field_validator, model_validator
 

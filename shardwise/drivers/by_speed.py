@@ -34,8 +34,8 @@ class BySpeed(Driver):
         if training.mesh.device.type == "cpu" or alone:
             return []
         return [
-            "train.driver = 'by-speed': on GPUs only with data alone and zero = 0 can a device's work be told "
-            "from its waiting"
+            "train.driver = 'by-speed': on GPUs only with data alone and zero = 0 can a device's work be "
+            "told from its waiting"
         ]
 
     def on_rank(self, training: Training) -> RowsBySpeedRank:

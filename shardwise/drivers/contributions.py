@@ -53,8 +53,8 @@ class Contributions:
         public: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stop_asked` and `waiting` are called while the server waits for workers. If not `public`, it does not
-        listen for workers."""
+        """`stop_asked` and `waiting` are called while the server waits for workers. If not `public`, it does
+        not listen for workers."""
         self.training, self._stop_asked, self._waiting = training, stop_asked, waiting
         config, worker = training.config, training.mesh.worker
         self._settings = server_settings(config)
@@ -131,8 +131,8 @@ class Contributions:
             self._listener.close()
 
     def _start(self) -> State:
-        """Return where the data goes on. Portions are counted from the beginning of the data, so what was under
-        way must be whole portions."""
+        """Return where the data goes on. Portions are counted from the beginning of the data, so what was
+        under way must be whole portions."""
         training, size = self.training, self.rows
         if training.sequences % size or any(
             rows.start % size or len(rows) != size for rows in training.missing

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 class LocalSettings(Section):
-    """Groups that train by themselves and exchange weights now and then (`train.driver = "local"`); the layout
-    is that of one group."""
+    """Groups that train by themselves and exchange weights now and then (`train.driver = "local"`); the
+    layout is that of one group."""
 
     groups: Degree = Field(
         2,
@@ -47,7 +47,8 @@ class LocalSettings(Section):
     learning_rate: float = Field(
         0.7,
         gt=0,
-        description="learning rate of the outer step, on the mean of what groups moved by; 1: the mean itself",
+        description="learning rate of the outer step, on the mean of what groups moved by; 1: the mean "
+        "itself",
     )
     momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer step")
     fragments: Positive = Field(

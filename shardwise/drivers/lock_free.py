@@ -60,8 +60,8 @@ class LockFree(OwnRows):
         )
 
     def _update(self, batch: Batch, items: Tensor) -> tuple[Tensor, Tensor, tuple[int, int, int, int]]:
-        """Make the update of a micro-batch; return its mean loss over `items`, the norm of its gradient, and the
-        numbers of an `Updates`."""
+        """Make the update of a micro-batch; return its mean loss over `items`, the norm of its gradient, and
+        the numbers of an `Updates`."""
         training, clock, stamps = self.training, self.training.comm.clock, self.shared.stamps
         lr = learning_rate(training.config.train, training.step + 1)
         training.optimizer.zero_grad()

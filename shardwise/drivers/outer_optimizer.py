@@ -141,8 +141,8 @@ class OuterOptimizer:
         return state
 
     def state_to_fill(self, of_group: State, group: int, under_way: Sequence[str]) -> State:
-        """Return the tensors that a checkpoint is loaded into, in which these parameters were being exchanged.
-        Every group has buffers of its own."""
+        """Return the tensors that a checkpoint is loaded into, in which these parameters were being
+        exchanged. Every group has buffers of its own."""
         state = {f"group.{group}.{name}": value for name, value in of_group.items()} | self._agreed()
         for name in self._here(under_way):
             state[f"group.{group}.outer.own.{name}"] = torch.zeros_like(self.anchors[name])

@@ -31,7 +31,7 @@ def driver_named(name: str) -> Driver:
     """Return the driver of this name."""
     module, _, kind = DRIVERS[name].partition(":")
     driver = getattr(import_module(module), kind)()
-    assert isinstance(driver, Driver) and driver.name == name, f"{DRIVERS[name]} is the driver {name!r}"
+    assert isinstance(driver, Driver), f"{DRIVERS[name]} is a driver"
     return driver
 
 

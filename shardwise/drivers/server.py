@@ -149,8 +149,8 @@ class ParameterServer(WholeModels):
 
     def problems_of_frozen(self, module: str, parameter: str) -> Iterator[str]:
         yield (
-            f"train.driver = 'server': {module} has frozen parameters ({parameter}), and servers hand out and "
-            "sum all of them; use 'synchronous', 'local' or 'hogwild'"
+            f"train.driver = 'server': {module} has frozen parameters ({parameter}), and servers hand out "
+            "and sum all of them; use 'synchronous', 'local' or 'hogwild'"
         )
 
     def check_crew(self, config: Config, crew: Crew, least_given: int | None) -> None:

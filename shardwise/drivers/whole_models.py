@@ -47,5 +47,6 @@ def no_experts(model: Model, train: Train) -> Iterator[str]:
     """Give that a model with experts does not go with such workers."""
     if model.experts:
         yield (
-            f"train.driver = {train.driver!r}: not with experts, whose loads are known to single workers alone"
+            f"train.driver = {train.driver!r}: not with experts, whose loads are known to single workers "
+            "alone"
         )

@@ -202,8 +202,8 @@ def _local(result: SearchResult, winner: Space) -> Iterator[Alternative]:
             0.0, float(prediction.peak[0] - result.peak[result.order[0]]) + _OUTER_BYTES * share
         ),
         fits=True,
-        changes=f"{count} groups train by themselves and exchange weights every {OUTER_EVERY} steps (DiLoCo): another "
-        f"algorithm; many groups "
+        changes=f"{count} groups train by themselves and exchange weights every {OUTER_EVERY} steps "
+        "(DiLoCo): another algorithm; many groups "
         f'or long rounds end at a higher loss. train.driver = "local", local.groups = {count}, and of the '
         f"layout data = "
         f"{int(worker.data[0])}, replica = 1, zero = {int(worker.zero[0])}.",

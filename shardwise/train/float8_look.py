@@ -27,7 +27,7 @@ class Look:
     seen: Seen | None
 
     def outgrown(self, loss: Tensor) -> Tensor:
-        """Return whether the step has to be made again: a tensor outgrew its scale, and all else is finite."""
+        """Return whether the step has to be made again: a tensor outgrew its scale, and all is finite."""
         if self.seen is None:
             return torch.zeros_like(loss, dtype=torch.bool)
         return torch.isfinite(loss) & self.seen.finite & self.seen.outgrown

@@ -173,8 +173,8 @@ class StepRecorder:
 
 
 def _watch_over(training: Training) -> Watch | None:
-    """Return what looks for slow ranks, on the main rank. Ranks of one pipeline stage do the same work; stages
-    are outermost on the grid."""
+    """Return what looks for slow ranks, on the main rank. Ranks of one pipeline stage do the same work;
+    stages are outermost on the grid."""
     world, stages = training.mesh.worker.world, training.plan.layout.pipeline
     if world == 1 or not training.mesh.is_main or not driver_of(training.config).lockstep:
         return None

@@ -10,9 +10,9 @@ import torch
 from ranks.jobs import ALONE, FAMILIES, job, start
 from torch import Tensor
 
-from shardwise.train.build import Training
-from shardwise.drivers.replay import Pace, Replay
 from shardwise.drivers.contributions import steps_ahead
+from shardwise.drivers.replay import Pace, Replay
+from shardwise.train.build import Training
 from shardwise.train.steps import Step, steps
 
 PACES = [Pace(), Pace(), Pace(losses=0.1), Pace(seconds=4.0)]

@@ -17,6 +17,8 @@ import torch
 from shardwise.asynchronous import listener as listening
 from shardwise.asynchronous import messages
 from shardwise.asynchronous import scheduler as scheduling
+from shardwise.asynchronous.gradient_store import GradientStore
+from shardwise.asynchronous.listener import Listener
 from shardwise.asynchronous.messages import (
     Ask,
     Bring,
@@ -31,8 +33,6 @@ from shardwise.asynchronous.messages import (
     Wait,
     Welcome,
 )
-from shardwise.asynchronous.gradient_store import GradientStore
-from shardwise.asynchronous.listener import Listener
 from shardwise.asynchronous.scheduler import Scheduler
 from shardwise.asynchronous.wire import Wire, dial
 from shardwise.asynchronous.work import Work

@@ -237,7 +237,8 @@ def test_the_origin_of_a_key_that_was_left_out_is_what_left_it_out_or_filled_it_
           "6 or 9"]),
         # nothing is said of what depends on a wrong value
         ({"train": {"driver": "servers"}, "server": {"servers": 2}},
-         ["train.driver = 'servers': input should be 'synchronous', 'by-speed', 'server', 'local' or 'hogwild'"]),
+         ["train.driver = 'servers': input should be 'synchronous', 'by-speed', 'server', 'local' or "
+          "'hogwild'"]),
         # left out, it would be 1.0
         ({"train": {"clip": "none"}}, ["train.clip = 'none': input should be a valid number"]),
         ({"data": {"sources": [{"path": "a", "wieght": 2.0}]}},

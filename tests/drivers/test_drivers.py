@@ -1,5 +1,5 @@
-"""Every driver of the registry answers the whole interface, and nobody outside of the drivers' room asks which
-one it is."""
+"""Every driver of the registry answers the whole interface, and nobody outside of the drivers' room asks
+which one it is."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.config import Config, Layout, from_tables
 from shardwise.data import Dataset
+from shardwise.drivers.replay import Pace, Replay
 from shardwise.errors import UserError
 from shardwise.mesh import Worker
 from shardwise.models import initial_value
@@ -28,7 +29,6 @@ from shardwise.train.build import build, restore, save
 from shardwise.train.evaluate import held_out_loss
 from shardwise.train.own_loss import check_summed_loss
 from shardwise.train.planner import Planner
-from shardwise.drivers.replay import Pace, Replay
 from shardwise.train.steps import steps
 
 HERE = Path(__file__).parent

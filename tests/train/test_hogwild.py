@@ -18,13 +18,13 @@ from torch import Tensor
 from shardwise.asynchronous.shared_memory import SharedMemory, Stamps
 from shardwise.comm import Peers
 from shardwise.config import from_tables
+from shardwise.drivers.hogwild import HogwildRank
+from shardwise.drivers.lock_free import LockFree
 from shardwise.errors import ConfigError, UserError
 from shardwise.mesh import Worker, join
 from shardwise.optim import update
 from shardwise.parallel import check_module
 from shardwise.train.build import Training, restore, save
-from shardwise.drivers.hogwild import HogwildRank
-from shardwise.drivers.lock_free import LockFree
 from shardwise.train.sources import forward_backward
 from shardwise.train.steps import Step, divisor, gradient_norm, steps
 

@@ -176,5 +176,6 @@ def test_pipelines_are_refused(corpus: str) -> None:
         train={**TRAIN, "driver": "by-speed"},
         layout={"pipeline": 2, "data": 1},
     )
-    with pytest.raises(UserError, match=r"train.driver = 'by-speed': not with layout.pipeline = 2, because the stages"):
+    refused = r"train.driver = 'by-speed': not with layout.pipeline = 2, because the stages"
+    with pytest.raises(UserError, match=refused):
         from_tables(tables)
