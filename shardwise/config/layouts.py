@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from shardwise.config.axes import MODEL_AXES
 from shardwise.config.check import divisors, found_by, nearest_multiples, problems_of_batch
 from shardwise.config.schema import Data, Layout, Model, Train
+from shardwise.drivers.registry import driver_named
 
 SPLIT_BACKWARD = ("zb1p", "zbv", "dualpipev")
 """Schedules that compute the gradients of inputs and of weights apart."""
@@ -67,7 +68,7 @@ def _rules(model: Model, data: Data, train: Train, layout: Layout) -> Iterator[B
     yield from found_by(_sequence, model, data, layout)
     yield from found_by(_pipeline, model, layout)
     yield from found_by(_recompute, train, layout)
-    yield from found_by(_shares, train, layout)
+    yield from found_by(_driver, train, layout)
     yield from found_by(_expert, model, layout)
     yield from found_by(problems_of_nearby, layout)
 
@@ -310,13 +311,13 @@ def _recompute(train: Train, layout: Layout) -> Iterator[Broken]:
         )
 
 
-def _shares(train: Train, layout: Layout) -> Iterator[Broken]:
-    if train.shares == "by speed" and layout.pipeline > 1:
-        yield Broken(
-            f"train.shares = 'by speed': the stages of a pipeline (layout.pipeline = {layout.pipeline}) send "
-            f"each other messages "
-            "of one size; use train.shares = 'even', or another axis"
-        )
+def _driver(train: Train, layout: Layout) -> Iterator[Broken]:
+    for axis, why in driver_named(train.driver).refused_axes.items():
+        if getattr(layout, axis) > 1:
+            yield Broken(
+                f"train.driver = {train.driver!r}: not with layout.{axis} = {getattr(layout, axis)}, because "
+                f"{why}; use train.driver = 'synchronous', or another axis"
+            )
 
 
 def _expert(model: Model, layout: Layout) -> Iterator[Broken]:

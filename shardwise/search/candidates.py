@@ -32,6 +32,7 @@ from shardwise.config import (
 from shardwise.config.compression import AUTO, SETTINGS
 from shardwise.config.layouts import can_borrow, problems_of_nearby, ring_lacks
 from shardwise.cost.space import BUT_ATTENTION, RECOMPUTE, Space, recompute_mode
+from shardwise.drivers.registry import driver_of
 from shardwise.plan.engine import shares_weights
 from shardwise.plan.flops import flops_per_token, matmul_weights
 from shardwise.plan.schedule import SCHEDULES
@@ -147,8 +148,9 @@ def _reason(config: Config, degrees: Mapping[str, int]) -> str | None:
         return "tensor is more than the vocabulary"
     if degrees["pipeline"] > model.layers:
         return f"pipeline has more stages than the model's {model.layers} blocks"
-    if degrees["pipeline"] > 1 and config.train.shares == "by speed":
-        return "pipelines need even shares"
+    for axis, why in driver_of(config).refused_axes.items():
+        if degrees[axis] > 1:
+            return f"{axis} is above 1, and {why}"
     if config.data.sequence_length % (tensor * context):
         return f"a sequence of {config.data.sequence_length} does not divide over context x tensor"
     if config.train.global_batch % (degrees["replica"] * degrees["data"]):
