@@ -26,7 +26,7 @@ from shardwise.asynchronous.listener import Listener
 from shardwise.asynchronous.scheduler import Scheduler, Update
 from shardwise.asynchronous.work import Contribution, State, Work
 from shardwise.config import Config
-from shardwise.drivers.server import portions, server_settings
+from shardwise.drivers.server_settings import portions, server_settings
 from shardwise.errors import UserError
 from shardwise.mesh import meeting_place
 from shardwise.mesh.sockets import address_towards

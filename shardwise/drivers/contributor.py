@@ -25,7 +25,7 @@ from shardwise.config import Config, Layout
 from shardwise.data import Dataset
 from shardwise.data.batches import Batch, parts, to_batch
 from shardwise.drivers.contributions import credentials, digest
-from shardwise.drivers.server import server_settings
+from shardwise.drivers.server_settings import server_settings
 from shardwise.errors import RunFailed, UserError
 from shardwise.mesh import Worker, meeting_place
 from shardwise.models import attention_backends

@@ -121,7 +121,7 @@ class HogwildRank(RankDriver):
     def source(self, training: Training, link: NoHost | None = None) -> Source:
         from shardwise.drivers.lock_free import LockFree
 
-        return LockFree(training, self.shared)
+        return LockFree(training, self.shared, hogwild_settings(training.config).locked)
 
     def draws_weights(self, training: Training) -> bool:
         """The first worker draws for all."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shardwise.asynchronous.shared_memory import SharedState
 from shardwise.data.batches import Batch
-from shardwise.drivers.hogwild import hogwild_settings
 from shardwise.optim import learning_rate, update
 from shardwise.train.build import Training
 from shardwise.train.sources import (
@@ -37,9 +36,9 @@ from shardwise.train.steps import divisor, gradient_norm
 class LockFree(OwnRows):
     """Makes the updates of a step itself; other sources give a gradient for one update."""
 
-    def __init__(self, training: Training, shared: SharedState) -> None:
+    def __init__(self, training: Training, shared: SharedState, takes_lock: bool) -> None:
         super().__init__(training)
-        self.shared, self._takes_lock = shared, hogwild_settings(training.config).locked
+        self.shared, self._takes_lock = shared, takes_lock
 
     def draw(self) -> Drawn:
         """Make an update with each micro-batch of this rank's rows."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,38 @@ from shardwise.checkpoint.state_key import StateKey, StateKind
 from shardwise.codecs import parse_row_codec
 from shardwise.comm import Comm
 from shardwise.comm.under_way import SumUnderWay
-from shardwise.drivers.local import LocalSettings
 from shardwise.optim import local
 from shardwise.parallel import ParallelModel
 
 AXIS = "group"
+
+
+class OuterSettings(Protocol):
+    """What the table `[local]` of a job says (drivers/local.py)."""
+
+    @property
+    def sync_every(self) -> int:
+        """Steps between two exchanges."""
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the outer step."""
+
+    @property
+    def momentum(self) -> float:
+        """Nesterov momentum of the outer step."""
+
+    @property
+    def fragments(self) -> int:
+        """Parts of the model that are exchanged in turn."""
+
+    @property
+    def overlap(self) -> int:
+        """Steps that groups make while an exchange is under way."""
+
+    @property
+    def compression(self) -> str | None:
+        """The codec of differences; None: they are sent as they are."""
 
 
 @dataclass
@@ -60,7 +87,7 @@ class OuterOptimizer:
         self,
         parallel: ParallelModel,
         comm: Comm,
-        settings: LocalSettings,
+        settings: OuterSettings,
         last: int,
         sizes: Mapping[str, int],
         same_on: str | None = None,

@@ -9,15 +9,12 @@ gradient (asynchronous/). docs/asynchronous.md tells what staleness costs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import Field, field_validator
-
-from shardwise.codecs import RowCodec, parse_row_codec
 from shardwise.drivers.driver import Crew, LooseWorker, RankDriver
+from shardwise.drivers.server_settings import TABLE, ServerSettings, server_settings
 from shardwise.drivers.whole_models import WholeModels, no_experts, no_scales, splits_model
 from shardwise.errors import UserError
-from shardwise.section import Degree, NonNegative, Positive, Section
 from shardwise.words import counted
 
 if TYPE_CHECKING:
@@ -29,79 +26,6 @@ if TYPE_CHECKING:
     from shardwise.train.build import Training
     from shardwise.train.planner import Planner
     from shardwise.train.sources import Source
-
-
-class ServerSettings(Section):
-    """A parameter server (`train.driver = "server"`): --workers are one device each, and as many servers come
-    on top."""
-
-    servers: Degree = Field(1, description="processes that share the weights and the optimizer's state")
-    portions: Positive | None = Field(
-        None,
-        description="pieces of the global batch, each computed by one worker; left out: as many as there are "
-        "workers",
-    )
-    max_staleness: NonNegative | Literal["unbounded"] = Field(
-        0,
-        description="updates that the weights may have had between a worker's reading them and the use of "
-        "its gradient; 0: "
-        "each update waits for the whole batch, as in a synchronous run",
-    )
-    prediction: bool = Field(
-        True,
-        description="where gradients are stale, hand out weights as they will be when the gradient comes, by "
-        "AdamW's momentum",
-    )
-    damping: bool = Field(
-        False,
-        description="divide the learning rate of an update by one more than the staleness of its gradients",
-    )
-    backups: bool = Field(
-        False,
-        description="a worker that would have to wait computes a portion that another has not brought yet, "
-        "and the first counts",
-    )
-
-    compression: str | None = Field(
-        None,
-        description="how gradients are sent to the servers, as in layout.compression but for `powersgd`; "
-        "what a worker leaves "
-        "out it adds to its next one",
-    )
-
-    @field_validator("compression")
-    @classmethod
-    def _known(cls, text: str | None) -> str | None:
-        return None if text is None else str(parse_row_codec(text))
-
-    @property
-    def codec(self) -> RowCodec | None:
-        """How gradients are encoded; None: they are sent as they are."""
-        return None if self.compression is None else parse_row_codec(self.compression)
-
-    @property
-    def predicts(self) -> bool:
-        """Whether workers get weights that are moved on to where they will be."""
-        return self.prediction and self.max_staleness != 0
-
-    @property
-    def staleness_bound(self) -> int | None:
-        """The largest staleness of a gradient; None: there is no bound."""
-        return None if self.max_staleness == "unbounded" else self.max_staleness
-
-
-def server_settings(config: Config) -> ServerSettings:
-    """Return the table of the parameter server."""
-    table = getattr(config, ParameterServer.name)
-    assert isinstance(table, ServerSettings), "the schema made it"
-    return table
-
-
-def portions(config: Config) -> int:
-    """Return into how many portions a global batch is cut."""
-    count = server_settings(config).portions
-    assert count is not None, "filled in before workers start"
-    return count
 
 
 def _damping(server: ServerSettings) -> Iterator[str]:
@@ -130,7 +54,7 @@ def _layout(train: Train, layout: Layout) -> Iterator[str]:
 class ParameterServer(WholeModels):
     """Workers bring gradients to servers, each worker at its own pace."""
 
-    name = "server"
+    name = TABLE
     summary = "a parameter server that workers bring gradients to, each at its own pace"
     settings = ServerSettings
     settings_summary = "a parameter server"

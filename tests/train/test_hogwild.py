@@ -43,7 +43,7 @@ def hogwild_job(corpus: str, workers: int, model: dict[str, Any] | None = None, 
 
 def source_of(training: Training) -> LockFree:
     assert isinstance(training.rank_driver, HogwildRank)
-    return LockFree(training, training.rank_driver.shared)
+    return LockFree(training, training.rank_driver.shared, training.config.hogwild.locked)
 
 
 def weights_of(training: Training) -> Weights:
