@@ -283,7 +283,6 @@ def test_a_checkpoint_has_no_half_update_and_goes_on_under_any_driver(
         ("layout", {"compression": "int8"}, "leave layout.compression out"),
         ("train", {"precision": "float16"}, "use bfloat16 or float32"),
         ("train", {"precision": "bfloat16", "state_dtype": "bfloat16"}, "leave train.state_dtype out"),
-        ("train", {"shares": "by speed"}, "leave train.shares out"),
         ("recovery", {"copies": 5}, "recovery.copies: not with train.driver = 'hogwild'"),
     ],
     ids=str,
