@@ -160,6 +160,21 @@ class StepRecorder:
         self.last, self._again = self._watched(done), 0
         return self.last
 
+    def own_seconds(self) -> tuple[float, float]:
+        """Return this rank's (compute, data) seconds of the step before, without its waits; zeros where there
+        is none yet. Compute is zero where waits cannot be told from it.
+
+        On a GPU batches are fetched while the device computes. Only what the device had to wait for counts.
+        """
+        if self.last is None:
+            return 0.0, 0.0
+        layout, spans = self._training.plan.layout, self.last.spans
+        compute = spans["forward_backward"] + spans["optimizer"]
+        data = min(spans["data"], max(0.0, self.last.seconds - compute - spans.get(EXPOSED, 0.0)))
+        split = layout.pipeline * layout.context * layout.tensor * layout.expert > 1
+        unseen = self._training.mesh.device.type != "cpu" and split
+        return (0.0 if unseen or EXPOSED not in spans else compute), data
+
     def _float8(self, scaled: Sequence[float]) -> dict[str, tuple[float, float]] | None:
         scales = self._training.parallel.scales
         return by_layer(scales, scaled) if scaled and scales is not None else None

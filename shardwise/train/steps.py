@@ -65,7 +65,7 @@ def steps(
             look = float8.look()
 
             # The norm of the gradient; and one sum over all ranks, of the loss and what they tell each other.
-            message = message_to_all(training, drawn.checksum, vote, recorder.last)
+            message = message_to_all(training, drawn.checksum, vote, recorder.own_seconds())
             with clock.span("forward_backward"):
                 norm = gradient_norm(training) if drawn.norm is None else drawn.norm
                 shared = share(training, torch.cat((drawn.loss.double().reshape(1), message)))

@@ -15,11 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardwise.comm import EXPOSED
-
 if TYPE_CHECKING:
     from shardwise.train.build import Training
-    from shardwise.train.record import Step
 
 HALF = 1 << 28
 """A checksum has up to 2 x 28 bits: 32 of each sequence, and 24 of their number."""
@@ -39,14 +36,15 @@ def own_vote(training: Training, stop_asked: Callable[[], bool], save_due: Calla
     return SAVE if training.mesh.is_main and save_due() else 0.0
 
 
-def message_to_all(training: Training, checksum: int, vote: float, before: Step | None) -> Tensor:
-    """Return what this rank tells all others beside its loss."""
+def message_to_all(training: Training, checksum: int, vote: float, seconds: tuple[float, float]) -> Tensor:
+    """Return what this rank tells all others beside its loss; `seconds` are its (compute, data) seconds of the
+    step before."""
     mesh, rank, world = training.mesh, training.mesh.worker.rank, training.mesh.worker.world
     high, low = divmod(checksum, HALF)
     times = [(0.0, 0.0)] * (world if world > 1 else 0)
-    if times and before is not None:
-        times[rank] = _own_seconds(training, before)
-    values = [vote, high, low, *(seconds for pair in times for seconds in pair)]
+    if times:
+        times[rank] = seconds
+    values = [vote, high, low, *(each for pair in times for each in pair)]
     # From pinned memory: otherwise the host would wait for the device.
     message = torch.tensor(values, dtype=torch.float64, pin_memory=mesh.device.type == "cuda")
     return message.to(mesh.device, non_blocking=True)
@@ -89,17 +87,3 @@ class Shared:
     def save(self) -> bool:
         """Whether the main rank's clock says that a save is due."""
         return self.votes == SAVE
-
-
-def _own_seconds(training: Training, done: Step) -> tuple[float, float]:
-    """Return this rank's (compute, data) seconds of a step, without its waits; compute is zero where waits
-    cannot be told from it.
-
-    On a GPU batches are fetched while the device computes. Only what the device had to wait for counts.
-    """
-    layout, spans = training.plan.layout, done.spans
-    compute = spans["forward_backward"] + spans["optimizer"]
-    data = min(spans["data"], max(0.0, done.seconds - compute - spans.get(EXPOSED, 0.0)))
-    split = layout.pipeline * layout.context * layout.tensor * layout.expert > 1
-    unseen = training.mesh.device.type != "cpu" and split
-    return (0.0 if unseen or EXPOSED not in spans else compute), data
