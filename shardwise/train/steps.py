@@ -82,9 +82,8 @@ def steps(
                 if drawn.updates is None:
                     update(training.optimizer, lr, divisor(training, norm), (~usable).float())
                 loads = _balance_experts(training, usable)
-                training.rank_driver.after_update(
-                    training, shared[VOTES], again
-                )  # groups may exchange weights
+                # Groups that train by themselves may exchange weights now.
+                training.rank_driver.after_update(training, shared[VOTES], again)
             float8.begin_step()  # the next step's scales, while the device has work
             if checked:
                 check_copies(training)

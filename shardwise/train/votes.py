@@ -37,8 +37,8 @@ def own_vote(training: Training, stop_asked: Callable[[], bool], save_due: Calla
 
 
 def message_to_all(training: Training, checksum: int, vote: float, seconds: tuple[float, float]) -> Tensor:
-    """Return what this rank tells all others beside its loss; `seconds` are its (compute, data) seconds of the
-    step before."""
+    """Return what this rank tells all others beside its loss; `seconds` are its (compute, data) seconds of
+    the step before."""
     mesh, rank, world = training.mesh, training.mesh.worker.rank, training.mesh.worker.world
     high, low = divmod(checksum, HALF)
     times = [(0.0, 0.0)] * (world if world > 1 else 0)
