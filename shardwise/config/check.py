@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any, TypeVar
 
-from shardwise.config.compression import AUTO, SETTINGS, WEIGHT_CODECS, Compression, SumCompression
+from shardwise.config import no_effect
+from shardwise.config.compression import AUTO, WEIGHT_CODECS, Compression, SumCompression
 from shardwise.config.parameters import count
 from shardwise.config.schema import (
     ClusterSection,
     Data,
-    Hogwild,
     Layout,
     Local,
     Model,
@@ -140,14 +140,6 @@ def _head_dim(model: Model) -> Iterator[str]:
         yield f"model.head_dim = {model.head_dim}: rotary positions need an even head_dim"
 
 
-def _window(model: Model) -> Iterator[str]:
-    if model.window is None and model.window_layers != "all":
-        yield (
-            f"model.window_layers = {model.window_layers!r}: has no effect without model.window; give that, "
-            f"or leave both out"
-        )
-
-
 def _size(model: Model) -> Iterator[str]:
     if (weights := count(model)) > MOST_WEIGHTS:
         yield (
@@ -157,7 +149,7 @@ def _size(model: Model) -> Iterator[str]:
 
 
 def _experts(model: Model) -> Iterator[str]:
-    yield from _mixture(model) if model.experts else _dense(model)
+    yield from _mixture(model) if model.experts else no_effect.expert_settings(model)
 
 
 def _mixture(model: Model) -> Iterator[str]:
@@ -180,22 +172,6 @@ def _mixture(model: Model) -> Iterator[str]:
         )
     if model.bias is True:
         yield "model.bias = true: experts have no biases; use false, or model.experts = 0"
-
-
-def _dense(model: Model) -> Iterator[str]:
-    fields = (
-        "experts_per_token",
-        "expert_ffn",
-        "shared_experts",
-        "balance_loss",
-        "balance_bias",
-        "router_z_loss",
-    )
-    for name in fields:
-        if value := getattr(model, name):
-            yield (
-                f"model.{name} = {value}: has no effect without experts; leave it out, or give model.experts"
-            )
 
 
 def _data(data: Data) -> Iterator[str]:
@@ -228,13 +204,6 @@ def _state_dtype(train: Train) -> Iterator[str]:
             f"train.state_dtype = 'bfloat16': needs train.precision = 'bfloat16' or 'float8' (given "
             f"{train.precision!r})"
         )
-
-
-def _float8_settings(train: Train) -> Iterator[str]:
-    own = ("float8_scaling", "float8_head", "float8_leave_out")
-    given = [name for name in own if getattr(train, name) != Train.model_fields[name].default]
-    if given and train.precision != "float8":
-        yield f"train.{given[0]}: has no effect without train.precision = 'float8'; leave it out, or set that"
 
 
 def _betas(train: Train) -> Iterator[str]:
@@ -279,12 +248,7 @@ def problems_of_compression(layout: Layout) -> Iterator[str]:
     if layout.compression == AUTO:
         return
     if layout.compression is None:
-        for name in SETTINGS:
-            if (value := getattr(layout, name)) != Layout.model_fields[name].default:
-                yield (
-                    f"layout.{name} = {value!r}: has no effect without layout.compression; leave it out, or "
-                    f"name a codec"
-                )
+        yield from no_effect.compression_settings(layout)
         return
     compression = Compression.parse(layout.compression)
     if layout.compression_axes == "replica" and layout.replica == 1:
@@ -319,10 +283,7 @@ def needs_whole_momenta(train: Train, layout: Layout) -> bool:
 
 def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
     what = "train.optimizer = '1bit-adam'"
-    if train.optimizer != "1bit-adam":
-        return
-    if layout.compression is None:
-        yield f"{what}: has no effect without layout.compression; name a codec, 'sign' say, or leave it out"
+    if train.optimizer != "1bit-adam" or layout.compression is None:
         return
     if layout.compression_warmup == 0:
         settles = max(1, min(train.steps // 10, round(1 / (1 - train.betas[1]))))
@@ -343,7 +304,6 @@ def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
 
 def _server(train: Train, server: Server) -> Iterator[str]:
     if train.driver != "server":
-        yield from _without_driver("server", server)
         return
     if server.damping and server.max_staleness == 0:
         yield (
@@ -363,7 +323,6 @@ def _portions(train: Train, server: Server) -> Iterator[str]:
 
 def _local(train: Train, local: Local) -> Iterator[str]:
     if train.driver != "local":
-        yield from _without_driver("local", local)
         return
     if train.global_batch % local.groups:
         yield (
@@ -404,17 +363,6 @@ def _layout_of_groups(train: Train, layout: Layout) -> Iterator[str]:
         yield f"{what}: groups exchange what is on the devices; leave layout.offload out"
     exchanged = "; what groups exchange is local.compression"
     yield from _leave_out(what, "layout", layout, ("compression", "weight_compression"), exchanged)
-
-
-def _hogwild(train: Train, hogwild: Hogwild) -> Iterator[str]:
-    if train.driver != "hogwild":
-        yield from _without_driver("hogwild", hogwild)
-
-
-def _without_driver(driver: str, section: Section) -> Iterator[str]:
-    fields = type(section).model_fields
-    for name in [name for name, value in section.__dict__.items() if value != fields[name].default]:
-        yield f"{driver}.{name}: has no effect without train.driver = {driver!r}; leave it out, or set that"
 
 
 def _copies(train: Train, recovery: Recovery) -> Iterator[str]:
@@ -514,25 +462,28 @@ RULES: tuple[Callable[..., Iterator[str]], ...] = (
     _one_source,
     _heads,
     _head_dim,
-    _window,
+    no_effect.window_settings,
     _size,
     _experts,
     _data,
     _recompute,
     _state_dtype,
-    _float8_settings,
+    no_effect.float8_settings,
     _betas,
     _open_data,
     _offload,
     problems_of_compression,
     _gathers,
+    no_effect.one_bit_adam,
     _one_bit_adam,
+    no_effect.server_settings,
     _server,
     _portions,
+    no_effect.local_settings,
     _local,
     _train_of_groups,
     _layout_of_groups,
-    _hogwild,
+    no_effect.hogwild_settings,
     _whole_models,
     _train_of_whole_models,
     _dense_models,
