@@ -11,7 +11,8 @@ from inspect import signature
 from typing import Any, TypeVar
 
 from shardwise.codecs import parse_codec, weight_codecs
-from shardwise.config.compression import AUTO, SETTINGS, SumCompression
+from shardwise.config import no_effect
+from shardwise.config.compression import AUTO, SumCompression
 from shardwise.config.parameters import count
 from shardwise.config.schema import ClusterSection, Data, Layout, Model, Train
 from shardwise.drivers.registry import DRIVERS, driver_named
@@ -51,8 +52,7 @@ def _unused_tables(sections: Mapping[str, Section]) -> Iterator[str]:
         return
     unused = DRIVERS.keys() - {train.driver}
     for name in [name for name in DRIVERS if name in unused and name in sections]:
-        for key in sections[name].changed_keys():
-            yield f"{name}.{key}: has no effect without train.driver = {name!r}; leave it out, or set that"
+        yield from no_effect.settings_of_driver(name, sections[name])
 
 
 def found_by(check: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
@@ -138,14 +138,6 @@ def _head_dim(model: Model) -> Iterator[str]:
         yield f"model.head_dim = {model.head_dim}: rotary positions need an even head_dim"
 
 
-def _window(model: Model) -> Iterator[str]:
-    if model.window is None and model.window_layers != "all":
-        yield (
-            f"model.window_layers = {model.window_layers!r}: has no effect without model.window; give that, "
-            f"or leave both out"
-        )
-
-
 def _size(model: Model) -> Iterator[str]:
     if (weights := count(model)) > MOST_WEIGHTS:
         yield (
@@ -155,7 +147,7 @@ def _size(model: Model) -> Iterator[str]:
 
 
 def _experts(model: Model) -> Iterator[str]:
-    yield from _mixture(model) if model.experts else _dense(model)
+    yield from _mixture(model) if model.experts else no_effect.expert_settings(model)
 
 
 def _mixture(model: Model) -> Iterator[str]:
@@ -178,22 +170,6 @@ def _mixture(model: Model) -> Iterator[str]:
         )
     if model.bias is True:
         yield "model.bias = true: experts have no biases; use false, or model.experts = 0"
-
-
-def _dense(model: Model) -> Iterator[str]:
-    fields = (
-        "experts_per_token",
-        "expert_ffn",
-        "shared_experts",
-        "balance_loss",
-        "balance_bias",
-        "router_z_loss",
-    )
-    for name in fields:
-        if value := getattr(model, name):
-            yield (
-                f"model.{name} = {value}: has no effect without experts; leave it out, or give model.experts"
-            )
 
 
 def _data(data: Data) -> Iterator[str]:
@@ -226,13 +202,6 @@ def _state_dtype(train: Train) -> Iterator[str]:
             f"train.state_dtype = 'bfloat16': needs train.precision = 'bfloat16' or 'float8' (given "
             f"{train.precision!r})"
         )
-
-
-def _float8_settings(train: Train) -> Iterator[str]:
-    own = ("float8_scaling", "float8_head", "float8_leave_out")
-    given = [name for name in own if getattr(train, name) != Train.model_fields[name].default]
-    if given and train.precision != "float8":
-        yield f"train.{given[0]}: has no effect without train.precision = 'float8'; leave it out, or set that"
 
 
 def _betas(train: Train) -> Iterator[str]:
@@ -277,12 +246,7 @@ def problems_of_compression(layout: Layout) -> Iterator[str]:
     if layout.compression == AUTO:
         return
     if layout.compression is None:
-        for name in SETTINGS:
-            if (value := getattr(layout, name)) != Layout.model_fields[name].default:
-                yield (
-                    f"layout.{name} = {value!r}: has no effect without layout.compression; leave it out, or "
-                    f"name a codec"
-                )
+        yield from no_effect.compression_settings(layout)
         return
     codec = parse_codec(layout.compression)
     if layout.compression_axes == "replica" and layout.replica == 1:
@@ -317,10 +281,7 @@ def needs_whole_momenta(train: Train, layout: Layout) -> bool:
 
 def _one_bit_adam(train: Train, layout: Layout) -> Iterator[str]:
     what = "train.optimizer = '1bit-adam'"
-    if train.optimizer != "1bit-adam":
-        return
-    if layout.compression is None:
-        yield f"{what}: has no effect without layout.compression; name a codec, 'sign' say, or leave it out"
+    if train.optimizer != "1bit-adam" or layout.compression is None:
         return
     if layout.compression_warmup == 0:
         settles = max(1, min(train.steps // 10, round(1 / (1 - train.betas[1]))))
@@ -387,18 +348,19 @@ RULES: tuple[Callable[..., Iterator[str]], ...] = (
     _one_source,
     _heads,
     _head_dim,
-    _window,
+    no_effect.window_settings,
     _size,
     _experts,
     _data,
     _recompute,
     _state_dtype,
-    _float8_settings,
+    no_effect.float8_settings,
     _betas,
     _open_data,
     _offload,
     problems_of_compression,
     _gathers,
+    no_effect.one_bit_adam,
     _one_bit_adam,
     _one_cluster,
     _positions,

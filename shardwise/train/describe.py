@@ -7,6 +7,7 @@ import torch
 from shardwise.config import Checkpoint, Config, Model, Train, context_attention
 from shardwise.config.compression import SumCompression
 from shardwise.config.layouts import ring_lacks
+from shardwise.config.no_effect import idle_settings
 from shardwise.cost.device_peaks import peak_flops
 from shardwise.drivers.registry import driver_of
 from shardwise.mesh import device_name, local_gpus
@@ -17,7 +18,7 @@ from shardwise.optim import OneBitAdam
 from shardwise.optim.rounding import RoundedAdamW
 from shardwise.parallel import is_compiled
 from shardwise.plan import COPIES, compute_dtype, engine_of, reduce_dtype, simulate, state_dtype
-from shardwise.plan.float8 import in_float8, products, unfit
+from shardwise.plan.float8 import idle_float8, in_float8, unfit
 from shardwise.plan.grid import describe_degrees
 from shardwise.train.build import Training
 from shardwise.words import counted
@@ -225,49 +226,12 @@ def _threads(device: torch.device) -> str:
 
 
 def _without_effect(training: Training) -> dict[str, str]:
-    """Settings that change nothing here are named, never ignored in silence."""
-    layout, config, train = training.plan.layout, training.config, training.config.train
-    driver, on_cpu = driver_of(config), training.mesh.device.type == "cpu"
-    idle = {
-        "layout.offload: states are in host memory already": layout.offload and on_cpu,
-        f"layout.zero = {config.layout.zero}: no other device holds the same weights": bool(
-            config.layout.zero
-        )
-        and layout.zero == 0,
-        f"layout.schedule = {layout.schedule!r}: there is no pipeline": layout.pipeline == 1
-        and layout.schedule != "1f1b",
-        "layout.stages: there is no pipeline": layout.pipeline == 1
-        and bool(layout.stages or layout.stages_per_rank),
-        f"layout.attention = {layout.attention!r}: no devices share a sequence": layout.context == 1
-        and layout.attention != "auto",
-        "GPUs: there are more workers than GPUs, so all compute on the CPU; with run.device=cuda "
-        "they share": on_cpu
-        and local_gpus() > 0
-        and config.run.device == "auto"
-        and not driver.ranks_on_host,
-        "train.deterministic: CPUs add in one order anyway": on_cpu and train.deterministic,
-        "train.evaluate_every: data.held_out is 0": train.evaluate_every > 0 and config.data.held_out == 0,
-        "train.decay: only the wsd schedule has it": train.decay is not None and train.schedule != "wsd",
-        f"train.schedule: warm-up lasts {train.warmup} of {train.steps} steps": train.warmup >= train.steps,
-        "observe.trace: the first step is left out, and there is no other": config.observe.trace > 0
-        and train.steps == 1,
-    }
-    notes = [note for note, true in idle.items() if true]
-    notes += driver.settings_without_effect(training) + _idle_float8(config)
+    """Name the settings that change nothing in this run: none is ignored in silence."""
+    config, on_cpu = training.config, training.mesh.device.type == "cpu"
+    notes = idle_settings(config, training.plan.layout, on_cpu, local_gpus())
+    notes += driver_of(config).settings_without_effect(training)
+    notes += idle_float8(config.model, config.train)
     return {"no effect": "; ".join(notes)} if notes else {}
-
-
-def _idle_float8(config: Config) -> list[str]:
-    """Why a job with float8 makes no product in it; empty: it makes some."""
-    if config.train.precision != "float8" or in_float8(config.model, config.train):
-        return []
-    left = unfit(config.model, config.train)
-    if not left:
-        return ["train.precision = 'float8': the job leaves out all products"]
-    asked = " that the job does not leave out" if len(left) < len(list(products(config.model))) else ""
-    return [
-        f"train.precision = 'float8': the sizes of all products{asked} are no multiples of 16 ({left[0]}, …)"
-    ]
 
 
 def _warning(training: Training) -> dict[str, str]:
