@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.cluster import Cluster
 from shardwise.cost.collectives import group_of
 from shardwise.cost.space import DEGREES, Space
 from shardwise.cost.traffic import flows
 from shardwise.plan.grid import COPIES, RANK_AXES, SHARDS, devices
-from shardwise.plan.schedule import SCHEDULES, make_schedule
+from shardwise.plan.schedule import make_schedule
 from shardwise.plan.timeline import simulate
 from shardwise.search.search import SearchResult
 

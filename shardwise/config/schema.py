@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shardwise.config.compression import AUTO, Compression
+from shardwise.config.schedules import DEFAULT_SCHEDULE, ScheduleName, names_in_words
 
 Precision = Literal["float32", "bfloat16", "float16", "float8", "float64"]
 Device = Literal["auto", "cpu", "cuda"]
 Recompute = Literal["none", "selective", "all-but-attention", "full"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"]
 AXES = ("pipeline", "replica", "data", "context", "tensor", "expert")
 """Mesh axes, outermost first: the order in which ranks are laid out. `expert` borrows ranks, it adds none."""
 
@@ -398,15 +398,15 @@ class Layout(Section):
         "weights; "
         "left out: 3 where `replica` is above 1, else chosen by memory",
     )
-    schedule: Schedule = Field(
-        "1f1b",
-        description="order of the pipeline's work: see docs/pipelines.md; `zb1p`, `zbv` and `dualpipev` "
-        "split backward",
+    schedule: ScheduleName = Field(
+        DEFAULT_SCHEDULE,
+        description="order of the pipeline's work: see docs/pipelines.md; "
+        f"{names_in_words(lambda facts: facts.splits_backward)} split backward",
     )
     stages_per_rank: Degree | None = Field(
         None,
-        description="pipeline stages a device holds; left out: 2 for `interleaved`, `zbv` and `dualpipev`, "
-        "else 1",
+        description="pipeline stages a device holds; left out: 2 for "
+        f"{names_in_words(lambda facts: facts.stages_per_rank == 2)}, else 1",
     )
     stages: tuple[Degree, ...] | None = Field(
         None,

@@ -8,7 +8,7 @@ from shardwise.plan.grid import COPIES, RANK_AXES
 from shardwise.plan.memory import StateBytes, state_bytes
 from shardwise.plan.parameters import OwnParameters, active_count, count, parameter_shapes
 from shardwise.plan.plan import Decision, KeptLayout, KeptPlan, Plan, read_plan
-from shardwise.plan.schedule import SCHEDULES, Action, Schedule, make_schedule
+from shardwise.plan.schedule import Action, Schedule, make_schedule
 from shardwise.plan.stages import block_costs, cut, stage_blocks, stage_costs
 from shardwise.plan.timeline import Timeline, peak_in_flight, simulate
 
@@ -16,7 +16,6 @@ __all__ = [
     "COPIES",
     "FLOP_CONVENTION",
     "RANK_AXES",
-    "SCHEDULES",
     "Action",
     "Asked",
     "Decision",

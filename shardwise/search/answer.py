@@ -15,6 +15,7 @@ import tomli_w
 
 from shardwise.config import Config, Layout
 from shardwise.config.compression import SETTINGS
+from shardwise.config.schedules import SCHEDULES
 from shardwise.cost.cluster import GIB, Cluster
 from shardwise.cost.predict import Prediction, predict
 from shardwise.cost.space import RECOMPUTE, Ints, Space, Work, concatenate, take
@@ -22,7 +23,6 @@ from shardwise.cost.traffic import flows, totals
 from shardwise.errors import ConfigError
 from shardwise.plan.flops import FLOP_CONVENTION, flops_per_token
 from shardwise.plan.parameters import active_count, count
-from shardwise.plan.schedule import SCHEDULES
 from shardwise.search.reasons import binding, describe_layout, loses_on, nothing_fits, reason
 from shardwise.search.search import SearchResult, limit, play
 

@@ -6,7 +6,8 @@ import torch
 
 from shardwise.config import Checkpoint, Config, Model, Train, context_attention
 from shardwise.config.compression import SumCompression
-from shardwise.config.layouts import ring_lacks
+from shardwise.config.layout_rules import ring_lacks
+from shardwise.config.schedules import DEFAULT_SCHEDULE
 from shardwise.mesh import device_name, local_gpus
 from shardwise.models import describe_attention
 from shardwise.models.dtypes import DTYPES
@@ -251,7 +252,7 @@ def _without_effect(training: Training) -> dict[str, str]:
         )
         and layout.zero == 0,
         f"layout.schedule = {layout.schedule!r}: there is no pipeline": layout.pipeline == 1
-        and layout.schedule != "1f1b",
+        and layout.schedule != DEFAULT_SCHEDULE,
         "layout.stages: there is no pipeline": layout.pipeline == 1
         and bool(layout.stages or layout.stages_per_rank),
         f"layout.attention = {layout.attention!r}: no devices share a sequence": layout.context == 1
