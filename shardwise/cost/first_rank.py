@@ -23,12 +23,13 @@ from shardwise.cost.space import (
     Space,
     Work,
     distinct,
+    is_compiled,
     take,
 )
 from shardwise.cost.stack import Stack
 from shardwise.cost.stages import Cut, cut
 from shardwise.plan.dtypes import BYTES, computes_wide, wide
-from shardwise.plan.engine import Engine, compiles_blocks, engine_of
+from shardwise.plan.engine import Engine, engine_of
 from shardwise.plan.grid import expert_shards
 from shardwise.plan.parameters import parameter_shapes
 from shardwise.plan.slices import sliced, split_dim
@@ -99,8 +100,8 @@ class FirstRank:
     def gathers_again(self) -> Bools:
         """Where backward gathers the inputs of a pair of matrices again: a program's own way, or a block that
         is not compiled, unless they are kept in 8 bits."""
-        kept = compiles_blocks(self.work.compile, self.device) or self.work.scales > 0
-        eager = ~(self.by_operator | self.full) & np.bool_(not kept)
+        kept = is_compiled(self.work, self.space, self.device) | (self.work.float8 is not None)
+        eager = ~(self.by_operator | self.full | kept)
         return eager | np.bool_(self.stack.gathers_again)
 
     @cached_property

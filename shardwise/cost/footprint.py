@@ -30,7 +30,7 @@ from shardwise.config import Model
 from shardwise.config.schedules import of_schedule
 from shardwise.cost import compute
 from shardwise.cost.cluster import Cluster
-from shardwise.cost.float8_work import head_bytes, is_compiled, kept_weights
+from shardwise.cost.float8_work import head_bytes, kept_weights
 from shardwise.cost.products import tokens_here
 from shardwise.cost.space import (
     FULL,
@@ -40,6 +40,7 @@ from shardwise.cost.space import (
     Work,
     concatenate,
     distinct,
+    is_compiled,
     makes_blocks_again,
     take,
 )

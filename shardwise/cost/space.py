@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from shardwise.config import Config, Layout, Model, Recompute, context_attention
 from shardwise.config.compression import SumCompression, WeightGathers
 from shardwise.config.schedules import SCHEDULE_FACTS, SCHEDULES, stages_per_rank
+from shardwise.plan.compilation import compiles_blocks
 from shardwise.plan.float8 import Shares
 from shardwise.plan.stages import stage_blocks
 
@@ -232,6 +233,12 @@ def makes_blocks_again(work: Work, space: Space) -> Bools:
     recomputed."""
     again: Bools = space.recompute >= (FULL if work.model.experts else BUT_ATTENTION)
     return again
+
+
+def is_compiled(work: Work, space: Space, device_type: str) -> Bools:
+    """Whether the blocks of each candidate go through torch.compile."""
+    compiled: Bools = compiles_blocks(work.compile, device_type, work.float8 is not None, space)
+    return compiled
 
 
 def recompute_mode(recompute: str | float) -> str:

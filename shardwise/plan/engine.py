@@ -97,8 +97,3 @@ def engine_of(layout: Choices, experts: int) -> Engine:
 def shares_weights(degrees: Degrees, experts: int) -> Flag:
     """Whether another device of the same replica holds the same weights: else there is nothing to shard."""
     return (degrees.data * degrees.context > 1) | ((experts > 0) & (expert_shards(degrees) > 1))
-
-
-def compiles_blocks(setting: bool | str, device: str) -> bool:
-    """Whether blocks go through torch.compile, by `train.compile` and the kind of device ("cuda", "cpu")."""
-    return setting is True or (setting == "auto" and device == "cuda")
