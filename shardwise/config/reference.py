@@ -86,7 +86,8 @@ def _fields(section: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
 
 
 def _summary(section: type[BaseModel]) -> str:
-    return (section.__doc__ or "").strip()
+    """The docstring of a section on one line, however it is wrapped in the source."""
+    return " ".join((section.__doc__ or "").split())
 
 
 def _default(field: FieldInfo) -> str:
