@@ -44,7 +44,7 @@ from shardwise.plan.engine import shares_weights
 from shardwise.plan.flops import flops_per_token, matmul_weights
 from shardwise.plan.grid import RANK_AXES
 
-Choices = list[tuple[int, ...]]
+Choices = Sequence[tuple[int, ...]]
 """Values of some fields of a candidate, together."""
 LARGEST_MICRO_BATCH = 256
 STAGES_PER_RANK = (2, 3, 4, 5, 6, 8, 10)

@@ -363,7 +363,7 @@ def _batch_properties(train: Train, layout: Layout) -> Properties:
 def _sequence_length(length: int, model: Model, layout: Layout) -> int:
     """A multiple of what `context` and `tensor` need, as short as shows more than a token or two on each
     device."""
-    unit = sequence_multiple(model, layout)
+    unit = int(sequence_multiple(model, layout))
     short = -(-SEQUENCE // unit) * unit
     return short if short <= length else max(1, length // unit) * unit
 
