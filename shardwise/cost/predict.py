@@ -432,9 +432,10 @@ def _float8_numbers(work: Work, space: Space, held: Holdings) -> Array | float:
 def _optimizer(work: Work, space: Space, cluster: Cluster, stack: Stack, held: Holdings) -> Array:
     """Seconds of the update: weights, gradients and two moments read, all but the gradients written, the norm
     taken before."""
-    compiled = compiles_blocks(work.compile, cluster.device_type, False, space)
-    rounded = np.where(compiled, UPDATE_BYTES / 2, ROUNDED_UPDATE_BYTES)
-    moved = {"bfloat16": rounded, "float64": 2 * UPDATE_BYTES}.get(work.state_dtype, UPDATE_BYTES)
+    moved: Array | float = 2 * UPDATE_BYTES if work.state_dtype == "float64" else UPDATE_BYTES
+    if work.state_dtype == "bfloat16":
+        compiled = compiles_blocks(work.compile, cluster.device_type, False, space)
+        moved = np.where(compiled, UPDATE_BYTES / 2, ROUNDED_UPDATE_BYTES)
     return np.where(space.offload == 1, 0.0, compute.streamed(moved * held.sharded, space, cluster))
 
 
